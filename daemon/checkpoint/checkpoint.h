@@ -122,8 +122,8 @@ struct moe_checkpoint_removed {
 };
 void moe_checkpoint_save_tidy(const struct moe_checkpoint_context *c, const char *name,
                               uint32_t keep, struct moe_checkpoint_removed *removed);
-/* Lowest slot: removes the hidden directory. */
-void moe_checkpoint_save_abandon(const struct moe_checkpoint_context *c, const char *name);
+/* Lowest slot, for a checkpoint or an export: removes the hidden directory; failures are logged. */
+void moe_checkpoint_abandon(const struct moe_checkpoint_context *c, const char *name);
 
 /* Load, two phases.
  *   read  every slot: checks manifest, headers and hashes; all refusals happen here
@@ -169,6 +169,5 @@ struct moe_status moe_checkpoint_export_write(const struct moe_checkpoint_contex
                                               const char *name, uint64_t *bytes) MOE_CHECKED;
 struct moe_status moe_checkpoint_export_commit(const struct moe_checkpoint_context *c,
                                                const char *name) MOE_CHECKED;
-void moe_checkpoint_export_abandon(const struct moe_checkpoint_context *c, const char *name);
 
 #endif

@@ -456,8 +456,3 @@ struct moe_status moe_checkpoint_export_commit(const struct moe_checkpoint_conte
         st = moe_ckpt__publish(c, name);
     return named(st, name);
 }
-
-void moe_checkpoint_export_abandon(const struct moe_checkpoint_context *c, const char *name)
-{
-    moe_ckpt__abandon(c, name);
-}

@@ -198,7 +198,7 @@ struct moe_status moe_ckpt__publish(const struct moe_checkpoint_context *c, cons
     return st;
 }
 
-void moe_ckpt__abandon(const struct moe_checkpoint_context *c, const char *name)
+void moe_checkpoint_abandon(const struct moe_checkpoint_context *c, const char *name)
 {
     int fd = -1;
     char directory[MOE_CKPT_HIDDEN_MAX];

@@ -51,8 +51,6 @@ struct moe_status moe_ckpt__join(const struct moe_checkpoint_context *c, const c
 /* The hidden directory becomes `name`, durably. */
 struct moe_status moe_ckpt__publish(const struct moe_checkpoint_context *c,
                                     const char *name) MOE_CHECKED;
-/* Removes the hidden directory; failures are logged. */
-void moe_ckpt__abandon(const struct moe_checkpoint_context *c, const char *name);
 /* The names in the training directory: *names, which the caller closes with closedir. */
 struct moe_status moe_ckpt__open_names(int root, DIR **names) MOE_CHECKED;
 /* Removes `name` in `at` with all its contents. */

@@ -97,7 +97,7 @@ struct moe_status moe_checkpoint_save_begin(const struct moe_checkpoint_context 
     struct moe_status st = make_frame(c, hidden);
     close(hidden);
     if (moe_failed(&st))
-        moe_ckpt__abandon(c, name);
+        moe_checkpoint_abandon(c, name);
     return named(st, name);
 }
 
@@ -334,9 +334,4 @@ void moe_checkpoint_save_tidy(const struct moe_checkpoint_context *c, const char
     struct moe_status st = keep > 0 ? moe_ckpt__keep_newest(c, name, keep, removed) : moe_ok();
     if (moe_failed(&st))
         moe_log_warn("old checkpoints could not be removed: %s", st.text);
-}
-
-void moe_checkpoint_save_abandon(const struct moe_checkpoint_context *c, const char *name)
-{
-    moe_ckpt__abandon(c, name);
 }

@@ -4,8 +4,6 @@
  * descriptor, and taken by its number. */
 #include "engine/state.h"
 
-#include "base/clock.h"
-
 enum moe_step_kind moe_engine__queue_of(const struct moe_engine *e, const struct moe_work *w)
 {
     uint32_t most = e->session != NULL ? e->bucket_max : e->config.max_tokens_per_step;

@@ -10,7 +10,6 @@
 
 #include "base/status.h"
 
-#include <stdbool.h>
 #include <stdint.h>
 
 struct moe_eventcount;

@@ -4,7 +4,6 @@
 #include "links/shm_ring.h"
 
 #include "base/random.h"
-#include "base/size.h"
 #include "links/shared.h"
 #include "moe/types.h"
 

@@ -7,7 +7,6 @@
  * changed, which pread reports. */
 #include "model/safetensors.h"
 
-#include "base/size.h"
 #include "model/json_file.h"
 
 #include <errno.h>

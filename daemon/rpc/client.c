@@ -210,13 +210,6 @@ grpc_op moe_rpc_open_op(const struct moe_rpc_call_options *options)
 
 /* ------------------------------------------------------------------ channels */
 
-static grpc_arg int_arg(const char *key, int value)
-{
-    grpc_arg arg = {.type = GRPC_ARG_INTEGER, .key = (char *)(uintptr_t)key};
-    arg.value.integer = value;
-    return arg;
-}
-
 struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
                                        const struct moe_rpc_channel_config *config,
                                        struct moe_rpc_channel **out)
@@ -233,22 +226,22 @@ struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "largest message must be below 2 GiB");
     grpc_arg args[] = {
-        int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, (int)largest),
-        int_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, (int)largest),
-        int_arg(GRPC_ARG_MAX_METADATA_SIZE, MOE_RPC_METADATA_BYTES),
-        int_arg(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, MOE_RPC_FRAME_BYTES),
-        int_arg(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, MOE_RPC_LOOKAHEAD_BYTES),
-        int_arg(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, config->own_connection),
-        int_arg(GRPC_ARG_ENABLE_RETRIES, 0),
-        int_arg(GRPC_ARG_ENABLE_HTTP_PROXY, 0),
-        int_arg(GRPC_ARG_ENABLE_CHANNELZ, 0),
-        int_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1),
-        int_arg(GRPC_ARG_KEEPALIVE_TIME_MS, MOE_RPC_KEEPALIVE_MS),
-        int_arg(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, MOE_RPC_KEEPALIVE_WAIT_MS),
-        int_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
-        int_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
-        int_arg(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, FIRST_BACKOFF_MS),
-        int_arg(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, (int)longest),
+        moe_rpc_int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, (int)largest),
+        moe_rpc_int_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, (int)largest),
+        moe_rpc_int_arg(GRPC_ARG_MAX_METADATA_SIZE, MOE_RPC_METADATA_BYTES),
+        moe_rpc_int_arg(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, MOE_RPC_FRAME_BYTES),
+        moe_rpc_int_arg(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, MOE_RPC_LOOKAHEAD_BYTES),
+        moe_rpc_int_arg(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, config->own_connection),
+        moe_rpc_int_arg(GRPC_ARG_ENABLE_RETRIES, 0),
+        moe_rpc_int_arg(GRPC_ARG_ENABLE_HTTP_PROXY, 0),
+        moe_rpc_int_arg(GRPC_ARG_ENABLE_CHANNELZ, 0),
+        moe_rpc_int_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1),
+        moe_rpc_int_arg(GRPC_ARG_KEEPALIVE_TIME_MS, MOE_RPC_KEEPALIVE_MS),
+        moe_rpc_int_arg(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, MOE_RPC_KEEPALIVE_WAIT_MS),
+        moe_rpc_int_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
+        moe_rpc_int_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
+        moe_rpc_int_arg(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, FIRST_BACKOFF_MS),
+        moe_rpc_int_arg(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, (int)longest),
     };
     struct moe_rpc_channel *ch = calloc(1, sizeof *ch);
     if (ch == NULL)

@@ -73,11 +73,18 @@ static inline void moe_rpc_run_event(const grpc_event *event)
 gpr_timespec moe_rpc_time_to_core(uint64_t deadline_ns);
 uint64_t moe_rpc_time_from_core(gpr_timespec deadline);
 
+/* An argument of a channel or a server. */
+static inline grpc_arg moe_rpc_int_arg(const char *key, int value)
+{
+    grpc_arg arg = {.type = GRPC_ARG_INTEGER, .key = (char *)(uintptr_t)key};
+    arg.value.integer = value;
+    return arg;
+}
+
 /* ---------------------------------------------------------------------- messages (msg.c) */
 
 /* A received message is the core's buffer with another type, so no allocation can fail. */
 struct moe_rpc_msg *moe_rpc_msg_from_buffer(grpc_byte_buffer *buffer);
-grpc_byte_buffer *moe_rpc_msg_buffer(const struct moe_rpc_msg *m);
 /* Takes `out` over. */
 grpc_byte_buffer *moe_rpc_out_to_buffer(const struct moe_rpc_out *out);
 

@@ -17,20 +17,20 @@ struct moe_rpc_msg *moe_rpc_msg_from_buffer(grpc_byte_buffer *buffer)
     return (struct moe_rpc_msg *)buffer;
 }
 
-grpc_byte_buffer *moe_rpc_msg_buffer(const struct moe_rpc_msg *m)
+static grpc_byte_buffer *buffer_of(const struct moe_rpc_msg *m)
 {
     return (grpc_byte_buffer *)m;
 }
 
 size_t moe_rpc_msg_length(const struct moe_rpc_msg *m)
 {
-    return grpc_byte_buffer_length(moe_rpc_msg_buffer(m));
+    return grpc_byte_buffer_length(buffer_of(m));
 }
 
 void moe_rpc_msg_free(struct moe_rpc_msg *m)
 {
     if (m != NULL)
-        grpc_byte_buffer_destroy(moe_rpc_msg_buffer(m));
+        grpc_byte_buffer_destroy(buffer_of(m));
 }
 
 struct moe_rpc_msg *moe_rpc_msg_from_pieces(const struct moe_rpc_piece *pieces, size_t count)
@@ -59,7 +59,7 @@ struct cursor {
 
 static bool cursor_open(struct cursor *c, const struct moe_rpc_msg *m)
 {
-    grpc_byte_buffer *buffer = moe_rpc_msg_buffer(m);
+    grpc_byte_buffer *buffer = buffer_of(m);
     *c = (struct cursor){.left = grpc_byte_buffer_length(buffer)};
     return grpc_byte_buffer_reader_init(&c->reader, buffer) != 0;
 }

@@ -60,13 +60,6 @@ static struct moe_status check_config(const struct moe_rpc_server_config *config
     return moe_ok();
 }
 
-static grpc_arg int_arg(const char *key, int value)
-{
-    grpc_arg arg = {.type = GRPC_ARG_INTEGER, .key = (char *)(uintptr_t)key};
-    arg.value.integer = value;
-    return arg;
-}
-
 static grpc_server *core_create(const struct moe_rpc_server_config *config, bool loopback)
 {
     int largest = (int)config->max_message_bytes;
@@ -74,26 +67,27 @@ static grpc_server *core_create(const struct moe_rpc_server_config *config, bool
     streams = streams == 0 ? STREAMS : streams > INT_MAX ? INT_MAX : streams;
     int silence = config->silence_ms == 0 ? MOE_RPC_KEEPALIVE_WAIT_MS : (int)config->silence_ms;
     grpc_arg args[] = {
-        int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, largest),
-        int_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, largest),
-        int_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, (int)streams),
-        int_arg(GRPC_ARG_MAX_METADATA_SIZE, MOE_RPC_METADATA_BYTES),
-        int_arg(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, MOE_RPC_FRAME_BYTES),
-        int_arg(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, MOE_RPC_LOOKAHEAD_BYTES),
-        int_arg(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, MOE_RPC_KEEPALIVE_WAIT_MS),
+        moe_rpc_int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, largest),
+        moe_rpc_int_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, largest),
+        moe_rpc_int_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, (int)streams),
+        moe_rpc_int_arg(GRPC_ARG_MAX_METADATA_SIZE, MOE_RPC_METADATA_BYTES),
+        moe_rpc_int_arg(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, MOE_RPC_FRAME_BYTES),
+        moe_rpc_int_arg(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, MOE_RPC_LOOKAHEAD_BYTES),
+        moe_rpc_int_arg(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, MOE_RPC_KEEPALIVE_WAIT_MS),
         /* A second server on the same port must fail to bind. */
-        int_arg(GRPC_ARG_ALLOW_REUSEPORT, 0),
+        moe_rpc_int_arg(GRPC_ARG_ALLOW_REUSEPORT, 0),
         /* A small compressed message may inflate to any size before its length is checked. */
-        int_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1),
-        int_arg(GRPC_ARG_KEEPALIVE_TIME_MS, MOE_RPC_KEEPALIVE_MS),
-        int_arg(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, silence),
-        int_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
-        int_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
-        int_arg(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, MOE_RPC_KEEPALIVE_MS / 3),
-        int_arg(GRPC_ARG_ENABLE_CHANNELZ, 0),
+        moe_rpc_int_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1),
+        moe_rpc_int_arg(GRPC_ARG_KEEPALIVE_TIME_MS, MOE_RPC_KEEPALIVE_MS),
+        moe_rpc_int_arg(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, silence),
+        moe_rpc_int_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
+        moe_rpc_int_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
+        moe_rpc_int_arg(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
+                        MOE_RPC_KEEPALIVE_MS / 3),
+        moe_rpc_int_arg(GRPC_ARG_ENABLE_CHANNELZ, 0),
         /* Windows would grow with the bandwidth-delay product. That helps on routed links only, and
          * would exceed the memory bound of the permits. */
-        int_arg(GRPC_ARG_HTTP2_BDP_PROBE, loopback ? 0 : 1),
+        moe_rpc_int_arg(GRPC_ARG_HTTP2_BDP_PROBE, loopback ? 0 : 1),
     };
     return grpc_server_create(
         &(grpc_channel_args){.num_args = sizeof args / sizeof *args, .args = args}, NULL);

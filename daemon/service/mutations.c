@@ -20,7 +20,7 @@ static void reply_step(struct moe_rpc_call *rpc, const struct moe_train_answer *
     a.grad_norm = o->number;
     a.backwards = (uint32_t)o->backwards;
     a.steps = o->steps;
-    moe_training_service__reply(rpc, &a.base);
+    moe_service_reply(rpc, &a.base);
 }
 
 static void reply_zero_grad(struct moe_rpc_call *rpc, const struct moe_train_answer *answer)
@@ -29,7 +29,7 @@ static void reply_zero_grad(struct moe_rpc_call *rpc, const struct moe_train_ans
     moe__v1__zero_grad_response__init(&a);
     a.backwards = (uint32_t)answer->outcome.backwards;
     a.repeated = answer->repeated;
-    moe_training_service__reply(rpc, &a.base);
+    moe_service_reply(rpc, &a.base);
 }
 
 static void reply_set_frozen(struct moe_rpc_call *rpc, const struct moe_train_answer *answer)
@@ -37,7 +37,7 @@ static void reply_set_frozen(struct moe_rpc_call *rpc, const struct moe_train_an
     Moe__V1__SetFrozenResponse a;
     moe__v1__set_frozen_response__init(&a);
     a.repeated = answer->repeated;
-    moe_training_service__reply(rpc, &a.base);
+    moe_service_reply(rpc, &a.base);
 }
 
 static void reply_save(struct moe_rpc_call *rpc, const struct moe_train_answer *answer)
@@ -57,7 +57,7 @@ static void reply_save(struct moe_rpc_call *rpc, const struct moe_train_answer *
         names[a.n_removed] = (char *)(uintptr_t)removed->names[a.n_removed]; /* packing reads */
         a.n_removed++;
     }
-    moe_training_service__reply(rpc, &a.base);
+    moe_service_reply(rpc, &a.base);
 }
 
 static void reply_load(struct moe_rpc_call *rpc, const struct moe_train_answer *answer)
@@ -70,7 +70,7 @@ static void reply_load(struct moe_rpc_call *rpc, const struct moe_train_answer *
     a.lost_steps = answer->outcome.lost_steps;
     a.lost_backwards = (uint32_t)answer->outcome.backwards;
     a.repeated = answer->repeated;
-    moe_training_service__reply(rpc, &a.base);
+    moe_service_reply(rpc, &a.base);
 }
 
 static void reply_export(struct moe_rpc_call *rpc, const struct moe_train_answer *answer)
@@ -79,7 +79,7 @@ static void reply_export(struct moe_rpc_call *rpc, const struct moe_train_answer
     moe__v1__export_adapter_response__init(&a);
     a.bytes = answer->outcome.bytes;
     a.repeated = answer->repeated;
-    moe_training_service__reply(rpc, &a.base);
+    moe_service_reply(rpc, &a.base);
 }
 
 void moe_training_service__reply_mutation(struct moe_rpc_call *rpc, enum moe_step_kind kind,

@@ -357,18 +357,10 @@ static Moe__V1__DataType narrow_ids(const struct moe_request *r, size_t pairs)
 static void fill_stages(const struct moe_request *r, Moe__V1__StageTimes *to)
 {
     const struct moe_work *w = &r->work;
-    const uint64_t *ns = w->step.stage_ns;
     moe__v1__stage_times__init(to);
     to->queue_ns = w->started_ns - w->submitted_ns;
     to->copy_in_ns = w->copy_in_ns;
-    to->router_ns = ns[MOE_STAGE_ROUTER];
-    to->prepare_ns = ns[MOE_STAGE_PREPARE];
-    to->dispatch_ns = ns[MOE_STAGE_DISPATCH];
-    to->gemm1_ns = ns[MOE_STAGE_GEMM1];
-    to->gemm2_ns = ns[MOE_STAGE_GEMM2];
-    to->shared_ns = ns[MOE_STAGE_SHARED];
-    to->combine_ns = ns[MOE_STAGE_COMBINE];
-    to->step_ns = w->step.total_ns;
+    moe_request_fill_stages(&w->step, to);
     to->copy_out_ns = w->copy_out_ns;
     to->server_ns = moe_clock_ns() - r->received_ns;
     to->step_tokens = w->step_tokens;

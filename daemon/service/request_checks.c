@@ -5,7 +5,6 @@
 
 #include "base/size.h"
 #include "daemon/name.h"
-#include "moe/v1/types.pb-c.h"
 
 #include <math.h>
 
@@ -148,4 +147,17 @@ struct moe_status moe_request_check_worker(bool draining, uint64_t epoch)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
                                "no view is in force: the group is forming, or a slot is empty");
     return moe_ok();
+}
+
+void moe_request_fill_stages(const struct moe_step_result *step, Moe__V1__StageTimes *to)
+{
+    const uint64_t *ns = step->stage_ns;
+    to->router_ns = ns[MOE_STAGE_ROUTER];
+    to->prepare_ns = ns[MOE_STAGE_PREPARE];
+    to->dispatch_ns = ns[MOE_STAGE_DISPATCH];
+    to->gemm1_ns = ns[MOE_STAGE_GEMM1];
+    to->gemm2_ns = ns[MOE_STAGE_GEMM2];
+    to->shared_ns = ns[MOE_STAGE_SHARED];
+    to->combine_ns = ns[MOE_STAGE_COMBINE];
+    to->step_ns = step->total_ns;
 }

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Common parts of Forward and Backward requests: memory for received tensors, and the checks of
- * layer, routing and worker. */
+/* Common parts of Forward and Backward requests: memory for received tensors, the times of stages,
+ * and the checks of layer, routing and worker. */
 #ifndef MOE_SERVICE_REQUEST_CHECKS_H
 #define MOE_SERVICE_REQUEST_CHECKS_H
 
+#include "moe/v1/types.pb-c.h"
 #include "service/info.h"
 #include "service/staging.h"
 
@@ -48,6 +49,9 @@ struct moe_status moe_request_check_ids(const struct moe_layer_spec *spec, uint3
 struct moe_status moe_request_check_weights(const struct moe_layer_spec *spec, uint32_t tokens,
                                             const struct moe_buffer *weights,
                                             size_t bytes) MOE_CHECKED;
+
+/* The step's stages and their sum. */
+void moe_request_fill_stages(const struct moe_step_result *step, Moe__V1__StageTimes *to);
 
 /* Checks that the worker takes requests: it is not leaving, and serves a view. */
 struct moe_status moe_request_check_worker(bool draining, uint64_t epoch) MOE_CHECKED;

@@ -69,7 +69,7 @@ static struct moe_request_context context_of(struct moe_service *s)
                                         .draining = atomic_load(&s->draining)};
 }
 
-static struct moe_status out_of_memory(void)
+struct moe_status moe_service_out_of_memory(void)
 {
     return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, 100, "out of memory");
 }
@@ -145,7 +145,7 @@ static struct moe_status parse_forward(struct moe_service *s, struct moe_rpc_cal
     *id = 0;
     *out = NULL;
     if (f == NULL)
-        return out_of_memory();
+        return moe_service_out_of_memory();
     f->service = s;
     f->call = call;
     f->stream = stream;
@@ -215,7 +215,7 @@ static void stream_started(struct moe_rpc_call *call, void *ctx)
 {
     struct stream *s = calloc(1, sizeof *s);
     if (s == NULL) {
-        moe_rpc_fail(call, out_of_memory());
+        moe_rpc_fail(call, moe_service_out_of_memory());
         return;
     }
     s->service = ctx;
@@ -383,12 +383,12 @@ static void stream_done(struct moe_rpc_call *call, void *ctx)
 
 /* ------------------------------------------------------------ GetServerInfo, GetModel */
 
-static void reply_packed(struct moe_rpc_call *call, const ProtobufCMessage *answer)
+void moe_service_reply(struct moe_rpc_call *call, const ProtobufCMessage *answer)
 {
     size_t length = protobuf_c_message_get_packed_size(answer);
     uint8_t *bytes = malloc(length + 1);
     if (bytes == NULL) {
-        moe_rpc_fail(call, out_of_memory());
+        moe_rpc_fail(call, moe_service_out_of_memory());
         return;
     }
     protobuf_c_message_pack(answer, bytes);
@@ -422,7 +422,7 @@ static void server_info_message(struct moe_rpc_call *call, struct moe_rpc_msg *m
     answer.n_workers = s->worker_count;
     answer.workers = s->workers;
     answer.coordinator = s->coordinator != NULL ? s->coordinator : none;
-    reply_packed(call, &answer.base);
+    moe_service_reply(call, &answer.base);
     moe_mutex_unlock(&s->lock);
 }
 
@@ -447,7 +447,7 @@ static void model_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void
     Moe__V1__LayerInfo *layers = calloc(n + 1, sizeof *layers);
     Moe__V1__LayerInfo **list = calloc(n + 1, sizeof *list);
     if (!moe_failed(&st) && (layers == NULL || list == NULL))
-        st = out_of_memory();
+        st = moe_service_out_of_memory();
     if (moe_failed(&st)) {
         moe_rpc_fail(call, st);
         goto out;
@@ -464,7 +464,7 @@ static void model_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void
     answer.layers = list;
     answer.weights_version = moe_engine_weights_version(s->engine);
     answer.epoch = atomic_load(&s->epoch);
-    reply_packed(call, &answer.base);
+    moe_service_reply(call, &answer.base);
 out:
     free(layers);
     free(list);
@@ -512,7 +512,7 @@ struct moe_status moe_service_create(const struct moe_service_config *config,
                          "messages of %u bytes are too small", config->info.max_message_bytes);
     struct moe_service *s = calloc(1, sizeof *s);
     if (s == NULL)
-        return out_of_memory();
+        return moe_service_out_of_memory();
     s->info = config->info;
     s->engine = config->engine;
     s->staging = config->staging;
@@ -559,7 +559,7 @@ struct moe_status moe_service_set_view(struct moe_service *s, uint64_t epoch,
     }
     if (!complete) {
         free_strings(copy, count);
-        return out_of_memory();
+        return moe_service_out_of_memory();
     }
     moe_mutex_lock(&s->lock);
     char **old = s->workers;
@@ -576,7 +576,7 @@ struct moe_status moe_service_set_coordinator(struct moe_service *s, const char 
 {
     char *copy = strdup(endpoint);
     if (copy == NULL)
-        return out_of_memory();
+        return moe_service_out_of_memory();
     moe_mutex_lock(&s->lock);
     char *old = s->coordinator;
     s->coordinator = copy;

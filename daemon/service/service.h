@@ -13,6 +13,7 @@
 #include "service/info.h"
 #include "service/staging.h"
 
+struct ProtobufCMessage;
 struct moe_service;
 struct moe_service_metrics; /* service/service_metrics.h */
 
@@ -39,6 +40,10 @@ void moe_service_methods(struct moe_service *s, struct moe_rpc_method out[MOE_SE
 
 /* [any thread] The metrics in which the training service counts its requests. */
 struct moe_service_metrics *moe_service_counts(struct moe_service *s);
+
+/* Packs and sends an answer without tensors; fails the call where memory lacks. */
+void moe_service_reply(struct moe_rpc_call *call, const struct ProtobufCMessage *answer);
+struct moe_status moe_service_out_of_memory(void) MOE_CHECKED;
 
 /* [any thread] For the training service: the epoch of the committed view (0 = none); whether new
  * requests are refused; the endpoint of a slot's worker ("" = none). */

@@ -195,7 +195,7 @@ static void on_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ct
     struct pending_call *p = calloc(1, sizeof *p);
     if (p == NULL) {
         moe_rpc_msg_free(m);
-        moe_rpc_fail(rpc, moe_training_service__out_of_memory());
+        moe_rpc_fail(rpc, moe_service_out_of_memory());
         return;
     }
     p->service = method->service;

@@ -55,7 +55,7 @@ static struct moe_status answer(const struct listing *l, struct moe_checkpoint_l
     size_t shown = count < l->limit ? count : l->limit;
     struct entry *entries = calloc(shown + 1, sizeof *entries);
     Moe__V1__CheckpointInfo **messages = calloc(shown + 1, sizeof(Moe__V1__CheckpointInfo *));
-    struct moe_status st = moe_training_service__out_of_memory();
+    struct moe_status st = moe_service_out_of_memory();
     if (entries != NULL && messages != NULL) {
         moe_train_read_state(l->service->config.training, &state);
         moe__v1__list_checkpoints_response__init(&a);
@@ -67,7 +67,7 @@ static struct moe_status answer(const struct listing *l, struct moe_checkpoint_l
         a.n_checkpoints = shown;
         a.count = (uint32_t)count;
         a.checkpoint = state.checkpoint;
-        moe_training_service__reply(l->call, &a.base);
+        moe_service_reply(l->call, &a.base);
         st = moe_ok();
     }
     free(entries);
@@ -136,7 +136,7 @@ static struct moe_status start(struct moe_training_service *s, struct moe_rpc_ca
     pthread_t thread;
     struct listing *l = malloc(sizeof *l);
     if (l == NULL)
-        return moe_training_service__out_of_memory();
+        return moe_service_out_of_memory();
     *l = (struct listing){s, call, limit};
     moe_rpc_call_ref(call);
     if (moe_thread_create(&thread, "moe-ckpt-list", run_listing, l) == 0) {
@@ -145,7 +145,7 @@ static struct moe_status start(struct moe_training_service *s, struct moe_rpc_ca
     }
     moe_rpc_call_unref(call);
     free(l);
-    return moe_training_service__out_of_memory();
+    return moe_service_out_of_memory();
 }
 
 static struct moe_status begin(struct moe_training_service *s, struct moe_rpc_call *call,

@@ -356,16 +356,8 @@ static void fill_stages(const struct moe_training_request *r, bool repeated,
     to->server_ns = moe_clock_ns() - r->received_ns;
     if (repeated)
         return;
-    const uint64_t *ns = w->step.stage_ns;
     to->queue_ns = w->started_ns - w->submitted_ns;
-    to->router_ns = ns[MOE_STAGE_ROUTER];
-    to->prepare_ns = ns[MOE_STAGE_PREPARE];
-    to->dispatch_ns = ns[MOE_STAGE_DISPATCH];
-    to->gemm1_ns = ns[MOE_STAGE_GEMM1];
-    to->gemm2_ns = ns[MOE_STAGE_GEMM2];
-    to->shared_ns = ns[MOE_STAGE_SHARED];
-    to->combine_ns = ns[MOE_STAGE_COMBINE];
-    to->step_ns = w->step.total_ns;
+    moe_request_fill_stages(&w->step, to);
     to->step_tokens = w->tokens;
     to->steps = 1;
 }

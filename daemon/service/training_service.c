@@ -12,25 +12,6 @@
 
 /* ------------------------------------------------------------------------- answers */
 
-struct moe_status moe_training_service__out_of_memory(void)
-{
-    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, 100, "out of memory");
-}
-
-void moe_training_service__reply(struct moe_rpc_call *call, const ProtobufCMessage *answer)
-{
-    size_t length = protobuf_c_message_get_packed_size(answer);
-    uint8_t *bytes = malloc(length + 1);
-    if (bytes == NULL) {
-        moe_rpc_fail(call, moe_training_service__out_of_memory());
-        return;
-    }
-    protobuf_c_message_pack(answer, bytes);
-    const struct moe_rpc_out out = {.head = bytes, .head_length = length};
-    moe_rpc_reply(call, &out);
-    free(bytes);
-}
-
 /* ---------------------------------------------------------------------- GetTrainState */
 
 size_t moe_training_service__name_targets(uint32_t targets, char *names[MOE_TRAINING_TARGETS])
@@ -82,7 +63,7 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
     a.retained_bytes_limit = state.retained_bytes_limit;
     a.retained_device_bytes = state.activation_bytes;
     a.retained_device_bytes_limit = state.activation_bytes_limit;
-    moe_training_service__reply(rpc, &a.base);
+    moe_service_reply(rpc, &a.base);
 }
 
 /* --------------------------------------------------------------------- RecoverTraining */
@@ -143,7 +124,7 @@ static void recover_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, voi
     if (moe_failed(&st))
         moe_rpc_fail(rpc, st);
     else
-        moe_training_service__reply(rpc, &a.base);
+        moe_service_reply(rpc, &a.base);
 }
 
 /* ------------------------------------------------------------------------ the service */
@@ -170,7 +151,7 @@ struct moe_status moe_training_service_create(const struct moe_training_service_
 {
     struct moe_training_service *s = calloc(1, sizeof *s);
     if (s == NULL)
-        return moe_training_service__out_of_memory();
+        return moe_service_out_of_memory();
     s->config = *config;
     moe_mutex_init(&s->lock);
     pthread_cond_init(&s->idle, NULL);

@@ -27,10 +27,6 @@ struct moe_training_service {
 };
 
 /* From training_service.c. */
-struct moe_status moe_training_service__out_of_memory(void) MOE_CHECKED;
-/* Packs and sends an answer without tensors; fails the call where memory lacks. */
-void moe_training_service__reply(struct moe_rpc_call *call, const ProtobufCMessage *answer);
-
 /* Names of the matrices in the set `targets`; returns their number. */
 enum { MOE_TRAINING_TARGETS = 3 };
 size_t moe_training_service__name_targets(uint32_t targets, char *names[MOE_TRAINING_TARGETS]);

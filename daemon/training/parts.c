@@ -177,7 +177,7 @@ static struct moe_status run_save(struct moe_train_job *j, enum moe_job_part par
     case MOE_JOB_WRITE: return save_write(j, bytes);
     case MOE_JOB_COMMIT: return moe_checkpoint_save_commit(c, name, &j->state);
     case MOE_JOB_TIDY: moe_checkpoint_save_tidy(c, name, j->call.keep, &j->removed); break;
-    case MOE_JOB_UNDO: moe_checkpoint_save_abandon(c, name); break;
+    case MOE_JOB_UNDO: moe_checkpoint_abandon(c, name); break;
     default: break;
     }
     return moe_ok();
@@ -192,7 +192,7 @@ static struct moe_status run_export(struct moe_train_job *j, enum moe_job_part p
     case MOE_JOB_CREATE: return moe_checkpoint_export_begin(c, name);
     case MOE_JOB_WRITE: return moe_checkpoint_export_write(c, name, bytes);
     case MOE_JOB_COMMIT: return moe_checkpoint_export_commit(c, name);
-    case MOE_JOB_UNDO: moe_checkpoint_export_abandon(c, name); break;
+    case MOE_JOB_UNDO: moe_checkpoint_abandon(c, name); break;
     default: break;
     }
     return moe_ok();

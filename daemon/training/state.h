@@ -14,8 +14,6 @@
 #include "training/job_machine.h"
 #include "training/training.h"
 
-#include <stdatomic.h>
-
 struct moe_train_checkpoint_metrics {
     struct moe_histogram *seconds;
     struct moe_counter *failures;
