@@ -363,11 +363,6 @@ void moe_membership_on_tick(struct moe_membership *m, uint64_t now_ns)
     end_input(m);
 }
 
-static uint64_t earlier(uint64_t a, uint64_t b)
-{
-    return a < b ? a : b;
-}
-
 uint64_t moe_membership_deadline(const struct moe_membership *m)
 {
     if (m->exited)
@@ -376,13 +371,13 @@ uint64_t moe_membership_deadline(const struct moe_membership *m)
     uint64_t at = m->now_ns + m->config.lease_ns / 4;
     for (uint32_t s = 0; s < m->config.slots; s++)
         if (m->members[s].state == SLOT_TAKEN)
-            at = earlier(at, m->members[s].last_message_ns + m->config.lease_ns);
+            at = moe_earlier(at, m->members[s].last_message_ns + m->config.lease_ns);
     if (m->phase != PHASE_IDLE)
-        at = earlier(at, m->form_deadline_ns);
+        at = moe_earlier(at, m->form_deadline_ns);
     else if (m->next_try_ns > m->now_ns)
-        at = earlier(at, m->next_try_ns);
+        at = moe_earlier(at, m->next_try_ns);
     if (m->shutting_down)
-        at = earlier(at, m->shutdown_deadline_ns);
+        at = moe_earlier(at, m->shutdown_deadline_ns);
     return at;
 }
 

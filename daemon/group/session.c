@@ -286,11 +286,6 @@ static void give_up(struct moe_group *g)
     g->give_up_ns = moe_clock_ns() + g->config.reform_ms * MOE_NS_PER_MS;
 }
 
-static uint64_t earlier(uint64_t a, uint64_t b)
-{
-    return a < b ? a : b;
-}
-
 static bool has_shutdown_timer(const struct moe_group *g)
 {
     return g->shutdown == DRAIN_REQUESTED || g->shutdown == DRAINING || g->shutdown == DRAINED;
@@ -300,8 +295,8 @@ static uint64_t next_deadline(const struct moe_group *g)
 {
     if (g->shutdown >= LEAVING)
         return MOE_NEVER;
-    uint64_t at = earlier(earlier(g->heartbeat_ns, g->reconnect_ns), g->give_up_ns);
-    return has_shutdown_timer(g) ? earlier(at, g->shutdown_ns) : at;
+    uint64_t at = moe_earlier(moe_earlier(g->heartbeat_ns, g->reconnect_ns), g->give_up_ns);
+    return has_shutdown_timer(g) ? moe_earlier(at, g->shutdown_ns) : at;
 }
 
 static void run_timers(struct moe_group *g)

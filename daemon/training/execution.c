@@ -387,18 +387,13 @@ static void retained(void *ctx, const struct moe_ticket *ticket, uint32_t tokens
     moe_train__show(t);
 }
 
-static uint64_t earlier(uint64_t a, uint64_t b)
-{
-    return a < b ? a : b;
-}
-
 static uint64_t next_expiry(void *ctx, bool view)
 {
     struct moe_train *t = ctx;
     uint64_t now = moe_clock_ns();
-    uint64_t stored = earlier(moe_pass_store_next_expiry(t->passes, now),
-                              moe_pass_store_next_expiry(t->answers, now));
-    return view ? earlier(stored, moe_activations_next_expiry(t->activations)) : stored;
+    uint64_t stored = moe_earlier(moe_pass_store_next_expiry(t->passes, now),
+                                  moe_pass_store_next_expiry(t->answers, now));
+    return view ? moe_earlier(stored, moe_activations_next_expiry(t->activations)) : stored;
 }
 
 static void expire(void *ctx, uint64_t now, bool view)

@@ -18,4 +18,10 @@ static inline uint64_t moe_clock_ns(void)
     return (uint64_t)t.tv_sec * MOE_NS_PER_S + (uint64_t)t.tv_nsec;
 }
 
+/* The earlier of two times; MOE_NEVER is later than all others. */
+static inline uint64_t moe_earlier(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
 #endif

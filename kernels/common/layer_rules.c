@@ -152,6 +152,25 @@ struct moe_status moe_layer_find_entry(const struct moe_layer_spec *spec, uint32
     return moe_ok();
 }
 
+struct moe_status moe_layer_check_complete(const struct moe_layer_spec *spec, const uint32_t *local,
+                                           uint32_t locals, bool *const uploaded[MOE_WEIGHT_COUNT])
+{
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
+        uint32_t entries = moe_weight_is_expert(w) ? locals : 1;
+        for (uint32_t i = 0; uploaded[w] != NULL && i < entries; i++) {
+            if (uploaded[w][i])
+                continue;
+            if (!moe_weight_is_expert(w))
+                return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
+                                 "layer %u: %s is missing", spec->layer, moe_weight_name(w));
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
+                             "layer %u: %s of expert %u is missing", spec->layer,
+                             moe_weight_name(w), local[i]);
+        }
+    }
+    return moe_ok();
+}
+
 uint64_t moe_placement_slots_of(const struct moe_placement *p, uint32_t expert)
 {
     uint64_t slots = 0;

@@ -28,6 +28,13 @@ struct moe_status moe_layer_find_entry(const struct moe_layer_spec *spec, uint32
                                        const int32_t *local_index, enum moe_weight weight,
                                        uint32_t expert, uint32_t *entry) MOE_CHECKED;
 
+/* Every weight was uploaded: `uploaded` [entries] per weight, NULL for a weight that the layer does
+ * not have; `local` [locals] the experts of the slot. Errors: MOE_FAILED_PRECONDITION/
+ * TENSOR_MISSING. */
+struct moe_status moe_layer_check_complete(const struct moe_layer_spec *spec, const uint32_t *local,
+                                           uint32_t locals,
+                                           bool *const uploaded[MOE_WEIGHT_COUNT]) MOE_CHECKED;
+
 /* A vector of summands, not a matrix. Every backend stores it in fp32. */
 bool moe_weight_is_bias(enum moe_weight weight);
 

@@ -144,19 +144,8 @@ struct moe_status moe_cpu_layer_upload(struct moe_layer *layer, enum moe_weight 
 
 struct moe_status moe_cpu_layer_finish(struct moe_layer *layer)
 {
-    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
-        for (uint32_t i = 0; layer->uploaded[w] != NULL && i < moe_cpu_layer_entries(layer, w);
-             i++) {
-            if (layer->uploaded[w][i])
-                continue;
-            if (!moe_weight_is_expert(w))
-                return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
-                                 "layer %u: %s is missing", layer->spec.layer, moe_weight_name(w));
-            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
-                             "layer %u: %s of expert %u is missing", layer->spec.layer,
-                             moe_weight_name(w), layer->local[i]);
-        }
-    }
+    MOE_TRY(moe_layer_check_complete(&layer->spec, layer->local, layer->local_experts,
+                                     layer->uploaded));
     layer->finished = true;
     return moe_ok();
 }

@@ -125,13 +125,6 @@ void moe_cuda_layer_destroy(struct moe_layer *layer)
 
 /* --------------------------------------------------------------------- weights */
 
-/* Finds the entry of an upload. */
-static struct moe_status find_entry(const struct moe_layer *layer, enum moe_weight w,
-                                    uint32_t expert, uint32_t *entry)
-{
-    return moe_layer_find_entry(&layer->spec, layer->slot, layer->local_index, w, expert, entry);
-}
-
 static struct moe_status alloc_matrix(struct moe_layer *layer, struct moe_cuda_matrix *m,
                                       enum moe_dtype dtype)
 {
@@ -231,7 +224,8 @@ static struct moe_status upload(struct moe_layer *layer, enum moe_weight weight,
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_INVALID,
                          "%s: the layer is finished", moe_weight_name(weight));
     MOE_TRY(moe_layer_check_tensor(&layer->spec, weight, dtype, bytes));
-    MOE_TRY(find_entry(layer, weight, expert, &entry));
+    MOE_TRY(moe_layer_find_entry(&layer->spec, layer->slot, layer->local_index, weight, expert,
+                                 &entry));
     if (layer->uploaded[weight][entry])
         return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_TENSOR_INVALID, "%s: uploaded twice",
                          moe_weight_name(weight));
@@ -258,23 +252,6 @@ struct moe_status moe_cuda_layer_fetch(struct moe_layer *layer, enum moe_weight 
 }
 
 /* --------------------------------------------------------------------- finish */
-
-static struct moe_status check_complete(const struct moe_layer *layer)
-{
-    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
-        for (uint32_t i = 0; layer->uploaded[w] != NULL && i < entries_of(layer, w); i++) {
-            if (layer->uploaded[w][i])
-                continue;
-            if (!moe_weight_is_expert(w))
-                return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
-                                 "layer %u: %s is missing", layer->spec.layer, moe_weight_name(w));
-            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
-                             "layer %u: %s of expert %u is missing", layer->spec.layer,
-                             moe_weight_name(w), layer->local[i]);
-        }
-    }
-    return moe_ok();
-}
 
 /* Offsets of the tables in one allocation of at most a few kilobytes, so no size can overflow. */
 struct tables {
@@ -387,7 +364,8 @@ static struct moe_status describe_products(struct moe_layer *layer)
 
 struct moe_status moe_cuda_layer_finish(struct moe_layer *layer)
 {
-    MOE_TRY(check_complete(layer));
+    MOE_TRY(moe_layer_check_complete(&layer->spec, layer->local, layer->local_experts,
+                                     layer->uploaded));
     if (layer->finished)
         return moe_ok();
     MOE_TRY(moe_cuda_device_use(layer->device));
