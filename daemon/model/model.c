@@ -84,7 +84,7 @@ static struct moe_status check_layers(struct moe_model *m, const json_t *root)
     return st;
 }
 
-static struct moe_status name_model(struct moe_model *m, const char *directory)
+static struct moe_status name_by_path(struct moe_model *m, const char *directory)
 {
     char *full = realpath(directory, NULL);
     if (full == NULL)
@@ -93,6 +93,12 @@ static struct moe_status name_model(struct moe_model *m, const char *directory)
     const char *slash = strrchr(full, '/');
     m->name = strdup(slash != NULL ? slash + 1 : full);
     m->path = full;
+    return m->name != NULL ? moe_ok() : no_memory();
+}
+
+static struct moe_status name_as_given(struct moe_model *m, const char *name)
+{
+    m->name = strdup(name);
     return m->name != NULL ? moe_ok() : no_memory();
 }
 
@@ -112,15 +118,6 @@ done:
     return st;
 }
 
-static struct moe_status allocate(struct moe_model **out)
-{
-    *out = calloc(1, sizeof **out);
-    if (*out == NULL)
-        return no_memory();
-    (*out)->directory = -1;
-    return moe_ok();
-}
-
 static struct moe_status open_directory(struct moe_model *m, int at, const char *path, int flags)
 {
     m->directory = openat(at, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC | flags);
@@ -130,13 +127,18 @@ static struct moe_status open_directory(struct moe_model *m, int at, const char 
     return moe_ok();
 }
 
-struct moe_status moe_model_open(const char *directory, struct moe_model **out)
+typedef struct moe_status name_fn(struct moe_model *m, const char *directory);
+
+static struct moe_status open_model(int at, const char *path, int flags, name_fn *name,
+                                    struct moe_model **out)
 {
     struct moe_status st;
-    struct moe_model *m;
-    MOE_TRY(allocate(&m));
-    MOE_TRY_GOTO(st, name_model(m, directory), fail);
-    MOE_TRY_GOTO(st, open_directory(m, AT_FDCWD, directory, 0), fail);
+    struct moe_model *m = calloc(1, sizeof *m);
+    if (m == NULL)
+        return no_memory();
+    m->directory = -1;
+    MOE_TRY_GOTO(st, name(m, path), fail);
+    MOE_TRY_GOTO(st, open_directory(m, at, path, flags), fail);
     MOE_TRY_GOTO(st, read_headers(m), fail);
     *out = m;
     return st;
@@ -145,23 +147,14 @@ fail:
     return st;
 }
 
+struct moe_status moe_model_open(const char *directory, struct moe_model **out)
+{
+    return open_model(AT_FDCWD, directory, 0, name_by_path, out);
+}
+
 struct moe_status moe_model_open_at(int at, const char *name, struct moe_model **out)
 {
-    struct moe_status st;
-    struct moe_model *m;
-    MOE_TRY(allocate(&m));
-    m->name = strdup(name);
-    if (m->name == NULL) {
-        st = no_memory();
-        goto fail;
-    }
-    MOE_TRY_GOTO(st, open_directory(m, at, name, O_NOFOLLOW), fail);
-    MOE_TRY_GOTO(st, read_headers(m), fail);
-    *out = m;
-    return st;
-fail:
-    moe_model_close(m);
-    return st;
+    return open_model(at, name, O_NOFOLLOW, name_as_given, out);
 }
 
 void moe_model_close(struct moe_model *m)
