@@ -343,8 +343,12 @@ class Saving(unittest.TestCase):
                 client.optimizer_step(expected_backwards=1)
                 client.close()
                 with open(os.path.join(state, "group.json")) as file:
-                    first = json.load(file)["processes"][1]["pid"]
-                os.kill(up.pid if end == signal.SIGINT else first, end)
+                    first, other = json.load(file)["processes"][1:3]
+                client = Trainer(other["endpoint"])
+                # It may end the step a little later than the worker that answered.
+                wait_until(lambda: client.state().steps == 1)
+                client.close()
+                os.kill(up.pid if end == signal.SIGINT else first["pid"], end)
                 _, said = up.communicate(timeout=60)
                 self.assertEqual(up.returncode, code)
                 self.assertIn("1 optimizer step since the model was loaded was not saved", said)
