@@ -134,9 +134,7 @@ static bool begin_member_input(struct moe_membership *m, uint64_t now_ns, uint64
                                         "the stream has no slot: send Register first"));
         return false;
     }
-    struct member *member = &m->members[*slot];
-    if (now_ns > member->last_message_ns)
-        member->last_message_ns = now_ns;
+    m->members[*slot].last_message_ns = now_ns;
     return true;
 }
 
@@ -324,7 +322,7 @@ void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint
     m->attempts = 0;
     m->waits = 0;
     m->failed = false;
-    m->next_try_ns = m->now_ns;
+    m->next_try_ns = now_ns;
     end_input(m);
 }
 
@@ -429,7 +427,7 @@ struct moe_status moe_membership_shutdown(struct moe_membership *m, uint64_t now
     /* At the limit, workers cancel their calls and need time to send Leaving. */
     uint64_t limit =
         limit_ms != 0 ? limit_ms * MOE_NS_PER_MS + m->config.lease_ns : m->config.shutdown_ns;
-    m->shutdown_deadline_ns = m->now_ns + limit;
+    m->shutdown_deadline_ns = now_ns + limit;
     for (uint32_t s = 0; s < m->config.slots; s++)
         if (m->members[s].state == SLOT_TAKEN && !m->members[s].draining)
             moe_membership__drain(m, s, m->shutdown_reason, limit_ms);

@@ -325,11 +325,11 @@ static struct moe_status status_of(const Moe__V1__Error *e)
                      "%s", e->message);
 }
 
-/* `now`: when the message came in. False when this release does not know the message. */
-static bool receive(struct moe_coordinator *c, uint64_t stream, uint64_t now,
-                    const Moe__V1__SessionRequest *m)
+/* False when this release does not know the message. */
+static bool receive(struct moe_coordinator *c, uint64_t stream, const Moe__V1__SessionRequest *m)
 {
     struct moe_membership *machine = c->machine;
+    uint64_t now = moe_clock_ns();
     struct moe_status st;
     switch (m->body_case) {
     case MOE__V1__SESSION_REQUEST__BODY_REGISTER:
@@ -383,10 +383,7 @@ static void receive_bytes(struct moe_coordinator *c, struct session *s)
     if (!moe_failed(&st))
         st = moe_rpc_unpack(&moe__v1__session_request__descriptor, c->received, length, NULL, &m);
     moe_counter_add(c->seen.messages, 1);
-    moe_histogram_observe(c->seen.waited_seconds,
-                          (double)(moe_clock_ns() - s->message_event.arrived_ns) /
-                              (double)MOE_NS_PER_S);
-    if (!moe_failed(&st) && !receive(c, s->stream, s->message_event.arrived_ns, m))
+    if (!moe_failed(&st) && !receive(c, s->stream, m))
         st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a SessionRequest");
     if (m != NULL)
         moe__v1__session_request__free_unpacked(m, NULL);

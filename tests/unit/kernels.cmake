@@ -39,3 +39,11 @@ moe_test(test_activation_sizing
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_activation_sizing.c
   USES moe_common
   LABELS kernels)
+
+# Domain maps and the plan of a pass, against a naive walk over whole groups.
+foreach(part domains dispatch_plan)
+  moe_test(test_${part}
+    SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${part}.c
+    USES moe_common moe_test_support
+    LABELS kernels)
+endforeach()
