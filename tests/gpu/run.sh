@@ -14,6 +14,7 @@
 #   --logs DIR    keeps one log per step there
 #   --sanitizer   also memcheck and racecheck of a few cases, on 1 and 2 GPUs: minutes
 #   --only TEXT   only steps with names that contain this
+#   --list GPUS   prints the steps of a machine with so many Hopper GPUs, and runs nothing
 #
 # Runs all steps, prints one line each, the last log lines of failed steps, and a summary. Exits 0
 # only if no step failed; a step that the backend cannot do counts as skipped. BUILD_DIRECTORY may be
@@ -23,7 +24,7 @@ set -eu
 
 usage() {
     echo "$0: $1" >&2
-    sed -n '10,16s/^# \{0,1\}//p' "$0" >&2
+    sed -n '10,17s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -35,10 +36,11 @@ jobs=4
 logs=
 sanitizer=no
 only=
+list=
 while [ $# -gt 0 ]; do
     case $1 in
         --sanitizer) sanitizer=yes; shift; continue ;;
-        --cases|--jobs|--logs|--only) [ $# -ge 2 ] || usage "$1 needs a value" ;;
+        --cases|--jobs|--logs|--only|--list) [ $# -ge 2 ] || usage "$1 needs a value" ;;
         *) usage "unknown argument $1" ;;
     esac
     case $1 in
@@ -46,6 +48,7 @@ while [ $# -gt 0 ]; do
         --jobs) jobs=$2 ;;
         --logs) logs=$2 ;;
         --only) only=$2 ;;
+        --list) list=$2 ;;
     esac
     shift 2
 done
@@ -53,17 +56,19 @@ done
 here=$(cd "$(dirname "$0")" && pwd)
 models=$here/../golden/models
 suite=$build/tests/conformance
-gpus=$(nvidia-smi -L | wc -l)
-hopper=no
-[ "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sort -u)" != 9.0 ] || hopper=yes
+if [ -n "$list" ]; then
+    gpus=$list
+    hopper=yes
+else
+    gpus=$(nvidia-smi -L | wc -l)
+    hopper=no
+    [ "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sort -u)" != 9.0 ] || hopper=yes
+fi
 keep=$logs
-[ -n "$logs" ] || logs=$(mktemp -d)
-mkdir -p "$logs"
-rm -f "$logs"/*.log "$logs"/*.result
 # Programs must set NCCL's variables themselves.
 unset NCCL_NVLS_ENABLE
 export MOE_TEST_BACKEND=cuda MOE_TEST_DEVICES="$gpus"
-export PYTHONUNBUFFERED=1 LOGS="$logs"
+export PYTHONUNBUFFERED=1
 PATH=$PATH:/usr/local/cuda/bin
 
 # One step: a name, a limit in seconds and a command, in one line. Its result is a file, so that
@@ -206,6 +211,14 @@ alone() {
     echo "racecheck_2 600 $sanitizer racecheck $suite/conformance --backend cuda --slots 2 --cases 5 --seed 9"
 }
 
+if [ -n "$list" ]; then
+    { jobs_at_once; alone; } | grep -F -- "$only"
+    exit
+fi
+[ -n "$logs" ] || logs=$(mktemp -d)
+mkdir -p "$logs"
+rm -f "$logs"/*.log "$logs"/*.result
+export LOGS="$logs"
 echo "$gpus GPUs: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)"
 jobs_at_once | run_steps "$jobs"
 alone | run_steps 1
