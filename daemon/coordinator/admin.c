@@ -37,7 +37,6 @@ static void fill_worker(const struct moe_membership_worker *w, Moe__V1__WorkerSt
     moe__v1__worker_status__init(out);
     out->slot = w->slot;
     out->worker_id = moe_coordinator__text(w->worker_id);
-    out->incarnation = w->incarnation;
     out->endpoint = moe_coordinator__text(w->endpoint);
     out->state = (Moe__V1__WorkerState)w->state;
     out->lease_remaining_ms = (int64_t)(w->lease_remaining_ns / MOE_NS_PER_MS);

@@ -154,6 +154,7 @@ static struct moe_status check_register(const struct moe_membership_register *r)
                       : !is_word(r->family, MOE_MEMBERSHIP_SHORT_BYTES)      ? "family"
                       : !is_word(r->version, MOE_MEMBERSHIP_SHORT_BYTES)     ? "version"
                       : r->incarnation == 0                                  ? "incarnation"
+                      : r->slot_token == NULL                                ? "slot_token"
                       : r->max_tokens_per_step == 0                          ? "max_tokens_per_step"
                       : r->layer_count == 0 || r->layer_count > LAYERS_MAX   ? "layers"
                                                                              : NULL;
@@ -246,6 +247,39 @@ static struct moe_status agree_on_model(struct moe_membership *m,
 
 /* ------------------------------------------------------------------ register */
 
+/* The time does not depend on the place of the first difference. */
+static bool same_token(const uint8_t *a, const uint8_t *b)
+{
+    unsigned different = 0;
+    for (size_t i = 0; i < MOE_MEMBERSHIP_TOKEN_BYTES; i++)
+        different |= (unsigned)(a[i] ^ b[i]);
+    return different == 0;
+}
+
+/* May this process have the slot of a member with its worker_id? The same process shows its token.
+ * A new process takes over from one that is gone: it waits until the old one is disconnected, and
+ * under another identity until the lease is over. So no caller ends a living worker. */
+static struct moe_status check_claim(const struct moe_membership *m, const struct member *member,
+                                     const struct moe_membership_register *r)
+{
+    uint64_t end_ns = member->last_message_ns + m->config.lease_ns;
+    if (member->endpoint[0] == '\0' || m->now_ns >= end_ns)
+        return moe_ok(); /* known from the log only, or about to lose its slot */
+    if (member->incarnation == r->incarnation)
+        return same_token(member->slot_token, r->slot_token)
+                   ? moe_ok()
+                   : moe_error(MOE_PERMISSION_DENIED, MOE_REASON_NONE,
+                               "another process has registered as this one");
+    bool own = strcmp(member->identity, r->identity) == 0;
+    if (own && member->stream == 0)
+        return moe_ok();
+    uint32_t left_ms = (uint32_t)((end_ns - m->now_ns) / MOE_NS_PER_MS) + 1;
+    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, left_ms,
+                           "worker_id %s is taken by %s process at %s until its lease ends",
+                           member->worker_id, own ? "a connected" : "another identity's",
+                           member->endpoint);
+}
+
 static void confirm(struct moe_membership *m, uint32_t slot)
 {
     struct moe_membership_action *a = moe_membership__send(m, slot, MOE_MEMBERSHIP_REGISTERED);
@@ -262,8 +296,10 @@ static void take_slot(struct moe_membership *m, uint64_t stream, uint32_t slot,
                               .stream = stream,
                               .last_message_ns = m->now_ns,
                               .max_tokens = r->max_tokens_per_step};
+    memcpy(member->slot_token, r->slot_token, sizeof member->slot_token);
     moe_membership__copy_text(member->worker_id, sizeof member->worker_id, r->worker_id);
     moe_membership__copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
+    (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
     m->attempts = 0;
     m->waits = 0;
     m->failed = false;
@@ -309,6 +345,8 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
     member->stream = stream;
     member->max_tokens = r->max_tokens_per_step;
     moe_membership__copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
+    memcpy(member->slot_token, r->slot_token, sizeof member->slot_token);
+    (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
     member->unverified = m->view_epoch != 0;
     member->assigned = member->loaded || member->load_failed;
     moe_membership__log(m, MOE_LOG_INFO, "%s", why);
@@ -358,6 +396,8 @@ struct moe_status moe_membership__register(struct moe_membership *m, uint64_t st
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group is shutting down");
     if (!known && !pick_slot(m, r, &slot))
         return no_free_slot(m);
+    if (known)
+        MOE_TRY(check_claim(m, &m->members[slot], r));
     MOE_TRY(agree_on_model(m, r));
     if (same) {
         m->members[slot].last_message_ns = m->now_ns;

@@ -5,7 +5,8 @@
  *
  * Rules:
  *  - at most one process (worker_id, incarnation) takes a slot; a new incarnation of the same
- *    worker fences the old one;
+ *    worker fences the old one once that is disconnected and the identity is the same, or its lease
+ *    is over. A process proves by its slot token that it is the one that has the slot;
  *  - an epoch is durable before it is announced, and a view before it is committed;
  *  - a view is in force only while all of its members live. The loss of one ends the epoch for all
  *    (ABORT). Once all slots are taken, the group forms again under a new epoch;
@@ -23,6 +24,8 @@ enum {
     MOE_MEMBERSHIP_SHORT_BYTES = 32,   /* backend, family, version */
     MOE_MEMBERSHIP_REASON_BYTES = 160, /* reasons for operators; longer ones are cut */
     MOE_MEMBERSHIP_BLOB_BYTES = 1024,
+    MOE_MEMBERSHIP_IDENTITY_BYTES = 256,
+    MOE_MEMBERSHIP_TOKEN_BYTES = 16,
     MOE_MEMBERSHIP_ROUNDS_MAX = 64, /* all-gather rounds of one epoch */
 };
 
@@ -74,6 +77,8 @@ struct moe_membership_layer { /* moe.v1.LayerInfo */
 struct moe_membership_register { /* moe.v1.Register; strings are copied */
     const char *worker_id, *endpoint, *backend, *model, *fingerprint, *family, *version;
     uint64_t incarnation;
+    const char *identity; /* of the connection, as this process has checked it; "" = any caller */
+    const uint8_t *slot_token; /* [MOE_MEMBERSHIP_TOKEN_BYTES]; NULL: none was sent */
     uint32_t max_tokens_per_step, wanted_slot_plus_one;
     const struct moe_membership_layer *layers;
     size_t layer_count;

@@ -26,7 +26,9 @@ struct member {
     char worker_id[MOE_MEMBERSHIP_ID_BYTES];
     char endpoint[MOE_MEMBERSHIP_ENDPOINT_BYTES]; /* "": known from the log only */
     uint64_t incarnation;
-    uint64_t stream; /* 0 = not connected; else TAKEN */
+    char identity[MOE_MEMBERSHIP_IDENTITY_BYTES];
+    uint8_t slot_token[MOE_MEMBERSHIP_TOKEN_BYTES]; /* unknown while `endpoint` is "" */
+    uint64_t stream;                                /* 0 = not connected; else TAKEN */
     uint64_t last_message_ns;
     uint32_t max_tokens;
     bool assigned; /* ASSIGN was sent to this process */

@@ -87,6 +87,8 @@ struct moe_coordinator {
     atomic_uint session_count; /* any thread */
     atomic_uint admin_calls;   /* any thread; calls in the inbox or in the owner thread */
     atomic_uint_fast64_t next_stream;
+    uint64_t secret_epoch;   /* epoch of `secret`; 0 = none */
+    uint8_t secret[16];      /* see Prepare.secret */
     uint8_t received[32768]; /* the current message, in one piece */
 };
 

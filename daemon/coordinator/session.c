@@ -2,6 +2,7 @@
 /* Session streams of workers: protobuf on the wire on one side, inputs and actions of the machine
  * on the other. Most actions are messages to streams, so all are carried out here. Bytes of blobs
  * pass through and are never logged. A malformed message ends its stream and nothing else. */
+#include "base/random.h"
 #include "coordinator/service_state.h"
 
 #include "moe/v1/coordinator.pb-c.h"
@@ -142,10 +143,25 @@ out:
     free(layers);
 }
 
+/* All Prepares of an epoch carry the same secret. */
+static struct moe_status make_secret(struct moe_coordinator *c, uint64_t epoch)
+{
+    if (c->secret_epoch == epoch)
+        return moe_ok();
+    MOE_TRY(moe_random_bytes(c->secret, sizeof c->secret));
+    c->secret_epoch = epoch;
+    return moe_ok();
+}
+
 static void send_prepare(struct moe_coordinator *c, struct session *s,
                          const struct moe_membership_action *a)
 {
     struct moe_membership_group g;
+    struct moe_status st = make_secret(c, a->epoch);
+    if (moe_failed(&st)) {
+        end_session(s, &st);
+        return;
+    }
     moe_membership_group(c->machine, &g);
     const struct moe_placement *p = moe_membership_placement(c->machine);
     Moe__V1__Member members[MOE_PLACEMENT_SLOTS_MAX], *list[MOE_PLACEMENT_SLOTS_MAX];
@@ -166,6 +182,8 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
     body.members = list;
     body.placement_version = moe_placement_version(p);
     body.placement_hash = moe_placement_hash(p);
+    body.secret.data = c->secret;
+    body.secret.len = sizeof c->secret;
     body.max_tokens_per_step = g.max_tokens_per_step;
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_PREPARE;
@@ -309,10 +327,13 @@ static void receive_register(struct moe_coordinator *c, uint64_t stream, uint64_
                                          .family = r->family,
                                          .version = r->version,
                                          .incarnation = r->incarnation,
+                                         .identity = "",
                                          .max_tokens_per_step = r->max_tokens_per_step,
                                          .wanted_slot_plus_one = r->wanted_slot_plus_one,
                                          .layers = layers,
                                          .layer_count = count};
+    if (r->slot_token.len == MOE_MEMBERSHIP_TOKEN_BYTES)
+        in.slot_token = r->slot_token.data;
     moe_membership_on_register(c->machine, now, stream, &in);
 }
 

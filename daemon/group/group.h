@@ -16,8 +16,9 @@ struct moe_rpc_client;
 /* The worker that registers. Strings and specs are borrowed and outlive the group. */
 struct moe_group_identity {
     const char *worker_id;
-    uint64_t incarnation; /* new at each process start */
-    const char *endpoint; /* where peers and clients reach this worker */
+    uint64_t incarnation;   /* new at each process start */
+    uint8_t slot_token[16]; /* secret of this process; see Register */
+    const char *endpoint;   /* where peers and clients reach this worker */
     const char *backend, *model, *fingerprint, *family, *version;
     const struct moe_layer_spec *const *layers;
     size_t layer_count;
@@ -54,6 +55,7 @@ struct moe_group_view {
     uint32_t placement_version;
     uint64_t placement_hash;
     uint32_t max_tokens_per_step;
+    uint8_t secret[16]; /* of this epoch; see SequenceHello. Never logged */
     struct moe_group_member members[MOE_MAX_SLOTS];
 };
 

@@ -39,6 +39,8 @@ void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_i
     Moe__V1__Register r = MOE__V1__REGISTER__INIT;
     r.worker_id = (char *)id->worker_id; /* protobuf-c has no const strings; packing only reads */
     r.incarnation = id->incarnation;
+    r.slot_token.data = (uint8_t *)id->slot_token;
+    r.slot_token.len = sizeof id->slot_token;
     r.endpoint = (char *)id->endpoint;
     r.backend = (char *)id->backend;
     r.model = (char *)id->model;

@@ -8,6 +8,7 @@
 #include "group/report.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 /* ------------------------------------------------------------------------ tasks */
 
@@ -167,8 +168,8 @@ static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Pre
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH,
                          "this worker accepts no epoch below %llu", (unsigned long long)g->floor);
     uint32_t bucket = p->max_tokens_per_step;
-    bool sound = p->slots == g->slots && bucket != 0 && (bucket & (bucket - 1)) == 0 &&
-                 bucket <= g->config.identity.max_tokens_per_step;
+    bool sound = p->slots == g->slots && p->secret.len == sizeof view->secret && bucket != 0 &&
+                 (bucket & (bucket - 1)) == 0 && bucket <= g->config.identity.max_tokens_per_step;
     *view = (struct moe_group_view){
         .epoch = p->epoch,
         .slot = g->slot,
@@ -177,6 +178,8 @@ static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Pre
         .placement_hash = p->placement_hash,
         .max_tokens_per_step = bucket,
     };
+    if (sound)
+        memcpy(view->secret, p->secret.data, sizeof view->secret);
     for (size_t i = 0; sound && i < p->n_members; i++) {
         const Moe__V1__Member *m = p->members[i];
         sound = m->slot < p->slots && (view->live >> m->slot & 1) == 0;

@@ -87,6 +87,18 @@ static struct moe_status welcome(struct moe_peers *p, struct moe_rpc_call *call,
     return moe_ok();
 }
 
+/* The time does not depend on the place of the first difference. */
+static bool knows_secret(const struct moe_peers *p, const Moe__V1__SequenceHello *hello)
+    MOE_REQUIRES(p->lock)
+{
+    unsigned different = 0;
+    if (hello->secret.len != sizeof p->view.secret)
+        return false;
+    for (size_t i = 0; i < sizeof p->view.secret; i++)
+        different |= (unsigned)(hello->secret.data[i] ^ p->view.secret[i]);
+    return different == 0;
+}
+
 static struct moe_status on_hello(struct moe_peers *p, struct moe_rpc_call *call, struct peer *peer,
                                   const Moe__V1__SequenceHello *hello) MOE_REQUIRES(p->lock)
 {
@@ -101,6 +113,10 @@ static struct moe_status on_hello(struct moe_peers *p, struct moe_rpc_call *call
         p->view.members[hello->slot].incarnation != hello->incarnation)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH,
                          "the caller is not slot %u of epoch %llu", hello->slot,
+                         (unsigned long long)hello->epoch);
+    if (!knows_secret(p, hello))
+        return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_NONE,
+                         "the caller does not know the secret of epoch %llu",
                          (unsigned long long)hello->epoch);
     if ((p->joined >> hello->slot & 1) != 0)
         return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_NONE, "slot %u has already joined",

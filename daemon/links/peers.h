@@ -48,6 +48,7 @@ struct moe_peers_view {
     uint64_t live;                          /* bit s: slot s is a member; the own bit is set */
     uint32_t slot;                          /* own */
     uint32_t max_bucket;                    /* a power of two */
+    uint8_t secret[16];                     /* of the epoch; callers of Sequence show it */
     struct moe_peer members[MOE_MAX_SLOTS]; /* of live slots; strings are copied */
 };
 

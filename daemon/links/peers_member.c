@@ -80,6 +80,8 @@ static void send_hello(struct moe_peers *p) MOE_REQUIRES(p->lock)
     hello.slot = p->view.slot;
     hello.epoch = p->view.epoch;
     hello.incarnation = p->config.incarnation;
+    hello.secret.data = p->view.secret;
+    hello.secret.len = sizeof p->view.secret;
     Moe__V1__ShmRings rings;
     if (p->reader != NULL)
         hello.rings = moe_wire_rings(p->reader, &rings);

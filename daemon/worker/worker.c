@@ -345,7 +345,7 @@ static struct moe_status start_server(struct moe_worker *w)
 static struct moe_status start_group(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
-    const struct moe_group_config group = {
+    struct moe_group_config group = {
         .client = w->client,
         .coordinator = c->coordinator,
         .identity =
@@ -382,6 +382,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .ctx = w,
             },
     };
+    memcpy(group.identity.slot_token, w->slot_token, sizeof w->slot_token);
     return moe_group_start(&group, &w->group);
 }
 
@@ -413,6 +414,7 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
     w->config = *config;
     moe_mutex_init(&w->wake_lock);
     MOE_TRY_GOTO(st, moe_random_id(&w->incarnation), fail);
+    MOE_TRY_GOTO(st, moe_random_bytes(w->slot_token, sizeof w->slot_token), fail);
     MOE_TRY_GOTO(st, add_metrics(w), fail);
     MOE_TRY_GOTO(st, open_model(w), fail);
     MOE_TRY_GOTO(st, create_training(w), fail);

@@ -18,6 +18,7 @@ struct moe_worker {
     struct moe_worker_config config;
     char endpoint[MOE_WORKER_ENDPOINT_BYTES], worker_id[MOE_WORKER_ENDPOINT_BYTES];
     uint64_t incarnation;
+    uint8_t slot_token[16]; /* secret; see Register */
 
     struct moe_device *device;
     struct moe_model *model;

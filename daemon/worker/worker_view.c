@@ -233,6 +233,7 @@ static struct moe_status expect_peers(struct moe_worker *w, const struct moe_gro
         .slot = v->slot,
         .max_bucket = v->max_tokens_per_step,
     };
+    memcpy(expected.secret, v->secret, sizeof expected.secret);
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         expected.members[s] = (struct moe_peer){v->members[s].incarnation, v->members[s].endpoint};
     return moe_peers_expect(w->peers, &expected);

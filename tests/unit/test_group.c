@@ -309,6 +309,9 @@ static void say_prepare(struct coordinator *c, uint64_t epoch, uint64_t incarnat
     prepare.n_members = 2;
     prepare.placement_version = 1;
     prepare.max_tokens_per_step = 32;
+    uint8_t secret[16] = {1, 2, 3};
+    prepare.secret.data = secret;
+    prepare.secret.len = sizeof secret;
     Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
     r.body_case = MOE__V1__SESSION_RESPONSE__BODY_PREPARE;
     r.prepare = &prepare;

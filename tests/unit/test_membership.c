@@ -99,10 +99,13 @@ static int teardown(void **unused)
 
 static uint32_t experts = 6;
 
-/* Worker `id`'s process `incarnation` registers on a new stream; returns the stream's number. */
-static uint64_t join(uint32_t id, uint64_t incarnation)
+/* Worker `id`'s process `incarnation` registers on a new stream under this identity, with a slot
+ * token of bytes `token`; returns the stream's number. */
+static uint64_t join_as(uint32_t id, uint64_t incarnation, const char *identity, int token)
 {
     char name[16];
+    uint8_t slot_token[MOE_MEMBERSHIP_TOKEN_BYTES];
+    memset(slot_token, token, sizeof slot_token);
     snprintf(name, sizeof name, "w%u", id);
     struct moe_membership_layer layer = {.layer = 0, .hidden = 8, .experts = experts, .top_k = 2};
     struct moe_membership_register r = {.worker_id = name,
@@ -113,12 +116,27 @@ static uint64_t join(uint32_t id, uint64_t incarnation)
                                         .family = "mixtral",
                                         .version = "1.2.9",
                                         .incarnation = incarnation,
+                                        .identity = identity,
+                                        .slot_token = slot_token,
                                         .max_tokens_per_step = 64,
                                         .layers = &layer,
                                         .layer_count = 1};
     moe_membership_on_register(m, now, ++last_stream, &r);
     carry_out();
     return last_stream;
+}
+
+static uint64_t join(uint32_t id, uint64_t incarnation)
+{
+    return join_as(id, incarnation, "uid:7", (int)incarnation);
+}
+
+/* The same, after the old process's stream has ended. */
+static uint64_t replace(uint64_t old_stream, uint32_t id, uint64_t incarnation)
+{
+    moe_membership_on_stream_closed(m, now, old_stream);
+    carry_out();
+    return join(id, incarnation);
 }
 
 static void loaded(uint64_t stream)
@@ -204,7 +222,7 @@ static void a_failing_group_gives_up_with_a_reason_until_a_new_worker_comes(void
     assert_non_null(strstr(group().reason, "slot 1: no memory??[31m for windows"));
     pass(5000, 0, s, SLOTS);
     assert_int_equal(prepares, ATTEMPTS * SLOTS);
-    s[1] = join(1, 99);
+    s[1] = replace(s[1], 1, 99);
     loaded(s[1]);
     for (uint32_t i = 0; i < SLOTS; i++)
         ready(s[i], NULL);
@@ -287,6 +305,58 @@ static void a_worker_that_comes_back_without_the_epoch_ends_it(void **unused)
     heartbeat(s[2], 0);
     assert_int_equal(aborts, SLOTS);
     expect_state(MOE_GROUP_DEGRADED);
+}
+
+static void a_living_worker_keeps_its_slot(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    join(1, 99); /* another process with its worker_id */
+    assert_int_equal(closed_stream, last_stream);
+    assert_int_equal(closed_with.code, MOE_RESOURCE_EXHAUSTED);
+    assert_true(closed_with.retry_after_ms > 0);
+    print_message("  %s\n", closed_with.text);
+    assert_int_equal(aborts, 0);
+    expect_state(MOE_GROUP_SERVING);
+    s[1] = replace(s[1], 1, 99); /* the old one has gone: at once */
+    assert_int_equal(closes, 1);
+    assert_int_equal(aborts, SLOTS - 1);
+    expect_state(MOE_GROUP_DEGRADED);
+}
+
+static void another_identity_waits_for_the_end_of_the_lease(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    moe_membership_on_stream_closed(m, now, s[1]);
+    carry_out();
+    join_as(1, 99, "uid:8", 99);
+    assert_int_equal(closed_with.code, MOE_RESOURCE_EXHAUSTED);
+    expect_state(MOE_GROUP_SERVING);
+    uint64_t others[] = {s[0], s[2]};
+    pass(LEASE_MS, 1, others, 2);
+    expect_state(MOE_GROUP_DEGRADED);
+    forget();
+    s[1] = join_as(1, 99, "uid:8", 99);
+    assert_int_equal(closes, 0);
+    assert_int_equal(assigns, 1);
+}
+
+static void the_same_process_proves_itself_by_its_token(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    join_as(1, 11, "uid:7", 12); /* its worker_id and incarnation, and another token */
+    assert_int_equal(closed_with.code, MOE_PERMISSION_DENIED);
+    assert_int_equal(aborts, 0);
+    expect_state(MOE_GROUP_SERVING);
+    s[1] = join(1, 11);
+    heartbeat(s[1], 1);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(aborts, 0);
 }
 
 static void the_reason_names_the_empty_slot(void **unused)
@@ -437,7 +507,7 @@ static void a_worker_that_cannot_load_blocks_the_group_until_replaced(void **unu
     loaded(s[2]);
     expect_state(MOE_GROUP_FAILED);
     assert_non_null(strstr(group().reason, "slot 1 cannot load: no tensor w1"));
-    s[1] = join(1, 99);
+    s[1] = replace(s[1], 1, 99);
     expect_state(MOE_GROUP_LOADING);
     loaded(s[1]);
     assert_int_equal(prepares, SLOTS);
@@ -674,6 +744,9 @@ int main(void)
         STORY(a_missed_peer_without_a_stream_is_lost_at_once),
         STORY(a_reconnect_within_the_lease_costs_nothing),
         STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
+        STORY(a_living_worker_keeps_its_slot),
+        STORY(another_identity_waits_for_the_end_of_the_lease),
+        STORY(the_same_process_proves_itself_by_its_token),
         STORY(the_reason_names_the_empty_slot),
         STORY(a_worker_too_many_learns_when_a_slot_may_become_free),
         STORY(a_silent_worker_loses_its_slot_and_not_before_its_lease),

@@ -367,6 +367,8 @@ static void crash_machine(struct world *w)
 static void register_up(struct world *w, const struct process *p)
 {
     char id[8], endpoint[32];
+    uint8_t slot_token[MOE_MEMBERSHIP_TOKEN_BYTES];
+    memset(slot_token, (int)p->incarnation, sizeof slot_token);
     snprintf(id, sizeof id, "w%u", p->id);
     snprintf(endpoint, sizeof endpoint, "127.0.0.1:%u", 7000 + p->id);
     struct moe_membership_register r = {.worker_id = id,
@@ -377,6 +379,8 @@ static void register_up(struct world *w, const struct process *p)
                                         .family = "mixtral",
                                         .version = "1.2.3",
                                         .incarnation = p->incarnation,
+                                        .identity = "uid:7",
+                                        .slot_token = slot_token,
                                         .max_tokens_per_step = 64,
                                         .layers = layers,
                                         .layer_count = 2};

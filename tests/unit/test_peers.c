@@ -16,6 +16,8 @@
 
 enum { SLOTS = 3, TICKETS_MAX = 4096, EPOCH = 5, WAIT_MS = 20000 };
 
+static const char secret_text[] = "secret of epoch5";
+
 /* The ways of messages in the tests below: each runs once in every way. */
 enum way {
     STREAMS, /* no worker has an eventcount */
@@ -175,6 +177,7 @@ static void expect(struct node *nodes, uint32_t self, uint64_t epoch)
 {
     struct moe_peers_view view = {
         .epoch = epoch, .live = (1u << SLOTS) - 1, .slot = self, .max_bucket = 16};
+    memcpy(view.secret, secret_text, sizeof view.secret);
     for (uint32_t s = 0; s < SLOTS; s++)
         view.members[s] = (struct moe_peer){nodes[s].incarnation, nodes[s].endpoint};
     assert_ok(moe_peers_expect(nodes[self].peers, &view));
@@ -448,8 +451,8 @@ static struct moe_status say(struct node *nodes, const uint8_t *bytes, size_t le
     return c.status;
 }
 
-static struct moe_status say_hello(struct node *nodes, uint32_t slot, uint64_t epoch,
-                                   uint64_t incarnation)
+static struct moe_status say_secret(struct node *nodes, uint32_t slot, uint64_t epoch,
+                                    uint64_t incarnation, const char *secret, size_t length)
 {
     Moe__V1__SequenceHello hello = MOE__V1__SEQUENCE_HELLO__INIT;
     hello.slot = slot;
@@ -458,8 +461,40 @@ static struct moe_status say_hello(struct node *nodes, uint32_t slot, uint64_t e
     Moe__V1__SequenceRequest q = MOE__V1__SEQUENCE_REQUEST__INIT;
     q.body_case = MOE__V1__SEQUENCE_REQUEST__BODY_HELLO;
     q.hello = &hello;
-    uint8_t bytes[64];
+    hello.secret.data = (uint8_t *)(uintptr_t)secret;
+    hello.secret.len = length;
+    uint8_t bytes[128];
     return say(nodes, bytes, moe__v1__sequence_request__pack(&q, bytes));
+}
+
+static struct moe_status say_hello(struct node *nodes, uint32_t slot, uint64_t epoch,
+                                   uint64_t incarnation)
+{
+    return say_secret(nodes, slot, epoch, incarnation, secret_text, 16);
+}
+
+/* Before the peers themselves join: the first hello would get the slot. */
+static void a_caller_without_the_secret_of_the_epoch_is_refused(void **state)
+{
+    (void)state;
+    static struct node nodes[SLOTS];
+    static const struct {
+        const char *secret;
+        size_t length;
+    } wrong[] = {
+        {"", 0}, {"secret of epoch", 15}, {"Secret of epoch5", 16}, {"secret of epoch4", 16}};
+    start_group(nodes);
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++)
+        assert_int_equal(
+            say_secret(nodes, 1, EPOCH, nodes[1].incarnation, wrong[i].secret, wrong[i].length)
+                .code,
+            MOE_PERMISSION_DENIED);
+    for (uint32_t s = 0; s < SLOTS; s++)
+        assert_ok(moe_peers_start(nodes[s].peers));
+    moe_peers_announce(nodes[1].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_F32, 1);
+    await(&nodes[2], &nodes[2].count, 1);
+    assert_int_equal(nodes[0].lost_count, 0);
+    stop_group(nodes);
 }
 
 static void a_caller_of_another_epoch_or_process_is_refused(void **state)
@@ -532,6 +567,7 @@ int main(void)
         EACH_WAY(a_sequencer_that_goes_away_is_reported_by_all_members),
         EACH_WAY(a_missing_sequencer_is_reported),
         EACH_WAY(a_step_that_failed_on_a_member_stops_the_tickets),
+        EACH_WAY(a_caller_without_the_secret_of_the_epoch_is_refused),
         EACH_WAY(a_caller_of_another_epoch_or_process_is_refused),
         EACH_WAY(a_malformed_message_ends_its_stream_only),
     };
