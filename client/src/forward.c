@@ -171,7 +171,7 @@ static void send_piece(struct piece *p)
     p->attempt++;
     struct moe_rpc_call_options options = {.deadline_ns = call->deadline_ns};
     moe_rpc_call_unary(call->client->connections[p->connection].channel,
-                       "/moe.v1.ExpertService/Forward", &options, &out, on_reply, p, NULL);
+                       "/moe.v1.ExpertService/Forward", &options, &out, on_reply, p);
 }
 
 /* Pieces of a batch: 1, or with `spread` so many that none has more than spread_tokens, but at most

@@ -424,11 +424,6 @@ uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c)
     return c->deadline_ns;
 }
 
-bool moe_rpc_call_is_cancelled(const struct moe_rpc_call *c)
-{
-    return atomic_load(&c->cancelled);
-}
-
 /* Ends the call unless it has ended. Takes `message` over. */
 static void end(struct moe_rpc_call *c, struct moe_status status, grpc_byte_buffer *message)
 {

@@ -267,9 +267,9 @@ void moe_rpc_channel_close(struct moe_rpc_channel *ch)
 
 /* ------------------------------------------------------------------ unary calls */
 
-struct moe_rpc_pending {
+struct unary {
     struct moe_rpc_in_flight flight;
-    atomic_uint references; /* one of the call in flight, one of the handle */
+    atomic_uint references; /* one of the call in flight, one of the function that starts it */
     struct moe_rpc_tag on_done;
     moe_rpc_reply_fn reply;
     void *ctx;
@@ -279,20 +279,15 @@ struct moe_rpc_pending {
     grpc_slice text;
 };
 
-void moe_rpc_pending_free(struct moe_rpc_pending *p)
+static void drop(struct unary *p)
 {
-    if (p != NULL && atomic_fetch_sub(&p->references, 1) == 1)
+    if (atomic_fetch_sub(&p->references, 1) == 1)
         free(p);
-}
-
-void moe_rpc_cancel(struct moe_rpc_pending *p)
-{
-    moe_rpc_in_flight_cancel(&p->flight);
 }
 
 static void on_done(struct moe_rpc_tag *tag, bool ok)
 {
-    struct moe_rpc_pending *p = MOE_RPC_OWNER(struct moe_rpc_pending, on_done, tag);
+    struct unary *p = MOE_RPC_OWNER(struct unary, on_done, tag);
     (void)ok; /* the status reports failures */
     struct moe_status status = moe_rpc_in_flight_status(&p->flight, p->code, p->text, &p->trailing);
     grpc_byte_buffer *message = p->message;
@@ -307,11 +302,11 @@ static void on_done(struct moe_rpc_tag *tag, bool ok)
     grpc_slice_unref(p->text);
     p->reply(p->ctx, status, moe_rpc_msg_from_buffer(message));
     moe_rpc_in_flight_end(&p->flight);
-    moe_rpc_pending_free(p);
+    drop(p);
 }
 
 /* The whole call is one batch. */
-static void start_unary(struct moe_rpc_pending *p, const struct moe_rpc_call_options *options,
+static void start_unary(struct unary *p, const struct moe_rpc_call_options *options,
                         grpc_byte_buffer *message)
 {
     grpc_op ops[] = {
@@ -333,11 +328,9 @@ static void start_unary(struct moe_rpc_pending *p, const struct moe_rpc_call_opt
 
 void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
                         const struct moe_rpc_call_options *options, const struct moe_rpc_out *out,
-                        moe_rpc_reply_fn reply, void *ctx, struct moe_rpc_pending **pending)
+                        moe_rpc_reply_fn reply, void *ctx)
 {
-    struct moe_rpc_pending *p = calloc(1, sizeof *p);
-    if (pending != NULL)
-        *pending = p;
+    struct unary *p = calloc(1, sizeof *p);
     if (p == NULL) {
         moe_rpc_out_discard(out);
         reply(
@@ -349,8 +342,7 @@ void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
     p->on_done.fn = on_done;
     p->reply = reply;
     p->ctx = ctx;
-    /* A reference of this function: the call may end at any time. */
-    atomic_init(&p->references, pending != NULL ? 3 : 2);
+    atomic_init(&p->references, 2); /* once started, the call may end at any time */
     grpc_metadata_array_init(&p->initial);
     grpc_metadata_array_init(&p->trailing);
     moe_rpc_in_flight_begin(&p->flight, ch, path, options->deadline_ns);
@@ -358,7 +350,7 @@ void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
     start_unary(p, options, message);
     grpc_byte_buffer_destroy(message); /* the core has its references */
     moe_rpc_in_flight_started(&p->flight);
-    moe_rpc_pending_free(p);
+    drop(p);
 }
 
 /* ------------------------------------------------------------------ blocking calls */
@@ -392,7 +384,7 @@ static struct moe_status call_once(struct moe_rpc_channel *ch, const char *path,
     MOE_INVARIANT(!moe_rpc_client_is_this_thread(ch->client));
     moe_mutex_init(&w.lock);
     pthread_cond_init(&w.answered, NULL);
-    moe_rpc_call_unary(ch, path, options, out, wake_waiter, &w, NULL);
+    moe_rpc_call_unary(ch, path, options, out, wake_waiter, &w);
     moe_mutex_lock(&w.lock);
     while (!w.done)
         moe_wait(&w.answered, &w.lock);

@@ -11,7 +11,6 @@
 struct moe_rpc_client;
 struct moe_rpc_channel;
 struct moe_rpc_stream;
-struct moe_rpc_pending;
 
 struct moe_status moe_rpc_client_create(struct moe_rpc_client **out) MOE_CHECKED;
 /* Cancels calls in flight, runs their callbacks, joins the thread. Close all channels before. Not
@@ -46,13 +45,10 @@ struct moe_rpc_call_options {
     bool wait_for_ready;  /* wait for the connection instead of failing with UNAVAILABLE */
 };
 
-/* Starts a call. `path` is static. Takes `out` over. `pending`, if not NULL, gets a handle for
- * moe_rpc_cancel; free it with moe_rpc_pending_free. */
+/* Starts a call. `path` is static. Takes `out` over. */
 void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
                         const struct moe_rpc_call_options *options, const struct moe_rpc_out *out,
-                        moe_rpc_reply_fn reply, void *ctx, struct moe_rpc_pending **pending);
-void moe_rpc_cancel(struct moe_rpc_pending *pending);
-void moe_rpc_pending_free(struct moe_rpc_pending *pending);
+                        moe_rpc_reply_fn reply, void *ctx);
 
 /* Blocks until the answer arrives. Not from a callback. On success the caller owns `*reply`. If the
  * core reports an impossible reason for a failed connection, a call without parts retries for about

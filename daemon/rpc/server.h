@@ -93,8 +93,6 @@ void moe_rpc_call_set_user(struct moe_rpc_call *c, void *user);
 void *moe_rpc_call_user(const struct moe_rpc_call *c);
 /* [any thread] Monotonic ns; MOE_NEVER when the client set none. */
 uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c);
-/* [any thread] True from just before `cancelled` on. */
-bool moe_rpc_call_is_cancelled(const struct moe_rpc_call *c);
 /* [any thread] References keep `c` valid beyond `done`, which still runs when the call is over.
  * Each ref needs one unref. Take a reference for work that leaves the shard thread. */
 void moe_rpc_call_ref(struct moe_rpc_call *c);

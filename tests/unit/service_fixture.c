@@ -21,11 +21,17 @@ static void open_server(struct service *s)
         .descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors),
     };
     assert_ok(moe_rpc_server_start(&config, &s->server));
+    service_connect(s, &s->client, &s->channel);
+}
+
+void service_connect(const struct service *s, struct moe_rpc_client **client,
+                     struct moe_rpc_channel **channel)
+{
     char target[64];
     snprintf(target, sizeof target, "127.0.0.1:%u", (unsigned)moe_rpc_server_port(s->server));
-    struct moe_rpc_channel_config channel = {.target = target};
-    assert_ok(moe_rpc_client_create(&s->client));
-    assert_ok(moe_rpc_channel_open(s->client, &channel, &s->channel));
+    struct moe_rpc_channel_config config = {.target = target};
+    assert_ok(moe_rpc_client_create(client));
+    assert_ok(moe_rpc_channel_open(*client, &config, channel));
 }
 
 void service_start_view(struct service *s)

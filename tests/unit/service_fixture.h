@@ -31,6 +31,9 @@ void service_open(struct service *s);
 void service_close(struct service *s);
 /* A view for engine and service, or none. */
 void service_start_view(struct service *s);
+/* One more client; the caller closes the channel, then destroys the client. */
+void service_connect(const struct service *s, struct moe_rpc_client **client,
+                     struct moe_rpc_channel **channel);
 
 typedef Moe__V1__ForwardStreamRequest Ask;
 typedef Moe__V1__ForwardStreamResponse Answer;

@@ -49,7 +49,7 @@ static void start_call(struct fixture *f, struct moe_rpc_channel *ch, const char
     struct moe_rpc_call_options options = fixture_options(0);
     struct moe_rpc_out out = fixture_request(f, model, x, length, head);
     memset(o, 0, sizeof *o);
-    moe_rpc_call_unary(ch, UNARY_PATH, &options, &out, keep_outcome, o, NULL);
+    moe_rpc_call_unary(ch, UNARY_PATH, &options, &out, keep_outcome, o);
 }
 
 static void large_calls_wait_their_turn_and_the_rest_is_refused(void **state)
@@ -163,7 +163,7 @@ static void start_call_in_place(struct moe_rpc_channel *ch, const void *x, size_
                                              .head_length = sizeof head - 1,
                                              .parts[0] = {.field = 15, .data = x, .length = length},
                                              .part_count = 1},
-                       keep_outcome, o, NULL);
+                       keep_outcome, o);
 }
 
 /* Without permits, 16 clients at once cost the server 16 whole messages of the core's memory. */

@@ -70,7 +70,7 @@ static void start_call(struct fixture *f, const char *model, struct outcome *o)
     struct moe_rpc_call_options options = fixture_options(0);
     struct moe_rpc_out out = fixture_request(f, model, x, sizeof x, head);
     memset(o, 0, sizeof *o);
-    moe_rpc_call_unary(f->channel, UNARY_PATH, &options, &out, keep_outcome, o, NULL);
+    moe_rpc_call_unary(f->channel, UNARY_PATH, &options, &out, keep_outcome, o);
 }
 
 static void a_drain_lets_calls_in_flight_finish(void **state)

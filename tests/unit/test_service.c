@@ -506,14 +506,13 @@ static void on_reply(void *ctx, struct moe_status status, struct moe_rpc_msg *re
     atomic_store(&o->done, 1);
 }
 
-static void start_call(struct outcome *o, const struct bytes *message, uint64_t deadline_ns,
-                       struct moe_rpc_pending **pending)
+static void start_call(struct outcome *o, struct moe_rpc_channel *channel,
+                       const struct bytes *message, uint64_t deadline_ns)
 {
     const struct moe_rpc_call_options options = {.deadline_ns = deadline_ns};
     const struct moe_rpc_out out = {.head = message->data, .head_length = message->length};
     *o = (struct outcome){0};
-    moe_rpc_call_unary(service.channel, "/moe.v1.ExpertService/Forward", &options, &out, on_reply,
-                       o, pending);
+    moe_rpc_call_unary(channel, "/moe.v1.ExpertService/Forward", &options, &out, on_reply, o);
 }
 
 static void wait_outcome(struct outcome *o)
@@ -548,22 +547,24 @@ static void cancelled_and_late_calls_leave_the_queue(void **state)
     (void)state;
     struct bytes message = good_message();
     struct outcome cancelled, late;
-    struct moe_rpc_pending *pending;
+    struct moe_rpc_client *client;
+    struct moe_rpc_channel *channel;
     assert_serves(&service);
     worker_stop_view(&service.worker);
-    start_call(&cancelled, &message, MOE_NEVER, &pending);
+    service_connect(&service, &client, &channel);
+    start_call(&cancelled, channel, &message, MOE_NEVER);
     struct moe_engine_counters c = {0};
     uint64_t limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
     while (c.queued_tokens == 0 && moe_clock_ns() < limit)
         moe_engine_read_counters(service.worker.engine, &c);
     assert_true(c.queued_tokens > 0);
-    moe_rpc_cancel(pending);
-    wait_outcome(&cancelled);
+    moe_rpc_channel_close(channel);
+    moe_rpc_client_destroy(client);
+    assert_int_equal(atomic_load(&cancelled.done), 1);
     assert_int_equal(cancelled.status.code, MOE_CANCELLED);
     wait_queued(0);
-    moe_rpc_pending_free(pending);
 
-    start_call(&late, &message, moe_clock_ns() + 30 * MOE_NS_PER_MS, NULL);
+    start_call(&late, service.channel, &message, moe_clock_ns() + 30 * MOE_NS_PER_MS);
     wait_outcome(&late);
     assert_int_equal(late.status.code, MOE_DEADLINE_EXCEEDED);
     wait_queued(0);
@@ -585,7 +586,7 @@ static void requests_beyond_the_byte_budget_get_a_retry_hint(void **state)
     assert_serves(&service);
     worker_stop_view(&service.worker);
     for (int i = 0; i < CALLS; i++)
-        start_call(&outcomes[i], &message, MOE_NEVER, NULL);
+        start_call(&outcomes[i], service.channel, &message, MOE_NEVER);
     /* 80 KiB in and out each: 1 MiB of budget ends before the queue's 4096 tokens do. */
     struct moe_staging_counters c;
     int refused = 0;
@@ -613,8 +614,6 @@ static void requests_beyond_the_byte_budget_get_a_retry_hint(void **state)
     }
     print_message("%d answered, %d refused\n", answered, CALLS - answered);
     assert_true(answered > 0 && answered < CALLS);
-    moe_staging_read_counters(service.staging, &c);
-    assert_int_equal(c.refused, CALLS - answered);
     free(message.data);
     request_free(&r);
     assert_serves(&service);
