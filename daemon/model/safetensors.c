@@ -31,8 +31,8 @@ struct moe_st_file {
     struct moe_tensor *tensors;       /* [count], by offset */
     const struct moe_tensor **byname; /* [count], by name */
     size_t count;
-    char *names;      /* all tensor names, each with its final zero */
-    json_t *metadata; /* string -> string, or NULL */
+    char *names; /* all tensor names, each with its final zero */
+    bool has_metadata;
 };
 
 static struct moe_status malformed(const char *text)
@@ -209,14 +209,18 @@ static struct moe_status read_name(const struct moe_json_member *m, char **to)
 
 static struct moe_status read_metadata(struct moe_st_file *f, const struct moe_json_member *m)
 {
-    if (f->metadata != NULL)
+    if (f->has_metadata)
         return malformed("two " METADATA);
+    f->has_metadata = true;
     if (m->value_length > METADATA_BYTES_MAX)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
                          "safetensors header: " METADATA " is larger than %d bytes",
                          METADATA_BYTES_MAX);
-    MOE_TRY(moe_json_parse_piece(m->value, m->value_length, METADATA, &f->metadata));
-    return check_metadata(f->metadata);
+    json_t *metadata;
+    MOE_TRY(moe_json_parse_piece(m->value, m->value_length, METADATA, &metadata));
+    struct moe_status st = check_metadata(metadata);
+    json_decref(metadata);
+    return st;
 }
 
 static struct moe_status read_member(struct moe_st_file *f, const struct moe_json_member *m,
@@ -340,7 +344,6 @@ void moe_st_close(struct moe_st_file *f)
     free(f->tensors);
     free(f->byname);
     free(f->names);
-    json_decref(f->metadata);
     free(f);
 }
 
@@ -361,11 +364,6 @@ const struct moe_tensor *moe_st_find(const struct moe_st_file *f, const char *na
     const struct moe_tensor **found =
         bsearch(&wanted, f->byname, f->count, sizeof *f->byname, by_name);
     return found != NULL ? *found : NULL;
-}
-
-const char *moe_st_metadata(const struct moe_st_file *f, const char *key)
-{
-    return json_string_value(json_object_get(f->metadata, key));
 }
 
 struct moe_status moe_st_read(const struct moe_st_file *f, const struct moe_tensor *t,

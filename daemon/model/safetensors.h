@@ -77,8 +77,6 @@ void moe_st_close(struct moe_st_file *f);
 size_t moe_st_count(const struct moe_st_file *f);
 const struct moe_tensor *moe_st_tensor(const struct moe_st_file *f, size_t i);       /* by offset */
 const struct moe_tensor *moe_st_find(const struct moe_st_file *f, const char *name); /* or NULL */
-/* Value of a __metadata__ key, or NULL. */
-const char *moe_st_metadata(const struct moe_st_file *f, const char *key);
 
 /* Reads bytes [first, first + length) of tensor `t`, counted from its start. */
 struct moe_status moe_st_read(const struct moe_st_file *f, const struct moe_tensor *t,

@@ -336,11 +336,6 @@ bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out)
     return true;
 }
 
-bool moe_sequencer_stopped(const struct moe_sequencer *s)
-{
-    return s->stopped;
-}
-
 uint64_t moe_sequencer_pending(const struct moe_sequencer *s)
 {
     return s->pending;

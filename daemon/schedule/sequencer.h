@@ -78,8 +78,6 @@ struct moe_status moe_sequencer_done(struct moe_sequencer *s, uint32_t slot, uin
 /* The next ticket, if one is due. Call until false after every input. */
 bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out);
 
-/* A step has failed in this view, or there is no view. */
-bool moe_sequencer_stopped(const struct moe_sequencer *s);
 /* Tokens that were announced and are not yet covered by a ticket, over all slots. */
 uint64_t moe_sequencer_pending(const struct moe_sequencer *s);
 /* Calls with a descriptor that have no ticket yet, blocked ones included. */

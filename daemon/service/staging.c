@@ -159,7 +159,6 @@ struct moe_status moe_staging_take(struct moe_staging *s, size_t bytes, struct m
                          "a tensor of %zu bytes exceeds the limit of bytes in flight", bytes);
     moe_mutex_lock(&s->lock);
     struct moe_status st = take_locked(s, size_class, out);
-    s->counters.refused += moe_failed(&st);
     moe_mutex_unlock(&s->lock);
     return st;
 }

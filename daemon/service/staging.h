@@ -35,7 +35,6 @@ void moe_buffer_unref(struct moe_buffer *b);
 struct moe_staging_counters {
     uint64_t in_use_bytes; /* of referenced buffers, rounded up to their size class */
     uint64_t idle_bytes;   /* kept for reuse */
-    uint64_t refused;      /* requests beyond the budget, since the start */
 };
 void moe_staging_read_counters(struct moe_staging *s, struct moe_staging_counters *out);
 

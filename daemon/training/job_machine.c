@@ -47,34 +47,26 @@ enum share { NO_SLOT, LOWEST_SLOT, ALL_SLOTS };
 
 /* What is fixed for each part. */
 static const struct {
-    const char *name;
     enum share share;
     bool is_final;             /* a job with no callers left goes on all the same */
     enum moe_job_part next[4]; /* by kind of job; NONE = the job settles */
 } rows[] = {
-    [MOE_JOB_NONE] = {.name = "none"},
-    [MOE_JOB_PREPARE] = {.name = "prepare",
-                         .next = {[MOE_JOB_SAVE] = MOE_JOB_COPY,
+    [MOE_JOB_NONE] = {0},
+    [MOE_JOB_PREPARE] = {.next = {[MOE_JOB_SAVE] = MOE_JOB_COPY,
                                   [MOE_JOB_LOAD] = MOE_JOB_READ,
                                   [MOE_JOB_EXPORT] = MOE_JOB_CREATE}},
-    [MOE_JOB_COPY] = {.name = "copy",
-                      .share = ALL_SLOTS,
-                      .next = {[MOE_JOB_SAVE] = MOE_JOB_CREATE}},
-    [MOE_JOB_CREATE] = {.name = "create",
-                        .share = LOWEST_SLOT,
+    [MOE_JOB_COPY] = {.share = ALL_SLOTS, .next = {[MOE_JOB_SAVE] = MOE_JOB_CREATE}},
+    [MOE_JOB_CREATE] = {.share = LOWEST_SLOT,
                         .next = {[MOE_JOB_SAVE] = MOE_JOB_WRITE, [MOE_JOB_EXPORT] = MOE_JOB_WRITE}},
     [MOE_JOB_WRITE] =
-        {.name = "write",
-         .share = ALL_SLOTS,
+        {.share = ALL_SLOTS,
          .next = {[MOE_JOB_SAVE] = MOE_JOB_COMMIT, [MOE_JOB_EXPORT] = MOE_JOB_COMMIT}},
-    [MOE_JOB_COMMIT] = {.name = "commit", .share = LOWEST_SLOT, .is_final = true},
-    [MOE_JOB_REMEMBER] = {.name = "remember",
-                          .is_final = true,
-                          .next = {[MOE_JOB_SAVE] = MOE_JOB_TIDY}},
-    [MOE_JOB_TIDY] = {.name = "tidy", .share = LOWEST_SLOT, .is_final = true},
-    [MOE_JOB_READ] = {.name = "read", .share = ALL_SLOTS, .next = {[MOE_JOB_LOAD] = MOE_JOB_TAKE}},
-    [MOE_JOB_TAKE] = {.name = "take", .share = ALL_SLOTS, .is_final = true},
-    [MOE_JOB_UNDO] = {.name = "undo", .share = LOWEST_SLOT},
+    [MOE_JOB_COMMIT] = {.share = LOWEST_SLOT, .is_final = true},
+    [MOE_JOB_REMEMBER] = {.is_final = true, .next = {[MOE_JOB_SAVE] = MOE_JOB_TIDY}},
+    [MOE_JOB_TIDY] = {.share = LOWEST_SLOT, .is_final = true},
+    [MOE_JOB_READ] = {.share = ALL_SLOTS, .next = {[MOE_JOB_LOAD] = MOE_JOB_TAKE}},
+    [MOE_JOB_TAKE] = {.share = ALL_SLOTS, .is_final = true},
+    [MOE_JOB_UNDO] = {.share = LOWEST_SLOT},
 };
 
 /* From CREATE on: the files must have the state with which the job began. */
@@ -460,9 +452,4 @@ bool moe_job_wants_ticket(const struct moe_job *j)
 bool moe_job_is_in_ticket(enum moe_job_part part)
 {
     return part == MOE_JOB_TAKE;
-}
-
-const char *moe_job_part_name(enum moe_job_part part)
-{
-    return (size_t)part < sizeof rows / sizeof *rows ? rows[part].name : "?";
 }

@@ -201,7 +201,6 @@ bool moe_job_frees_trainers(const struct moe_job *j);
 bool moe_job_wants_ticket(const struct moe_job *j);
 /* The part runs inside its ticket. */
 bool moe_job_is_in_ticket(enum moe_job_part part);
-const char *moe_job_part_name(enum moe_job_part part);
 
 /* A report with nothing but a status. */
 struct moe_job_report moe_job_report_of(const struct moe_status *status);

@@ -10,6 +10,17 @@ static enum moe_job_kind job_kind(enum op_kind kind)
     return kind == OP_SAVE ? MOE_JOB_SAVE : kind == OP_LOAD ? MOE_JOB_LOAD : MOE_JOB_EXPORT;
 }
 
+static const char *part_name(enum moe_job_part part)
+{
+    static const char *const names[] = {
+        [MOE_JOB_NONE] = "none",         [MOE_JOB_PREPARE] = "prepare", [MOE_JOB_COPY] = "copy",
+        [MOE_JOB_CREATE] = "create",     [MOE_JOB_WRITE] = "write",     [MOE_JOB_COMMIT] = "commit",
+        [MOE_JOB_REMEMBER] = "remember", [MOE_JOB_TIDY] = "tidy",       [MOE_JOB_READ] = "read",
+        [MOE_JOB_TAKE] = "take",         [MOE_JOB_UNDO] = "undo",
+    };
+    return names[part];
+}
+
 /* --------------------------------------------------------------------------- tickets */
 
 /* Lowest slot: the calls that will have been run once this Save has. */
@@ -134,7 +145,7 @@ static void start_part(struct world *w, struct slot *s, struct execution *t,
                        const struct moe_job_action *a)
 {
     struct part *p = s->orphan.job == a->job ? &s->orphan : &s->part;
-    TRACE(w, "slot %u: %s of #%u begins", s->index, moe_job_part_name(a->part), s->job_op);
+    TRACE(w, "slot %u: %s of #%u begins", s->index, part_name(a->part), s->job_op);
     if (moe_job_is_in_ticket(a->part)) {
         check(w, t != NULL, "what changes trainers happens in a ticket");
         if (t != NULL)
@@ -179,7 +190,7 @@ static void part_ended(struct world *w, struct slot *s, const struct event *e)
         return;
     struct moe_job_end end = run_part(w, s, e->u.part, p);
     p->runs = false;
-    TRACE(w, "slot %u: %s of #%u ends: %s", s->index, moe_job_part_name(e->u.part), s->job_op,
+    TRACE(w, "slot %u: %s of #%u ends: %s", s->index, part_name(e->u.part), s->job_op,
           moe_code_name(end.status.code));
     moe_job_on_part_ended(&s->job, e->number, e->u.part, &end);
     carry_out(w, s, NULL);

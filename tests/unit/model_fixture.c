@@ -53,6 +53,21 @@ void fixture_write(const struct fixture *f, const char *name, const void *data, 
     assert_int_equal(fclose(file), 0);
 }
 
+void check_header_has(const struct fixture *f, const char *name, const char *text)
+{
+    int fd = openat(f->fd, name, O_RDONLY | O_CLOEXEC);
+    uint64_t length = 0;
+    assert_true(fd >= 0);
+    assert_int_equal(pread(fd, &length, sizeof length, 0), sizeof length);
+    char *header = malloc(length);
+    assert_non_null(header);
+    assert_int_equal(pread(fd, header, length, sizeof length), length);
+    if (memmem(header, length, text, strlen(text)) == NULL)
+        fail_msg("%s: the header lacks %s", name, text);
+    free(header);
+    close(fd);
+}
+
 void fixture_write_text(const struct fixture *f, const char *name, const char *text)
 {
     fixture_write(f, name, text, strlen(text));

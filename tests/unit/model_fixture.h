@@ -23,6 +23,9 @@ const char *fixture_path(const struct fixture *f, const char *name);
 void fixture_write(const struct fixture *f, const char *name, const void *data, size_t bytes);
 void fixture_write_text(const struct fixture *f, const char *name, const char *text);
 
+/* Fails the test unless the header of a tensor file holds `text`. */
+void check_header_has(const struct fixture *f, const char *name, const char *text);
+
 /* A tensor file being put together: values come from a counter, so that each is unique. */
 struct tensors {
     struct moe_st_out list[512];

@@ -406,7 +406,6 @@ static void reads_scalars_empty_tensors_and_unaligned_data(void **state)
     check_reason(moe_st_read(file, b, 1, UINT64_MAX, &value), MOE_REASON_TENSOR_INVALID);
     assert_null(moe_st_find(file, "c"));
     assert_null(moe_st_find(file, ""));
-    assert_null(moe_st_metadata(file, "format"));
     moe_st_close(file);
 }
 
@@ -439,7 +438,6 @@ static void reads_the_golden_files_of_transformers(void **state)
     (void)state;
     struct moe_st_file *file;
     assert_ok(moe_st_open(MOE_GOLDEN_DIR "/mixtral/golden.safetensors", &file));
-    assert_string_equal(moe_st_metadata(file, "transformers"), "5.17.0");
     const struct moe_tensor *x = moe_st_find(file, "layer0.T37.x");
     assert_non_null(x);
     assert_int_equal(x->dtype, MOE_ST_F32);
@@ -507,7 +505,7 @@ static void written_tensors_are_read_back(void **state)
                             moe_st_dtype_bits(moe_st_tensor(file, i + 1)->dtype) ||
                         moe_st_tensor(file, i)->bytes == 0);
         assert_int_equal(moe_st_tensor(file, 0)->offset % 8, 0);
-        assert_string_equal(moe_st_metadata(file, "k\"ey"), metadata[3]);
+        check_header_has(*state, "w", "\"k\\\"ey\":\"va\\nlue \xe2\x82\xac\"");
         moe_st_close(file);
         for (size_t i = 0; i < COUNT; i++)
             free(data[i]);

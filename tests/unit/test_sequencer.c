@@ -115,7 +115,7 @@ static void a_failed_step_stops_everything_until_the_next_view(void **state)
     work(s, 0, &key_a, 1);
     struct moe_status st = moe_sequencer_done(s, 1, 1, false);
     assert_int_equal(st.code, MOE_OK);
-    assert_true(moe_sequencer_stopped(s));
+    assert_false(moe_sequencer_next(s, &t));
     done(s, 0, 1);
     assert_false(moe_sequencer_next(s, &t));
     moe_sequencer_begin(s, 8, 0x1, 64);

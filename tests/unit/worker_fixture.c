@@ -113,7 +113,7 @@ static void on_announce(void *ctx, uint32_t layer, enum moe_step_kind kind, enum
     struct worker *w = ctx;
     struct moe_step_key key = {layer, kind, dtype};
     moe_mutex_lock(&w->lock);
-    if (!moe_sequencer_stopped(w->sequencer)) {
+    if (w->epoch > 0) {
         struct moe_status st = moe_sequencer_work(w->sequencer, 0, &key, tokens);
         MOE_INVARIANT(!moe_failed(&st));
         run_due_tickets(w);
@@ -127,7 +127,7 @@ static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_s
     struct worker *w = ctx;
     MOE_INVARIANT(lost_slots == 0);
     moe_mutex_lock(&w->lock);
-    if (!moe_sequencer_stopped(w->sequencer) && ticket->epoch == w->epoch) {
+    if (ticket->epoch == w->epoch) {
         struct moe_status st =
             moe_sequencer_done(w->sequencer, 0, ticket->seq, !moe_failed(&status));
         MOE_INVARIANT(!moe_failed(&st));
