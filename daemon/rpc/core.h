@@ -4,6 +4,7 @@
 #ifndef MOE_RPC_CORE_H
 #define MOE_RPC_CORE_H
 
+#include "rpc/budget.h"
 #include "rpc/msg.h"
 
 #include <grpc/byte_buffer.h>
@@ -26,10 +27,7 @@ enum {
     MOE_RPC_DEFAULT_MESSAGE_BYTES = 256 << 20,
     MOE_RPC_METADATA_BYTES = 16 << 10, /* all headers of one call */
     MOE_RPC_FRAME_BYTES = 1 << 20,     /* HTTP/2 frames that we accept */
-    /* Bytes that a peer may send before the message is read: the bound on memory of a waiting call.
-     * Most messages fit, and so need no window update. */
-    MOE_RPC_LOOKAHEAD_BYTES = 1 << 20,
-    MOE_RPC_KEEPALIVE_MS = 30000, /* interval of pings on an idle connection ... */
+    MOE_RPC_KEEPALIVE_MS = 30000,      /* interval of pings on an idle connection ... */
     MOE_RPC_KEEPALIVE_WAIT_MS =
         10000, /* ... and the time to answer one, before the connection closes */
 };

@@ -1,0 +1,448 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which messages a server reads: by what their prefixes announce, in shares, in order, at a rate.
+ */
+#include "base/clock.h"
+#include "rpc/upload.h"
+#include "support/check.h"
+#include "support/random.h"
+
+#include <string.h>
+
+enum { MIB = 1 << 20, LINE = 16 };
+#define BUDGET (UINT64_C(64) * MIB)
+
+/* A call: woken counts how often it may ask again, held whether it was kept alive for that. */
+struct waiter {
+    unsigned held, woken;
+};
+
+static void hold(void *waiter)
+{
+    ((struct waiter *)waiter)->held++;
+}
+
+static void wake(void *waiter)
+{
+    struct waiter *w = waiter;
+    w->woken++;
+    assert_int_equal(w->woken, w->held);
+}
+
+static struct moe_rpc_budget budget;
+static const struct moe_rpc_identity anybody = {.link = MOE_RPC_LINK_TCP};
+
+static int setup(void **unused)
+{
+    static const struct moe_rpc_waiters waiters = {hold, wake};
+    (void)unused;
+    assert_ok(moe_rpc_upload_prepare());
+    moe_rpc_budget_init(&budget, BUDGET, LINE, &waiters);
+    return 0;
+}
+
+/* Whatever happened, nothing stays charged. */
+static int teardown(void **unused)
+{
+    (void)unused;
+    struct moe_rpc_budget_use use = moe_rpc_budget_use(&budget);
+    assert_int_equal(use.bytes, 0);
+    assert_int_equal(use.large, 0);
+    assert_int_equal(use.waiting, 0);
+    assert_int_equal(use.oldest_ns, 0);
+    moe_rpc_budget_destroy(&budget);
+    return 0;
+}
+
+static struct moe_rpc_uploads *connect_as(const struct moe_rpc_identity *who)
+{
+    struct moe_rpc_uploads *u;
+    assert_ok(moe_rpc_uploads_open(&budget, who, &u));
+    return u;
+}
+
+/* A stream begins, and its call finds it by the value of the field. */
+static struct moe_rpc_upload *begin(struct moe_rpc_uploads *u, uint32_t stream)
+{
+    uint8_t field[MOE_RPC_UPLOAD_FIELD_BYTES];
+    size_t length = moe_rpc_upload_begin(u, stream, field);
+    size_t name = strlen(moe_rpc_upload_field_name());
+    assert_true(length > 0 && length <= sizeof field);
+    assert_int_equal(field[0], 0x10);
+    assert_int_equal(field[1], name);
+    assert_memory_equal(field + 2, moe_rpc_upload_field_name(), name);
+    const uint8_t *value = field + 3 + name;
+    assert_int_equal(field[2 + name], length - 3 - name);
+    struct moe_rpc_upload *up = moe_rpc_upload_find(u, value, length - 3 - name);
+    assert_non_null(up);
+    return up;
+}
+
+static void announce(struct moe_rpc_uploads *u, uint32_t stream, uint32_t length)
+{
+    const uint8_t prefix[5] = {0, (uint8_t)(length >> 24), (uint8_t)(length >> 16),
+                               (uint8_t)(length >> 8), (uint8_t)length};
+    moe_rpc_upload_data(u, stream, prefix, 2);
+    moe_rpc_upload_data(u, stream, prefix + 2, 3);
+}
+
+static void send_bytes(struct moe_rpc_uploads *u, uint32_t stream, size_t length)
+{
+    static const uint8_t zeros[65536];
+    while (length > 0) {
+        size_t some = length < sizeof zeros ? length : sizeof zeros;
+        moe_rpc_upload_data(u, stream, zeros, some);
+        length -= some;
+    }
+}
+
+static bool may_read(struct moe_rpc_upload *up, struct waiter *w)
+{
+    bool now;
+    assert_ok(moe_rpc_upload_next(up, w, UINT32_MAX, 1, &now));
+    return now;
+}
+
+static struct moe_status refusal(struct moe_rpc_upload *up, uint64_t largest)
+{
+    static struct waiter nobody;
+    bool now;
+    return moe_rpc_upload_next(up, &nobody, largest, 1, &now);
+}
+
+/* ------------------------------------------------------------------ small and large */
+
+static void a_small_message_is_read_beside_any_number_of_stalled_large_ones(void **unused)
+{
+    enum { STALLED = 12 };
+    struct moe_rpc_uploads *u[STALLED + 1];
+    struct moe_rpc_upload *up[STALLED + 1];
+    struct waiter w[STALLED + 1] = {0};
+    (void)unused;
+    unsigned reading = 0;
+    for (int i = 0; i < STALLED; i++) {
+        u[i] = connect_as(&anybody);
+        up[i] = begin(u[i], 1);
+        announce(u[i], 1, 15 * MIB);
+        reading += may_read(up[i], &w[i]);
+    }
+    assert_int_equal(reading, 3); /* three quarters of 64 MiB */
+    u[STALLED] = connect_as(&anybody);
+    up[STALLED] = begin(u[STALLED], 1);
+    assert_false(may_read(up[STALLED], &w[STALLED])); /* nothing is announced */
+    announce(u[STALLED], 1, 64 << 10);
+    assert_int_equal(w[STALLED].woken, 1);
+    assert_true(may_read(up[STALLED], &w[STALLED]));
+    moe_rpc_upload_delivered(up[STALLED], 64 << 10);
+    for (int i = 0; i <= STALLED; i++) {
+        moe_rpc_upload_release(up[i]);
+        moe_rpc_uploads_close(u[i]);
+    }
+}
+
+static void a_message_over_the_methods_limit_is_refused_before_its_bytes(void **unused)
+{
+    (void)unused;
+    struct moe_rpc_uploads *u = connect_as(&anybody);
+    struct moe_rpc_upload *up = begin(u, 3);
+    announce(u, 3, 65537);
+    struct moe_status st = refusal(up, 65536);
+    print_message("  %s\n", st.text);
+    assert_int_equal(st.code, MOE_RESOURCE_EXHAUSTED);
+    assert_int_equal(st.reason, MOE_REASON_TOO_LARGE);
+    assert_int_equal(st.retry_after_ms, 0);
+    moe_rpc_upload_release(up);
+    moe_rpc_uploads_close(u);
+}
+
+/* The client has sent a row of messages, and the handler takes one at a time. */
+static void messages_of_a_stream_are_told_apart(void **unused)
+{
+    (void)unused;
+    struct waiter w = {0};
+    struct moe_rpc_uploads *u = connect_as(&anybody);
+    struct moe_rpc_upload *up = begin(u, 5);
+    for (int i = 0; i < 3; i++) {
+        announce(u, 5, 1000);
+        send_bytes(u, 5, 1000);
+    }
+    announce(u, 5, 20 * MIB); /* more than the connection's quarter: it is its only one */
+    assert_int_equal(moe_rpc_budget_use(&budget).bytes, 3 * 1005);
+    for (int i = 0; i < 3; i++) {
+        assert_true(may_read(up, &w));
+        moe_rpc_upload_delivered(up, 1000);
+    }
+    assert_int_equal(moe_rpc_budget_use(&budget).bytes, 0);
+    assert_true(may_read(up, &w));
+    assert_int_equal(moe_rpc_budget_use(&budget).bytes, 20 * MIB + 5);
+    send_bytes(u, 5, 20 * MIB);
+    moe_rpc_upload_delivered(up, 20 * MIB);
+    assert_false(may_read(up, &w));
+    moe_rpc_upload_half_close(u, 5);
+    assert_int_equal(w.woken, 1);
+    assert_true(may_read(up, &w)); /* the end */
+    moe_rpc_upload_end(u, 5);
+    moe_rpc_upload_release(up);
+    moe_rpc_uploads_close(u);
+}
+
+/* ------------------------------------------------------------------ shares */
+
+static void a_connection_has_a_quarter_and_lets_others_pass(void **unused)
+{
+    enum { GREEDY = 6 };
+    struct moe_rpc_upload *up[GREEDY], *other;
+    struct waiter w[GREEDY] = {0}, last = {0};
+    (void)unused;
+    struct moe_rpc_uploads *u = connect_as(&anybody), *v = connect_as(&anybody);
+    unsigned reading = 0, refused = 0;
+    for (unsigned i = 0; i < GREEDY; i++) {
+        bool now = false;
+        up[i] = begin(u, 2 * i + 1);
+        announce(u, 2 * i + 1, 9 * MIB);
+        struct moe_status st = moe_rpc_upload_next(up[i], &w[i], UINT32_MAX, 1, &now);
+        refused += moe_failed(&st);
+        reading += now;
+    }
+    assert_int_equal(reading, 1); /* 9 of its 12 MiB */
+    assert_int_equal(refused, GREEDY - 1 - LINE / 4);
+    other = begin(v, 1);
+    announce(v, 1, 9 * MIB);
+    assert_true(may_read(other, &last));
+    moe_rpc_upload_delivered(up[0], 9 * MIB); /* the next of its own line */
+    assert_int_equal(w[1].woken, 1);
+    assert_true(may_read(up[1], &w[1]));
+    for (unsigned i = 0; i < GREEDY; i++)
+        moe_rpc_upload_release(up[i]);
+    moe_rpc_upload_release(other);
+    moe_rpc_uploads_close(u);
+    moe_rpc_uploads_close(v);
+}
+
+static void small_messages_of_one_connection_end_at_its_quarter(void **unused)
+{
+    enum { STREAMS = 6 };
+    struct moe_rpc_upload *up[STREAMS];
+    struct waiter w = {0};
+    (void)unused;
+    struct moe_rpc_uploads *u = connect_as(&anybody), *v = connect_as(&anybody);
+    unsigned refused = 0;
+    for (unsigned i = 0; i < STREAMS; i++) {
+        up[i] = begin(u, 2 * i + 1);
+        announce(u, 2 * i + 1, MIB - 5);
+        struct moe_status st = refusal(up[i], UINT32_MAX);
+        refused += st.reason == MOE_REASON_QUEUE_FULL && st.retry_after_ms > 0;
+    }
+    assert_int_equal(refused, STREAMS - 4); /* a quarter of 16 MiB */
+    struct moe_rpc_upload *other = begin(v, 1);
+    announce(v, 1, MIB - 5);
+    assert_true(may_read(other, &w));
+    for (unsigned i = 0; i < STREAMS; i++)
+        moe_rpc_upload_release(up[i]);
+    moe_rpc_upload_release(other);
+    moe_rpc_uploads_close(u);
+    moe_rpc_uploads_close(v);
+}
+
+static void all_connections_of_one_name_share_a_quarter(void **unused)
+{
+    (void)unused;
+    static const struct moe_rpc_identity ann = {.link = MOE_RPC_LINK_TLS, .name = "spiffe://a/ann"},
+                                         bob = {.link = MOE_RPC_LINK_TLS, .name = "spiffe://a/bob"};
+    struct moe_rpc_uploads *u[3] = {connect_as(&ann), connect_as(&ann), connect_as(&bob)};
+    struct moe_rpc_upload *up[3];
+    struct waiter w[3] = {0};
+    static const bool want[] = {true, false, true};
+    for (int i = 0; i < 3; i++) {
+        up[i] = begin(u[i], 1);
+        announce(u[i], 1, 8 * MIB);
+        assert_int_equal(may_read(up[i], &w[i]), want[i]);
+    }
+    moe_rpc_upload_release(up[0]);
+    assert_int_equal(w[1].woken, 1);
+    assert_true(may_read(up[1], &w[1]));
+    for (int i = 0; i < 3; i++) {
+        if (i > 0)
+            moe_rpc_upload_release(up[i]);
+        moe_rpc_uploads_close(u[i]);
+    }
+}
+
+/* ------------------------------------------------------------------ the line */
+
+static void the_line_is_served_in_order_and_its_hint_grows(void **unused)
+{
+    enum { CALLS = LINE + 5 };
+    struct moe_rpc_uploads *u[CALLS];
+    struct moe_rpc_upload *up[CALLS];
+    struct waiter w[CALLS] = {0};
+    uint32_t hint = 0;
+    (void)unused;
+    for (int i = 0; i < CALLS; i++) {
+        bool now;
+        u[i] = connect_as(&anybody);
+        up[i] = begin(u[i], 1);
+        announce(u[i], 1, 14 * MIB);
+        struct moe_status st = moe_rpc_upload_next(up[i], &w[i], UINT32_MAX, (uint64_t)i + 1, &now);
+        hint = st.retry_after_ms;
+        assert_int_equal(moe_failed(&st), i >= LINE + 3);
+    }
+    print_message("  hint with %d in the line: %u ms\n", LINE, hint);
+    assert_true(hint >= 4 * 50);
+    assert_int_equal(moe_rpc_budget_use(&budget).oldest_ns, 4);
+    for (int i = 0; i < LINE; i++) {
+        assert_int_equal(w[i + 3].woken, 0);
+        moe_rpc_upload_delivered(up[i], 14 * MIB);
+        assert_int_equal(w[i + 3].woken, 1);
+    }
+    for (int i = 0; i < CALLS; i++) {
+        moe_rpc_upload_release(up[i]);
+        moe_rpc_uploads_close(u[i]);
+    }
+}
+
+static void a_waiting_call_that_ends_makes_room_for_the_next(void **unused)
+{
+    struct moe_rpc_uploads *u[4];
+    struct moe_rpc_upload *up[4];
+    struct waiter w[4] = {0};
+    static const uint32_t lengths[] = {30 * MIB, 15 * MIB, 10 * MIB, 2 * MIB};
+    (void)unused;
+    for (int i = 0; i < 4; i++) {
+        u[i] = connect_as(&anybody);
+        up[i] = begin(u[i], 1);
+        announce(u[i], 1, lengths[i]);
+        assert_int_equal(may_read(up[i], &w[i]), i < 2);
+    }
+    moe_rpc_upload_end(u[2], 1); /* the client resets it */
+    assert_int_equal(w[2].woken, 1);
+    assert_int_equal(w[3].woken, 1);
+    assert_true(may_read(up[3], &w[3]));
+    assert_true(may_read(up[2], &w[2])); /* reads the end */
+    moe_rpc_uploads_close(u[1]);         /* the connection is gone; its call still has the bytes */
+    assert_int_equal(moe_rpc_budget_use(&budget).bytes, 47 * MIB + 15);
+    for (int i = 0; i < 4; i++) {
+        moe_rpc_upload_release(up[i]);
+        if (i != 1)
+            moe_rpc_uploads_close(u[i]);
+    }
+}
+
+/* ------------------------------------------------------------------ rate */
+
+/* Seconds until a sender of `rate` bytes a second is too slow, after `first` bytes at once. */
+static unsigned patience(size_t first, size_t rate)
+{
+    enum { LONG = 60 };
+    struct waiter w = {0};
+    struct moe_rpc_rate r;
+    uint64_t now = MOE_NS_PER_S;
+    unsigned s = 0;
+    struct moe_rpc_uploads *u = connect_as(&anybody);
+    struct moe_rpc_upload *up = begin(u, 1);
+    announce(u, 1, 100 * MIB);
+    assert_true(may_read(up, &w));
+    moe_rpc_rate_start(&r, up, now);
+    send_bytes(u, 1, first);
+    for (bool good = true; good && s < LONG; s++) {
+        now += MOE_NS_PER_S;
+        send_bytes(u, 1, rate);
+        good = moe_rpc_rate_check(&r, up, now);
+    }
+    moe_rpc_upload_release(up);
+    moe_rpc_uploads_close(u);
+    return s;
+}
+
+static void a_slow_sender_is_given_up(void **unused)
+{
+    (void)unused;
+    assert_int_equal(patience(0, 0), 2);
+    assert_int_equal(patience(0, 1), 2);
+    assert_in_range(patience(0, 60 << 10), 3, 20);
+    assert_int_equal(patience(0, 64 << 10), 60);
+    assert_int_equal(patience(50 * MIB, 0), 7); /* it was fast, and then stalls */
+}
+
+/* ------------------------------------------------------------------ anything */
+
+static void nothing_leaks_whatever_clients_do(void **unused)
+{
+    enum { CONNECTIONS = 6, STREAMS = 12, STEPS = 60000 };
+    static struct moe_rpc_uploads *u[CONNECTIONS];
+    static struct {
+        struct moe_rpc_upload *up;
+        struct waiter w;
+        bool reading;
+    } calls[CONNECTIONS][STREAMS];
+    (void)unused;
+    uint64_t most = 0;
+    for (int step = 0; step < STEPS; step++) {
+        uint32_t c = random_below(CONNECTIONS), s = random_below(STREAMS);
+        if (u[c] == NULL)
+            u[c] = connect_as(&anybody);
+        if (calls[c][s].up == NULL) {
+            calls[c][s].up = begin(u[c], 2 * s + 1);
+            calls[c][s].reading = false;
+        }
+        struct moe_rpc_upload *up = calls[c][s].up;
+        uint32_t what = random_below(100);
+        if (what < 30) {
+            announce(u[c], 2 * s + 1, random_below(one_in(3) ? 30 * MIB : 2 * MIB));
+        } else if (what < 60) {
+            send_bytes(u[c], 2 * s + 1, random_below(4 * MIB));
+        } else if (what < 85 && !calls[c][s].reading) {
+            bool now = false;
+            struct moe_status st =
+                moe_rpc_upload_next(up, &calls[c][s].w, 25 * MIB, (uint64_t)step + 1, &now);
+            calls[c][s].reading = !moe_failed(&st) && now;
+        } else if (what < 92 && calls[c][s].reading) {
+            moe_rpc_upload_delivered(up, random_below(2 * MIB));
+            calls[c][s].reading = false;
+        } else if (what < 94) {
+            moe_rpc_upload_forget(up);
+        } else if (what < 98) {
+            moe_rpc_upload_end(u[c], 2 * s + 1);
+            moe_rpc_upload_release(up);
+            calls[c][s].up = NULL;
+        } else if (what == 98) {
+            moe_rpc_uploads_close(u[c]);
+            u[c] = NULL;
+            for (s = 0; s < STREAMS; s++) {
+                if (calls[c][s].up != NULL)
+                    moe_rpc_upload_release(calls[c][s].up);
+                calls[c][s].up = NULL;
+            }
+        }
+        uint64_t bytes = moe_rpc_budget_use(&budget).bytes;
+        most = bytes > most ? bytes : most;
+        assert_true(bytes <= BUDGET);
+    }
+    print_message("  at most %.1f MiB of %d\n", (double)most / MIB, (int)(BUDGET / MIB));
+    for (uint32_t c = 0; c < CONNECTIONS; c++) {
+        for (uint32_t s = 0; s < STREAMS; s++)
+            if (calls[c][s].up != NULL)
+                moe_rpc_upload_release(calls[c][s].up);
+        if (u[c] != NULL)
+            moe_rpc_uploads_close(u[c]);
+    }
+}
+
+#define CASE(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
+
+int main(void)
+{
+    seed_random();
+    const struct CMUnitTest tests[] = {
+        CASE(a_small_message_is_read_beside_any_number_of_stalled_large_ones),
+        CASE(a_message_over_the_methods_limit_is_refused_before_its_bytes),
+        CASE(messages_of_a_stream_are_told_apart),
+        CASE(a_connection_has_a_quarter_and_lets_others_pass),
+        CASE(small_messages_of_one_connection_end_at_its_quarter),
+        CASE(all_connections_of_one_name_share_a_quarter),
+        CASE(the_line_is_served_in_order_and_its_hint_grows),
+        CASE(a_waiting_call_that_ends_makes_room_for_the_next),
+        CASE(a_slow_sender_is_given_up),
+        CASE(nothing_leaks_whatever_clients_do),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
