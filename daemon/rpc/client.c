@@ -8,6 +8,7 @@
 #include "base/thread.h"
 #include "base/wait.h"
 #include "rpc/calling.h"
+#include "uploads/budget.h"
 
 #include <limits.h>
 #include <sched.h>

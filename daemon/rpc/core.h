@@ -4,7 +4,6 @@
 #ifndef MOE_RPC_CORE_H
 #define MOE_RPC_CORE_H
 
-#include "rpc/budget.h"
 #include "rpc/msg.h"
 
 #include <grpc/byte_buffer.h>

@@ -6,6 +6,7 @@
 #include "base/wait.h"
 #include "daemon/endpoint.h"
 #include "rpc/serving.h"
+#include "uploads/budget.h"
 
 #include <arpa/inet.h>
 #include <errno.h>

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Streams of a connection: prefixes of their messages, and what calls may read. */
-#include "rpc/upload.h"
+#include "uploads/upload.h"
 
 #include "base/clock.h"
 #include "base/random.h"
-#include "rpc/budget_state.h"
+#include "uploads/state.h"
 
 #include <inttypes.h>
 #include <pthread.h>
@@ -12,6 +12,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+/* Messages of one stream that begin before the call reads them. */
+enum { UNREAD_MAX = 16384 };
 
 /* ------------------------------------------------------------------ the field */
 
@@ -217,7 +220,8 @@ static void message_begun(struct moe_rpc_budget *b, struct moe_rpc_upload *up,
     up->length = up->left + sizeof up->prefix;
     up->prefix_length = 0;
     up->begun++;
-    if (up->length <= MOE_RPC_LOOKAHEAD_BYTES && !moe_rpc__charge_small(b, up, up->length))
+    if (up->begun - up->read > UNREAD_MAX ||
+        (up->length <= MOE_RPC_LOOKAHEAD_BYTES && !moe_rpc__charge_small(b, up, up->length)))
         up->refused = true;
     moe_rpc__take_waiter(b, up, woken);
 }
@@ -231,7 +235,7 @@ void moe_rpc_upload_data(struct moe_rpc_uploads *u, uint32_t stream, const uint8
     struct moe_rpc_upload *up = find(u, stream);
     if (up != NULL)
         up->bytes += length;
-    while (up != NULL && length > 0) {
+    while (up != NULL && length > 0 && !up->refused) {
         if (up->left > 0) {
             size_t some = length < up->left ? length : (size_t)up->left;
             up->left -= some;
@@ -393,7 +397,7 @@ static uint64_t bytes_of(struct moe_rpc_upload *up)
 void moe_rpc_rate_start(struct moe_rpc_rate *rate, struct moe_rpc_upload *up, uint64_t now_ns)
 {
     *rate = (struct moe_rpc_rate){
-        .checked_ns = now_ns, .bytes = bytes_of(up), .patience_ns = (int64_t)MOE_NS_PER_S};
+        .checked_ns = now_ns, .bytes = bytes_of(up), .credit_ns = (int64_t)MOE_NS_PER_S};
 }
 
 bool moe_rpc_rate_check(struct moe_rpc_rate *rate, struct moe_rpc_upload *up, uint64_t now_ns)
@@ -402,10 +406,10 @@ bool moe_rpc_rate_check(struct moe_rpc_rate *rate, struct moe_rpc_upload *up, ui
     uint64_t bytes = bytes_of(up), come = bytes - rate->bytes;
     uint64_t enough = 2 * (uint64_t)MOE_RPC_LEAST_RATE * 5; /* more changes nothing */
     int64_t paid = (int64_t)((come < enough ? come : enough) * MOE_NS_PER_S / MOE_RPC_LEAST_RATE);
-    rate->patience_ns += paid - (int64_t)(now_ns - rate->checked_ns);
-    if (rate->patience_ns > most)
-        rate->patience_ns = most;
+    rate->credit_ns += paid - (int64_t)(now_ns - rate->checked_ns);
+    if (rate->credit_ns > most)
+        rate->credit_ns = most;
     rate->checked_ns = now_ns;
     rate->bytes = bytes;
-    return rate->patience_ns >= 0;
+    return rate->credit_ns >= 0;
 }

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What budget.c (bytes, the line) and upload.c (streams of connections) share; only these include
+/* What shares.c (bytes, the line) and upload.c (streams of connections) share; only these include
  * it. Functions without another mark need the budget's lock. */
-#ifndef MOE_RPC_BUDGET_STATE_H
-#define MOE_RPC_BUDGET_STATE_H
+#ifndef MOE_UPLOADS_STATE_H
+#define MOE_UPLOADS_STATE_H
 
-#include "rpc/upload.h"
+#include "uploads/upload.h"
 
 enum { MOE_RPC_UPLOAD_BUCKETS = 64 };
 
 /* Guarded by the budget's lock, except what never changes. */
 struct moe_rpc_uploads {
     struct moe_rpc_budget *budget;
-    struct moe_rpc_payer *payer; /* NULL: nobody in particular, or the owner of this process */
+    struct moe_rpc_payer *payer; /* NULL: anonymous, or the owner of this process */
     struct moe_rpc_account account;
     uint32_t references; /* the listener, and each upload */
     LIST_HEAD(, moe_rpc_upload) streams[MOE_RPC_UPLOAD_BUCKETS];
@@ -29,7 +29,7 @@ struct moe_rpc_upload {
     uint32_t prefix_length; /* bytes of the next prefix that are here */
     uint64_t left;          /* bytes of the current message that are not */
     uint64_t bytes;         /* of all messages and prefixes */
-    uint64_t begun, read;   /* messages whose prefix is here; that were delivered */
+    uint64_t begun, read;   /* prefixes that are here; messages delivered */
     uint64_t length;        /* of the last one that has begun, with its prefix */
 
     uint64_t charged[MOE_RPC_SORTS]; /* small messages that were not delivered; the large one that
@@ -43,7 +43,7 @@ struct moe_rpc_upload {
     TAILQ_ENTRY(moe_rpc_upload) line;
 };
 
-/* Waiters that are woken once the lock is released. Those for which there is no room stay in the
+/* Waiters that are woken once the lock is released. The rest stay in the
  * line until the next message is delivered. */
 enum { MOE_RPC_WOKEN_MAX = 16 };
 struct moe_rpc_woken {

@@ -5,10 +5,10 @@
  *
  * The listener names the stream to the call by a header field that it appends to the client's. The
  * field's name is a secret of the process, so that no client can write one. */
-#ifndef MOE_RPC_UPLOAD_H
-#define MOE_RPC_UPLOAD_H
+#ifndef MOE_UPLOADS_UPLOAD_H
+#define MOE_UPLOADS_UPLOAD_H
 
-#include "rpc/budget.h"
+#include "uploads/budget.h"
 
 #include <stddef.h>
 
@@ -71,11 +71,11 @@ void moe_rpc_upload_delivered(struct moe_rpc_upload *up, uint64_t length);
 /* ------------------------------------------------------------------ rate */
 
 /* The least rate of a message that is being read: 64 KiB a second, from one second on. A faster
- * sender collects patience, up to five seconds without a byte. */
+ * sender collects credit for up to five seconds without a byte. */
 enum { MOE_RPC_LEAST_RATE = 64 << 10 };
 struct moe_rpc_rate {
     uint64_t checked_ns, bytes;
-    int64_t patience_ns;
+    int64_t credit_ns;
 };
 /* A message has begun and is being read. */
 void moe_rpc_rate_start(struct moe_rpc_rate *rate, struct moe_rpc_upload *up, uint64_t now_ns);

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Bytes of a server's messages: who may have how many, and the line of large ones. */
-#include "rpc/budget_state.h"
+#include "uploads/state.h"
 
 enum {
     SHARE = 4,     /* one connection or identity may have 1/SHARE */
-    RETRY_MS = 50, /* hint while nobody waits: about the time to read a large message */
+    RETRY_MS = 50, /* hint while none waits: about the time to read a large message */
     RETRY_MAX_MS = 5000,
     WAITING_PER_RETRY = 4, /* so many in the line add another RETRY_MS */
 };

@@ -13,10 +13,10 @@
  * Bounds: three quarters of the bytes are for large messages and one quarter for small ones, so
  * that neither keeps the other out. Of each part, and of the places in line, one connection may
  * have a quarter, and so may all connections of one identity. Each of these may always have one
- * message, whatever its length. A message that waits for bytes of its own connection or identity
+ * message, whatever its length. A message that waits for the share of its connection or identity
  * lets others pass. */
-#ifndef MOE_RPC_BUDGET_H
-#define MOE_RPC_BUDGET_H
+#ifndef MOE_UPLOADS_BUDGET_H
+#define MOE_UPLOADS_BUDGET_H
 
 #include "base/mutex.h"
 #include "base/status.h"
