@@ -107,6 +107,10 @@ static void forget_saved_view(struct moe_membership *m)
  * apart thus gives up, like one that never forms. */
 static void end_view(struct moe_membership *m)
 {
+    m->past.lease_end_ns = MOE_NEVER;
+    m->past.settled = m->saved.settled = false;
+    for (uint32_t s = 0; s < SLOTS_MAX; s++)
+        m->past.incarnations[s] = s < m->config.slots ? m->members[s].incarnation : 0;
     bool stable = m->now_ns - m->view_since_ns >= m->config.lease_ns;
     m->view_epoch = 0;
     m->degraded = true;
@@ -148,6 +152,24 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
 }
 
 /* ------------------------------------------------------------------ start of an epoch */
+
+/* A process of the last view that is here joins the new one, and so has left that view: without it,
+ * no change of that view completes. */
+static bool has_survivor(const struct moe_membership *m)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        for (uint32_t p = 0; p < SLOTS_MAX; p++)
+            if (m->members[s].state == SLOT_TAKEN &&
+                m->members[s].incarnation == m->past.incarnations[p])
+                return true;
+    return false;
+}
+
+bool moe_membership__fenced(const struct moe_membership *m)
+{
+    return m->trains && m->view_epoch == 0 && !m->past.settled &&
+           m->now_ns < m->past.lease_end_ns && !has_survivor(m);
+}
 
 static void assign(struct moe_membership *m)
 {
@@ -197,7 +219,8 @@ void moe_membership__advance(struct moe_membership *m)
     assign(m);
     uint32_t slot;
     const char *why;
-    if (m->view_epoch == 0 && !moe_membership__blocked(m, &slot, &why))
+    if (m->view_epoch == 0 && !moe_membership__blocked(m, &slot, &why) &&
+        !moe_membership__fenced(m))
         begin_epoch(m);
 }
 
@@ -232,6 +255,7 @@ static void commit(struct moe_membership *m)
         MOE_INVARIANT(a != NULL);
         a->epoch = m->view_epoch;
         m->members[s].error = moe_ok();
+        m->members[s].missed = false;
     }
     moe_membership__log(m, MOE_LOG_INFO, "serving under epoch %" PRIu64, m->view_epoch);
 }
@@ -332,6 +356,7 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
         return;
     m->phase = PHASE_SAVE_VIEW;
     m->saved.view_epoch = m->epoch;
+    m->saved.settled = false;
     m->saved.slots = m->config.slots;
     for (uint32_t s = 0; s < m->config.slots; s++) {
         memcpy(m->saved.members[s].worker_id, m->members[s].worker_id, MOE_MEMBERSHIP_ID_BYTES);

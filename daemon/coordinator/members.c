@@ -19,6 +19,24 @@ bool moe_membership__find_stream(const struct moe_membership *m, uint64_t stream
     return false;
 }
 
+/* The process may live and hold its lease until then. One that has drained has no call that could
+ * change anything; once all have, the view is settled. */
+static void note_lost_lease(struct moe_membership *m, const struct member *member)
+{
+    bool drained = false, others = false;
+    for (uint32_t p = 0; p < SLOTS_MAX; p++) {
+        bool itself = m->past.incarnations[p] == member->incarnation;
+        uint64_t end_ns = member->last_message_ns + m->config.lease_ns;
+        drained = drained || (itself && member->leaving);
+        if (itself && !member->leaving)
+            m->past.lease_end_ns = moe_earlier(m->past.lease_end_ns, end_ns);
+        if (itself && member->leaving)
+            m->past.incarnations[p] = 0;
+        others = others || m->past.incarnations[p] != 0;
+    }
+    m->past.settled = m->past.settled || (drained && !others);
+}
+
 void moe_membership__lose(struct moe_membership *m, uint32_t slot, enum moe_membership_cause cause,
                           const char *what, struct moe_status last_status)
 {
@@ -29,12 +47,13 @@ void moe_membership__lose(struct moe_membership *m, uint32_t slot, enum moe_memb
         moe_membership__close(m, member->stream, last_status);
     member->state = SLOT_LEFT;
     member->stream = 0;
-    member->error = cause == MOE_CAUSE_LEFT
-                        ? moe_ok()
-                        : moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "%s", what);
     moe_membership__log(m, MOE_LOG_WARN, "%s (%s)", why, member->worker_id);
     moe_membership__copy_text(m->trouble, sizeof m->trouble, why);
     moe_membership__end_epoch(m, cause, why);
+    note_lost_lease(m, member);
+    member->error = cause == MOE_CAUSE_LEFT
+                        ? moe_ok()
+                        : moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "%s", what);
 }
 
 /* Searches the history from its end. False when it does not contain the worker. */
@@ -274,7 +293,7 @@ static struct moe_status check_claim(const struct moe_membership *m, const struc
     if (own && member->stream == 0)
         return moe_ok();
     uint32_t left_ms = (uint32_t)((end_ns - m->now_ns) / MOE_NS_PER_MS) + 1;
-    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, left_ms,
+    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_SLOT_TAKEN, left_ms,
                            "worker_id %s is taken by %s process at %s until its lease ends",
                            member->worker_id, own ? "a connected" : "another identity's",
                            member->endpoint);
@@ -300,6 +319,7 @@ static void take_slot(struct moe_membership *m, uint64_t stream, uint32_t slot,
     moe_membership__copy_text(member->worker_id, sizeof member->worker_id, r->worker_id);
     moe_membership__copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
     (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
+    m->trains = r->trains;
     m->attempts = 0;
     m->waits = 0;
     m->failed = false;
@@ -348,6 +368,8 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
     memcpy(member->slot_token, r->slot_token, sizeof member->slot_token);
     (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
     member->unverified = m->view_epoch != 0;
+    member->missed = false;
+    m->trains = r->trains;
     member->assigned = member->loaded || member->load_failed;
     moe_membership__log(m, MOE_LOG_INFO, "%s", why);
     confirm(m, slot);
@@ -368,12 +390,12 @@ static struct moe_status no_free_slot(const struct moe_membership *m)
         }
     }
     if (first_ns == MOE_NEVER)
-        return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE,
+        return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_SLOT_TAKEN,
                                (uint32_t)(m->config.lease_ns / MOE_NS_PER_MS),
                                "all %u slots are taken", m->config.slots);
     uint64_t left_ns = first_ns > m->now_ns ? first_ns - m->now_ns : 0;
     uint32_t left_ms = (uint32_t)(left_ns / MOE_NS_PER_MS) + 1;
-    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, left_ms,
+    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_SLOT_TAKEN, left_ms,
                            "all %u slots are taken; slot %u is not connected, its lease ends in "
                            "%u.%u s",
                            m->config.slots, slot, left_ms / 1000, left_ms % 1000 / 100);

@@ -15,6 +15,24 @@
 
 /* ------------------------------------------------------------------ life of the machine */
 
+/* Workers may still hold a lease that is longer than the present one. */
+static uint64_t extra_lease(const struct moe_membership *m)
+{
+    uint64_t saved_ns = m->saved.lease_ms * MOE_NS_PER_MS;
+    return saved_ns > m->config.lease_ns ? saved_ns - m->config.lease_ns : 0;
+}
+
+/* What the log says of views that are over. Without a record of a settled end, unknown workers may
+ * hold a lease of the last one. */
+static void restore_past(struct moe_membership *m)
+{
+    m->past.settled = m->saved.epoch == 0 || m->saved.settled;
+    m->past.lease_end_ns = m->now_ns + m->config.lease_ns + extra_lease(m);
+    if (m->saved.group_id == 0)
+        m->saved.group_id = m->config.group_id;
+    m->saved.lease_ms = (uint32_t)(m->config.lease_ns / MOE_NS_PER_MS);
+}
+
 /* The members of the view in the log keep their slots for one lease without a message. */
 static void restore_view(struct moe_membership *m)
 {
@@ -33,7 +51,7 @@ static void restore_view(struct moe_membership *m)
         member->state = SLOT_TAKEN;
         memcpy(member->worker_id, m->saved.members[s].worker_id, sizeof member->worker_id);
         member->incarnation = m->saved.members[s].incarnation;
-        member->last_message_ns = m->now_ns;
+        member->last_message_ns = m->now_ns + extra_lease(m);
         member->unverified = true;
         moe_membership__remember(m, member);
     }
@@ -63,6 +81,7 @@ struct moe_status moe_membership_create(const struct moe_membership_config *conf
     m->announced_epoch = saved->epoch;
     m->placement_durable = saved->placement_version != 0;
     restore_view(m);
+    restore_past(m);
     *out = m;
     return moe_ok();
 }
@@ -95,6 +114,7 @@ static void settle_shutdown(struct moe_membership *m)
     }
     if (!all_left && m->now_ns < m->shutdown_deadline_ns)
         return;
+    bool settled = all_left && (m->view_epoch != 0 || !moe_membership__fenced(m));
     for (uint32_t s = 0; s < m->config.slots; s++) {
         struct member *member = &m->members[s];
         if (member->state == SLOT_TAKEN && member->stream != 0)
@@ -103,11 +123,12 @@ static void settle_shutdown(struct moe_membership *m)
             member->state = SLOT_LEFT;
         member->stream = 0;
     }
-    m->view_epoch = 0;
-    if (m->saved.view_epoch != 0) {
+    if (m->saved.view_epoch != 0 || (settled && m->saved.epoch != 0)) {
         m->saved.view_epoch = 0;
+        m->saved.settled = settled;
         moe_membership__save(m, false);
     }
+    m->view_epoch = 0;
     m->exited = true;
     moe_membership__log(m, MOE_LOG_INFO, "the group has shut down");
     moe_membership__emit(m, MOE_MEMBERSHIP_EXIT);
@@ -186,6 +207,33 @@ static void abort_stale(struct moe_membership *m, uint32_t slot, uint64_t epoch)
     moe_membership__copy_text(a->status.text, sizeof a->status.text, "this epoch is over");
 }
 
+/* How long the member has been silent that was silent for longest. After a restart that is not
+ * known until all are back. */
+static uint32_t oldest_ms(const struct moe_membership *m)
+{
+    uint64_t oldest_ns = 0;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct member *member = &m->members[s];
+        uint64_t silent_ns =
+            member->last_message_ns < m->now_ns ? m->now_ns - member->last_message_ns : 0;
+        if (member->unverified)
+            silent_ns = m->config.lease_ns;
+        if (member->state == SLOT_TAKEN && silent_ns > oldest_ns)
+            oldest_ns = silent_ns;
+    }
+    return (uint32_t)((oldest_ns + MOE_NS_PER_MS - 1) / MOE_NS_PER_MS);
+}
+
+static void answer_heartbeat(struct moe_membership *m, uint32_t slot, uint64_t sequence)
+{
+    struct moe_membership_action *a =
+        moe_membership__send(m, slot, MOE_MEMBERSHIP_HEARTBEAT_ANSWER);
+    if (a == NULL)
+        return;
+    a->sequence = sequence;
+    a->oldest_ms = oldest_ms(m);
+}
+
 void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                  const struct moe_membership_heartbeat *h)
 {
@@ -212,6 +260,8 @@ void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint
     }
     if (h->epoch != 0 && h->epoch != m->view_epoch)
         abort_stale(m, slot, h->epoch);
+    else
+        answer_heartbeat(m, slot, h->sequence);
     end_input(m);
 }
 
@@ -254,8 +304,14 @@ void moe_membership_on_ready(struct moe_membership *m, uint64_t now_ns, uint64_t
     end_input(m);
 }
 
-/* The failed step ends the epoch. A suspect is lost only if its stream is closed too. Any other
- * keeps its slot while it renews its lease, and may answer the next PREPARE. */
+static void lose_missed(struct moe_membership *m, uint32_t slot)
+{
+    moe_membership__lose(m, slot, MOE_CAUSE_PEER_LOST, "lost: disconnected and missed by its peers",
+                         moe_ok());
+}
+
+/* The failed step ends the epoch. A suspect is lost only if its stream is closed too, before or
+ * after. Any other keeps its slot while it renews its lease, and may answer the next PREPARE. */
 void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                  uint64_t epoch, uint64_t slots)
 {
@@ -267,11 +323,13 @@ void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint
         moe_membership__list_slots(missed, slots);
         snprintf(why, sizeof why, "slot %u got no answer from %s", slot, missed);
         moe_membership__end_epoch(m, MOE_CAUSE_PEER_LOST, why);
-        for (uint32_t s = 0; s < m->config.slots; s++)
-            if ((slots >> s & 1) != 0 && m->members[s].state == SLOT_TAKEN &&
-                m->members[s].stream == 0)
-                moe_membership__lose(m, s, MOE_CAUSE_PEER_LOST,
-                                     "lost: disconnected and missed by its peers", moe_ok());
+        for (uint32_t s = 0; s < m->config.slots; s++) {
+            if ((slots >> s & 1) == 0 || m->members[s].state != SLOT_TAKEN)
+                continue;
+            m->members[s].missed = true;
+            if (m->members[s].stream == 0)
+                lose_missed(m, s);
+        }
     }
     end_input(m);
 }
@@ -326,7 +384,7 @@ void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint
     end_input(m);
 }
 
-/* The member is not lost: it may reconnect until its lease ends. */
+/* The member may reconnect until its lease ends, unless its peers miss it too. */
 void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, uint64_t stream)
 {
     uint32_t slot;
@@ -337,6 +395,8 @@ void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, 
     snprintf(why, sizeof why, "slot %u disconnected", slot);
     if (m->shutting_down) {
         moe_membership__lose(m, slot, MOE_CAUSE_LEFT, "left", moe_ok());
+    } else if (m->members[slot].missed) {
+        lose_missed(m, slot);
     } else {
         moe_membership__log(m, MOE_LOG_WARN, "%s", why);
         if (m->phase != PHASE_IDLE)
@@ -372,6 +432,8 @@ uint64_t moe_membership_deadline(const struct moe_membership *m)
     for (uint32_t s = 0; s < m->config.slots; s++)
         if (m->members[s].state == SLOT_TAKEN)
             at = moe_earlier(at, m->members[s].last_message_ns + m->config.lease_ns);
+    if (moe_membership__fenced(m))
+        at = moe_earlier(at, m->past.lease_end_ns);
     if (m->phase != PHASE_IDLE)
         at = moe_earlier(at, m->form_deadline_ns);
     else if (m->next_try_ns > m->now_ns)

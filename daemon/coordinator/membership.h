@@ -11,7 +11,10 @@
  *  - a view is in force only while all of its members live. The loss of one ends the epoch for all
  *    (ABORT). Once all slots are taken, the group forms again under a new epoch;
  *  - after a restart the log restores the view, and the first heartbeat of each member shows
- * whether it still belongs to the view. */
+ * whether it still belongs to the view;
+ *  - a group that trains forms a view only when no earlier one can complete a change any more. A
+ * change needs all members of its view. So it suffices that one of them has left the view for the
+ * new one, or that the lease of one has run out (daemon/lease.h). */
 #ifndef MOE_COORDINATOR_MEMBERSHIP_H
 #define MOE_COORDINATOR_MEMBERSHIP_H
 
@@ -34,6 +37,7 @@ struct moe_membership;
 struct moe_membership_config {
     uint32_t slots;    /* 1..MOE_PLACEMENT_SLOTS_MAX */
     uint64_t lease_ns; /* a worker without a message for this long loses its slot; never sooner */
+    uint64_t group_id; /* a random number above 0; used unless `saved` has one */
     uint64_t form_ns;  /* from the start of an epoch to READY of all */
     uint64_t shutdown_ns; /* time for a shutdown that names no limit */
     uint64_t backoff_ns;  /* pause after the first failed attempt; doubles up to backoff_max_ns */
@@ -55,6 +59,9 @@ struct moe_membership_saved {
         char worker_id[MOE_MEMBERSHIP_ID_BYTES];
         uint64_t incarnation;
     } members[MOE_PLACEMENT_SLOTS_MAX];
+    uint64_t group_id; /* 0 = none yet */
+    uint32_t lease_ms; /* that workers got; 0 = not known */
+    bool settled;      /* no worker can hold a lease of a view before this record */
 };
 
 /* `saved`: from the store; zeroes for a new group. Members of a view in it have one lease from
@@ -80,12 +87,13 @@ struct moe_membership_register { /* moe.v1.Register; strings are copied */
     const char *identity; /* of the connection, as this process has checked it; "" = any caller */
     const uint8_t *slot_token; /* [MOE_MEMBERSHIP_TOKEN_BYTES]; NULL: none was sent */
     uint32_t max_tokens_per_step, wanted_slot_plus_one;
+    bool trains;
     const struct moe_membership_layer *layers;
     size_t layer_count;
 };
 
 struct moe_membership_heartbeat {
-    uint64_t epoch, loaded_bytes, total_bytes, tokens, steps;
+    uint64_t epoch, loaded_bytes, total_bytes, tokens, steps, sequence;
 };
 
 void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -144,6 +152,7 @@ enum moe_membership_message {
     MOE_MEMBERSHIP_ABORT,      /* epoch; status.text = reason */
     MOE_MEMBERSHIP_DRAIN,      /* limit_ms; status.text = reason */
     MOE_MEMBERSHIP_TRYING_AGAIN,
+    MOE_MEMBERSHIP_HEARTBEAT_ANSWER, /* sequence, oldest_ms */
 };
 
 struct moe_membership_action {
@@ -151,7 +160,7 @@ struct moe_membership_action {
     enum moe_membership_message message;
     enum moe_log_level level;
     uint64_t stream, sequence, epoch;
-    uint32_t slot, round, limit_ms;
+    uint32_t slot, round, limit_ms, oldest_ms;
     struct moe_status status;
 };
 
@@ -204,7 +213,8 @@ struct moe_membership_group {
     const char *model, *family, *backend; /* "" until the first worker registered */
     const struct moe_membership_layer *layers;
     size_t layer_count;
-    uint64_t last_epoch;    /* highest that was announced */
+    uint64_t last_epoch; /* highest that was announced */
+    uint64_t group_id;
     const uint64_t *causes; /* [MOE_CAUSE_COUNT] */
 };
 

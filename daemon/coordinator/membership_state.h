@@ -37,6 +37,7 @@ struct member {
     bool draining;    /* DRAIN was sent */
     bool leaving;     /* it sent Leaving */
     bool unverified;  /* its next heartbeat must confirm the view in force */
+    bool missed; /* peers reported it since a view last came in force: it is lost with its stream */
     uint32_t drain_limit_ms;
     struct moe_membership_heartbeat last;
     struct moe_status error;
@@ -60,6 +61,7 @@ struct moe_membership {
     char model[MOE_MEMBERSHIP_ID_BYTES], fingerprint[MOE_MEMBERSHIP_ID_BYTES];
     struct moe_membership_layer layers[LAYERS_MAX];
     size_t layer_count;
+    bool trains; /* the process that registered last: views compare their training as they form */
     struct moe_placement *placement;
     bool placement_durable; /* its version may be announced */
 
@@ -91,6 +93,15 @@ struct moe_membership {
     /* The epoch in force. While view_epoch != 0, its members take all slots. */
     uint64_t view_epoch;
     uint64_t view_since_ns;
+
+    /* The last view that was in force, once it has ended. */
+    struct {
+        uint64_t incarnations[SLOTS_MAX]; /* its members; 0 = not known */
+        /* The earliest end of the lease of a member that is lost; MOE_NEVER = none is. Then no
+         * change under that view can complete. */
+        uint64_t lease_end_ns;
+        bool settled; /* there was none, or all its members have drained */
+    } past;
 
     /* `attempts` returns to 0 when a view has lasted a lease, or a new worker registers. */
     uint32_t attempts;
@@ -172,6 +183,9 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
                            const struct moe_status *error);
 /* form_deadline_ns has passed. */
 void moe_membership__form_timeout(struct moe_membership *m);
+/* A member of the last view may still complete changes with the others: a group that trains waits
+ * until past.lease_end_ns. */
+bool moe_membership__fenced(const struct moe_membership *m);
 /* Finds a slot that keeps the group from forming, and the reason; false when none does. */
 bool moe_membership__blocked(const struct moe_membership *m, uint32_t *slot, const char **why);
 uint32_t moe_membership__count_taken(const struct moe_membership *m);

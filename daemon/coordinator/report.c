@@ -54,8 +54,14 @@ static bool describe_blocker(const struct moe_membership *m, char *to, size_t si
 {
     uint32_t slot, taken = moe_membership__count_taken(m);
     const char *why;
-    if (!moe_membership__blocked(m, &slot, &why))
-        return false;
+    if (!moe_membership__blocked(m, &slot, &why)) {
+        uint64_t left_ms = (m->past.lease_end_ns - m->now_ns) / MOE_NS_PER_MS;
+        bool fenced = moe_membership__fenced(m);
+        if (fenced)
+            snprintf(to, size, "workers of the last view may hold a lease for %u.%u s",
+                     (unsigned)(left_ms / 1000), (unsigned)(left_ms % 1000 / 100));
+        return fenced;
+    }
     if (taken < m->config.slots)
         snprintf(to, size, "slot %u %s (%u of %u workers)", slot, why, taken, m->config.slots);
     else
@@ -66,7 +72,7 @@ static bool describe_blocker(const struct moe_membership *m, char *to, size_t si
 static void describe(const struct moe_membership *m, struct moe_membership_group *out)
 {
     uint32_t slot = 0;
-    char blocker[64];
+    char blocker[80];
     bool blocked = describe_blocker(m, blocker, sizeof blocker);
     size_t size = sizeof out->reason;
     switch (out->state) {
@@ -114,6 +120,7 @@ void moe_membership_group(const struct moe_membership *m, struct moe_membership_
                                          .layers = m->layers,
                                          .layer_count = m->layer_count,
                                          .last_epoch = m->announced_epoch,
+                                         .group_id = m->saved.group_id,
                                          .causes = m->causes};
     describe(m, out);
     for (uint32_t s = 0; s < m->config.slots; s++) {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Life of the service, and the loop of its owner thread. */
 #include "base/build.h"
+#include "base/random.h"
 #include "coordinator/service_state.h"
 
 #include "daemon/hangup.h"
@@ -151,7 +152,10 @@ static struct moe_status make_machine(struct moe_coordinator *c,
         MOE_TRY(moe_store_open(config->state_dir, &c->store, &saved));
     else
         moe_log_warn("no state directory: epochs start at 1 and a restart is a new group");
+    uint64_t group_id;
+    MOE_TRY(moe_random_id(&group_id));
     struct moe_membership_config machine = {
+        .group_id = group_id,
         .slots = config->slots,
         .lease_ns = config->lease_ms * MOE_NS_PER_MS,
         .form_ns = config->form_timeout_ms * MOE_NS_PER_MS,

@@ -185,6 +185,7 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
     body.secret.data = c->secret;
     body.secret.len = sizeof c->secret;
     body.max_tokens_per_step = g.max_tokens_per_step;
+    body.group_id = g.group_id;
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_PREPARE;
     m.prepare = &body;
@@ -256,6 +257,17 @@ static void send_trying_again(struct session *s)
     send_message(s, &m);
 }
 
+static void send_heartbeat_answer(struct session *s, const struct moe_membership_action *a)
+{
+    Moe__V1__HeartbeatAnswer body = MOE__V1__HEARTBEAT_ANSWER__INIT;
+    body.sequence = a->sequence;
+    body.oldest_ms = a->oldest_ms;
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_HEARTBEAT_ANSWER;
+    m.heartbeat_answer = &body;
+    send_message(s, &m);
+}
+
 static void send_action(struct moe_coordinator *c, const struct moe_membership_action *a)
 {
     struct session *s = find_session(c, a->stream);
@@ -266,6 +278,7 @@ static void send_action(struct moe_coordinator *c, const struct moe_membership_a
     case MOE_MEMBERSHIP_ASSIGN: send_assign(c, s); break;
     case MOE_MEMBERSHIP_PREPARE: send_prepare(c, s, a); break;
     case MOE_MEMBERSHIP_BLOBS: send_blobs(c, s, a); break;
+    case MOE_MEMBERSHIP_HEARTBEAT_ANSWER: send_heartbeat_answer(s, a); break;
     case MOE_MEMBERSHIP_COMMIT: send_commit(s, a); break;
     case MOE_MEMBERSHIP_ABORT: send_abort(s, a); break;
     case MOE_MEMBERSHIP_DRAIN: send_drain(s, a); break;
@@ -330,6 +343,7 @@ static void receive_register(struct moe_coordinator *c, uint64_t stream, uint64_
                                          .identity = "",
                                          .max_tokens_per_step = r->max_tokens_per_step,
                                          .wanted_slot_plus_one = r->wanted_slot_plus_one,
+                                         .trains = r->trains,
                                          .layers = layers,
                                          .layer_count = count};
     if (r->slot_token.len == MOE_MEMBERSHIP_TOKEN_BYTES)
@@ -362,7 +376,8 @@ static bool receive(struct moe_coordinator *c, uint64_t stream, const Moe__V1__S
                                               .loaded_bytes = h->loaded_bytes,
                                               .total_bytes = h->total_bytes,
                                               .tokens = h->tokens,
-                                              .steps = h->steps};
+                                              .steps = h->steps,
+                                              .sequence = h->sequence};
         moe_membership_on_heartbeat(machine, now, stream, &in);
         return true;
     }

@@ -13,14 +13,15 @@
 #include <unistd.h>
 
 enum {
-    FORMAT_VERSION = 1,
+    FORMAT_VERSION = 2, /* 1: records end with the members */
     HEADER_BYTES = 16,
     RECORD_HEAD_BYTES = 16,
     KIND_STATE = 1,
     STATE_FIXED_BYTES = 32,
     MEMBER_MAX_BYTES = 2 + MOE_MEMBERSHIP_ID_BYTES + 8,
-    RECORD_MAX_BYTES =
-        RECORD_HEAD_BYTES + STATE_FIXED_BYTES + MOE_PLACEMENT_SLOTS_MAX * MEMBER_MAX_BYTES,
+    STATE_LEASE_BYTES = 8 + 4 + 1, /* after the members */
+    RECORD_MAX_BYTES = RECORD_HEAD_BYTES + STATE_FIXED_BYTES + STATE_LEASE_BYTES +
+                       MOE_PLACEMENT_SLOTS_MAX * MEMBER_MAX_BYTES,
     RECORD_MIN_BYTES = RECORD_HEAD_BYTES + STATE_FIXED_BYTES,
     FILE_MAX_BYTES = MOE_STORE_COMPACT_BYTES + RECORD_MAX_BYTES,
 };
@@ -86,6 +87,9 @@ static size_t encode_record(uint8_t to[RECORD_MAX_BYTES], const struct moe_membe
         memcpy(at, state->members[s].worker_id, n);
         at = put(at + n, state->members[s].incarnation, 8);
     }
+    at = put(at, state->group_id, 8);
+    at = put(at, state->lease_ms, 4);
+    at = put(at, state->settled, 1);
     size_t length = (size_t)(at - payload);
     put(to, length, 4);
     put(to + 4, KIND_STATE, 4);
@@ -124,6 +128,11 @@ static struct moe_status decode_state(const uint8_t *at, size_t length,
         at += n;
         state->members[s].incarnation = get(&at, 8);
     }
+    if (end - at == STATE_LEASE_BYTES) {
+        state->group_id = get(&at, 8);
+        state->lease_ms = (uint32_t)get(&at, 4);
+        state->settled = get(&at, 1) != 0;
+    }
     return at == end ? moe_ok() : damaged("record too long");
 }
 
@@ -150,10 +159,10 @@ static struct moe_status check_header(const uint8_t *image, size_t length)
     uint64_t version = get(&field, 4);
     if (get(&field, 4) != checksum(image, 12))
         return damaged("header checksum");
-    if (version != FORMAT_VERSION)
+    if (version == 0 || version > FORMAT_VERSION)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                         "group state has format %u; this release reads %d", (unsigned)version,
-                         FORMAT_VERSION);
+                         "group state has format %u; this release reads up to %d",
+                         (unsigned)version, FORMAT_VERSION);
     return moe_ok();
 }
 
@@ -169,6 +178,7 @@ static struct moe_status drop_tail(const uint8_t *at, size_t left,
             return damaged("a damaged record before good ones");
     state->epoch += 1 + left / RECORD_MIN_BYTES;
     state->view_epoch = 0;
+    state->settled = false;
     memset(state->members, 0, sizeof state->members);
     return moe_ok();
 }
@@ -347,7 +357,8 @@ static struct moe_status read_log(struct moe_store *s, struct moe_membership_sav
     st = length > FILE_MAX_BYTES ? damaged("file too large")
                                  : moe_store_decode(image, length, state, &incomplete);
     s->bytes = length;
-    if (st.code == MOE_OK && incomplete)
+    /* Records of this format need a header of this format. */
+    if (st.code == MOE_OK && (incomplete || image[sizeof magic] < FORMAT_VERSION))
         st = write_new(s, state);
 out:
     free(image);

@@ -65,7 +65,29 @@ void moe_group__send_heartbeat(struct moe_group *g)
 {
     struct moe_group_numbers numbers = {0};
     g->config.hooks.numbers(g->config.hooks.ctx, &numbers);
-    moe_report_heartbeat(g->stream, g->epoch, &numbers);
-    /* Two heartbeats may be lost before the lease ends. */
-    g->heartbeat_ns = moe_clock_ns() + g->lease_ms * MOE_NS_PER_MS / 3;
+    uint64_t sequence = moe_lease_on_sent(&g->lease, g->config.lease->clock());
+    moe_report_heartbeat(g->stream, g->epoch, sequence, &numbers);
+    g->heartbeat_ns = moe_clock_ns() + g->lease.term_ns / MOE_LEASE_HEARTBEATS;
+}
+
+/* ------------------------------------------------------------------ lease */
+
+void moe_group__show_lease(struct moe_group *g)
+{
+    moe_lease_gate_set(g->config.lease, &g->lease);
+    uint64_t left_ns = moe_lease_gate_remaining_ns(g->config.lease);
+    bool held = left_ns > 0;
+    g->lease_end_ns = held ? moe_clock_ns() + left_ns : MOE_NEVER;
+    if (g->lease_held && !held)
+        moe_log_warn("no lease: the coordinator has not answered for %llu ms",
+                     (unsigned long long)(g->lease.term_ns / MOE_NS_PER_MS));
+    if (held || g->lease_held)
+        g->config.hooks.lease_changed(g->config.hooks.ctx, held);
+    g->lease_held = held;
+}
+
+void moe_group__on_heartbeat_answer(struct moe_group *g, const Moe__V1__HeartbeatAnswer *a)
+{
+    moe_lease_on_answered(&g->lease, a->sequence, a->oldest_ms * MOE_NS_PER_MS);
+    moe_group__show_lease(g);
 }

@@ -4,13 +4,15 @@
  *
  * The coordinator is never on the request path. While it is away, the worker keeps serving the last
  * committed view and tries to register again as the same process. Only the coordinator can take a
- * slot away. */
+ * slot away. The lease (daemon/lease.h) tells the worker for how long the coordinator cannot have
+ * done so; without one, a group that trains changes and answers nothing. */
 #ifndef MOE_GROUP_GROUP_H
 #define MOE_GROUP_GROUP_H
 
 #include "moe/backend.h"
 
 struct moe_group;
+struct moe_lease_gate;
 struct moe_rpc_client;
 
 /* The worker that registers. Strings and specs are borrowed and outlive the group. */
@@ -24,6 +26,7 @@ struct moe_group_identity {
     size_t layer_count;
     uint32_t max_tokens_per_step;
     uint32_t wanted_slot_plus_one; /* 0 = any */
+    bool trains;
 };
 
 /* One layer of an assignment, unchecked. */
@@ -56,6 +59,7 @@ struct moe_group_view {
     uint64_t placement_hash;
     uint32_t max_tokens_per_step;
     uint8_t secret[16]; /* of this epoch; see SequenceHello. Never logged */
+    uint64_t group_id;  /* the same for all views of the group */
     struct moe_group_member members[MOE_MAX_SLOTS];
 };
 
@@ -84,6 +88,8 @@ struct moe_group_hooks {
     void (*numbers)(void *ctx, struct moe_group_numbers *out);
     /* Makes a running `load` fail soon. */
     void (*cancel_load)(void *ctx);
+    /* The lease was renewed, is a little shorter, or has ended. The gate shows it already. */
+    void (*lease_changed)(void *ctx, bool held);
     /* There has been no view for reform_ms: fails waiting requests with `why`. */
     void (*give_up)(void *ctx, struct moe_status why);
     /* Refuses new requests; accepted ones continue. */
@@ -98,9 +104,10 @@ struct moe_group_config {
     struct moe_rpc_client *client; /* borrowed */
     const char *coordinator;       /* "host:port" */
     struct moe_group_identity identity;
-    uint32_t drain_ms;  /* limit of a drain, unless the coordinator sets one */
-    uint32_t gather_ms; /* limit of an all-gather */
-    uint32_t reform_ms; /* how long requests wait for a new view */
+    uint32_t drain_ms;            /* limit of a drain, unless the coordinator sets one */
+    uint32_t gather_ms;           /* limit of an all-gather */
+    uint32_t reform_ms;           /* how long requests wait for a new view */
+    struct moe_lease_gate *lease; /* initialised; the group writes it. Borrowed */
     struct moe_group_hooks hooks;
 };
 

@@ -51,17 +51,19 @@ void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_i
     r.n_layers = id->layer_count;
     r.max_tokens_per_step = id->max_tokens_per_step;
     r.wanted_slot_plus_one = wanted_slot_plus_one;
+    r.trains = id->trains;
     Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
     q.body_case = MOE__V1__SESSION_REQUEST__BODY_REGISTER;
     q.register_ = &r;
     send_message(stream, &q);
 }
 
-void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch,
+void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t sequence,
                           const struct moe_group_numbers *numbers)
 {
     Moe__V1__Heartbeat h = MOE__V1__HEARTBEAT__INIT;
     h.epoch = epoch;
+    h.sequence = sequence;
     h.loaded_bytes = numbers->loaded_bytes;
     h.total_bytes = numbers->total_bytes;
     h.tokens = numbers->tokens;

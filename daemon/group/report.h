@@ -16,7 +16,7 @@ void moe_report_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out
 
 void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_identity *id,
                          uint32_t wanted_slot_plus_one);
-void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch,
+void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t sequence,
                           const struct moe_group_numbers *numbers);
 void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version,
                        const struct moe_status *status);

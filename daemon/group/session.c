@@ -96,6 +96,7 @@ static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
     g->slot = r->slot;
     g->slots = r->slots;
     g->lease_ms = r->lease_ms;
+    g->lease.term_ns = moe_lease_term_ns(r->lease_ms * MOE_NS_PER_MS, MOE_LEASE_MARGIN_PERCENT);
     g->backoff_ms = BACKOFF_MIN_MS;
     g->away_since_ns = 0;
     if (r->epoch > g->floor)
@@ -134,6 +135,9 @@ static void dispatch_message(struct moe_group *g, Moe__V1__SessionResponse *r)
             moe_group__begin_drain(g, r->drain->limit_ms, r->drain->reason);
             break;
         case MOE__V1__SESSION_RESPONSE__BODY_TRYING_AGAIN: on_trying_again(g); break;
+        case MOE__V1__SESSION_RESPONSE__BODY_HEARTBEAT_ANSWER:
+            moe_group__on_heartbeat_answer(g, r->heartbeat_answer);
+            break;
         default: moe_log_warn("coordinator: a message of an unknown kind"); break;
         }
     }
@@ -181,6 +185,7 @@ static void plan_reconnect(struct moe_group *g)
 static void connect_stream(struct moe_group *g)
 {
     g->reconnect_ns = MOE_NEVER;
+    moe_group__show_lease(g); /* less is left of it */
     moe_mutex_lock(&g->lock);
     g->generation++; /* late events of the previous stream belong to neither */
     moe_mutex_unlock(&g->lock);
@@ -243,6 +248,11 @@ static void on_closed(struct moe_group *g, const struct event *e)
         moe_group__begin_leave(g, moe_error_context(e->status, "refused by the coordinator"));
         return;
     }
+    if (e->status.reason == MOE_REASON_SLOT_TAKEN) {
+        moe_group__end_view(g, "another worker has the slot");
+        moe_lease_end(&g->lease);
+        moe_group__show_lease(g);
+    }
     if (g->forming != 0 && !g->committed)
         moe_group__end_view(g, "the coordinator went away");
     if (g->shutdown == DRAIN_REQUESTED)
@@ -296,6 +306,7 @@ static uint64_t next_deadline(const struct moe_group *g)
     if (g->shutdown >= LEAVING)
         return MOE_NEVER;
     uint64_t at = moe_earlier(moe_earlier(g->heartbeat_ns, g->reconnect_ns), g->give_up_ns);
+    at = moe_earlier(at, g->lease_end_ns);
     return has_shutdown_timer(g) ? moe_earlier(at, g->shutdown_ns) : at;
 }
 
@@ -306,6 +317,8 @@ static void run_timers(struct moe_group *g)
     uint64_t now = moe_clock_ns();
     if (now >= g->heartbeat_ns)
         moe_group__send_heartbeat(g);
+    if (now >= g->lease_end_ns)
+        moe_group__show_lease(g);
     if (now >= g->reconnect_ns)
         connect_stream(g);
     if (now >= g->give_up_ns)
@@ -358,7 +371,7 @@ struct moe_status moe_group_start(const struct moe_group_config *config, struct 
     g->config = *config;
     g->end = &g->first;
     g->backoff_ms = BACKOFF_MIN_MS;
-    g->heartbeat_ns = g->give_up_ns = MOE_NEVER;
+    g->heartbeat_ns = g->give_up_ns = g->lease_end_ns = MOE_NEVER;
     g->reconnect_ns = 0;
     moe_mutex_init(&g->lock);
     moe_wait_init(&g->wake);

@@ -11,6 +11,7 @@
 #define MOE_GROUP_STATE_H
 
 #include "base/mutex.h"
+#include "daemon/lease.h"
 #include "group/gather.h"
 #include "group/group.h"
 #include "group/serial_executor.h"
@@ -77,7 +78,10 @@ struct moe_group {
     uint64_t forming; /* epoch that a task forms, or that waits for COMMIT; 0 = none */
     bool committed;   /* COMMIT of `forming` has come, `serve` is under way */
     uint64_t epoch;   /* in force here; 0 = none */
-    uint64_t heartbeat_ns, reconnect_ns, give_up_ns; /* when due; MOE_NEVER = not */
+    struct moe_lease lease;
+    bool lease_held; /* as last passed to the hook */
+    /* When due; MOE_NEVER = not. */
+    uint64_t heartbeat_ns, reconnect_ns, give_up_ns, lease_end_ns;
     uint32_t backoff_ms;
     /* TryAgains without an answer. Requests without a stream, and unanswered ones of a stream that
      * ended, are sent as one TryAgain on the next stream. */
@@ -99,6 +103,12 @@ struct event *moe_group__wait_for_event(struct moe_group *g, uint64_t deadline_n
 void moe_group__post(struct moe_group *g, enum event_kind kind, uint64_t number, uint64_t slots,
                      struct moe_status status);
 void moe_group__send_heartbeat(struct moe_group *g);
+
+/* Leases (events.c). */
+
+void moe_group__on_heartbeat_answer(struct moe_group *g, const Moe__V1__HeartbeatAnswer *a);
+/* The lease has changed, or the time is lease_end_ns: tells the gate and the hook. */
+void moe_group__show_lease(struct moe_group *g);
 
 /* Views (view.c). on_assign and on_prepare take over `response`. */
 void moe_group__on_assign(struct moe_group *g, Moe__V1__SessionResponse *response);

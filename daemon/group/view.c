@@ -177,6 +177,7 @@ static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Pre
         .placement_version = p->placement_version,
         .placement_hash = p->placement_hash,
         .max_tokens_per_step = bucket,
+        .group_id = p->group_id,
     };
     if (sound)
         memcpy(view->secret, p->secret.data, sizeof view->secret);

@@ -111,6 +111,13 @@ static void slot_assigned(void *ctx, uint32_t slot, uint32_t slots)
     w->config.slot_assigned(w->config.ctx, slot);
 }
 
+static void show_lease(struct moe_worker *w)
+{
+    if (w->lease_gauge != NULL)
+        moe_gauge_set(w->lease_gauge,
+                      (double)moe_lease_gate_remaining_ns(&w->lease) / (double)MOE_NS_PER_S);
+}
+
 static void numbers(void *ctx, struct moe_group_numbers *out)
 {
     struct moe_worker *w = ctx;
@@ -119,6 +126,14 @@ static void numbers(void *ctx, struct moe_group_numbers *out)
     moe_loader_progress(w->loader, &out->loaded_bytes, &out->total_bytes);
     out->tokens = c.tokens;
     out->steps = c.steps;
+    show_lease(w);
+}
+
+static void lease_changed(void *ctx, bool held)
+{
+    struct moe_worker *w = ctx;
+    (void)held;
+    show_lease(w);
 }
 
 static void cancel_load(void *ctx)
@@ -362,10 +377,12 @@ static struct moe_status start_group(struct moe_worker *w)
                 .layer_count = moe_loader_layer_count(w->loader),
                 .max_tokens_per_step = c->max_tokens_per_step,
                 .wanted_slot_plus_one = c->wanted_slot_plus_one,
+                .trains = w->train != NULL,
             },
         .drain_ms = c->drain_ms,
         .gather_ms = c->wait_budget_ms * GATHER_BUDGETS,
         .reform_ms = REFORM_MS,
+        .lease = &w->lease,
         .hooks =
             {
                 .load = moe_worker__load,
@@ -375,6 +392,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .slot_assigned = slot_assigned,
                 .numbers = numbers,
                 .cancel_load = cancel_load,
+                .lease_changed = lease_changed,
                 .give_up = give_up,
                 .drain = drain,
                 .drained = drained,
@@ -401,7 +419,11 @@ static struct moe_status add_metrics(struct moe_worker *w)
     moe_gauge_set(info, 1);
     const struct moe_metric_desc desc = {.name = "moe_epoch",
                                          .help = "Epoch of the view that is served; 0 = none."};
-    return moe_metrics_add_gauge(w->config.metrics, &desc, &w->epoch_gauge);
+    MOE_TRY(moe_metrics_add_gauge(w->config.metrics, &desc, &w->epoch_gauge));
+    const struct moe_metric_desc lease = {
+        .name = "moe_lease_remaining_seconds",
+        .help = "Time left of this worker's lease; 0 = none. A group that trains stops without."};
+    return moe_metrics_add_gauge(w->config.metrics, &lease, &w->lease_gauge);
 }
 
 struct moe_status moe_worker_start(const struct moe_worker_config *config, struct moe_worker **out)
@@ -413,6 +435,7 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
     struct moe_status st;
     w->config = *config;
     moe_mutex_init(&w->wake_lock);
+    moe_lease_gate_init(&w->lease, moe_lease_clock_ns);
     MOE_TRY_GOTO(st, moe_random_id(&w->incarnation), fail);
     MOE_TRY_GOTO(st, moe_random_bytes(w->slot_token, sizeof w->slot_token), fail);
     MOE_TRY_GOTO(st, add_metrics(w), fail);

@@ -4,6 +4,7 @@
 #define MOE_WORKER_WORKER_STATE_H
 
 #include "base/mutex.h"
+#include "daemon/lease.h"
 #include "group/group.h"
 #include "links/peers.h"
 #include "service/service.h"
@@ -35,10 +36,11 @@ struct moe_worker {
     struct moe_rpc_client *client;
     struct moe_rpc_server *server;
     struct moe_group *group;
+    struct moe_lease_gate lease; /* the group writes it */
     struct moe_mutex wake_lock;
     MOE_GUARDED_BY(wake_lock)
     bool may_wake_group; /* `group` exists; a client's recovery choice may reach it */
-    struct moe_gauge *epoch_gauge;
+    struct moe_gauge *epoch_gauge, *lease_gauge;
 
     /* Jobs thread only. */
     struct moe_session *session; /* formed; NULL = none */

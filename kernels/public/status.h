@@ -83,7 +83,9 @@ enum moe_code {
     X(CHECKPOINT_NOT_FOUND) /* there is none of that name */                                       \
     X(SAVE_RUNNING)         /* a checkpoint is being written or loaded: one at a time */           \
     X(CANNOT_GO_BACK)       /* the group cannot restore its recovery target: it waits for */       \
-                            /* RecoverTraining, or for the file */
+                            /* RecoverTraining, or for the file */                                 \
+    X(LEASE_LOST) /* this worker cannot know whether its view is in force, and the group trains */ \
+    X(SLOT_TAKEN) /* the coordinator has no free slot for this worker */
 
 enum moe_reason {
 #define X(name) MOE_REASON_##name,

@@ -187,6 +187,7 @@ struct worker {
     struct moe_status end; /* read after the_end */
     uint32_t id, slot;
     uint64_t incarnation, hash;
+    uint64_t heartbeats, answered; /* sequences */
 };
 
 static char the_end; /* its address marks the end of a stream in an inbox */
@@ -256,10 +257,25 @@ static void send_request(struct worker *w, const Moe__V1__SessionRequest *m)
     send_bytes(w, bytes, moe__v1__session_request__pack(m, bytes));
 }
 
+/* The next message that is no answer of a heartbeat, or the end; NULL = none in time. */
+static void *next_item(struct worker *w)
+{
+    for (;;) {
+        void *item = queue_pop(w->inbox, time_limit());
+        if (item == NULL || item == &the_end)
+            return item;
+        Moe__V1__SessionResponse *r = item;
+        if (r->body_case != MOE__V1__SESSION_RESPONSE__BODY_HEARTBEAT_ANSWER)
+            return item;
+        w->answered = r->heartbeat_answer->sequence;
+        moe__v1__session_response__free_unpacked(r, NULL);
+    }
+}
+
 /* The next message, which must be of this kind; the caller frees it. */
 static Moe__V1__SessionResponse *expect(struct worker *w, Moe__V1__SessionResponse__BodyCase want)
 {
-    void *item = queue_pop(w->inbox, time_limit());
+    void *item = next_item(w);
     if (item == NULL)
         fail_msg("worker %u: no message %d in time", w->id, want);
     if (item == &the_end)
@@ -277,7 +293,7 @@ static void expect_and_free(struct worker *w, Moe__V1__SessionResponse__BodyCase
 
 static void expect_end(struct worker *w, enum moe_code code, enum moe_reason reason)
 {
-    void *item = queue_pop(w->inbox, time_limit());
+    void *item = next_item(w);
     if (item == NULL || item != &the_end)
         fail_msg("worker %u: the stream goes on", w->id);
     print_message("  worker %u: %s %s\n", w->id, moe_code_name(w->end.code), w->end.text);
@@ -351,6 +367,7 @@ static void send_heartbeat(struct worker *w, uint64_t epoch)
     Moe__V1__Heartbeat h = MOE__V1__HEARTBEAT__INIT;
     h.epoch = epoch;
     h.tokens = 1234;
+    h.sequence = ++w->heartbeats;
     Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
     m.body_case = MOE__V1__SESSION_REQUEST__BODY_HEARTBEAT;
     m.heartbeat = &h;
@@ -634,12 +651,12 @@ static void workers_that_do_not_fit_are_refused(void **unused)
 
     join(&w[2], 2, 102);
     send_register(&x, &honest);
-    expect_end(&x, MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE);
+    expect_end(&x, MOE_RESOURCE_EXHAUSTED, MOE_REASON_SLOT_TAKEN);
     /* A new process of worker 2 replaces the old one when that is gone, and a late message of the
      * old one has no effect. */
     struct worker successor = {.id = 2, .incarnation = 202};
     send_register(&successor, &honest);
-    expect_end(&successor, MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE);
+    expect_end(&successor, MOE_RESOURCE_EXHAUSTED, MOE_REASON_SLOT_TAKEN);
     disconnect(&w[2]);
     join(&successor, 2, 202);
     assert_int_equal(successor.slot, w[2].slot);
@@ -673,13 +690,16 @@ static void a_lost_lease_ends_the_view(void **unused)
 {
     (void)unused;
     struct worker w[SLOTS];
-    start_coordinator(SLOTS, 60000);
+    start_coordinator(SLOTS, 1000);
     bring_up(w);
     crash_coordinator();
     for (uint32_t i = 0; i < SLOTS; i++)
         free_stream(&w[i]);
+    uint64_t restarted_ns = moe_clock_ns();
     start_coordinator(SLOTS, 300); /* no worker comes back within the lease */
     wait_for_state(MOE__V1__GROUP_STATE__GROUP_STATE_DEGRADED);
+    /* They may still count on the longer lease that they got before the restart. */
+    assert_true(moe_clock_ns() - restarted_ns >= 1000 * MOE_NS_PER_MS);
     quit_coordinator();
 }
 

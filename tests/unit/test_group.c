@@ -4,6 +4,7 @@
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "base/wait.h"
+#include "daemon/lease.h"
 #include "group/group.h"
 #include "moe/v1/coordinator.pb-c.h"
 #include "rpc/control.h"
@@ -111,6 +112,7 @@ struct coordinator {
     struct moe_rpc_call *call; /* of the session; one reference */
     uint64_t last_epoch;       /* the server's thread only, while it runs */
     atomic_bool silent;        /* does not answer TryAgain */
+    atomic_bool answers;       /* heartbeats */
 };
 
 static void say(struct coordinator *c, Moe__V1__SessionResponse *r);
@@ -121,6 +123,16 @@ static void say_trying_again(struct coordinator *c)
     Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
     r.body_case = MOE__V1__SESSION_RESPONSE__BODY_TRYING_AGAIN;
     r.trying_again = &again;
+    say(c, &r);
+}
+
+static void answer_heartbeat(struct coordinator *c, uint64_t sequence)
+{
+    Moe__V1__HeartbeatAnswer answer = MOE__V1__HEARTBEAT_ANSWER__INIT;
+    answer.sequence = sequence;
+    Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
+    r.body_case = MOE__V1__SESSION_RESPONSE__BODY_HEARTBEAT_ANSWER;
+    r.heartbeat_answer = &answer;
     say(c, &r);
 }
 
@@ -137,6 +149,8 @@ static void receive(struct coordinator *c, const Moe__V1__SessionRequest *q)
         if (q->heartbeat->epoch != c->last_epoch)
             note(j, "heartbeat %llu", (unsigned long long)q->heartbeat->epoch);
         c->last_epoch = q->heartbeat->epoch;
+        if (atomic_load(&c->answers))
+            answer_heartbeat(c, q->heartbeat->sequence);
         break;
     case MOE__V1__SESSION_REQUEST__BODY_LOADED:
         note(j, "loaded %u %s", q->loaded->placement_version,
@@ -374,10 +388,20 @@ struct fake_worker {
     struct journal did;
     struct moe_rpc_client *client;
     struct moe_group *group;
-    bool joins; /* `form` does an all-gather of one round */
-    bool busy;  /* under did.lock: `drained` returns false */
+    bool joins;      /* `form` does an all-gather of one round */
+    bool busy;       /* under did.lock: `drained` returns false */
+    bool lease_held; /* the group's thread only */
+    struct moe_lease_gate lease;
     struct moe_status load_result;
 };
+
+/* The clock of leases; it may jump, as after the suspension of a host. */
+static _Atomic uint64_t clock_jump_ns;
+
+static uint64_t scene_clock(void)
+{
+    return moe_lease_clock_ns() + atomic_load(&clock_jump_ns);
+}
 
 static struct moe_status hook_load(void *ctx, const struct moe_group_assignment *a)
 {
@@ -440,6 +464,14 @@ static void hook_give_up(void *ctx, struct moe_status why)
     note(&w->did, "give up %s", moe_reason_name(why.reason));
 }
 
+static void hook_lease(void *ctx, bool held)
+{
+    struct fake_worker *w = ctx;
+    if (held != w->lease_held)
+        note(&w->did, held ? "lease" : "no lease");
+    w->lease_held = held;
+}
+
 static void hook_drain(void *ctx)
 {
     struct fake_worker *w = ctx;
@@ -482,6 +514,7 @@ static void start_scene(struct scene *s)
     init_journal(&s->c.received);
     init_journal(&s->w.did);
     moe_mutex_init(&s->c.lock);
+    moe_lease_gate_init(&s->w.lease, scene_clock);
     start_server(&s->c, "127.0.0.1:0");
     assert_ok(moe_rpc_client_create(&s->w.client));
     const struct moe_group_config config = {
@@ -501,8 +534,10 @@ static void start_scene(struct scene *s)
         .drain_ms = 300,
         .gather_ms = WAIT_MS,
         .reform_ms = 50,
+        .lease = &s->w.lease,
         .hooks = {hook_load, hook_form, hook_serve, hook_leave, hook_slot_assigned, hook_numbers,
-                  hook_nothing, hook_give_up, hook_drain, hook_drained, hook_ended, &s->w},
+                  hook_nothing, hook_lease, hook_give_up, hook_drain, hook_drained, hook_ended,
+                  &s->w},
     };
     assert_ok(moe_group_start(&config, &s->w.group));
 }
@@ -793,6 +828,62 @@ static void after_nonsense_from_the_coordinator_the_worker_reconnects(void **sta
     end_scene(&s);
 }
 
+/* The lease runs from the heartbeat that was answered; a view goes on without one. */
+static void a_lease_lasts_as_long_as_heartbeats_are_answered(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    atomic_store(&s.c.answers, true);
+    lead_to_serving(&s, 7);
+    await_line(&s.w.did, "lease");
+    assert_true(moe_lease_gate_held(&s.w.lease));
+    moe_sleep_until(moe_clock_ns() + 600 * MOE_NS_PER_MS); /* two of its leases */
+    assert_true(moe_lease_gate_held(&s.w.lease));
+    uint64_t cut_ns = moe_clock_ns();
+    atomic_store(&s.c.answers, false);
+    await_line(&s.w.did, "no lease");
+    uint64_t after_ms = (moe_clock_ns() - cut_ns) / MOE_NS_PER_MS;
+    print_message("no lease %u ms after the last answer\n", (unsigned)after_ms);
+    assert_false(moe_lease_gate_held(&s.w.lease));
+    assert_int_equal(count_lines(&s.w.did, "leave"), 0);
+    atomic_store(&s.c.answers, true);
+    await_line(&s.w.did, "lease");
+    end_scene(&s);
+}
+
+/* Heartbeats do not run while a host is suspended, and its lease does. */
+static void a_host_that_slept_has_no_lease(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    atomic_store(&s.c.answers, true);
+    lead_to_serving(&s, 7);
+    await_line(&s.w.did, "lease");
+    atomic_store(&s.c.answers, false);
+    atomic_fetch_add(&clock_jump_ns, 10 * MOE_NS_PER_S);
+    assert_false(moe_lease_gate_held(&s.w.lease));
+    assert_false(moe_lease_gate_covers_change(&s.w.lease));
+    end_scene(&s);
+}
+
+static void a_worker_without_a_free_slot_leaves_its_view(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    atomic_store(&s.c.answers, true);
+    lead_to_serving(&s, 7);
+    await_line(&s.w.did, "lease");
+    close_session(&s.c, moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_SLOT_TAKEN, 100,
+                                        "all 2 slots are taken"));
+    await_line(&s.w.did, "no lease");
+    await_line(&s.c.received, "register"); /* a slot may become free */
+    assert_int_equal(count_lines(&s.w.did, "leave"), 1);
+    end_scene(&s);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -809,6 +900,9 @@ int main(void)
         cmocka_unit_test(a_worker_without_a_coordinator_can_leave),
         cmocka_unit_test(a_process_that_was_replaced_ends),
         cmocka_unit_test(after_nonsense_from_the_coordinator_the_worker_reconnects),
+        cmocka_unit_test(a_lease_lasts_as_long_as_heartbeats_are_answered),
+        cmocka_unit_test(a_host_that_slept_has_no_lease),
+        cmocka_unit_test(a_worker_without_a_free_slot_leaves_its_view),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

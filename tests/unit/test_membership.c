@@ -22,6 +22,10 @@ static size_t prepares, commits, aborts, drains, closes, assigns, saves, answers
 static uint64_t last_epoch, closed_stream, last_stream;
 static struct moe_status closed_with;
 static bool exited, disk_full;
+static bool trains;
+static size_t heartbeat_answers;
+static uint64_t answered_sequence;
+static uint32_t answered_oldest_ms;
 
 static void carry_out(void)
 {
@@ -44,6 +48,11 @@ static void carry_out(void)
             drains += a.message == MOE_MEMBERSHIP_DRAIN;
             assigns += a.message == MOE_MEMBERSHIP_ASSIGN;
             answers += a.message == MOE_MEMBERSHIP_TRYING_AGAIN;
+            if (a.message == MOE_MEMBERSHIP_HEARTBEAT_ANSWER) {
+                heartbeat_answers++;
+                answered_sequence = a.sequence;
+                answered_oldest_ms = a.oldest_ms;
+            }
             if (a.message == MOE_MEMBERSHIP_PREPARE)
                 last_epoch = a.epoch;
             break;
@@ -61,11 +70,13 @@ static void carry_out(void)
 static void forget(void)
 {
     prepares = commits = aborts = drains = closes = assigns = saves = answers = 0;
+    heartbeat_answers = 0;
 }
 
 static void create_for(uint32_t slots)
 {
     struct moe_membership_config config = {.slots = slots,
+                                           .group_id = 0xabcdef,
                                            .lease_ns = LEASE_MS * MOE_NS_PER_MS,
                                            .form_ns = 500 * MOE_NS_PER_MS,
                                            .shutdown_ns = 2000 * MOE_NS_PER_MS,
@@ -85,7 +96,7 @@ static int setup(void **unused)
     memset(&disk, 0, sizeof disk);
     now = MOE_NS_PER_S;
     last_stream = 0;
-    exited = disk_full = false;
+    exited = disk_full = trains = false;
     create_for(SLOTS);
     return 0;
 }
@@ -119,6 +130,7 @@ static uint64_t join_as(uint32_t id, uint64_t incarnation, const char *identity,
                                         .identity = identity,
                                         .slot_token = slot_token,
                                         .max_tokens_per_step = 64,
+                                        .trains = trains,
                                         .layers = &layer,
                                         .layer_count = 1};
     moe_membership_on_register(m, now, ++last_stream, &r);
@@ -277,6 +289,179 @@ static void a_missed_peer_without_a_stream_is_lost_at_once(void **unused)
     assert_int_equal(w.state, MOE_WORKER_GONE);
     assert_int_equal(aborts, 2);
     expect_state(MOE_GROUP_DEGRADED);
+}
+
+/* The two pieces of evidence may come in either order. */
+static void a_missed_peer_is_lost_as_soon_as_its_stream_ends(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    moe_membership_on_peer_lost(m, now, s[0], 1, 1 << 2);
+    carry_out();
+    moe_membership_on_stream_closed(m, now, s[2]);
+    carry_out();
+    struct moe_membership_worker w;
+    assert_true(moe_membership_worker(m, 2, &w));
+    assert_int_equal(w.state, MOE_WORKER_GONE);
+    assert_non_null(strstr(group().reason, "missed by its peers"));
+    s[2] = join(9, 99); /* another worker has the slot at once */
+    assert_true(moe_membership_worker(m, 2, &w));
+    assert_int_equal(w.incarnation, 99);
+}
+
+static void evidence_of_a_view_that_is_over_does_not_count_later(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    moe_membership_on_peer_lost(m, now, s[0], 1, 1 << 2);
+    carry_out();
+    pass(150, 0, s, SLOTS);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    expect_state(MOE_GROUP_SERVING);
+    moe_membership_on_stream_closed(m, now, s[2]);
+    carry_out();
+    expect_state(MOE_GROUP_SERVING); /* it may come back within its lease */
+}
+
+/* ------------------------------------------------------------------ leases */
+
+static void beat(uint64_t stream, uint64_t epoch, uint64_t sequence)
+{
+    struct moe_membership_heartbeat h = {.epoch = epoch, .sequence = sequence};
+    moe_membership_on_heartbeat(m, now, stream, &h);
+    carry_out();
+}
+
+static void heartbeats_are_answered_with_the_silence_of_the_others(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    forget();
+    now += 40 * MOE_NS_PER_MS;
+    beat(s[1], 1, 17);
+    assert_int_equal(heartbeat_answers, 1);
+    assert_int_equal(answered_sequence, 17);
+    assert_int_equal(answered_oldest_ms, 40); /* slots 0 and 2 */
+    moe_membership_on_peer_lost(m, now, s[0], 1, 1 << 2);
+    carry_out();
+    beat(s[1], 1, 18); /* the epoch is over: ABORT, and no lease */
+    assert_int_equal(heartbeat_answers, 1);
+    beat(s[1], 0, 19);
+    assert_int_equal(heartbeat_answers, 2);
+}
+
+/* After a restart the coordinator does not know for how long the others have been silent. */
+static void a_restarted_coordinator_vouches_for_no_silent_member(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    moe_membership_destroy(m);
+    create_for(SLOTS);
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        s[i] = join(i, 10 + i);
+        beat(s[i], 1, 1);
+        assert_int_equal(answered_oldest_ms, i + 1 < SLOTS ? LEASE_MS : 0);
+    }
+}
+
+/* Replaces the processes of the slots from `first` on by new processes of the same workers: the old
+ * ones may still hold their leases, on the other side of a cut. */
+static void replace_from(uint32_t first, uint64_t s[SLOTS])
+{
+    for (uint32_t i = first; i < SLOTS; i++) {
+        moe_membership_on_stream_closed(m, now, s[i]);
+        carry_out();
+        s[i] = join(i, 90 + i);
+    }
+    for (uint32_t i = first; i < SLOTS; i++)
+        loaded(s[i]);
+}
+
+static void a_group_that_trains_waits_for_leases_it_cannot_end(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    trains = true;
+    serve(s);
+    uint64_t received_ns = now;
+    now += 20 * MOE_NS_PER_MS;
+    forget();
+    replace_from(0, s);
+    pass(LEASE_MS - 120, 0, s, SLOTS); /* longer than any back-off */
+    assert_int_equal(prepares, 0);
+    assert_non_null(strstr(group().reason, "may hold a lease"));
+    pass(200, 0, s, SLOTS);
+    assert_int_equal(prepares, SLOTS);
+    assert_true(now >= received_ns + LEASE_MS * MOE_NS_PER_MS);
+}
+
+static void one_survivor_makes_the_wait_needless(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    trains = true;
+    serve(s);
+    forget();
+    replace_from(1, s);
+    pass(150, 0, s, SLOTS);
+    assert_int_equal(prepares, SLOTS);
+}
+
+static void a_group_that_does_not_train_does_not_wait(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    forget();
+    replace_from(0, s);
+    pass(150, 0, s, SLOTS);
+    assert_int_equal(prepares, SLOTS);
+}
+
+static void leave_all(const uint64_t s[SLOTS])
+{
+    uint64_t epoch;
+    struct moe_status st = moe_membership_shutdown(m, now, "test over", 0, &epoch);
+    assert_int_equal(st.code, MOE_OK);
+    carry_out();
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        moe_membership_on_leaving(m, now, s[i], "drained");
+        carry_out();
+    }
+}
+
+/* The log tells a settled end from one that no log has. */
+static void a_restart_waits_unless_all_had_left(void **unused)
+{
+    (void)unused;
+    for (int settled = 0; settled < 2; settled++) {
+        uint64_t s[SLOTS];
+        trains = true;
+        serve(s);
+        if (settled)
+            leave_all(s);
+        else
+            moe_membership_on_peer_lost(m, now, s[0], 1, 1 << 2); /* no view is in the log */
+        carry_out();
+        assert_int_equal(disk.view_epoch, 0);
+        assert_int_equal(disk.settled, settled);
+        assert_int_equal(disk.group_id, 0xabcdef);
+        moe_membership_destroy(m);
+        create_for(SLOTS);
+        replace_from(0, s);
+        pass(150, 0, s, SLOTS);
+        assert_int_equal(prepares, settled ? SLOTS : 0);
+        if (!settled)
+            pass(LEASE_MS, 0, s, SLOTS);
+        assert_int_equal(prepares, SLOTS);
+        teardown(NULL);
+        setup(NULL);
+    }
 }
 
 static void a_reconnect_within_the_lease_costs_nothing(void **unused)
@@ -742,6 +927,14 @@ int main(void)
         STORY(silence_while_forming_is_named),
         STORY(a_missed_peer_ends_the_view_but_not_its_worker),
         STORY(a_missed_peer_without_a_stream_is_lost_at_once),
+        STORY(a_missed_peer_is_lost_as_soon_as_its_stream_ends),
+        STORY(evidence_of_a_view_that_is_over_does_not_count_later),
+        STORY(heartbeats_are_answered_with_the_silence_of_the_others),
+        STORY(a_restarted_coordinator_vouches_for_no_silent_member),
+        STORY(a_group_that_trains_waits_for_leases_it_cannot_end),
+        STORY(one_survivor_makes_the_wait_needless),
+        STORY(a_group_that_does_not_train_does_not_wait),
+        STORY(a_restart_waits_unless_all_had_left),
         STORY(a_reconnect_within_the_lease_costs_nothing),
         STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
         STORY(a_living_worker_keeps_its_slot),

@@ -36,6 +36,7 @@ enum kind {
     M_ABORT,
     M_DRAIN,
     M_TRYING_AGAIN,
+    M_HEARTBEAT_ANSWER,
     M_CLOSED,
     M_REGISTER,
     M_HEARTBEAT,
@@ -236,8 +237,9 @@ static void check_slots(struct world *w)
 
 static void send_down(struct world *w, const struct moe_membership_action *a)
 {
-    static const enum kind kinds[] = {M_REGISTERED, M_ASSIGN, M_PREPARE, M_BLOBS,
-                                      M_COMMIT,     M_ABORT,  M_DRAIN,   M_TRYING_AGAIN};
+    static const enum kind kinds[] = {M_REGISTERED, M_ASSIGN,       M_PREPARE,
+                                      M_BLOBS,      M_COMMIT,       M_ABORT,
+                                      M_DRAIN,      M_TRYING_AGAIN, M_HEARTBEAT_ANSWER};
     struct message m = {
         .kind = kinds[a->message], .epoch = a->epoch, .round = a->round, .slot = a->slot};
     if (a->message == MOE_MEMBERSHIP_PREPARE)
@@ -532,6 +534,7 @@ static void deliver_down(struct world *w, struct process *p, const struct messag
         p->preparing = p->preparing == m->epoch ? 0 : p->preparing;
         p->committed = p->committed == m->epoch ? 0 : p->committed;
         break;
+    case M_HEARTBEAT_ANSWER:
     case M_TRYING_AGAIN: break;
     case M_DRAIN: p->leave_at_ns = w->now_ns + (1 + rnd(w, 100)) * MOE_NS_PER_MS; break;
     default: on_closed(w, p, m->stale); break;
