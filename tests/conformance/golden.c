@@ -120,8 +120,10 @@ int main(int argc, char **argv)
     group_set(b.backend, "gemm", gemm);
     open_alone(&b);
     bool good = true;
-    for (size_t f = 0; f < GOLDEN_FAMILIES; f++)
-        good &= check_model(&b, models, golden_families[f]);
+    struct golden_models all;
+    golden_models_list(models, &all);
+    for (size_t f = 0; f < all.count; f++)
+        good &= check_model(&b, models, all.names[f]);
     golden_close(&b);
     moe_options_free(&parsed);
     printf("%s\n", good ? "all right" : "FAILED");

@@ -15,10 +15,6 @@ enum { SKIPPED = 77, AWAIT_MS = 60000, PROGRAM_S = 300 };
 static const size_t row_bytes = (size_t)GOLDEN_TOKENS * GOLDEN_HIDDEN * sizeof(float);
 static const size_t pair_bytes = (size_t)GOLDEN_TOKENS * MOE_MAX_TOP_K * sizeof(float);
 
-const char *const golden_families[GOLDEN_FAMILIES] = {
-    "mixtral",     "qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe",      "deepseek_v2",
-    "deepseek_v3", "glm4_moe",  "gpt_oss",   "llama4",     "minimax_m2", "ernie4_5_moe"};
-
 void must(struct moe_status st)
 {
     if (!moe_failed(&st))

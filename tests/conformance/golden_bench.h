@@ -10,16 +10,14 @@
 
 #include "model/model.h"
 #include "model/safetensors.h"
+#include "support/golden.h"
 
 enum {
-    GOLDEN_FAMILIES = 12,
     GOLDEN_TOKENS = 37, /* the longer of the two recorded batches; the other has one token */
     GOLDEN_HIDDEN = 64, /* the widest golden model */
     GOLDEN_BUCKET = 64,
     GOLDEN_BUDGET_MS = 20000
 };
-
-extern const char *const golden_families[GOLDEN_FAMILIES];
 
 /* Exits with a message unless `st` is a success. */
 void must(struct moe_status st);

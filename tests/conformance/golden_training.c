@@ -232,8 +232,10 @@ static int run_member(struct member *m)
                       .share = p->share,
                       .good = true};
     open_bench(&b);
-    for (size_t f = 0; f < GOLDEN_FAMILIES; f++)
-        check_model(&b, golden_families[f]);
+    struct golden_models all;
+    golden_models_list(p->data, &all);
+    for (size_t f = 0; f < all.count; f++)
+        check_model(&b, all.names[f]);
     golden_close(&b.g);
     return b.good ? 0 : 1;
 }

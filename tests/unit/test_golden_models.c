@@ -4,6 +4,7 @@
  * tensor or a wrong stride anywhere would show here. */
 #include "model_fixture.h"
 #include "oracle/oracle.h"
+#include "support/golden.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -80,16 +81,15 @@ static void check_layer(const struct moe_model *m, size_t i, const struct moe_st
 static void every_golden_model_gives_the_numbers_of_transformers(void **state)
 {
     (void)state;
-    static const char *const families[] = {"mixtral", "qwen2_moe",   "qwen3_moe",   "qwen3_next",
-                                           "olmoe",   "deepseek_v2", "deepseek_v3", "glm4_moe",
-                                           "gpt_oss", "llama4",      "minimax_m2",  "ernie4_5_moe"};
-    for (size_t f = 0; f < sizeof families / sizeof families[0]; f++) {
+    struct golden_models models;
+    golden_models_list(MOE_GOLDEN_DIR, &models);
+    for (size_t f = 0; f < models.count; f++) {
         char path[512];
         struct moe_model *m;
         struct moe_st_file *golden;
-        snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s", families[f]);
+        snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s", models.names[f]);
         assert_ok(moe_model_open(path, &m));
-        snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s/golden.safetensors", families[f]);
+        snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s/golden.safetensors", models.names[f]);
         assert_ok(moe_st_open(path, &golden));
         for (size_t i = 0; i < moe_model_layer_count(m); i++)
             check_layer(m, i, golden);

@@ -3,6 +3,7 @@
  * bit, in every family's layout and every dtype, whichever slot writes which expert. */
 #include "model/model_write.h"
 #include "model_fixture.h"
+#include "support/golden.h"
 
 #include <fcntl.h>
 #include <stdio.h>
@@ -113,19 +114,19 @@ static void same_file(int one, int other, const char *name)
 
 static void every_family_is_written_back_bit_for_bit(void **state)
 {
-    static const char *const families[] = {
-        "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe",  "gpt_oss",   "llama4",
-        "minimax_m2",  "mixtral",     "olmoe",        "qwen2_moe", "qwen3_moe", "qwen3_next"};
+    struct golden_models models;
     const struct fixture *f = *state;
-    for (size_t i = 0; i < sizeof families / sizeof families[0]; i++) {
+    golden_models_list(MOE_GOLDEN_DIR, &models);
+    for (size_t i = 0; i < models.count; i++) {
+        const char *name = models.names[i];
         char path[512];
         uint64_t bytes;
         struct moe_model *m = NULL, *again = NULL;
-        snprintf(path, sizeof path, "%s/%s", MOE_GOLDEN_DIR, families[i]);
+        snprintf(path, sizeof path, "%s/%s", MOE_GOLDEN_DIR, name);
         assert_ok(moe_model_open(path, &m));
-        assert_int_equal(mkdirat(f->fd, families[i], 0700), 0);
+        assert_int_equal(mkdirat(f->fd, name, 0700), 0);
         int from = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        int to = openat(f->fd, families[i], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        int to = openat(f->fd, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         assert_true(from >= 0 && to >= 0);
         assert_ok(moe_model_write_frame(m, to, "generation_config.json", &bytes));
         assert_int_equal(faccessat(to, "generation_config.json", F_OK, 0), -1);
@@ -133,7 +134,7 @@ static void every_family_is_written_back_bit_for_bit(void **state)
         write_back(m, to);
         same_file(from, to, "model.safetensors");
         same_file(from, to, "config.json");
-        assert_ok(moe_model_open_at(f->fd, families[i], &again));
+        assert_ok(moe_model_open_at(f->fd, name, &again));
         assert_string_equal(moe_model_fingerprint(m), moe_model_fingerprint(again));
         moe_model_close(again);
         moe_model_close(m);
