@@ -6,6 +6,7 @@
 #include "daemon/daemon.h"
 #include "daemon/endpoint.h"
 #include "daemon/log.h"
+#include "rpc/msg.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -46,6 +47,7 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
                                             .metrics_listen = common->metrics_listen,
                                             .handle_signals = true};
     struct moe_coordinator *c;
+    MOE_TRY(moe_rpc_force_polling());
     MOE_TRY(moe_coordinator_create(&config, &c));
     moe_log_info("release %s (commit %s), listening on port %u for %u workers", moe_build_version(),
                  moe_build_commit(), moe_coordinator_port(c), config.slots);

@@ -9,6 +9,7 @@
 #include <malloc.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 
 static void forward_log(gpr_log_func_args *line)
 {
@@ -68,9 +69,17 @@ void moe_rpc_tune_allocator(void)
         moe_log_debug("malloc is not glibc's and stays as it is");
 }
 
-void moe_rpc_tune_polling(void)
+struct moe_status moe_rpc_force_polling(void)
 {
-    enum { KEEP_EXISTING = 0 };
-    if (setenv("GRPC_POLL_STRATEGY", "poll", KEEP_EXISTING) != 0)
-        moe_log_debug("no memory for GRPC_POLL_STRATEGY: the core keeps its default");
+    static const char name[] = "GRPC_POLL_STRATEGY";
+    const char *strategy = getenv(name);
+    if (strategy != NULL && strcmp(strategy, "poll") != 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+                         "%s=%.64s: with it, clients can delay heartbeats; unset it or set it to "
+                         "\"poll\"",
+                         name, strategy);
+    if (setenv(name, "poll", 1) != 0)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for %s",
+                         name);
+    return moe_ok();
 }

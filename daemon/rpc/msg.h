@@ -125,17 +125,19 @@ struct moe_status moe_rpc_msg_unpack(const struct moe_rpc_msg *m,
                                      const struct ProtobufCMessageDescriptor *type,
                                      struct moe_rpc_arena *arena, void **message) MOE_CHECKED;
 
-/* --------------------------------------------------------------------- allocator */
+/* --------------------------------------------------------------------- the process */
 
 /* Makes glibc's malloc keep freed memory for the next large message. Otherwise the kernel takes it
  * back, and page faults cost more than HTTP/2. Process-wide; call once from main, before any thread
  * and any other function of this room. */
 void moe_rpc_tune_allocator(void);
 
-/* Makes each thread poll only its connections. By default one thread of the process polls all
- * connections and wakes the right thread, so a polling shard (spin_ns) would still wait for it. A
- * poll costs about 0.1 us for each connection. GRPC_POLL_STRATEGY in the environment has priority.
- * Process-wide; call once from main, before any thread and any other function of this room. */
-void moe_rpc_tune_polling(void);
+/* Makes each thread poll only its connections, by the core's strategy `poll`. With the core's
+ * default, any thread does the work of any connection, so that clients would delay heartbeats and
+ * tickets, and a polling shard (spin_ns) would wait for others. A poll costs about 0.1 us for each
+ * connection. Process-wide; call once from main, before any thread and any other function of this
+ * room. Errors: MOE_FAILED_PRECONDITION/CONFIG_INVALID (GRPC_POLL_STRATEGY in the environment asks
+ * for another strategy), MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
+struct moe_status moe_rpc_force_polling(void) MOE_CHECKED;
 
 #endif

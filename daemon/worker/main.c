@@ -261,25 +261,12 @@ static uint64_t spin_of(const struct settings *s, bool cuda)
     return us * MOE_NS_PER_MS / 1000;
 }
 
-/* True if this build and --backend allow CUDA. Does not look for a GPU: that may start threads. */
-static bool may_use_cuda(const struct settings *s)
-{
-    return strcmp(s->backend, "cpu") != 0 && moe_backend_find("cuda") != NULL;
-}
-
-/* Before any thread: one of these sets the environment. Without a GPU, `auto` on a host with cores
- * to spare polls connections with `poll` and does not spin. */
-static void tune_process(const struct settings *s)
-{
-    moe_rpc_tune_allocator();
-    if (spin_of(s, may_use_cuda(s)) > 0)
-        moe_rpc_tune_polling();
-}
-
 static struct moe_status run_worker(const struct moe_daemon_settings *common, void *ctx)
 {
     const struct settings *s = ctx;
-    tune_process(s);
+    /* Before the search for a GPU, which may start threads. */
+    moe_rpc_tune_allocator();
+    MOE_TRY(moe_rpc_force_polling());
     const struct moe_backend *backend = moe_backend_find(s->backend);
     if (backend == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,

@@ -183,21 +183,23 @@ static void zero_bytes_elsewhere_are_data(void **state)
     protobuf_c_message_free_unpacked(message, NULL);
 }
 
-static void a_polling_strategy_of_the_user_stays(void **state)
+static void another_polling_strategy_is_refused_by_name(void **state)
 {
     (void)state;
     assert_int_equal(unsetenv("GRPC_POLL_STRATEGY"), 0);
-    moe_rpc_tune_polling();
+    assert_ok(moe_rpc_force_polling());
     assert_string_equal(getenv("GRPC_POLL_STRATEGY"), "poll");
+    assert_ok(moe_rpc_force_polling());
     assert_int_equal(setenv("GRPC_POLL_STRATEGY", "epoll1", 1), 0);
-    moe_rpc_tune_polling();
-    assert_string_equal(getenv("GRPC_POLL_STRATEGY"), "epoll1");
+    struct moe_status st = moe_rpc_force_polling();
+    assert_int_equal(st.code, MOE_FAILED_PRECONDITION);
+    assert_non_null(strstr(st.text, "GRPC_POLL_STRATEGY=epoll1"));
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(a_polling_strategy_of_the_user_stays),
+        cmocka_unit_test(another_polling_strategy_is_refused_by_name),
         cmocka_unit_test(no_string_of_any_message_holds_a_zero_byte),
         cmocka_unit_test(the_first_of_two_counts_as_well),
         cmocka_unit_test(zero_bytes_elsewhere_are_data),
