@@ -7,6 +7,10 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
+
+/* With the NUL. No path of ours is as long; a longer token is not one. */
+enum { PATH_BYTES = 256, TOKEN_BYTES = 4096 };
 
 /* ------------------------------------------------------------------ life */
 
@@ -247,6 +251,38 @@ static void on_closed(struct moe_rpc_tag *tag, bool ok)
     settle(c);
 }
 
+/* Cut where it is too long: longer than any path of ours. */
+static void copy_text(grpc_slice from, char *to, size_t capacity)
+{
+    size_t length = GRPC_SLICE_LENGTH(from);
+    length = length < capacity ? length : capacity - 1;
+    memcpy(to, GRPC_SLICE_START_PTR(from), length);
+    to[length] = '\0';
+}
+
+/* The text behind "authorization: Bearer "; "" unless there is exactly one of a legal length. */
+static void find_token(const grpc_metadata_array *metadata, char token[TOKEN_BYTES])
+{
+    static const char scheme[] = "Bearer ";
+    size_t found = 0;
+    token[0] = '\0';
+    for (size_t i = 0; i < metadata->count; i++) {
+        const grpc_metadata *m = &metadata->metadata[i];
+        if (grpc_slice_str_cmp(m->key, "authorization") != 0)
+            continue;
+        size_t length = GRPC_SLICE_LENGTH(m->value);
+        const char *value = (const char *)GRPC_SLICE_START_PTR(m->value);
+        if (++found > 1 || length < sizeof scheme || length - sizeof scheme + 1 >= TOKEN_BYTES ||
+            strncasecmp(value, scheme, sizeof scheme - 1) != 0) {
+            token[0] = '\0';
+            return;
+        }
+        length -= sizeof scheme - 1;
+        memcpy(token, value + sizeof scheme - 1, length);
+        token[length] = '\0';
+    }
+}
+
 /* False when the server drains. */
 static bool admit(struct moe_rpc_call *c)
 {
@@ -263,6 +299,21 @@ static bool admit(struct moe_rpc_call *c)
     return !draining || (entry->built_in && !entry->endless);
 }
 
+/* Asks the server's owner whether the call may go on. */
+static struct moe_status authorise(struct moe_rpc_call *c)
+{
+    const struct moe_rpc_server *server = c->shard->server;
+    char path[PATH_BYTES], token[TOKEN_BYTES];
+    if (server->authorise == NULL)
+        return moe_ok();
+    copy_text(c->details.method, path, sizeof path);
+    find_token(&c->metadata, token);
+    struct moe_status st =
+        server->authorise(server->authorise_ctx, &c->connection->who, path, token);
+    explicit_bzero(token, sizeof token);
+    return st;
+}
+
 static void started(struct moe_rpc_call *c)
 {
     const struct moe_rpc_method *method = &c->entry->method;
@@ -271,13 +322,13 @@ static void started(struct moe_rpc_call *c)
     c->batches++;
     MOE_RPC_START(c->core, &op, 1, &c->on_closed);
 
-    if (c->entry->registered == NULL) {
-        moe_rpc_fail(c, moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
-                                  "the server has no such method"));
-        return;
-    }
-    if (!admit(c)) {
-        moe_rpc_fail(c, moe_rpc_draining());
+    struct moe_status st = authorise(c);
+    if (!moe_failed(&st) && c->entry->unknown)
+        st = moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED, "the server has no such method");
+    if (!moe_failed(&st) && !admit(c))
+        st = moe_rpc_draining();
+    if (moe_failed(&st)) {
+        moe_rpc_fail(c, st);
         return;
     }
     c->introduced = true;
@@ -287,33 +338,39 @@ static void started(struct moe_rpc_call *c)
         read_first(c);
 }
 
+static const struct moe_rpc_entry *find_entry(const struct moe_rpc_server *server, grpc_slice path)
+{
+    const struct moe_rpc_entry *e = server->entries;
+    while (!e->unknown && grpc_slice_str_cmp(path, e->method.path) != 0)
+        e++;
+    return e;
+}
+
 static void on_accepted(struct moe_rpc_tag *tag, bool ok)
 {
     struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, on_accepted, tag);
-    struct moe_rpc_shard *shard = c->shard;
-    size_t index = (size_t)(c->entry - shard->server->entries);
-    shard->accepting[index]--;
-    if (!ok) { /* the server shuts down */
+    atomic_fetch_sub(&c->connection->accepting, 1);
+    if (!ok) { /* the connection is closed */
         c->core = NULL;
         c->over = true;
         finished(c);
         return;
     }
-    moe_rpc_accept(shard, index);
-    if (c->entry->registered == NULL)
-        c->core_deadline = c->details.deadline;
-    c->deadline_ns = moe_rpc_time_from_core(c->core_deadline);
+    moe_rpc_accept(c->connection);
+    c->entry = find_entry(c->shard->server, c->details.method);
+    c->deadline_ns = moe_rpc_time_from_core(c->details.deadline);
     started(c);
 }
 
-static struct moe_rpc_call *call_create(struct moe_rpc_shard *shard, size_t index)
+static struct moe_rpc_call *call_create(struct moe_rpc_connection *connection)
 {
-    struct moe_rpc_server *server = shard->server;
+    struct moe_rpc_server *server = connection->shard->server;
     struct moe_rpc_call *c = calloc(1, sizeof *c);
     if (c == NULL)
         return NULL;
-    c->shard = shard;
-    c->entry = &server->entries[index];
+    c->shard = connection->shard;
+    c->connection = connection;
+    atomic_fetch_add(&connection->references, 1);
     c->end_op = (struct moe_rpc_op){.kind = MOE_RPC_OP_END, .call = c};
     c->read_op = (struct moe_rpc_op){.kind = MOE_RPC_OP_READ, .call = c};
     c->grant_op = (struct moe_rpc_op){.kind = MOE_RPC_OP_GRANT, .call = c};
@@ -334,27 +391,20 @@ static struct moe_rpc_call *call_create(struct moe_rpc_shard *shard, size_t inde
     return c;
 }
 
-void moe_rpc_accept(struct moe_rpc_shard *shard, size_t index)
+void moe_rpc_accept(struct moe_rpc_connection *connection)
 {
-    struct moe_rpc_server *server = shard->server;
-    const struct moe_rpc_entry *entry = &server->entries[index];
-    while (shard->accepting[index] < MOE_RPC_ACCEPT_DEPTH) {
-        struct moe_rpc_call *c = call_create(shard, index);
+    grpc_completion_queue *queue = connection->shard->queue;
+    while (atomic_load(&connection->accepting) < MOE_RPC_ACCEPT_DEPTH) {
+        struct moe_rpc_call *c = call_create(connection);
         if (c == NULL) {
-            /* Later accepts of this entry fill the gap. */
-            moe_log_error("out of memory: %u fewer calls can be accepted at once",
-                          MOE_RPC_ACCEPT_DEPTH - shard->accepting[index]);
+            /* Later accepts of this connection fill the gap. */
+            moe_log_error("out of memory: a connection accepts fewer calls at once");
             return;
         }
-        shard->accepting[index]++;
+        atomic_fetch_add(&connection->accepting, 1);
         MOE_RPC_HAND_OVER(&c->on_accepted);
-        grpc_call_error error =
-            entry->registered == NULL
-                ? grpc_server_request_call(server->core, &c->core, &c->details, &c->metadata,
-                                           shard->queue, shard->queue, &c->on_accepted)
-                : grpc_server_request_registered_call(server->core, entry->registered, &c->core,
-                                                      &c->core_deadline, &c->metadata, NULL,
-                                                      shard->queue, shard->queue, &c->on_accepted);
+        grpc_call_error error = grpc_server_request_call(
+            connection->core, &c->core, &c->details, &c->metadata, queue, queue, &c->on_accepted);
         MOE_INVARIANT(error == GRPC_CALL_OK);
     }
 }
@@ -422,6 +472,11 @@ void *moe_rpc_call_user(const struct moe_rpc_call *c)
 uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c)
 {
     return c->deadline_ns;
+}
+
+const struct moe_rpc_identity *moe_rpc_call_identity(const struct moe_rpc_call *c)
+{
+    return &c->connection->who;
 }
 
 /* Ends the call unless it has ended. Takes `message` over. */

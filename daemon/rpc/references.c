@@ -13,6 +13,7 @@ static void call_free(struct moe_rpc_call *c)
         grpc_byte_buffer_destroy(c->end_message);
     if (c->core != NULL)
         grpc_call_unref(c->core);
+    moe_rpc_connection_unref(c->connection);
     free(c);
     moe_mutex_lock(&server->lock);
     server->allocated--;

@@ -13,10 +13,12 @@
 #ifndef MOE_RPC_SERVER_H
 #define MOE_RPC_SERVER_H
 
+#include "daemon/identity.h"
 #include "rpc/msg.h"
 
 struct moe_rpc_server;
 struct moe_rpc_call;
+struct moe_metrics;
 
 enum moe_rpc_kind {
     MOE_RPC_UNARY,  /* one request, one answer */
@@ -46,20 +48,25 @@ struct moe_rpc_method {
 };
 
 struct moe_rpc_server_config {
-    const char *listen;              /* "host:port"; port 0 = any */
-    bool insecure;                   /* allow an address that is not loopback without TLS */
-    uint32_t shards;                 /* threads that run handlers; 0 = 1 */
-    uint32_t max_message_bytes;      /* both directions */
-    uint64_t max_reading_bytes;      /* bound on bytes of large messages that are read at once */
-    uint32_t max_waiting_reads;      /* large calls that may wait for a permit; more fail with
-                                        RESOURCE_EXHAUSTED / QUEUE_FULL */
-    uint32_t max_read_ms;            /* time for a large message to arrive; then its call fails
-                                        with DEADLINE_EXCEEDED. 0 = one minute */
-    uint32_t max_send_ms;            /* time for the client to take a message or the final status;
-                                        then its call ends. 0 = one minute */
-    uint32_t silence_ms;             /* a connection ends when its client acknowledges nothing for
-                                        this long; at most INT_MAX. 0 = 10 s */
-    uint32_t max_concurrent_streams; /* calls per connection; 0 = 128 */
+    const char *listen;       /* 1 to 4 addresses, separated by commas: "host:port" (port 0 =
+                                 any), "unix:/absolute/path" (mode 0600) */
+    bool insecure;            /* allow an address that is not loopback without TLS */
+    uint32_t max_connections; /* 0 = 16384, or fewer where the descriptors do not allow it */
+    uint32_t max_connections_per_peer; /* of one name, or, without one, of one address; 0 = three
+                                          quarters of all */
+    uint32_t shards;                   /* threads that run handlers; 0 = 1 */
+    uint32_t max_message_bytes;        /* both directions */
+    uint64_t max_reading_bytes;        /* bound on bytes of large messages that are read at once */
+    uint32_t max_waiting_reads;        /* large calls that may wait for a permit; more fail with
+                                          RESOURCE_EXHAUSTED / QUEUE_FULL */
+    uint32_t max_read_ms;              /* time for a large message to arrive; then its call fails
+                                          with DEADLINE_EXCEEDED. 0 = one minute */
+    uint32_t max_send_ms;              /* time for the client to take a message or the final status;
+                                          then its call ends. 0 = one minute */
+    uint32_t silence_ms;               /* a connection ends when its client acknowledges nothing for
+                                          this long, or takes less than 64 KiB/s of the answers that
+                                          wait for it; at most INT_MAX. 0 = 10 s */
+    uint32_t max_concurrent_streams;   /* calls per connection; 0 = 128 */
     uint64_t spin_ns; /* time that a shard polls without sleep after each event, which keeps a
                          core busy; 0 = never */
     const struct moe_rpc_method *methods; /* copied; the server adds health and reflection */
@@ -67,14 +74,27 @@ struct moe_rpc_server_config {
     const uint8_t
         *descriptors; /* serialised FileDescriptorSet for reflection; outlives the server */
     size_t descriptors_length;
+    struct moe_metrics *metrics; /* gets moe_rpc_connections, ...; may be NULL */
+    const char *name;            /* label `server` of the metrics; static. NULL = "data" */
+    /* Whether `who` may call `path` with this token: the text after "authorization: Bearer", or "".
+     * Called on the call's shard before `started`, for every call: health, reflection and unknown
+     * methods too. A failure is the answer to the call. NULL = everything is allowed. */
+    struct moe_status (*authorise)(void *ctx, const struct moe_rpc_identity *who, const char *path,
+                                   const char *token);
+    void *authorise_ctx;
 };
 
 /* Starts listening and serving. Errors: MOE_INVALID_ARGUMENT (address, or not loopback without
  * `insecure`), MOE_UNAVAILABLE/IO (cannot bind). */
 struct moe_status moe_rpc_server_start(const struct moe_rpc_server_config *config,
                                        struct moe_rpc_server **out) MOE_CHECKED;
-/* The bound port. */
+/* The port of the first TCP address; 0 if there is none. */
 uint16_t moe_rpc_server_port(const struct moe_rpc_server *s);
+/* [any thread] Ends the connections of identities that `which` chooses, and so their calls.
+ * `which` runs under a lock: it must not call this room. */
+void moe_rpc_server_disconnect(struct moe_rpc_server *s,
+                               bool (*which)(void *ctx, const struct moe_rpc_identity *who),
+                               void *ctx);
 /* [any thread] Sets the status of a service in grpc.health.v1 and notifies watchers; "" is the
  * server as a whole. Check answers NOT_FOUND for services that were never set. */
 void moe_rpc_server_set_health(struct moe_rpc_server *s, const char *service, bool serving);
@@ -93,6 +113,8 @@ void moe_rpc_call_set_user(struct moe_rpc_call *c, void *user);
 void *moe_rpc_call_user(const struct moe_rpc_call *c);
 /* [any thread] Monotonic ns; MOE_NEVER when the client set none. */
 uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c);
+/* [any thread] Who called. Valid while the call is referenced. */
+const struct moe_rpc_identity *moe_rpc_call_identity(const struct moe_rpc_call *c);
 /* [any thread] References keep `c` valid beyond `done`, which still runs when the call is over.
  * Each ref needs one unref. Take a reference for work that leaves the shard thread. */
 void moe_rpc_call_ref(struct moe_rpc_call *c);

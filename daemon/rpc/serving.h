@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the files of the server share: server.c (life), shard.c (threads), call.c (calls),
- * references.c (memory of calls), inbox.c (operations of other threads), admission.c (permits for
- * large messages), limits.c (time limits of clients), health.c and reflection.c (built-in
- * services).
+/* What the files of the server share: server.c (life), connection.c (one per client), shard.c
+ * (threads), call.c (calls), references.c (memory of calls), inbox.c (operations of other threads),
+ * admission.c (permits for large messages), limits.c (time limits of clients), health.c and
+ * reflection.c (built-in services).
  *
  * The state of a call belongs to its shard's thread. Other threads push operations to the shard's
  * inbox, a lock-free stack. A push to an empty inbox wakes the thread by an empty batch. */
@@ -10,6 +10,7 @@
 #define MOE_RPC_SERVING_H
 
 #include "base/mutex.h"
+#include "listener/listener.h"
 #include "rpc/core.h"
 #include "rpc/server.h"
 
@@ -64,18 +65,18 @@ enum moe_rpc_permit { MOE_RPC_PERMIT_NONE, MOE_RPC_PERMIT_WAITING, MOE_RPC_PERMI
 
 struct moe_rpc_entry {
     struct moe_rpc_method method;
-    bool built_in;    /* this room answers it, also while the server drains */
-    bool endless;     /* clients never end it: fails at once when the server drains */
-    void *registered; /* NULL: stands for all unknown methods */
+    bool built_in; /* this room answers it, also while the server drains */
+    bool endless;  /* clients never end it: fails at once when the server drains */
+    bool unknown;  /* stands for all other methods */
 };
 
 struct moe_rpc_call {
     struct moe_rpc_shard *shard;
-    const struct moe_rpc_entry *entry;
-    grpc_call *core; /* NULL until the call was accepted */
+    struct moe_rpc_connection *connection; /* one reference */
+    const struct moe_rpc_entry *entry;     /* NULL until the call was accepted */
+    grpc_call *core;                       /* the same */
     grpc_metadata_array metadata;
-    grpc_call_details details; /* unknown methods only */
-    gpr_timespec core_deadline;
+    grpc_call_details details;
     uint64_t deadline_ns;
     void *user;
 
@@ -115,9 +116,10 @@ struct moe_rpc_call {
 };
 TAILQ_HEAD(moe_rpc_calls, moe_rpc_call);
 
-/* Posts accepts until the shard has MOE_RPC_ACCEPT_DEPTH of them for entry `index`. */
+/* Posts accepts until the connection has MOE_RPC_ACCEPT_DEPTH of them. Any thread, but one at a
+ * time. */
 enum { MOE_RPC_ACCEPT_DEPTH = 4 };
-void moe_rpc_accept(struct moe_rpc_shard *shard, size_t index);
+void moe_rpc_accept(struct moe_rpc_connection *connection);
 /* The status for clients of a draining server. */
 struct moe_status moe_rpc_draining(void) MOE_CHECKED;
 /* Runs `op` and drops its reference to the call. Never runs a handler. Shard thread. */
@@ -162,10 +164,9 @@ struct moe_rpc_shard {
     bool applying;       /* the inbox is being drained */
     uint64_t spin_until; /* of a server with spin_ns */
     struct moe_rpc_limits reading, taking;
-    unsigned *accepting; /* accepts posted, per entry */
 };
 
-/* Starts the thread. It waits until the server's phase changes, then serves or ends. */
+/* Starts the thread, which serves connections of this shard. */
 struct moe_status moe_rpc_shard_start(struct moe_rpc_shard *shard) MOE_CHECKED;
 /* Ends and joins the thread, if there is one, and frees the queue. All calls are freed before. */
 void moe_rpc_shard_stop(struct moe_rpc_shard *shard);
@@ -182,27 +183,35 @@ void moe_rpc_post(struct moe_rpc_op *op);
 
 /* ------------------------------------------------------------------ connections */
 
-/* Opens the descriptor that lets listeners survive a lack of descriptors (accept.c). Call before a
- * server listens. */
-void moe_rpc_reserve_descriptor(void);
-
-/* A closed gate: accept4 closes new connections to its port, for all listeners of this process.
- * Each close needs one remove; the gate stays in memory until then. */
-struct moe_rpc_listener_gate {
-    struct moe_rpc_listener_gate *next;
-    uint16_t port;
+/* One client, behind the listener. It has a server object of the core for itself: whatever calls
+ * come out of that object came in over this connection. So the identity of a call needs no name or
+ * number that could be reused or written by a client. All calls of a connection are on one shard.
+ */
+struct moe_rpc_connection {
+    struct moe_rpc_shard *shard;
+    grpc_server *core;
+    struct moe_rpc_identity who;
+    atomic_uint references; /* core until it is shut down: 1; each call: 1 */
+    atomic_uint accepting;  /* accepts posted */
+    struct moe_rpc_tag on_shut_down;
 };
-void moe_rpc_listener_gate_close(struct moe_rpc_listener_gate *gate, uint16_t port);
-void moe_rpc_listener_gate_remove(struct moe_rpc_listener_gate *gate);
+
+void moe_rpc_connection_unref(struct moe_rpc_connection *c);
+/* For moe_listener_config; `ctx` is the server. */
+void *moe_rpc_connection_opened(void *ctx, const struct moe_rpc_identity *who, int fd);
+void moe_rpc_connection_closed(void *ctx, void *connection);
 
 /* ------------------------------------------------------------------ server */
 
-enum moe_rpc_phase { MOE_RPC_STARTING, MOE_RPC_SERVING, MOE_RPC_ABANDONED };
+enum { MOE_RPC_CORE_ARGS_MAX = 24 };
 
 struct moe_rpc_server {
-    grpc_server *core;
+    struct moe_listener *listener;
+    grpc_arg args[MOE_RPC_CORE_ARGS_MAX]; /* of each connection's server object */
+    size_t arg_count;
     struct moe_rpc_shard *shards;
     uint32_t shard_count;
+    atomic_uint next_shard;        /* gets the next connection */
     struct moe_rpc_entry *entries; /* the last one stands for unknown methods */
     size_t entry_count;
     struct moe_rpc_admission admission;
@@ -211,20 +220,19 @@ struct moe_rpc_server {
     uint64_t spin_ns;       /* how long shards poll without sleep after an event */
     struct moe_rpc_health *health;
     struct moe_rpc_reflection *reflection;
-    uint16_t port;
-    struct moe_rpc_listener_gate gate; /* closed at the end of a drain */
-    struct moe_rpc_tag on_shutdown;
+    struct moe_status (*authorise)(void *ctx, const struct moe_rpc_identity *who, const char *path,
+                                   const char *token);
+    void *authorise_ctx;
 
     struct moe_mutex lock;
     pthread_cond_t changed; /* monotonic clock */
     MOE_GUARDED_BY(lock) struct {
-        enum moe_rpc_phase phase;
-        uint32_t shards_ready; /* shards that have posted their accepts */
-        size_t unfinished;     /* calls posted for acceptance or started; `done` has not run */
-        size_t active;         /* calls admitted before the drain; `done` has not run */
-        size_t allocated;      /* call structs */
+        size_t connections; /* until their part of the core is shut down */
+        size_t unfinished;  /* calls posted for acceptance or started; `done` has not run */
+        size_t active;      /* calls admitted before the drain; `done` has not run */
+        size_t allocated;   /* call structs */
         bool draining;
-        bool shut_down; /* the core has closed all connections */
+        bool closed; /* the listener has closed all connections */
         struct moe_rpc_calls endless;
     };
 };

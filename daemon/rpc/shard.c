@@ -3,32 +3,9 @@
  * threads. */
 #include "base/clock.h"
 #include "base/thread.h"
-#include "base/wait.h"
 #include "rpc/serving.h"
 
 #include <sched.h>
-
-/* False when the server could not start. */
-static bool wait_for_start(struct moe_rpc_server *server)
-{
-    moe_mutex_lock(&server->lock);
-    while (server->phase == MOE_RPC_STARTING)
-        moe_wait(&server->changed, &server->lock);
-    bool serving = server->phase == MOE_RPC_SERVING;
-    moe_mutex_unlock(&server->lock);
-    return serving;
-}
-
-static void post_accepts(struct moe_rpc_shard *shard)
-{
-    struct moe_rpc_server *server = shard->server;
-    for (size_t i = 0; i < server->entry_count; i++)
-        moe_rpc_accept(shard, i);
-    moe_mutex_lock(&server->lock);
-    server->shards_ready++;
-    pthread_cond_broadcast(&server->changed);
-    moe_mutex_unlock(&server->lock);
-}
 
 /* The next event, or a timeout: at `at`, or at once while the shard polls. */
 static grpc_event next_event(struct moe_rpc_shard *shard, uint64_t at)
@@ -48,9 +25,6 @@ static void *shard_main(void *arg)
 {
     struct moe_rpc_shard *shard = arg;
     moe_rpc_inbox_enter(shard);
-    if (!wait_for_start(shard->server))
-        return NULL;
-    post_accepts(shard);
     for (;;) {
         uint64_t reading = moe_rpc_limits_expire(&shard->reading);
         uint64_t taking = moe_rpc_limits_expire(&shard->taking);

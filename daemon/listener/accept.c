@@ -1,0 +1,201 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* New connections: accepting them, also without a free descriptor, and their limits.
+ *
+ * A process without a free descriptor cannot accept, and its clients would wait for ever. So one
+ * descriptor is in reserve. When no other is left, it is given up for each waiting connection,
+ * which is closed at once: its client gets an error and may try again. Another thread may take the
+ * reserve meanwhile. Then nothing is accepted until a descriptor is free again; the relay's loop
+ * tries every 20 ms. */
+#include "daemon/log.h"
+#include "listener/inside.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#define WARN_EVERY_NS  (30 * MOE_NS_PER_S)
+#define RETRY_EVERY_NS (20 * MOE_NS_PER_MS)
+
+enum { PART = 64 }; /* connections that are accepted before others have their turn */
+
+static void warn(struct moe_listener *l, const char *why)
+{
+    uint64_t now = moe_clock_ns();
+    if (l->warned_ns != 0 && now < l->warned_ns + WARN_EVERY_NS)
+        return;
+    l->warned_ns = now;
+    moe_log_warn("new connections are closed: %s", why);
+}
+
+/* ------------------------------------------------------------------ listening sockets */
+
+void moe_accept_watch(struct moe_listener *l)
+{
+    for (size_t i = 0; i < l->socket_count; i++) {
+        struct moe_listen_socket *s = &l->sockets[i];
+        struct epoll_event event = {.events = EPOLLIN, .data.u64 = (uintptr_t)s | MOE_EVENT_LISTEN};
+        if (!s->watched && s->fd >= 0)
+            s->watched = epoll_ctl(l->relays[0].epoll, EPOLL_CTL_ADD, s->fd, &event) == 0;
+        if (!s->watched) /* out of memory */
+            l->retry_ns = moe_clock_ns() + RETRY_EVERY_NS;
+    }
+}
+
+static void stop_watching(struct moe_listener *l)
+{
+    l->retry_ns = moe_clock_ns() + RETRY_EVERY_NS;
+    for (size_t i = 0; i < l->socket_count; i++)
+        if (l->sockets[i].watched &&
+            epoll_ctl(l->relays[0].epoll, EPOLL_CTL_DEL, l->sockets[i].fd, NULL) == 0)
+            l->sockets[i].watched = false;
+}
+
+void moe_accept_stop(struct moe_listener *l)
+{
+    for (size_t i = 0; i < l->socket_count; i++)
+        moe_listen_close(&l->sockets[i]);
+    if (l->reserve >= 0)
+        close(l->reserve);
+    l->reserve = -1;
+    l->socket_count = 0;
+    l->retry_ns = MOE_NEVER;
+}
+
+int moe_accept_reserve(void)
+{
+    return open("/dev/null", O_RDONLY | O_CLOEXEC);
+}
+
+void moe_accept_retry(struct moe_listener *l, uint64_t now)
+{
+    if (now < l->retry_ns)
+        return;
+    l->retry_ns = MOE_NEVER;
+    if (l->reserve < 0)
+        l->reserve = moe_accept_reserve();
+    if (l->reserve < 0)
+        l->retry_ns = now + RETRY_EVERY_NS;
+    else
+        moe_accept_watch(l);
+}
+
+/* False when nothing can be accepted for now. */
+static bool refuse_one(struct moe_listener *l, struct moe_listen_socket *s)
+{
+    if (l->reserve >= 0)
+        close(l->reserve);
+    int fd = accept4(s->fd, NULL, NULL, SOCK_CLOEXEC);
+    bool none = fd < 0 && (errno == EAGAIN || errno == EWOULDBLOCK);
+    if (fd >= 0) {
+        moe_listener_count_closed(l, MOE_CLOSE_DESCRIPTORS);
+        close(fd);
+    }
+    l->reserve = moe_accept_reserve();
+    if (l->reserve < 0)
+        stop_watching(l);
+    return l->reserve >= 0 && !none;
+}
+
+/* ------------------------------------------------------------------ new connections */
+
+/* Who it is, as far as the kernel knows. */
+static bool identify(const struct moe_listener *l, const struct moe_listen_socket *s, int fd,
+                     const struct sockaddr_storage *from, socklen_t length,
+                     struct moe_rpc_identity *who)
+{
+    *who = (struct moe_rpc_identity){.link = MOE_RPC_LINK_TCP};
+    if (s->is_unix) {
+        struct ucred peer;
+        socklen_t size = sizeof peer;
+        if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0)
+            return false;
+        who->link = MOE_RPC_LINK_UNIX;
+        who->uid = peer.uid;
+        (void)snprintf(who->name, sizeof who->name, "uid:%u", peer.uid);
+        return true;
+    }
+    /* The core would do both. The second bounds how long the kernel keeps bytes
+     * for a peer that does not acknowledge them. */
+    int yes = 1;
+    unsigned limit_ms = l->config.silence_ms;
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, sizeof limit_ms);
+    return getnameinfo((const struct sockaddr *)from, length, who->address, sizeof who->address,
+                       NULL, 0, NI_NUMERICHOST) == 0;
+}
+
+/* NULL, with a reason, when there are too many. */
+static const char *enter(struct moe_listener *l, struct moe_connection *c)
+{
+    const char *refusal = NULL;
+    moe_mutex_lock(&l->lock);
+    if (l->closing)
+        refusal = "the server shuts down";
+    else if (l->count >= l->config.max_connections)
+        refusal = "there are too many";
+    else if (!moe_peers_enter(&l->peers, &c->who, l->config.max_per_peer))
+        refusal = "one peer has too many";
+    if (refusal == NULL) {
+        l->count++;
+        TAILQ_INSERT_TAIL(&c->relay->arrivals, c, link);
+    }
+    moe_mutex_unlock(&l->lock);
+    return refusal;
+}
+
+static void begin(struct moe_listener *l, const struct moe_listen_socket *s, int fd,
+                  const struct sockaddr_storage *from, socklen_t length)
+{
+    struct moe_connection *c = calloc(1, sizeof *c);
+    if (c == NULL || !identify(l, s, fd, from, length, &c->who)) {
+        free(c);
+        moe_listener_count_closed(l, MOE_CLOSE_DESCRIPTORS);
+        close(fd);
+        return;
+    }
+    c->relay = &l->relays[l->next_relay++ % l->relay_count];
+    c->client.fd = fd;
+    c->server.fd = -1;
+    const char *refusal = enter(l, c);
+    if (refusal != NULL) {
+        warn(l, refusal);
+        free(c);
+        moe_listener_count_closed(l, MOE_CLOSE_LIMIT);
+        close(fd);
+        return;
+    }
+    if (l->accepted != NULL) {
+        moe_counter_add(l->accepted, 1);
+        moe_gauge_add(l->open, 1);
+    }
+    moe_relay_wake(c->relay);
+}
+
+void moe_accept_ready(struct moe_listener *l, struct moe_listen_socket *s)
+{
+    for (int i = 0; i < PART; i++) {
+        struct sockaddr_storage from;
+        socklen_t length = sizeof from;
+        int fd = accept4(s->fd, (struct sockaddr *)&from, &length, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd >= 0) {
+            begin(l, s, fd, &from, length);
+        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+            return;
+        } else if (errno == EMFILE || errno == ENFILE) {
+            warn(l, errno == ENFILE ? "the system is out of file descriptors"
+                                    : "this process is out of file descriptors");
+            if (!refuse_one(l, s))
+                return;
+        } else if (errno == ENOMEM || errno == ENOBUFS) {
+            warn(l, "the system is out of memory");
+            stop_watching(l);
+            return;
+        } /* else this connection has failed already */
+    }
+}

@@ -1,0 +1,210 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the files of this room share: addresses.c (listening sockets), accept.c (new connections),
+ * peers.c (how many each peer has), relay.c (threads and their events), flow.c (bytes of one
+ * direction), listener.c (life). */
+#ifndef MOE_LISTENER_INSIDE_H
+#define MOE_LISTENER_INSIDE_H
+
+#include "base/clock.h"
+#include "base/mutex.h"
+#include "daemon/metrics.h"
+#include "listener/listener.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/queue.h>
+#include <sys/socket.h>
+#include <sys/types.h>
+
+/* ------------------------------------------------------------------ listening sockets */
+
+struct moe_listen_socket {
+    int fd;
+    bool is_unix;
+    bool watched; /* accept.c waits for its connections */
+    char path[108];
+    dev_t device; /* of the socket file, so that another's is not removed */
+    ino_t inode;
+};
+
+/* Opens the sockets of a list of addresses. `sockets` holds MOE_LISTENER_ADDRESSES_MAX. On failure
+ * nothing stays open. */
+struct moe_status moe_listen_open(const char *addresses, bool insecure,
+                                  struct moe_listen_socket *sockets, size_t *count, uint16_t *port,
+                                  bool *local) MOE_CHECKED;
+/* Closes the socket and removes its file. */
+void moe_listen_close(struct moe_listen_socket *s);
+
+/* ------------------------------------------------------------------ peers */
+
+/* Number of connections per peer. A chained hash table; entries exist while their count is above
+ * zero. */
+enum { MOE_PEER_BUCKETS = 1024 };
+struct moe_peer;
+struct moe_peers {
+    LIST_HEAD(, moe_peer) buckets[MOE_PEER_BUCKETS];
+};
+/* Counts one more. False if the peer has `limit` already, or memory is exhausted. */
+bool moe_peers_enter(struct moe_peers *p, const struct moe_rpc_identity *who, uint32_t limit);
+void moe_peers_leave(struct moe_peers *p, const struct moe_rpc_identity *who);
+
+/* ------------------------------------------------------------------ flow of bytes */
+
+enum { MOE_FLOW_BYTES = 256 << 10 }; /* one buffer */
+
+/* Buffers of one relay. An idle connection has none. */
+struct moe_flow_buffer {
+    SLIST_ENTRY(moe_flow_buffer) link;
+    uint8_t bytes[MOE_FLOW_BYTES];
+};
+struct moe_flow_pool {
+    SLIST_HEAD(, moe_flow_buffer) spare; /* the last one used comes first: it is in the cache */
+    unsigned count;
+};
+void moe_flow_pool_destroy(struct moe_flow_pool *pool);
+
+/* One end of a relayed connection. The flags say what the next call of the system may do: an edge
+ * of epoll sets them, a refusal clears them. */
+struct moe_flow_end {
+    int fd;
+    bool readable, writable;
+    bool hung_up; /* the peer has gone: reads until the end, without waiting for more */
+};
+
+/* Bytes from one end to the other. */
+struct moe_flow {
+    struct moe_flow_buffer *buffer; /* NULL while no byte waits */
+    size_t at, length;              /* bytes at..length wait */
+    bool ended;                     /* the source sends no more */
+    bool shut;                      /* ... and the sink knows */
+    uint64_t moved;                 /* bytes written to the sink */
+};
+
+enum moe_flow_state {
+    MOE_FLOW_WAITS,         /* for an event of either end */
+    MOE_FLOW_GOES_ON,       /* its turn is over, but more may be done at once */
+    MOE_FLOW_SOURCE_FAILED, /* nothing more can be read, or memory is exhausted */
+    MOE_FLOW_SINK_FAILED,   /* nothing more can be written */
+};
+
+/* Moves up to `budget` bytes. */
+enum moe_flow_state moe_flow_run(struct moe_flow *f, struct moe_flow_end *from,
+                                 struct moe_flow_end *to, struct moe_flow_pool *pool,
+                                 size_t budget);
+/* Drops waiting bytes. */
+void moe_flow_discard(struct moe_flow *f, struct moe_flow_pool *pool);
+
+/* ------------------------------------------------------------------ connections */
+
+/* Why a connection ended: label `reason` of moe_rpc_connections_closed_total. */
+enum moe_close_reason {
+    MOE_CLOSE_CLIENT,      /* the client left */
+    MOE_CLOSE_SERVER,      /* the server ended it */
+    MOE_CLOSE_SHUTDOWN,    /* the listener closes */
+    MOE_CLOSE_IDENTITY,    /* moe_listener_disconnect */
+    MOE_CLOSE_LIMIT,       /* too many connections */
+    MOE_CLOSE_DESCRIPTORS, /* no descriptor or memory is left */
+    MOE_CLOSE_PREFACE,     /* it did not begin in time, or not with HTTP/2 */
+    MOE_CLOSE_UNREAD,      /* it left its answers unread */
+    MOE_CLOSE_REASONS
+};
+
+enum moe_connection_state {
+    MOE_CONNECTION_NEW,    /* its preface has not arrived */
+    MOE_CONNECTION_OPEN,   /* relayed */
+    MOE_CONNECTION_ENDING, /* the server's last bytes go to the client */
+};
+
+struct moe_connection {
+    struct moe_relay *relay;
+    struct moe_rpc_identity who;
+    TAILQ_ENTRY(moe_connection) link; /* arrivals, then connections; guarded by the lock */
+    bool doomed;                      /* moe_listener_disconnect; guarded by the lock */
+
+    /* The relay's thread only. */
+    enum moe_connection_state state;
+    enum moe_close_reason reason; /* of an ENDING connection */
+    struct moe_flow_end client, server;
+    struct moe_flow up, down; /* client to server, server to client */
+    void *user;               /* from `opened` */
+    uint64_t deadline_ns;     /* of NEW and ENDING */
+    uint64_t stalled_ns;      /* since when `down` waits for the client; 0 = it does not */
+    uint64_t stalled_moved;   /* down.moved at that time */
+    bool ready;               /* in the list `ready` */
+    bool timed;               /* in the list `timed` */
+    bool gone;                /* in the list `gone` */
+    TAILQ_ENTRY(moe_connection) ready_link, timed_link, gone_link;
+    TAILQ_ENTRY(moe_connection) order_link; /* while orders of other threads are carried out */
+};
+TAILQ_HEAD(moe_connections, moe_connection);
+
+/* ------------------------------------------------------------------ relays */
+
+struct moe_relay {
+    struct moe_listener *listener;
+    pthread_t thread;
+    int epoll, wake; /* `wake` is an eventfd */
+    struct moe_flow_pool pool;
+    struct moe_connections ready; /* their turn was over before their work */
+    struct moe_connections timed; /* those with a time limit that runs */
+    struct moe_connections gone;  /* closed; freed when no event can name them */
+    uint64_t next_check_ns;       /* of `timed` */
+    /* Guarded by the listener's lock. */
+    struct moe_connections arrivals, connections;
+    bool some_end; /* some connections are doomed, or the listener closes */
+};
+
+/* What an event of a relay's epoll set is about: the low bits of its data, next to the pointer to a
+ * connection or a listening socket. An event without a pointer is the relay's `wake`. */
+enum moe_event_kind { MOE_EVENT_CLIENT = 1, MOE_EVENT_SERVER = 2, MOE_EVENT_LISTEN = 4 };
+
+struct moe_status moe_relay_start(struct moe_listener *l, struct moe_relay *r) MOE_CHECKED;
+/* After the listener began to close: joins the thread. Frees what the relay has. */
+void moe_relay_stop(struct moe_relay *r);
+/* [any thread] Makes the relay look at its arrivals, doomed connections and `closing`. */
+void moe_relay_wake(struct moe_relay *r);
+
+/* ------------------------------------------------------------------ listener */
+
+struct moe_listener {
+    struct moe_listener_config config;
+    struct moe_listen_socket sockets[MOE_LISTENER_ADDRESSES_MAX];
+    size_t socket_count;
+    uint16_t port;
+    bool local;
+    struct moe_relay *relays; /* the first one accepts */
+    uint32_t relay_count;     /* those that run */
+
+    /* The first relay's thread only (accept.c). */
+    int reserve;         /* a descriptor to be given up for one that comes; -1 = lost */
+    uint32_t next_relay; /* gets the next connection */
+    uint64_t retry_ns;   /* when to try again to get the reserve; MOE_NEVER = it is there */
+    uint64_t warned_ns;  /* last line about refused connections */
+
+    struct moe_counter *accepted, *closed[MOE_CLOSE_REASONS]; /* NULL without metrics */
+    struct moe_gauge *open;
+
+    struct moe_mutex lock;
+    MOE_GUARDED_BY(lock) struct {
+        struct moe_peers peers;
+        uint32_t count; /* connections */
+        bool closing;
+    };
+};
+
+/* [any thread] Counts the end of a connection, or one that never began. */
+void moe_listener_count_closed(struct moe_listener *l, enum moe_close_reason reason);
+
+/* [the first relay's thread] The listening sockets become events of its epoll with the address of
+ * the socket as data. */
+void moe_accept_watch(struct moe_listener *l);
+/* Accepts what waits at `s`, a part at a time. */
+void moe_accept_ready(struct moe_listener *l, struct moe_listen_socket *s);
+/* Stops listening for good. */
+void moe_accept_stop(struct moe_listener *l);
+/* Opens a descriptor for the reserve; -1 = there is none. */
+int moe_accept_reserve(void);
+/* Tries to get the reserve back once its time has come. */
+void moe_accept_retry(struct moe_listener *l, uint64_t now);
+
+#endif

@@ -1,0 +1,419 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A relay: a thread that moves the bytes of its connections.
+ *
+ * Each connection has two sockets in one epoll set, with edges: an edge sets a flag of its end, and
+ * a refused read or write clears it. Connections with work stand in the list `ready` and take
+ * turns, so that a large message does not keep small ones waiting. The thread sleeps when the list
+ * is empty. */
+#include "base/thread.h"
+#include "listener/inside.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#define CHECK_EVERY_NS (250 * MOE_NS_PER_MS)
+#define ENDING_NS      MOE_NS_PER_S /* for the client to take the last bytes */
+#define LEAST_PER_S    UINT64_C(65536)
+
+enum {
+    EVENTS = 64,
+    TURN_BYTES = 1 << 20,   /* of one direction before others have their turn */
+    SOCKET_BYTES = 1 << 20, /* wish for the buffers between relay and server */
+    PREFACE_BYTES = 24,
+};
+
+static const char preface[] = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+/* ------------------------------------------------------------------ lists */
+
+static void make_ready(struct moe_connection *c)
+{
+    if (c->ready || c->gone)
+        return;
+    c->ready = true;
+    TAILQ_INSERT_TAIL(&c->relay->ready, c, ready_link);
+}
+
+static void make_timed(struct moe_connection *c)
+{
+    struct moe_relay *r = c->relay;
+    if (c->timed)
+        return;
+    c->timed = true;
+    if (TAILQ_EMPTY(&r->timed))
+        r->next_check_ns = moe_clock_ns() + CHECK_EVERY_NS;
+    TAILQ_INSERT_TAIL(&r->timed, c, timed_link);
+}
+
+/* ------------------------------------------------------------------ the end of a connection */
+
+static void leave_lists(struct moe_connection *c)
+{
+    struct moe_relay *r = c->relay;
+    if (c->ready)
+        TAILQ_REMOVE(&r->ready, c, ready_link);
+    if (c->timed)
+        TAILQ_REMOVE(&r->timed, c, timed_link);
+    c->ready = c->timed = false;
+    moe_mutex_lock(&r->listener->lock);
+    TAILQ_REMOVE(&r->connections, c, link);
+    moe_peers_leave(&r->listener->peers, &c->who);
+    r->listener->count--;
+    moe_mutex_unlock(&r->listener->lock);
+}
+
+/* Closes both ends at once. `c` stays in memory until the events at hand are done. */
+static void close_now(struct moe_connection *c, enum moe_close_reason reason)
+{
+    struct moe_relay *r = c->relay;
+    struct moe_listener *l = r->listener;
+    leave_lists(c);
+    moe_listener_count_closed(l, reason);
+    moe_flow_discard(&c->up, &r->pool);
+    moe_flow_discard(&c->down, &r->pool);
+    close(c->client.fd);
+    if (c->server.fd >= 0)
+        close(c->server.fd);
+    if (c->user != NULL)
+        l->config.closed(l->config.ctx, c->user);
+    c->gone = true;
+    TAILQ_INSERT_TAIL(&r->gone, c, gone_link);
+    if (l->open != NULL)
+        moe_gauge_add(l->open, -1);
+}
+
+/* The server gets the end of the connection now; the client what the server has sent by then. */
+static void end(struct moe_connection *c, enum moe_close_reason reason)
+{
+    if (c->state == MOE_CONNECTION_NEW) {
+        close_now(c, reason);
+        return;
+    }
+    if (c->state == MOE_CONNECTION_ENDING)
+        return;
+    c->state = MOE_CONNECTION_ENDING;
+    c->reason = reason;
+    c->deadline_ns = moe_clock_ns() + ENDING_NS;
+    moe_flow_discard(&c->up, &c->relay->pool);
+    c->up.ended = true;
+    make_timed(c);
+    make_ready(c);
+}
+
+static void free_gone(struct moe_relay *r)
+{
+    while (!TAILQ_EMPTY(&r->gone)) {
+        struct moe_connection *c = TAILQ_FIRST(&r->gone);
+        TAILQ_REMOVE(&r->gone, c, gone_link);
+        free(c);
+    }
+}
+
+/* ------------------------------------------------------------------ the start of a connection */
+
+static bool watch(struct moe_connection *c, int fd, enum moe_event_kind kind)
+{
+    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
+                                .data.u64 = (uintptr_t)c | kind};
+    return epoll_ctl(c->relay->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+/* Makes the pair to the server. */
+static bool open_server(struct moe_connection *c)
+{
+    const struct moe_listener_config *config = &c->relay->listener->config;
+    int pair[2], bytes = SOCKET_BYTES;
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, pair) != 0)
+        return false;
+    for (int i = 0; i < 2; i++)
+        (void)setsockopt(pair[i], SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
+    c->server = (struct moe_flow_end){.fd = pair[0], .writable = true};
+    if (!watch(c, pair[0], MOE_EVENT_SERVER)) {
+        close(pair[1]);
+        return false;
+    }
+    c->user = config->opened(config->ctx, &c->who, pair[1]);
+    c->state = MOE_CONNECTION_OPEN;
+    return c->user != NULL;
+}
+
+/* The preface stays in the socket until it is whole: a client that waits costs no buffer. */
+static void read_preface(struct moe_connection *c)
+{
+    char text[PREFACE_BYTES];
+    if (!c->client.readable)
+        return;
+    ssize_t n = recv(c->client.fd, text, sizeof text, MSG_DONTWAIT | MSG_PEEK);
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) {
+        c->client.readable = errno == EINTR;
+        return;
+    }
+    if (n <= 0 || (c->client.hung_up && n < PREFACE_BYTES))
+        close_now(c, MOE_CLOSE_CLIENT);
+    else if (memcmp(text, preface, (size_t)n) != 0)
+        close_now(c, MOE_CLOSE_PREFACE);
+    else if (n < PREFACE_BYTES)
+        c->client.readable = false;
+    else if (!open_server(c))
+        close_now(c, MOE_CLOSE_DESCRIPTORS);
+}
+
+static void arrive(struct moe_connection *c)
+{
+    c->deadline_ns = moe_clock_ns() + c->relay->listener->config.preface_ms * MOE_NS_PER_MS;
+    make_timed(c);
+    if (!watch(c, c->client.fd, MOE_EVENT_CLIENT))
+        close_now(c, MOE_CLOSE_DESCRIPTORS);
+}
+
+/* ------------------------------------------------------------------ relaying */
+
+/* Notes since when bytes wait for the client. */
+static void note_stall(struct moe_connection *c)
+{
+    if (c->down.at == c->down.length || c->client.writable) {
+        c->stalled_ns = 0;
+    } else if (c->stalled_ns == 0) {
+        c->stalled_ns = moe_clock_ns();
+        c->stalled_moved = c->down.moved;
+        make_timed(c);
+    }
+}
+
+static void relay_bytes(struct moe_connection *c)
+{
+    struct moe_flow_pool *pool = &c->relay->pool;
+    enum moe_flow_state up = MOE_FLOW_WAITS, down;
+    if (!c->up.shut) {
+        up = moe_flow_run(&c->up, &c->client, &c->server, pool, TURN_BYTES);
+        if (up == MOE_FLOW_SOURCE_FAILED) {
+            close_now(c, MOE_CLOSE_CLIENT);
+            return;
+        }
+        if (up == MOE_FLOW_SINK_FAILED) { /* its last bytes may still be there to read */
+            moe_flow_discard(&c->up, pool);
+            c->up.shut = true;
+        }
+    }
+    down = moe_flow_run(&c->down, &c->server, &c->client, pool, TURN_BYTES);
+    if (down == MOE_FLOW_SINK_FAILED) {
+        close_now(c, MOE_CLOSE_CLIENT);
+        return;
+    }
+    if (c->down.shut || down == MOE_FLOW_SOURCE_FAILED) {
+        close_now(c, c->state == MOE_CONNECTION_ENDING ? c->reason
+                     : c->up.ended                     ? MOE_CLOSE_CLIENT
+                                                       : MOE_CLOSE_SERVER);
+        return;
+    }
+    note_stall(c);
+    if (up == MOE_FLOW_GOES_ON || down == MOE_FLOW_GOES_ON)
+        make_ready(c);
+}
+
+/* One turn for each connection that is ready now. */
+static void run_ready(struct moe_relay *r)
+{
+    struct moe_connections now = TAILQ_HEAD_INITIALIZER(now);
+    struct moe_connection *c;
+    TAILQ_CONCAT(&now, &r->ready, ready_link);
+    while ((c = TAILQ_FIRST(&now)) != NULL) {
+        TAILQ_REMOVE(&now, c, ready_link);
+        c->ready = false;
+        if (c->state == MOE_CONNECTION_NEW)
+            read_preface(c);
+        if (!c->gone && c->state != MOE_CONNECTION_NEW)
+            relay_bytes(c);
+    }
+}
+
+/* ------------------------------------------------------------------ time limits */
+
+/* True while a limit of `c` runs. */
+static bool check_time(struct moe_connection *c, uint64_t now)
+{
+    const uint64_t window = c->relay->listener->config.silence_ms * MOE_NS_PER_MS;
+    if (c->state != MOE_CONNECTION_OPEN && now >= c->deadline_ns) {
+        close_now(c, c->state == MOE_CONNECTION_NEW ? MOE_CLOSE_PREFACE : c->reason);
+        return true;
+    }
+    if (c->stalled_ns != 0 && now >= c->stalled_ns + window) {
+        if (c->down.moved - c->stalled_moved < LEAST_PER_S * window / MOE_NS_PER_S) {
+            close_now(c, MOE_CLOSE_UNREAD);
+            return true;
+        }
+        c->stalled_ns = now;
+        c->stalled_moved = c->down.moved;
+    }
+    return c->state != MOE_CONNECTION_OPEN || c->stalled_ns != 0;
+}
+
+static void check_times(struct moe_relay *r, uint64_t now)
+{
+    struct moe_connection *c, *next;
+    if (TAILQ_EMPTY(&r->timed) || now < r->next_check_ns)
+        return;
+    r->next_check_ns = now + CHECK_EVERY_NS;
+    for (c = TAILQ_FIRST(&r->timed); c != NULL; c = next) {
+        next = TAILQ_NEXT(c, timed_link);
+        if (check_time(c, now))
+            continue;
+        TAILQ_REMOVE(&r->timed, c, timed_link);
+        c->timed = false;
+    }
+}
+
+static int sleep_ms(const struct moe_relay *r)
+{
+    uint64_t until = TAILQ_EMPTY(&r->timed) ? MOE_NEVER : r->next_check_ns;
+    if (r == r->listener->relays)
+        until = moe_earlier(until, r->listener->retry_ns);
+    if (!TAILQ_EMPTY(&r->ready))
+        return 0;
+    if (until == MOE_NEVER)
+        return -1;
+    uint64_t now = moe_clock_ns();
+    return until <= now ? 0 : (int)((until - now) / MOE_NS_PER_MS) + 1;
+}
+
+/* ------------------------------------------------------------------ thread */
+
+void moe_relay_wake(struct moe_relay *r)
+{
+    const uint64_t one = 1;
+    /* Fails only when the counter is full: then the relay wakes anyway. */
+    ssize_t n = write(r->wake, &one, sizeof one);
+    (void)n;
+}
+
+/* Moves arrivals to `connections` and to `started`, and those that must end to `ended`. */
+static void take_orders(struct moe_relay *r, struct moe_connections *started,
+                        struct moe_connections *ended, bool *closing)
+{
+    struct moe_listener *l = r->listener;
+    struct moe_connection *c;
+    moe_mutex_lock(&l->lock);
+    *closing = l->closing;
+    while ((c = TAILQ_FIRST(&r->arrivals)) != NULL) {
+        TAILQ_REMOVE(&r->arrivals, c, link);
+        TAILQ_INSERT_TAIL(&r->connections, c, link);
+        TAILQ_INSERT_TAIL(started, c, ready_link); /* it is not ready yet */
+    }
+    if (r->some_end)
+        TAILQ_FOREACH(c, &r->connections, link)
+    if (*closing || c->doomed)
+        TAILQ_INSERT_TAIL(ended, c, order_link);
+    r->some_end = false;
+    moe_mutex_unlock(&l->lock);
+}
+
+static void on_wake(struct moe_relay *r)
+{
+    struct moe_connections started = TAILQ_HEAD_INITIALIZER(started);
+    struct moe_connections ended = TAILQ_HEAD_INITIALIZER(ended);
+    struct moe_connection *c;
+    uint64_t count;
+    bool closing;
+    ssize_t n = read(r->wake, &count, sizeof count);
+    (void)n; /* spurious wakes do no harm */
+    take_orders(r, &started, &ended, &closing);
+    if (closing && r == r->listener->relays)
+        moe_accept_stop(r->listener);
+    TAILQ_FOREACH(c, &started, ready_link)
+    arrive(c);
+    TAILQ_FOREACH(c, &ended, order_link)
+    if (!c->gone)
+        end(c, closing ? MOE_CLOSE_SHUTDOWN : MOE_CLOSE_IDENTITY);
+}
+
+static void on_event(struct moe_relay *r, const struct epoll_event *event)
+{
+    const uint64_t kinds = MOE_EVENT_CLIENT | MOE_EVENT_SERVER | MOE_EVENT_LISTEN;
+    void *object = (void *)(uintptr_t)(event->data.u64 & ~kinds);
+    const uint64_t kind = event->data.u64 & kinds;
+    if (object == NULL) {
+        on_wake(r);
+        return;
+    }
+    if (kind == MOE_EVENT_LISTEN) {
+        moe_accept_ready(r->listener, object);
+        return;
+    }
+    struct moe_connection *c = object;
+    struct moe_flow_end *e = kind == MOE_EVENT_CLIENT ? &c->client : &c->server;
+    const uint32_t over = EPOLLRDHUP | EPOLLHUP | EPOLLERR;
+    e->readable |= (event->events & (EPOLLIN | over)) != 0;
+    e->writable |= (event->events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) != 0;
+    e->hung_up |= (event->events & over) != 0;
+    make_ready(c);
+}
+
+static bool is_finished(struct moe_relay *r)
+{
+    moe_mutex_lock(&r->listener->lock);
+    bool yes = r->listener->closing && TAILQ_EMPTY(&r->arrivals) && TAILQ_EMPTY(&r->connections);
+    moe_mutex_unlock(&r->listener->lock);
+    return yes;
+}
+
+static void *relay_main(void *arg)
+{
+    struct moe_relay *r = arg;
+    struct epoll_event events[EVENTS];
+    if (r == r->listener->relays)
+        moe_accept_watch(r->listener);
+    while (!is_finished(r)) {
+        int n = epoll_wait(r->epoll, events, EVENTS, sleep_ms(r));
+        for (int i = 0; i < n; i++)
+            on_event(r, &events[i]);
+        run_ready(r);
+        uint64_t now = moe_clock_ns();
+        check_times(r, now);
+        if (r == r->listener->relays)
+            moe_accept_retry(r->listener, now);
+        free_gone(r);
+    }
+    return NULL;
+}
+
+/* ------------------------------------------------------------------ life */
+
+static void relay_free(struct moe_relay *r)
+{
+    moe_flow_pool_destroy(&r->pool);
+    if (r->epoll >= 0)
+        close(r->epoll);
+    if (r->wake >= 0)
+        close(r->wake);
+}
+
+struct moe_status moe_relay_start(struct moe_listener *l, struct moe_relay *r)
+{
+    struct epoll_event event = {.events = EPOLLIN};
+    r->listener = l;
+    SLIST_INIT(&r->pool.spare);
+    TAILQ_INIT(&r->ready);
+    TAILQ_INIT(&r->timed);
+    TAILQ_INIT(&r->gone);
+    TAILQ_INIT(&r->arrivals);
+    TAILQ_INIT(&r->connections);
+    r->epoll = epoll_create1(EPOLL_CLOEXEC);
+    r->wake = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (r->epoll < 0 || r->wake < 0 || epoll_ctl(r->epoll, EPOLL_CTL_ADD, r->wake, &event) != 0 ||
+        moe_thread_create(&r->thread, "moe-relay", relay_main, r) != 0) {
+        relay_free(r);
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "cannot start a thread that relays connections");
+    }
+    return moe_ok();
+}
+
+void moe_relay_stop(struct moe_relay *r)
+{
+    pthread_join(r->thread, NULL);
+    relay_free(r);
+}

@@ -1,0 +1,71 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Connections: the part of the core behind each client that the listener has let in. */
+#include "rpc/serving.h"
+
+#include <grpc/grpc_posix.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+void moe_rpc_connection_unref(struct moe_rpc_connection *c)
+{
+    if (atomic_fetch_sub_explicit(&c->references, 1, memory_order_acq_rel) == 1)
+        free(c);
+}
+
+/* [shard thread] Its channel is closed. Calls may still be in the hands of handlers. */
+static void on_shut_down(struct moe_rpc_tag *tag, bool ok)
+{
+    struct moe_rpc_connection *c = MOE_RPC_OWNER(struct moe_rpc_connection, on_shut_down, tag);
+    struct moe_rpc_server *server = c->shard->server;
+    (void)ok;
+    grpc_server_destroy(c->core);
+    moe_rpc_connection_unref(c);
+    moe_mutex_lock(&server->lock);
+    server->connections--;
+    pthread_cond_broadcast(&server->changed);
+    moe_mutex_unlock(&server->lock);
+}
+
+static void shut_down(struct moe_rpc_connection *c)
+{
+    MOE_RPC_HAND_OVER(&c->on_shut_down);
+    grpc_server_shutdown_and_notify(c->core, c->shard->queue, &c->on_shut_down);
+}
+
+void *moe_rpc_connection_opened(void *ctx, const struct moe_rpc_identity *who, int fd)
+{
+    struct moe_rpc_server *server = ctx;
+    struct moe_rpc_connection *c = calloc(1, sizeof *c);
+    if (c == NULL) {
+        close(fd);
+        return NULL;
+    }
+    unsigned turn = atomic_fetch_add(&server->next_shard, 1);
+    c->shard = &server->shards[turn % server->shard_count];
+    c->who = *who;
+    c->on_shut_down.fn = on_shut_down;
+    atomic_init(&c->references, 1);
+    c->core = grpc_server_create(
+        &(grpc_channel_args){.num_args = server->arg_count, .args = server->args}, NULL);
+    grpc_server_register_completion_queue(c->core, c->shard->queue, NULL);
+    grpc_server_start(c->core);
+    moe_mutex_lock(&server->lock);
+    server->connections++;
+    moe_mutex_unlock(&server->lock);
+    moe_rpc_accept(c);
+    if (atomic_load(&c->accepting) == 0) { /* out of memory */
+        close(fd);
+        shut_down(c);
+        return NULL;
+    }
+    grpc_server_credentials *plain = grpc_insecure_server_credentials_create();
+    grpc_server_add_channel_from_fd(c->core, fd, plain);
+    grpc_server_credentials_release(plain);
+    return c;
+}
+
+void moe_rpc_connection_closed(void *ctx, void *connection)
+{
+    (void)ctx;
+    shut_down(connection);
+}

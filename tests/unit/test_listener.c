@@ -1,0 +1,599 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The listener with a server that echoes: who connects, what is relayed, and what ends a
+ * connection. */
+#include "base/clock.h"
+#include "base/wait.h"
+#include "daemon/metrics.h"
+#include "listener/listener.h"
+#include "support/check.h"
+#include "support/directory.h"
+#include "support/random.h"
+
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+static const char preface[] = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+enum { PREFACE = sizeof preface - 1, SOON_MS = 20000, OPENED_MAX = 512 };
+
+/* ------------------------------------------------------------------ a server behind a listener */
+
+enum serving {
+    ECHO,   /* a thread sends everything back */
+    SILENT, /* the test has the socket */
+    CHATTY, /* a thread sends bytes for as long as they are taken */
+};
+
+struct scene {
+    enum serving serving;
+    struct moe_listener *listener;
+    struct moe_metrics *metrics;
+    char path[MOE_TEST_DIRECTORY_BYTES + 8]; /* of the Unix socket */
+    struct sockaddr_in tcp;
+    atomic_uint opened, closed;
+    struct {
+        struct scene *scene;
+        int fd;
+        struct moe_rpc_identity who;
+        pthread_t thread;
+        size_t echoed;
+    } connections[OPENED_MAX];
+    char directory[MOE_TEST_DIRECTORY_BYTES];
+};
+
+static void wait_for(int fd, short what)
+{
+    struct pollfd wait = {.fd = fd, .events = what};
+    (void)poll(&wait, 1, -1);
+}
+
+/* Both sides are non-blocking, as the core's are. */
+static void *echo(void *arg)
+{
+    int fd = *(int *)arg;
+    static _Thread_local char bytes[100000];
+    ssize_t n;
+    while ((n = read(fd, bytes, sizeof bytes)) != 0) {
+        if (n < 0 && errno == EAGAIN) {
+            wait_for(fd, POLLIN);
+            continue;
+        }
+        if (n < 0)
+            break;
+        for (ssize_t at = 0; at < n;) {
+            ssize_t sent = send(fd, bytes + at, (size_t)(n - at), MSG_NOSIGNAL);
+            if (sent < 0 && errno != EAGAIN)
+                break;
+            if (sent < 0)
+                wait_for(fd, POLLOUT);
+            else
+                at += sent;
+        }
+    }
+    shutdown(fd, SHUT_RDWR);
+    return NULL;
+}
+
+static void *chat(void *arg)
+{
+    int fd = *(int *)arg;
+    static const char bytes[65536];
+    while (send(fd, bytes, sizeof bytes, MSG_NOSIGNAL) >= 0 || errno == EAGAIN)
+        wait_for(fd, POLLOUT);
+    return NULL;
+}
+
+static void *opened(void *ctx, const struct moe_rpc_identity *who, int fd)
+{
+    struct scene *s = ctx;
+    unsigned i = atomic_load(&s->opened);
+    if (i == OPENED_MAX)
+        abort();
+    s->connections[i].scene = s;
+    s->connections[i].fd = fd;
+    s->connections[i].who = *who;
+    if (s->serving != SILENT &&
+        pthread_create(&s->connections[i].thread, NULL, s->serving == ECHO ? echo : chat,
+                       &s->connections[i].fd) != 0)
+        abort();
+    atomic_fetch_add(&s->opened, 1);
+    return &s->connections[i];
+}
+
+static void closed(void *ctx, void *connection)
+{
+    struct scene *s = ctx;
+    assert_non_null(connection);
+    atomic_fetch_add(&s->closed, 1);
+}
+
+/* One relay thread, so `opened` needs no lock. `config` has what differs. */
+static void start(struct scene *s, struct moe_listener_config config)
+{
+    char addresses[256];
+    enum serving serving = s->serving;
+    *s = (struct scene){.serving = serving};
+    assert_true(moe_test_directory("listener", s->directory));
+    snprintf(s->path, sizeof s->path, "%s/sock", s->directory);
+    snprintf(addresses, sizeof addresses, "127.0.0.1:0,unix:%s", s->path);
+    assert_ok(moe_metrics_create(&s->metrics));
+    config.addresses = addresses;
+    config.metrics = s->metrics;
+    config.opened = opened;
+    config.closed = closed;
+    config.ctx = s;
+    assert_ok(moe_listener_open(&config, &s->listener));
+    assert_ok(moe_listener_run(s->listener));
+    s->tcp = (struct sockaddr_in){.sin_family = AF_INET,
+                                  .sin_port = htons(moe_listener_port(s->listener)),
+                                  .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+}
+
+static void finish(struct scene *s)
+{
+    moe_listener_close(s->listener);
+    moe_listener_destroy(s->listener);
+    assert_int_equal(s->opened, s->closed);
+    for (unsigned i = 0; i < s->opened; i++) {
+        if (s->serving != SILENT)
+            pthread_join(s->connections[i].thread, NULL);
+        close(s->connections[i].fd);
+    }
+    moe_metrics_destroy(s->metrics);
+    assert_int_equal(rmdir(s->directory), 0); /* the socket's file is gone */
+}
+
+/* The value of a series; its name with labels. */
+static unsigned long figure(struct scene *s, const char *series)
+{
+    char *text;
+    size_t length;
+    assert_ok(moe_metrics_render(s->metrics, &text, &length));
+    const char *line = strstr(text, series);
+    assert_non_null(line);
+    unsigned long value = strtoul(line + strlen(series), NULL, 10);
+    free(text);
+    return value;
+}
+
+static unsigned long closed_by(struct scene *s, const char *reason)
+{
+    char series[128];
+    snprintf(series, sizeof series,
+             "moe_rpc_connections_closed_total{server=\"data\",reason=\"%s\"}", reason);
+    return figure(s, series);
+}
+
+static void await_figure(struct scene *s, const char *reason, unsigned long value)
+{
+    uint64_t give_up = moe_clock_ns() + SOON_MS * MOE_NS_PER_MS;
+    while (closed_by(s, reason) < value && moe_clock_ns() < give_up)
+        moe_sleep_until(moe_clock_ns() + MOE_NS_PER_MS);
+    assert_int_equal(closed_by(s, reason), value);
+}
+
+/* ------------------------------------------------------------------ clients */
+
+static int come_tcp(struct scene *s)
+{
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_true(fd >= 0);
+    assert_int_equal(connect(fd, (struct sockaddr *)&s->tcp, sizeof s->tcp), 0);
+    return fd;
+}
+
+static int come_unix(struct scene *s)
+{
+    struct sockaddr_un at = {.sun_family = AF_UNIX};
+    snprintf(at.sun_path, sizeof at.sun_path, "%s", s->path);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_true(fd >= 0);
+    assert_int_equal(connect(fd, (struct sockaddr *)&at, sizeof at), 0);
+    return fd;
+}
+
+static void say(int fd, const void *bytes, size_t length)
+{
+    assert_int_equal(send(fd, bytes, length, MSG_NOSIGNAL), (ssize_t)length);
+}
+
+/* Reads exactly so much; false at the end of the connection. */
+static bool receive(int fd, void *bytes, size_t length)
+{
+    for (size_t at = 0; at < length;) {
+        struct pollfd wait = {.fd = fd, .events = POLLIN};
+        assert_int_equal(poll(&wait, 1, SOON_MS), 1);
+        ssize_t n = recv(fd, (char *)bytes + at, length - at, 0);
+        if (n <= 0)
+            return false;
+        at += (size_t)n;
+    }
+    return true;
+}
+
+static void begin(int fd)
+{
+    char back[PREFACE];
+    say(fd, preface, PREFACE);
+    assert_true(receive(fd, back, PREFACE));
+    assert_memory_equal(back, preface, PREFACE);
+}
+
+static bool is_over(int fd)
+{
+    char byte;
+    return !receive(fd, &byte, 1);
+}
+
+/* ------------------------------------------------------------------ tests */
+
+static void the_kernel_says_who_connects(void **state)
+{
+    struct scene s = {.serving = ECHO};
+    char name[32];
+    struct stat file;
+    (void)state;
+    start(&s, (struct moe_listener_config){0});
+    assert_int_equal(stat(s.path, &file), 0);
+    assert_int_equal(file.st_mode & 0777, 0600);
+    int tcp = come_tcp(&s), local = -1;
+    begin(tcp);
+    local = come_unix(&s);
+    begin(local);
+    assert_int_equal(s.connections[0].who.link, MOE_RPC_LINK_TCP);
+    assert_string_equal(s.connections[0].who.name, "");
+    assert_string_equal(s.connections[0].who.address, "127.0.0.1");
+    snprintf(name, sizeof name, "uid:%u", getuid());
+    assert_int_equal(s.connections[1].who.link, MOE_RPC_LINK_UNIX);
+    assert_string_equal(s.connections[1].who.name, name);
+    assert_int_equal(s.connections[1].who.uid, getuid());
+    assert_int_equal(figure(&s, "moe_rpc_connections{server=\"data\"}"), 2);
+    close(tcp);
+    close(local);
+    await_figure(&s, "client", 2);
+    finish(&s);
+}
+
+static struct moe_status try_open(const char *addresses)
+{
+    struct moe_listener *l;
+    struct moe_status st =
+        moe_listener_open(&(struct moe_listener_config){.addresses = addresses}, &l);
+    moe_listener_destroy(l);
+    return st;
+}
+
+static void a_socket_file_in_use_is_refused_and_a_stale_one_replaced(void **state)
+{
+    struct scene s = {.serving = ECHO};
+    char address[128];
+    (void)state;
+    start(&s, (struct moe_listener_config){0});
+    snprintf(address, sizeof address, "unix:%s", s.path);
+    assert_refused(try_open(address), MOE_UNAVAILABLE, MOE_REASON_IO);
+    int fd = come_unix(&s); /* the first one goes on */
+    begin(fd);
+    close(fd);
+    finish(&s);
+
+    struct sockaddr_un at = {.sun_family = AF_UNIX};
+    assert_true(moe_test_directory("listener", s.directory));
+    snprintf(at.sun_path, sizeof at.sun_path, "%s/stale", s.directory);
+    snprintf(address, sizeof address, "unix:%s", at.sun_path);
+    int stale = socket(AF_UNIX, SOCK_STREAM, 0);
+    assert_int_equal(bind(stale, (struct sockaddr *)&at, sizeof at), 0);
+    close(stale);
+    assert_ok(try_open(address));
+    assert_int_equal(access(at.sun_path, F_OK), -1);
+    /* What is no socket stays. */
+    int file = open(at.sun_path, O_CREAT | O_WRONLY | O_CLOEXEC, 0600);
+    assert_true(file >= 0);
+    close(file);
+    assert_refused(try_open(address), MOE_UNAVAILABLE, MOE_REASON_IO);
+    assert_int_equal(unlink(at.sun_path), 0);
+    assert_int_equal(rmdir(s.directory), 0);
+}
+
+static void bad_addresses_are_refused(void **state)
+{
+    static const char *const bad[] = {
+        "unix:",
+        "unix:relative/path",
+        "127.0.0.1:0,",
+        ",127.0.0.1:0",
+        "127.0.0.1:0,,127.0.0.1:0",
+        "127.0.0.1:0,0.0.0.0:0",
+        "127.0.0.1:0,127.0.0.1:0,127.0.0.1:0,127.0.0.1:0,127.0.0.1:0",
+        "unix:/01234567890123456789012345678901234567890123456789012345678901234567890123456789"
+        "012345678901234567890123456789"};
+    (void)state;
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        assert_refused(try_open(bad[i]), MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID);
+    assert_ok(try_open("127.0.0.1:0,localhost:0,[::1]:0"));
+}
+
+struct flood {
+    int fd;
+    const uint8_t *bytes;
+    size_t length;
+};
+
+static void *send_flood(void *arg)
+{
+    const struct flood *f = arg;
+    for (size_t at = 0; at < f->length;) {
+        size_t part = 1 + random_below(300000);
+        part = part < f->length - at ? part : f->length - at;
+        ssize_t n = send(f->fd, f->bytes + at, part, MSG_NOSIGNAL);
+        if (n <= 0)
+            abort();
+        at += (size_t)n;
+    }
+    return NULL;
+}
+
+static void bytes_arrive_whole_and_in_order_both_ways(void **state)
+{
+    enum { LENGTH = 48 << 20 };
+    struct scene s = {.serving = ECHO};
+    pthread_t thread;
+    (void)state;
+    uint8_t *bytes = malloc(LENGTH), *back = malloc(LENGTH);
+    assert_non_null(bytes);
+    assert_non_null(back);
+    fill_random(bytes, LENGTH);
+    start(&s, (struct moe_listener_config){0});
+    for (int round = 0; round < 2; round++) {
+        int fd = round == 0 ? come_tcp(&s) : come_unix(&s);
+        begin(fd);
+        struct flood f = {.fd = fd, .bytes = bytes, .length = LENGTH};
+        assert_int_equal(pthread_create(&thread, NULL, send_flood, &f), 0);
+        assert_true(receive(fd, back, LENGTH));
+        pthread_join(thread, NULL);
+        assert_memory_equal(bytes, back, LENGTH);
+        memset(back, 0, LENGTH);
+        shutdown(fd, SHUT_WR);
+        assert_true(is_over(fd));
+        close(fd);
+    }
+    finish(&s);
+    free(bytes);
+    free(back);
+}
+
+static void what_the_server_sent_arrives_before_the_end(void **state)
+{
+    enum { LENGTH = 100000 };
+    struct scene s = {.serving = SILENT};
+    static uint8_t answer[LENGTH], back[LENGTH];
+    char hello[PREFACE];
+    (void)state;
+    fill_random(answer, LENGTH);
+    start(&s, (struct moe_listener_config){0});
+    int fd = come_tcp(&s);
+    say(fd, preface, PREFACE);
+    while (atomic_load(&s.opened) == 0)
+        moe_sleep_until(moe_clock_ns() + MOE_NS_PER_MS);
+    int server = s.connections[0].fd;
+    assert_true(receive(server, hello, PREFACE));
+    say(server, answer, LENGTH);
+    shutdown(server, SHUT_WR);
+    assert_true(receive(fd, back, LENGTH));
+    assert_memory_equal(answer, back, LENGTH);
+    assert_true(is_over(fd));
+    close(fd);
+    await_figure(&s, "server", 1);
+    finish(&s);
+}
+
+static void only_http2_gets_in_and_only_in_time(void **state)
+{
+    struct scene s = {.serving = ECHO};
+    (void)state;
+    start(&s, (struct moe_listener_config){.preface_ms = 500});
+    int other = come_tcp(&s), slow = come_tcp(&s), silent = come_tcp(&s), late = come_tcp(&s);
+    uint64_t began = moe_clock_ns();
+    say(other, "GET / HTTP/1.1\r\n\r\n", 18);
+    assert_true(is_over(other));
+    for (int i = 0; i < 20; i++) { /* too late with its last byte */
+        (void)send(slow, preface + i, 1, MSG_NOSIGNAL);
+        moe_sleep_until(moe_clock_ns() + 40 * MOE_NS_PER_MS);
+        if (i == 3) { /* two parts */
+            say(late, preface, 10);
+        } else if (i == 5) {
+            char back[PREFACE];
+            say(late, preface + 10, PREFACE - 10);
+            assert_true(receive(late, back, PREFACE));
+        }
+    }
+    assert_true(is_over(slow));
+    assert_true(is_over(silent));
+    assert_true(moe_clock_ns() - began >= 500 * MOE_NS_PER_MS);
+    assert_int_equal(s.opened, 1);
+    assert_int_equal(closed_by(&s, "preface"), 3);
+    say(late, "x", 1); /* in time: no limit runs any more */
+    char byte;
+    assert_true(receive(late, &byte, 1));
+    close(other);
+    close(slow);
+    close(silent);
+    close(late);
+    finish(&s);
+}
+
+static void a_peer_has_so_many_connections_and_all_have_so_many(void **state)
+{
+    struct scene s = {.serving = ECHO};
+    int tcp[4], local[4];
+    (void)state;
+    start(&s, (struct moe_listener_config){.max_connections = 5, .max_per_peer = 3});
+    for (int i = 0; i < 4; i++) {
+        tcp[i] = come_tcp(&s);
+        if (i < 3)
+            begin(tcp[i]);
+    }
+    assert_true(is_over(tcp[3])); /* one address has 3 */
+    for (int i = 0; i < 3; i++) {
+        local[i] = come_unix(&s);
+        if (i < 2)
+            begin(local[i]);
+    }
+    assert_true(is_over(local[2])); /* all have 5 */
+    assert_int_equal(closed_by(&s, "limit"), 2);
+    close(tcp[0]);
+    await_figure(&s, "client", 1);
+    local[3] = come_unix(&s);
+    begin(local[3]);
+    for (int i = 0; i < 4; i++) {
+        if (i != 0)
+            close(tcp[i]);
+        close(local[i]);
+    }
+    finish(&s);
+}
+
+/* Reads so much every 10 ms. */
+static bool is_read_for(int fd, size_t bytes, uint64_t ms)
+{
+    static char sink[65536];
+    uint64_t until = moe_clock_ns() + ms * MOE_NS_PER_MS;
+    while (moe_clock_ns() < until) {
+        if (recv(fd, sink, bytes, 0) <= 0)
+            return false;
+        moe_sleep_until(moe_clock_ns() + 10 * MOE_NS_PER_MS);
+    }
+    return true;
+}
+
+static void answers_left_unread_end_a_connection(void **state)
+{
+    struct scene s = {.serving = CHATTY};
+    (void)state;
+    start(&s, (struct moe_listener_config){.silence_ms = 300});
+    int stopped = come_tcp(&s), trickle = come_tcp(&s), slow = come_unix(&s);
+    say(stopped, preface, PREFACE);
+    say(trickle, preface, PREFACE);
+    say(slow, preface, PREFACE);
+    /* 10 KB/s is as good as nothing; 1.6 MB/s is enough. */
+    uint64_t give_up = moe_clock_ns() + SOON_MS * MOE_NS_PER_MS;
+    while (closed_by(&s, "unread") < 2 && moe_clock_ns() < give_up) {
+        (void)is_read_for(trickle, 100, 10);
+        assert_true(is_read_for(slow, 16384, 10));
+    }
+    assert_int_equal(closed_by(&s, "unread"), 2);
+    assert_true(is_read_for(slow, 16384, 700));
+    close(stopped);
+    close(trickle);
+    close(slow);
+    finish(&s);
+}
+
+static bool is_unix(void *ctx, const struct moe_rpc_identity *who)
+{
+    (void)ctx;
+    return who->link == MOE_RPC_LINK_UNIX;
+}
+
+static void connections_of_an_identity_can_be_ended(void **state)
+{
+    struct scene s = {.serving = ECHO};
+    char byte;
+    (void)state;
+    start(&s, (struct moe_listener_config){0});
+    int tcp = come_tcp(&s), local = come_unix(&s), young = come_unix(&s);
+    begin(tcp);
+    begin(local);
+    moe_listener_disconnect(s.listener, is_unix, NULL);
+    assert_true(is_over(local));
+    assert_true(is_over(young));
+    assert_int_equal(closed_by(&s, "identity"), 2);
+    say(tcp, "x", 1);
+    assert_true(receive(tcp, &byte, 1));
+    close(tcp);
+    close(local);
+    close(young);
+    finish(&s);
+}
+
+/* ------------------------------------------------------------------ without descriptors */
+
+enum { CROWD = 200, LOW_MAX = 4096 };
+
+static void without_descriptors_clients_are_refused_and_may_come_back(void **state)
+{
+    struct scene s = {.serving = ECHO};
+    struct rlimit before, few;
+    static int crowd[CROWD], low[LOW_MAX];
+    int low_count = 0, fd;
+    (void)state;
+    start(&s, (struct moe_listener_config){0});
+    int first = come_tcp(&s);
+    begin(first);
+    for (int i = 0; i < CROWD; i++)
+        assert_true((crowd[i] = socket(AF_INET, SOCK_STREAM, 0)) >= 0);
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &before), 0);
+    few = before;
+    few.rlim_cur = (rlim_t)crowd[CROWD - 1] + 2;
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &few), 0);
+    while ((fd = open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0) {
+        assert_true(low_count < LOW_MAX);
+        low[low_count++] = fd;
+    }
+    for (int i = 0; i < CROWD; i++) {
+        assert_int_equal(connect(crowd[i], (struct sockaddr *)&s.tcp, sizeof s.tcp), 0);
+        assert_true(is_over(crowd[i]));
+    }
+    await_figure(&s, "descriptors", CROWD);
+    /* The lowest limit below the reserve: it cannot be opened again, as if another thread had
+     * taken it. */
+    few.rlim_cur = 3;
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &few), 0);
+    close(crowd[0]);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
+    crowd[0] = socket(AF_INET, SOCK_STREAM, 0);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &few), 0);
+    assert_int_equal(connect(crowd[0], (struct sockaddr *)&s.tcp, sizeof s.tcp), 0);
+    struct pollfd wait = {.fd = crowd[0], .events = POLLIN};
+    (void)poll(&wait, 1, 100);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
+    char byte; /* the established connection goes on */
+    say(first, "x", 1);
+    assert_true(receive(first, &byte, 1));
+    while (low_count > 0)
+        close(low[--low_count]);
+    int last = come_tcp(&s);
+    begin(last);
+    close(last);
+    close(first);
+    for (int i = 0; i < CROWD; i++)
+        close(crowd[i]);
+    finish(&s);
+}
+
+int main(void)
+{
+    seed_random();
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_kernel_says_who_connects),
+        cmocka_unit_test(a_socket_file_in_use_is_refused_and_a_stale_one_replaced),
+        cmocka_unit_test(bad_addresses_are_refused),
+        cmocka_unit_test(bytes_arrive_whole_and_in_order_both_ways),
+        cmocka_unit_test(what_the_server_sent_arrives_before_the_end),
+        cmocka_unit_test(only_http2_gets_in_and_only_in_time),
+        cmocka_unit_test(a_peer_has_so_many_connections_and_all_have_so_many),
+        cmocka_unit_test(answers_left_unread_end_a_connection),
+        cmocka_unit_test(connections_of_an_identity_can_be_ended),
+        cmocka_unit_test(without_descriptors_clients_are_refused_and_may_come_back),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
