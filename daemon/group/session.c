@@ -182,6 +182,21 @@ static void plan_reconnect(struct moe_group *g)
     g->backoff_ms = g->backoff_ms * 2 < longest ? g->backoff_ms * 2 : longest;
 }
 
+/* A new channel each time: a coordinator that starts later than this worker may have a local socket
+ * then. */
+static struct moe_status reopen_channel(struct moe_group *g)
+{
+    const struct moe_rpc_channel_config config = {
+        .target = g->config.coordinator,
+        .max_message_bytes = MESSAGE_BYTES_MAX,
+        .own_connection = true,
+        .reconnect_ms = RECONNECT_MS,
+    };
+    moe_rpc_channel_close(g->channel);
+    g->channel = NULL;
+    return moe_rpc_channel_open(g->config.client, &config, &g->channel);
+}
+
 static void connect_stream(struct moe_group *g)
 {
     g->reconnect_ns = MOE_NEVER;
@@ -192,8 +207,9 @@ static void connect_stream(struct moe_group *g)
     const struct moe_rpc_call_options options = {.deadline_ns = MOE_NEVER};
     const struct moe_rpc_stream_events events = {stream_message, stream_closed};
     struct moe_rpc_stream *stream = NULL;
-    struct moe_status st =
-        moe_rpc_stream_open(g->channel, session_path, &options, &events, g, &stream);
+    struct moe_status st = reopen_channel(g);
+    if (!moe_failed(&st))
+        st = moe_rpc_stream_open(g->channel, session_path, &options, &events, g, &stream);
     if (moe_failed(&st)) {
         moe_log_warn("coordinator: %s", st.text);
         plan_reconnect(g);
@@ -375,15 +391,8 @@ struct moe_status moe_group_start(const struct moe_group_config *config, struct 
     g->reconnect_ns = 0;
     moe_mutex_init(&g->lock);
     moe_wait_init(&g->wake);
-    const struct moe_rpc_channel_config channel = {
-        .target = config->coordinator,
-        .max_message_bytes = MESSAGE_BYTES_MAX,
-        .own_connection = true,
-        .reconnect_ms = RECONNECT_MS,
-    };
     struct moe_status st;
     MOE_TRY_GOTO(st, moe_gather_create(moe_group__send_blob, g, &g->gather), fail);
-    MOE_TRY_GOTO(st, moe_rpc_channel_open(config->client, &channel, &g->channel), fail);
     MOE_TRY_GOTO(st, moe_serial_executor_create(&g->executor), fail);
     *out = g; /* before the thread starts: hooks may use it */
     if (moe_thread_create(&g->thread, "moe-group", thread_main, g) != 0) {

@@ -7,12 +7,14 @@
 #include "base/mutex.h"
 #include "base/thread.h"
 #include "base/wait.h"
+#include "daemon/local.h"
 #include "rpc/calling.h"
 #include "uploads/budget.h"
 
 #include <limits.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -211,6 +213,19 @@ grpc_op moe_rpc_open_op(const struct moe_rpc_call_options *options)
 
 /* ------------------------------------------------------------------ channels */
 
+enum { TARGET_BYTES = 512 };
+
+/* A daemon of this user is reached by its socket, where it knows the user. */
+static struct moe_status find_target(const char *endpoint, char target[TARGET_BYTES])
+{
+    char path[MOE_LOCAL_PATH_BYTES];
+    int n = moe_local_find(endpoint, path) ? snprintf(target, TARGET_BYTES, "unix:%s", path)
+                                           : snprintf(target, TARGET_BYTES, "%s", endpoint);
+    return n > 0 && n < TARGET_BYTES ? moe_ok()
+                                     : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                                                 "the address is too long");
+}
+
 struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
                                        const struct moe_rpc_channel_config *config,
                                        struct moe_rpc_channel **out)
@@ -244,6 +259,8 @@ struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
         moe_rpc_int_arg(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, FIRST_BACKOFF_MS),
         moe_rpc_int_arg(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, (int)longest),
     };
+    char target[TARGET_BYTES];
+    MOE_TRY(find_target(config->target, target));
     struct moe_rpc_channel *ch = calloc(1, sizeof *ch);
     if (ch == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
@@ -251,8 +268,7 @@ struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
     grpc_channel_credentials *plain = grpc_insecure_credentials_create();
     ch->client = c;
     ch->core = grpc_channel_create(
-        config->target, plain,
-        &(grpc_channel_args){.num_args = sizeof args / sizeof *args, .args = args});
+        target, plain, &(grpc_channel_args){.num_args = sizeof args / sizeof *args, .args = args});
     grpc_channel_credentials_release(plain);
     *out = ch;
     return moe_ok();

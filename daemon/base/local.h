@@ -1,0 +1,28 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The Unix sockets by which processes of one user reach the daemons of this host.
+ *
+ * A daemon that listens on TCP port P of a loopback address also listens at the socket
+ * DIRECTORY/P-NETWORK.sock. NETWORK is the inode of its network namespace: port P means another
+ * daemon elsewhere. The kernel tells the daemon which user connects; that needs no password.
+ *
+ * DIRECTORY is $MOED_RUNTIME_DIR; if that is not set, $XDG_RUNTIME_DIR/moed, or /tmp/moed-UID if
+ * that one cannot be used. It belongs to the user and has mode 0700. */
+#ifndef MOE_BASE_LOCAL_H
+#define MOE_BASE_LOCAL_H
+
+#include "base/status.h"
+
+enum { MOE_LOCAL_PATH_BYTES = 108 }; /* of sockaddr_un, with the final 0 */
+
+/* Makes the directory if it is missing, and writes the path of a daemon's socket with a '*' in
+ * place of the port, which a listener fills in. Errors: MOE_FAILED_PRECONDITION/IO (no directory
+ * can be used; the text says why of the last one), MOE_INVALID_ARGUMENT/CONFIG_INVALID (the path is
+ * too long or has a comma). */
+struct moe_status moe_local_listen_path(char path[MOE_LOCAL_PATH_BYTES]) MOE_CHECKED;
+
+/* True if `endpoint` ("127.0.0.1:7700", "localhost:7700", "[::1]:7700") has a socket of this user;
+ * `path` is its place. A socket of another user, in a directory that others can use, or without a
+ * listener, does not count. */
+bool moe_local_find(const char *endpoint, char path[MOE_LOCAL_PATH_BYTES]);
+
+#endif
