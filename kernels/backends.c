@@ -4,6 +4,9 @@
 
 #include "cuda/plan/options.h"
 
+#include "cpu/compute/options.h"
+#include "cpu/network/network.h"
+
 #ifdef MOE_HAVE_CUDA
 #include "cuda/plan/process.h"
 #include "cuda/step/backend.h"
@@ -18,9 +21,9 @@ static bool cuda_answers(void)
     return moe_cuda_available();
 }
 
-struct moe_status moe_backends_prepare(void)
+static struct moe_status prepare_cuda(const char *interface)
 {
-    return moe_cuda_process_prepare();
+    return moe_cuda_process_prepare(interface);
 }
 #else
 static const struct moe_backend *find_cuda(void)
@@ -33,13 +36,21 @@ static bool cuda_answers(void)
     return false;
 }
 
-struct moe_status moe_backends_prepare(void)
+static struct moe_status prepare_cuda(const char *interface)
 {
+    (void)interface;
     return moe_ok();
 }
 #endif
 
-const struct moe_backend_option *const moe_backend_option_tables[] = {moe_cuda_options, NULL};
+struct moe_status moe_backends_prepare(const char *interface)
+{
+    MOE_TRY(moe_cpu_network_prepare(interface));
+    return prepare_cuda(interface);
+}
+
+const struct moe_backend_option *const moe_backend_option_tables[] = {moe_cuda_options,
+                                                                      moe_cpu_options, NULL};
 
 const struct moe_backend *moe_backend_find(const char *name)
 {

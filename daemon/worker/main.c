@@ -119,21 +119,31 @@ static void configure_training(const struct settings *s, struct moe_worker_confi
 
 /* ------------------------------------------------------------------------ backends */
 
-/* One after the other the tables of moe_backend_option_tables, each with its end, with the values
- * that were given. */
+/* The options of moe_backend_option_tables, each name once, with the values that were given. */
 static struct moe_backend_setting backend_settings[MOE_OPTIONS_MAX];
 
-/* The part that belongs to the backend; settings of other backends mean nothing to it. */
+/* The entry of a name, or the end of the list. */
+static struct moe_backend_setting *find_setting(const char *name)
+{
+    struct moe_backend_setting *s = backend_settings;
+    while (s->name != NULL && strcmp(s->name, name) != 0)
+        s++;
+    MOE_INVARIANT(s < backend_settings + MOE_OPTIONS_MAX - 1);
+    return s;
+}
+
+/* Those that the backend has; settings of other backends mean nothing to it. */
 static const struct moe_backend_setting *settings_of(const struct moe_backend *backend)
 {
-    const struct moe_backend_setting *s = backend_settings;
-    for (size_t t = 0; moe_backend_option_tables[t] != NULL; t++, s++) {
-        if (moe_backend_option_tables[t] == backend->options)
-            return s;
-        while (s->name != NULL)
-            s++;
+    static struct moe_backend_setting own[MOE_OPTIONS_MAX];
+    const struct moe_backend_option *o = backend->options;
+    size_t count = 0;
+    for (; o != NULL && o[count].name != NULL; count++) {
+        MOE_INVARIANT(count < MOE_OPTIONS_MAX - 1);
+        own[count] = *find_setting(o[count].name);
     }
-    return NULL;
+    own[count] = (struct moe_backend_setting){0};
+    return own;
 }
 
 /* ------------------------------------------------------------------------ running */
@@ -425,16 +435,16 @@ static void add_options(const struct moe_option *options, size_t count)
 
 static void add_backend_options(enum moe_backend_scope scope)
 {
-    struct moe_backend_setting *to = backend_settings;
-    for (size_t t = 0; moe_backend_option_tables[t] != NULL; t++, to++)
+    for (size_t t = 0; moe_backend_option_tables[t] != NULL; t++)
         for (const struct moe_backend_option *o = moe_backend_option_tables[t]; o->name != NULL;
-             o++, to++) {
-            MOE_INVARIANT(to < backend_settings + MOE_OPTIONS_MAX - 1);
+             o++) {
+            struct moe_backend_setting *to = find_setting(o->name);
+            if (o->scope != scope || to->name != NULL)
+                continue;
             to->name = o->name;
-            if (o->scope == scope)
-                add_options(&(struct moe_option){o->name, 0, MOE_OPTION_CHOICE, &to->value, 0, 0,
-                                                 o->values, o->help},
-                            1);
+            add_options(&(struct moe_option){o->name, 0, MOE_OPTION_CHOICE, &to->value, 0, 0,
+                                             o->values, o->help},
+                        1);
         }
 }
 
@@ -523,7 +533,7 @@ int main(int argc, char **argv)
         .run = run_worker,
         .ctx = &settings,
     };
-    struct moe_status st = moe_backends_prepare();
+    struct moe_status st = moe_backends_prepare(NULL);
     if (moe_failed(&st)) {
         fprintf(stderr, "moe-worker: %s\n", st.text);
         return 1;

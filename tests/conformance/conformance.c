@@ -237,6 +237,7 @@ static void *share_memory(uint64_t slots)
 int main(int argc, char **argv)
 {
     const char *backend = "cpu", *gemm = "auto", *transport = "auto";
+    uint64_t domain_size = 0;
     struct plan plan = {
         .slots = 2, .cases = 100, .seed = seed_from_environment(1), .timeout_s = 600};
     const struct moe_option options[] = {
@@ -249,7 +250,9 @@ int main(int argc, char **argv)
         {"skewed", 0, MOE_OPTION_BOOL, &plan.skewed, 0, 0, NULL, "crowded experts and slots only"},
         {"training", 0, MOE_OPTION_BOOL, &plan.training, 0, 0, NULL, "backward and optimizer"},
         {"transport", 0, MOE_OPTION_STRING, &transport, 0, 0, "NAME",
-         "how rows travel between GPUs: auto, nvlink or network"},
+         "how rows travel between slots: auto, nvlink or network"},
+        {"domain-size", 0, MOE_OPTION_UINT, &domain_size, 0, MOE_MAX_SLOTS, "N",
+         "N slots each count as a host; 0 = all are on one"},
         {"timeout", 't', MOE_OPTION_UINT, &plan.timeout_s, 1, 86400, "SECONDS", "watchdog"},
     };
     size_t count = sizeof options / sizeof *options;
@@ -269,6 +272,7 @@ int main(int argc, char **argv)
         plan.share = share_memory(plan.slots);
     group_set(plan.backend, "gemm", gemm);
     group_set(plan.backend, "transport", transport);
+    group_domain_size = (uint32_t)domain_size;
     printf("seed %llu\n", (unsigned long long)plan.seed);
     struct group group;
     int status[MOE_MAX_SLOTS] = {0};

@@ -201,12 +201,14 @@ static bool run_all(const struct scenario *list, size_t count, uint32_t slots, c
 int main(int argc, char **argv)
 {
     const char *name = "cpu", *transport = "auto", *only = "";
-    uint64_t slots = 3;
+    uint64_t slots = 3, domain_size = 0;
     const struct moe_option options[] = {
         {"backend", 'b', MOE_OPTION_STRING, &name, 0, 0, "NAME", "backend to test"},
         {"slots", 'n', MOE_OPTION_UINT, &slots, 2, MOE_MAX_SLOTS, "N", "processes"},
         {"transport", 0, MOE_OPTION_STRING, &transport, 0, 0, "NAME",
-         "how rows travel between GPUs: auto, nvlink or network"},
+         "how rows travel between slots: auto, nvlink or network"},
+        {"domain-size", 0, MOE_OPTION_UINT, &domain_size, 0, MOE_MAX_SLOTS, "N",
+         "N slots each count as a host; 0 = all are on one"},
         {"only", 0, MOE_OPTION_STRING, &only, 0, 0, "TEXT",
          "only scenarios with this in their name"},
     };
@@ -220,6 +222,7 @@ int main(int argc, char **argv)
         return 2;
     }
     group_set(backend, "transport", transport);
+    group_domain_size = (uint32_t)domain_size;
     uint32_t run = 0, n = (uint32_t)slots;
     bool all = run_all(scenarios, sizeof scenarios / sizeof *scenarios, n, only, &run);
     if (strcmp(backend->name, "cuda") == 0)

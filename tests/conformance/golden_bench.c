@@ -143,11 +143,14 @@ void await_members(struct member *m)
 int training_main(struct training_program *p, int argc, char **argv)
 {
     const char *backend = "cpu", *transport = "auto";
+    uint64_t domain_size = 0;
     const struct moe_option options[] = {
         {"backend", 'b', MOE_OPTION_STRING, &backend, 0, 0, "NAME", "backend to test"},
         {"slots", 'n', MOE_OPTION_UINT, &p->slots, 1, p->max_slots, "N", "processes"},
         {"transport", 0, MOE_OPTION_STRING, &transport, 0, 0, "NAME",
-         "how rows travel between GPUs: auto, nvlink or network"},
+         "how rows travel between slots: auto, nvlink or network"},
+        {"domain-size", 0, MOE_OPTION_UINT, &domain_size, 0, MOE_MAX_SLOTS, "N",
+         "N slots each count as a host; 0 = all are on one"},
         {p->option, p->option[0], MOE_OPTION_STRING, &p->data, 0, 0, "DIR", "recorded data"},
     };
     struct moe_options parsed;
@@ -162,6 +165,7 @@ int training_main(struct training_program *p, int argc, char **argv)
         return 2;
     }
     group_set(p->backend, "transport", transport);
+    group_domain_size = (uint32_t)domain_size;
     if (p->backend->training == NULL) {
         printf("SKIPPED: the backend %s cannot train\n", backend);
         return SKIPPED;

@@ -16,6 +16,7 @@
 enum { MAX_SETTINGS = 4 };
 
 struct moe_backend_setting group_settings[MAX_SETTINGS + 1];
+uint32_t group_domain_size;
 
 void group_set(const struct moe_backend *backend, const char *option, const char *value)
 {
@@ -38,7 +39,7 @@ void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), vo
         mmap(NULL, sizeof *g->board, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     MOE_INVARIANT(g->board != MAP_FAILED);
     g->board->gather_ms = 20000;
-    struct moe_status st = moe_backends_prepare();
+    struct moe_status st = moe_backends_prepare(NULL);
     MOE_INVARIANT(!moe_failed(&st));
     fflush(NULL); /* or every member would print the buffer again */
     for (uint32_t s = 0; s < slots; s++) {
@@ -143,6 +144,7 @@ struct moe_session_config member_session(struct member *m, uint64_t epoch, uint3
                                        .max_experts = 64,
                                        .wait_budget_ms = budget_ms,
                                        .settings = group_settings,
+                                       .domain_size = group_domain_size,
                                        .allgather = board_allgather,
                                        .allgather_ctx = m};
 }

@@ -60,6 +60,10 @@ extern struct moe_backend_setting group_settings[];
 /* Adds one, before group_start; does nothing if the backend has no such option. */
 void group_set(const struct moe_backend *backend, const char *option, const char *value);
 
+/* Of the sessions that member_session describes: slots of other domains count as other hosts. 0 =
+ * all slots are on one host. */
+extern uint32_t group_domain_size;
+
 /* A session of the whole group with the smallest window that suits the tests. */
 struct moe_session_config member_session(struct member *m, uint64_t epoch, uint32_t budget_ms);
 

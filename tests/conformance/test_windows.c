@@ -33,6 +33,20 @@ static bool call_with_nonsense(const struct moe_cpu_endpoint *endpoint, bool spe
     return sent;
 }
 
+/* As a faulty or late peer: past moe_cpu_stores_flag. */
+static void store_flag(uint64_t *flag, uint64_t stamp, uint32_t value)
+{
+    __atomic_store_n(flag, moe_window_flag(stamp, value), __ATOMIC_RELEASE);
+}
+
+/* All slots share their windows, or the call fails. */
+static struct moe_status connect_all(const struct member *m, struct moe_cpu_peers *peers,
+                                     const struct moe_cpu_endpoint *endpoints, int window,
+                                     uint64_t deadline, int fds[MOE_MAX_SLOTS])
+{
+    return moe_cpu_peers_connect(peers, m->live, false, endpoints, window, deadline, fds);
+}
+
 static int connect_among_strangers(struct member *m)
 {
     struct moe_cpu_peers *peers;
@@ -45,7 +59,7 @@ static int connect_among_strangers(struct member *m)
         EXPECT(call_with_nonsense(&endpoints[0], false));
     }
     uint64_t deadline = moe_clock_ns() + LONG_MS * MOE_NS_PER_MS;
-    EXPECT(good(moe_cpu_peers_connect(peers, endpoints, window, deadline, fds)));
+    EXPECT(good(connect_all(m, peers, endpoints, window, deadline, fds)));
     EXPECT(fds[m->slot] == -1 && fds[1 - m->slot] >= 0);
     close(fds[1 - m->slot]);
     close(window);
@@ -62,7 +76,7 @@ static int connect_without_the_secret(struct member *m)
     EXPECT(good(board_allgather(m, &mine, endpoints, sizeof mine)));
     endpoints[1 - m->slot].secret[5] ^= 1;
     uint64_t deadline = moe_clock_ns() + SHORT_MS * MOE_NS_PER_MS;
-    struct moe_status st = moe_cpu_peers_connect(peers, endpoints, window, deadline, fds);
+    struct moe_status st = connect_all(m, peers, endpoints, window, deadline, fds);
     EXPECT(is(st, MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(fds[1 - m->slot] == -1);
     close(window);
@@ -92,7 +106,7 @@ static int part_in_a_hurry(struct member *m)
     EXPECT(good(moe_cpu_peers_listen(m->slot, m->live, &peers, &mine)));
     EXPECT(good(board_allgather(m, &mine, endpoints, sizeof mine)));
     uint64_t deadline = moe_clock_ns() + LONG_MS * MOE_NS_PER_MS;
-    EXPECT(good(moe_cpu_peers_connect(peers, endpoints, window, deadline, fds)));
+    EXPECT(good(connect_all(m, peers, endpoints, window, deadline, fds)));
     close(window);
     close(fds[1 - m->slot]);
     if (m->slot == 0) {
@@ -190,7 +204,7 @@ static int write_late(struct member *m)
         const uint64_t stale[] = {moe_window_stamp(6, 1), moe_window_stamp(7, 0),
                                   moe_window_stamp(7, 2), moe_window_stamp(8, 1)};
         for (size_t i = 0; i < sizeof stale / sizeof *stale; i++) {
-            moe_cpu_session_store(exchange_flag(s.session, 0, 1), stale[i], 8);
+            store_flag(exchange_flag(s.session, 0, 1), stale[i], 8);
             moe_cpu_session_wake(s.session, 0);
             usleep(20000);
         }
@@ -210,7 +224,7 @@ static int write_in_time(struct member *m)
     struct session_fixture s;
     EXPECT(open_fixture(m, &s, LONG_MS, false));
     if (m->slot == 1) {
-        moe_cpu_session_store(exchange_flag(s.session, 0, 1), moe_window_stamp(7, 1), 8);
+        store_flag(exchange_flag(s.session, 0, 1), moe_window_stamp(7, 1), 8);
         moe_cpu_session_wake(s.session, 0);
         EXPECT(await_flag(m->board, 0, 1));
         return close_fixture(&s);
@@ -280,14 +294,13 @@ static void forge_step(struct session_fixture *s, const struct forged_step *f)
     const uint64_t stamp = moe_window_stamp(7, 1);
     const uint32_t head[MOE_HEAD_COUNT] = {1, 3, HIDDEN, 4, TOP_K, MOE_DTYPE_F32, 3, 1};
     for (uint32_t e = 0; e < 4; e++)
-        moe_cpu_session_store(moe_window_counts_of(l, window, 1, 1) + e, stamp,
-                              e == 0 ? f->count : 0);
+        store_flag(moe_window_counts_of(l, window, 1, 1) + e, stamp, e == 0 ? f->count : 0);
     struct moe_window_route *routes = moe_window_routes_of(l, window, 1, 1, 0);
     routes[0] = (struct moe_window_route){.key = moe_window_flag(f->route_stamp, f->expert)};
-    moe_cpu_session_store(moe_window_sent_of(l, window, 1, 0), stamp, f->routes);
+    store_flag(moe_window_sent_of(l, window, 1, 0), stamp, f->routes);
     for (uint32_t i = 0; i < MOE_HEAD_COUNT; i++)
-        moe_cpu_session_store(moe_window_head_of(l, window, 1, 1) + i, stamp, head[i]);
-    moe_cpu_session_store(moe_window_done_of(l, window, 1), stamp, 0);
+        store_flag(moe_window_head_of(l, window, 1, 1) + i, stamp, head[i]);
+    store_flag(moe_window_done_of(l, window, 1), stamp, 0);
     moe_cpu_session_wake(s->session, 0);
 }
 
@@ -370,7 +383,7 @@ static int run_through_the_last_step_number(struct member *m)
     /* A flag of an early step that no later step has overwritten. */
     uint64_t *old = moe_window_sent_of(&s.session->layout, moe_cpu_session_own(s.session),
                                        (m->slot + 1) % m->slots, 200);
-    moe_cpu_session_store(old, moe_window_stamp(7, 2), 1);
+    store_flag(old, moe_window_stamp(7, 2), 1);
     for (int i = 0; i < 8; i++) {
         memset(s.args.y, 0xff, sizeof first);
         EXPECT(good(run_step(s.session, &s.args, &result)));

@@ -22,6 +22,20 @@ moe_test(test_backend_options
   USES moe_backends moe_cuda_plan moe_common
   LABELS kernels)
 
+# Who shares memory with whom.
+moe_test(test_reach
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_reach.c
+  USES moe_common
+  LABELS kernels)
+
+# Messages of the network transport.
+if(MOE_HAVE_UCX)
+  moe_test(test_network_messages
+    SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_network_messages.c
+    USES moe_cpu_network
+    LABELS kernels)
+endif()
+
 # Rules of training for both backends.
 moe_test(test_training_rules
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_training_rules.c

@@ -64,7 +64,7 @@ static void the_environment_is_prepared_once_and_only_checked_later(void **state
     assert_refused(st, MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID);
     assert_non_null(strstr(st.text, "NCCL_NVLS_ENABLE not set"));
     assert_null(getenv("NCCL_NVLS_ENABLE"));
-    assert_ok(moe_cuda_process_prepare());
+    assert_ok(moe_cuda_process_prepare(NULL));
     assert_string_equal(getenv("NCCL_NVLS_ENABLE"), "0");
     assert_ok(moe_cuda_process_check());
 }
@@ -73,7 +73,7 @@ static void a_setting_of_the_user_is_not_overruled_but_refused(void **state)
 {
     (void)state;
     assert_int_equal(setenv("NCCL_NVLS_ENABLE", "1", 1), 0);
-    assert_ok(moe_cuda_process_prepare());
+    assert_ok(moe_cuda_process_prepare(NULL));
     assert_string_equal(getenv("NCCL_NVLS_ENABLE"), "1");
     struct moe_status st = moe_cuda_process_check();
     assert_refused(st, MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID);

@@ -8,6 +8,7 @@
 #include "base/mutex.h"
 #include "base/size.h"
 #include "common/backend_options.h"
+#include "cpu/compute/options.h"
 #include "cpu/compute/pool.h"
 
 #include <inttypes.h>
@@ -66,7 +67,8 @@ static void read_cpu_name(char *name, size_t cap)
 struct moe_status moe_cpu_device_open_isa(const struct moe_device_config *config,
                                           const struct moe_cpu_isa *isa, struct moe_device **out)
 {
-    MOE_TRY(moe_backend_choose(NULL, config->settings, NULL));
+    uint32_t chosen[MOE_CPU_OPTION_COUNT]; /* of scope session */
+    MOE_TRY(moe_backend_choose(moe_cpu_options, config->settings, chosen));
     if (config->threads > MOE_CPU_MAX_THREADS)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "%u compute threads: at most %d", config->threads, MOE_CPU_MAX_THREADS);

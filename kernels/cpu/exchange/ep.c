@@ -3,6 +3,7 @@
  * for the flags and their order. Waits only to close an earlier pass, or to clear the flags. */
 #include "common/session_rules.h"
 #include "cpu/exchange/ep_pass.h"
+#include "cpu/exchange/stores.h"
 
 #include <stdlib.h>
 
@@ -156,37 +157,39 @@ void moe_cpu_ep_fill_params(const struct moe_cpu_batch *b, uint32_t flags[MOE_PA
     flags[MOE_PASS_AUX_HIGH] = bits >> 16;
 }
 
-static void announce_params(struct moe_cpu_ep *ep, uint32_t peer)
+static void announce_params(struct moe_cpu_ep *ep, struct moe_cpu_stores *stores)
 {
     struct moe_session *s = ep->session;
     const struct moe_cpu_batch *b = &ep->batch;
     uint32_t params[MOE_PASS_LOADS];
-    uint64_t *flags =
-        moe_window_pass_of(&s->layout, s->window[peer].base, ep->parity, s->config.slot);
+    const uint64_t *flags =
+        moe_window_pass_of(&s->layout, moe_cpu_session_own(s), ep->parity, s->config.slot);
     moe_cpu_ep_fill_params(b, params);
     for (uint32_t i = 0; i < MOE_PASS_LOADS; i++)
-        moe_cpu_session_store(&flags[i], ep->stamp, params[i]);
+        moe_cpu_stores_flag(stores, &flags[i], ep->stamp, params[i]);
     for (uint32_t e = 0; e < b->layer->spec.experts; e++)
-        moe_cpu_session_store(&flags[MOE_PASS_LOADS + e], ep->stamp,
-                              b->params != NULL ? b->params->loads[e] : 0);
+        moe_cpu_stores_flag(stores, &flags[MOE_PASS_LOADS + e], ep->stamp,
+                            b->params != NULL ? b->params->loads[e] : 0);
 }
 
 static void announce(struct moe_cpu_ep *ep, uint32_t peer, const uint32_t head[MOE_HEAD_COUNT])
 {
     struct moe_session *s = ep->session;
     const struct moe_placement *place = &ep->batch.layer->placement;
-    uint8_t *base = s->window[peer].base;
-    uint64_t *counts = moe_window_counts_of(&s->layout, base, ep->parity, s->config.slot);
+    uint8_t *own = moe_cpu_session_own(s);
+    struct moe_cpu_stores stores = moe_cpu_stores_begin(s, peer);
+    const uint64_t *counts = moe_window_counts_of(&s->layout, own, ep->parity, s->config.slot);
     const uint32_t *count = ep->count + (size_t)peer * s->layout.shape.max_experts;
     for (uint32_t e = 0; e < place->experts; e++)
         for (uint32_t i = place->offset[e]; i < place->offset[e + 1]; i++)
             if (place->slot[i] == peer)
-                moe_cpu_session_store(&counts[e], ep->stamp, count[e]);
+                moe_cpu_stores_flag(&stores, &counts[e], ep->stamp, count[e]);
     if (ep->batch.backward)
-        announce_params(ep, peer);
-    uint64_t *flags = moe_window_head_of(&s->layout, base, ep->parity, s->config.slot);
+        announce_params(ep, &stores);
+    const uint64_t *flags = moe_window_head_of(&s->layout, own, ep->parity, s->config.slot);
     for (uint32_t i = 0; i < MOE_HEAD_COUNT; i++)
-        moe_cpu_session_store(&flags[i], ep->stamp, head[i]);
+        moe_cpu_stores_flag(&stores, &flags[i], ep->stamp, head[i]);
+    moe_cpu_stores_end(&stores);
 }
 
 void moe_cpu_ep_store_done(struct moe_cpu_ep *ep)
@@ -194,9 +197,11 @@ void moe_cpu_ep_store_done(struct moe_cpu_ep *ep)
     struct moe_session *s = ep->session;
     for (uint32_t p = 0; p < s->config.slots; p++)
         if (moe_cpu_session_has_peer(s, p)) {
-            moe_cpu_session_store(moe_window_done_of(&s->layout, s->window[p].base, s->config.slot),
-                                  ep->stamp, 0);
-            moe_cpu_session_wake(s, p);
+            struct moe_cpu_stores stores = moe_cpu_stores_begin(s, p);
+            moe_cpu_stores_flag(
+                &stores, moe_window_done_of(&s->layout, moe_cpu_session_own(s), s->config.slot),
+                ep->stamp, 0);
+            moe_cpu_stores_end(&stores);
         }
 }
 

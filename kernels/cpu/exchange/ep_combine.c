@@ -5,6 +5,7 @@
  * inputs give the same bits. This slot's sum is rounded like a partial that travels, so the bits
  * do not depend on the token's slot. */
 #include "cpu/exchange/ep_pass.h"
+#include "cpu/exchange/stores.h"
 
 struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
                                        const struct moe_cpu_batch *batch,
@@ -64,19 +65,23 @@ static void return_item(void *ctx, uint32_t item)
     struct moe_cpu_ep *ep = ctx;
     struct moe_session *s = ep->session;
     uint32_t target = ep->source;
-    uint8_t *base = s->window[target].base;
+    uint8_t *own = moe_cpu_session_own(s);
     size_t stride = ep->batch.backward ? ep->gradient_stride : ep->stride;
+    struct moe_cpu_stores stores = moe_cpu_stores_begin(s, target);
     uint32_t end = moe_cpu_min((item + 1) * GRAIN, ep->tokens_of[target]);
     for (uint32_t t = item * GRAIN; t < end; t++) {
         const struct token_rows *rows = token_of(ep, target, t);
         if (rows->n == 0)
             continue;
-        ep->return_token(ep, rows,
-                         moe_window_partial_of(&s->layout, base, s->config.slot, t, stride));
-        moe_cpu_session_store(moe_window_returned_of(&s->layout, base, s->config.slot, t),
-                              ep->stamp, rows->n);
+        const void *at = moe_window_partial_of(&s->layout, own, s->config.slot, t, stride);
+        size_t bytes = ep->batch.backward ? stride : ep->row_bytes;
+        void *partial = moe_cpu_stores_data(&stores, at, bytes);
+        if (partial != NULL)
+            ep->return_token(ep, rows, partial);
+        moe_cpu_stores_flag(&stores, moe_window_returned_of(&s->layout, own, s->config.slot, t),
+                            ep->stamp, rows->n);
     }
-    moe_cpu_session_wake(s, target);
+    moe_cpu_stores_end(&stores);
 }
 
 static void return_all(struct moe_cpu_ep *ep)

@@ -5,31 +5,56 @@
  * the block. Values from a window are checked before they become an index: a faulty peer can fail
  * a step, but not crash this process. */
 #include "cpu/exchange/ep_pass.h"
+#include "cpu/exchange/stores.h"
 
-static void send_token(struct moe_cpu_ep *ep, uint32_t peer, uint32_t t)
+/* Returns the number of entries. */
+static uint32_t send_routes(const struct moe_cpu_ep *ep, struct moe_cpu_stores *stores, uint32_t t)
 {
     const struct moe_session *s = ep->session;
-    const struct moe_window_layout *l = &s->layout;
     const struct moe_cpu_batch *b = &ep->batch;
-    uint8_t *base = s->window[peer].base;
+    struct moe_window_route routes[MOE_MAX_TOP_K];
     uint32_t top_k = b->layer->spec.router.top_k, n = 0;
-    if (ep->wanted[t] >> peer & 1) {
-        struct moe_window_route *routes =
-            moe_window_routes_of(l, base, ep->parity, s->config.slot, t);
-        for (uint32_t k = 0; k < top_k; k++) {
-            size_t pair = (size_t)t * top_k + k;
-            if (ep->target[pair] == peer)
-                routes[n++] = (struct moe_window_route){
-                    .key = moe_window_flag(ep->stamp, (uint32_t)b->ids[pair]),
-                    .weight = b->weights[pair],
-                    .k = k};
-        }
-        uint8_t *to = moe_window_row_of(l, base, s->config.slot, t, ep->token_stride);
-        memcpy(to, (const uint8_t *)b->x + t * ep->row_bytes, ep->row_bytes);
-        if (b->backward)
-            memcpy(to + ep->stride, (const uint8_t *)b->dy + t * ep->row_bytes, ep->row_bytes);
+    for (uint32_t k = 0; k < top_k; k++) {
+        size_t pair = (size_t)t * top_k + k;
+        if (ep->target[pair] == stores->slot)
+            routes[n++] =
+                (struct moe_window_route){.key = moe_window_flag(ep->stamp, (uint32_t)b->ids[pair]),
+                                          .weight = b->weights[pair],
+                                          .k = k};
     }
-    moe_cpu_session_store(moe_window_sent_of(l, base, s->config.slot, t), ep->stamp, n);
+    const void *at =
+        moe_window_routes_of(&s->layout, moe_cpu_session_own(s), ep->parity, s->config.slot, t);
+    void *to = moe_cpu_stores_data(stores, at, n * sizeof *routes);
+    if (to != NULL)
+        memcpy(to, routes, n * sizeof *routes);
+    return n;
+}
+
+static void send_row(const struct moe_cpu_ep *ep, struct moe_cpu_stores *stores, uint32_t t)
+{
+    const struct moe_session *s = ep->session;
+    const struct moe_cpu_batch *b = &ep->batch;
+    const uint8_t *at =
+        moe_window_row_of(&s->layout, moe_cpu_session_own(s), s->config.slot, t, ep->token_stride);
+    void *to = moe_cpu_stores_data(stores, at, ep->row_bytes);
+    if (to != NULL)
+        memcpy(to, (const uint8_t *)b->x + t * ep->row_bytes, ep->row_bytes);
+    to = b->backward ? moe_cpu_stores_data(stores, at + ep->stride, ep->row_bytes) : NULL;
+    if (to != NULL)
+        memcpy(to, (const uint8_t *)b->dy + t * ep->row_bytes, ep->row_bytes);
+}
+
+static void send_token(const struct moe_cpu_ep *ep, struct moe_cpu_stores *stores, uint32_t t)
+{
+    const struct moe_session *s = ep->session;
+    uint32_t n = 0;
+    if (ep->wanted[t] >> stores->slot & 1) {
+        n = send_routes(ep, stores, t);
+        send_row(ep, stores, t);
+    }
+    const uint64_t *sent =
+        moe_window_sent_of(&s->layout, moe_cpu_session_own(s), s->config.slot, t);
+    moe_cpu_stores_flag(stores, sent, ep->stamp, n);
 }
 
 /* Item i: grain i / slots for the slot (own + 1 + i % slots). Slots start with different receivers,
@@ -43,9 +68,10 @@ static void send_item(void *ctx, uint32_t item)
     if (!moe_cpu_session_has_peer(s, peer))
         return;
     uint32_t end = moe_cpu_min((grain + 1) * GRAIN, ep->batch.tokens);
+    struct moe_cpu_stores stores = moe_cpu_stores_begin(s, peer);
     for (uint32_t t = grain * GRAIN; t < end; t++)
-        send_token(ep, peer, t);
-    moe_cpu_session_wake(s, peer);
+        send_token(ep, &stores, t);
+    moe_cpu_stores_end(&stores);
 }
 
 void moe_cpu_ep_send(struct moe_cpu_ep *ep)

@@ -24,7 +24,8 @@ enum {
 
 struct moe_cpu_peers {
     uint32_t slot;
-    uint64_t live; /* this slot's bit is set */
+    uint64_t live;    /* this slot's bit is set */
+    uint64_t sharing; /* slots of this host; set while connecting */
     struct moe_cpu_endpoint endpoint;
     int listener;          /* -1 once all are connected */
     int fd[MOE_MAX_SLOTS]; /* to each peer; -1 = none */
@@ -188,7 +189,8 @@ static struct moe_status connect_slot(struct moe_cpu_peers *p, uint32_t slot,
         return os_error("cannot make a socket");
     if (connect(p->fd[slot], (struct sockaddr *)&address, length) != 0 || !same_user(p->fd[slot]) ||
         !send_hello(p->fd[slot], &h, window_fd))
-        return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u cannot be reached", slot);
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST,
+                         "slot %u of this host cannot be reached", slot);
     return moe_ok();
 }
 
@@ -210,7 +212,7 @@ static void verify_pending(struct connecting *m, uint32_t index)
     struct hello h;
     int window = receive_hello(fd, &h);
     bool welcome = window >= 0 && h.slot > p->slot && h.slot < MOE_MAX_SLOTS &&
-                   (p->live & bit(h.slot)) && p->fd[h.slot] < 0 &&
+                   (p->sharing & bit(h.slot)) && p->fd[h.slot] < 0 &&
                    secret_matches(h.secret, p->endpoint.secret);
     if (welcome) {
         struct hello answer = hello_to(p, &m->endpoints[h.slot]);
@@ -293,25 +295,56 @@ static uint64_t still_missing(const struct connecting *m)
 {
     uint64_t missing = 0;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-        if ((m->peers->live & bit(s)) && s != m->peers->slot && m->fds[s] < 0)
+        if ((m->peers->sharing & bit(s)) && s != m->peers->slot && m->fds[s] < 0)
             missing |= bit(s);
     return missing;
 }
 
-struct moe_status moe_cpu_peers_connect(struct moe_cpu_peers *p,
+void moe_cpu_peers_part(struct moe_cpu_peers *p, uint32_t slot)
+{
+    p->sharing &= ~bit(slot);
+    if (p->fd[slot] >= 0)
+        close(p->fd[slot]);
+    p->fd[slot] = -1;
+}
+
+/* Leaves out the slots of `missing` if the others can do without. */
+static struct moe_status leave_out(struct connecting *m, uint64_t missing, bool optional,
+                                   struct moe_status why)
+{
+    for (uint32_t s = 0; optional && s < MOE_MAX_SLOTS; s++)
+        if (missing & bit(s))
+            moe_cpu_peers_part(m->peers, s);
+    return optional ? moe_ok() : why;
+}
+
+static struct moe_status connect_all(struct connecting *m, bool optional, uint64_t deadline_ns)
+{
+    struct moe_cpu_peers *p = m->peers;
+    for (uint32_t s = 0; s < p->slot; s++) {
+        if (!(p->sharing & bit(s)))
+            continue;
+        struct moe_status st = connect_slot(p, s, &m->endpoints[s], m->window_fd);
+        if (moe_failed(&st))
+            MOE_TRY(leave_out(m, bit(s), optional, st));
+    }
+    for (uint64_t missing; (missing = still_missing(m)) != 0;) {
+        struct moe_status st = handle_events(m, missing, deadline_ns);
+        if (moe_failed(&st))
+            MOE_TRY(leave_out(m, missing, optional, st));
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_cpu_peers_connect(struct moe_cpu_peers *p, uint64_t sharing, bool optional,
                                         const struct moe_cpu_endpoint *endpoints, int window_fd,
                                         uint64_t deadline_ns, int fds[MOE_MAX_SLOTS])
 {
     struct connecting m = {.peers = p, .endpoints = endpoints, .window_fd = window_fd, .fds = fds};
-    struct moe_status st = moe_ok();
+    p->sharing = sharing;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         fds[s] = -1;
-    for (uint32_t s = 0; s < p->slot; s++)
-        if (p->live & bit(s))
-            MOE_TRY_GOTO(st, connect_slot(p, s, &endpoints[s], window_fd), out);
-    for (uint64_t missing; (missing = still_missing(&m)) != 0;)
-        MOE_TRY_GOTO(st, handle_events(&m, missing, deadline_ns), out);
-out:
+    struct moe_status st = connect_all(&m, optional, deadline_ns);
     for (uint32_t i = 0; i < m.pending_count; i++)
         close(m.pending[i]);
     close(p->listener);
@@ -419,6 +452,16 @@ static void send_notice(struct moe_cpu_peers *p, uint64_t lost)
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         if (p->fd[s] >= 0)
             (void)send(p->fd[s], &v, sizeof v, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+void moe_cpu_peers_note_lost(struct moe_cpu_peers *p, uint64_t slots)
+{
+    add_slots(p, &p->lost, slots & p->live & ~bit(p->slot));
+}
+
+void moe_cpu_peers_note_left(struct moe_cpu_peers *p, uint32_t slot)
+{
+    add_slots(p, &p->left, bit(slot));
 }
 
 void moe_cpu_peers_report_lost(struct moe_cpu_peers *p, uint64_t slots)

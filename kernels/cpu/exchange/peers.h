@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The sockets between the slots of one session, which detect lost slots.
+/* The sockets between the slots of one session on this host, which detect lost slots; and the lists
+ * of lost slots of the whole session.
  *
- * Each pair of slots shares one unix socket. While a session forms, window descriptors travel over
- * it. Then it stays open: the kernel closes it when a process dies for any reason. A slot that
+ * Each such pair of slots shares one unix socket. While a session forms, window descriptors travel
+ * over it. Then it stays open: the kernel closes it when a process dies for any reason. A slot that
  * leaves in order sends a notice first. A slot that gives up waiting sends a notice with the lost
  * slots, so the waits of all slots end. */
 #ifndef MOE_CPU_PEERS_H
@@ -24,12 +25,17 @@ struct moe_cpu_endpoint {
 struct moe_status moe_cpu_peers_listen(uint32_t slot, uint64_t live, struct moe_cpu_peers **out,
                                        struct moe_cpu_endpoint *endpoint) MOE_CHECKED;
 
-/* Connects to every live peer and exchanges window descriptors. Both sides prove that they have the
- * other's endpoint and run as the same user. The caller closes fds[p]; -1 = no descriptor, and all
- * are -1 on failure. `endpoints` are indexed by slot. Returns by `deadline_ns`. */
-struct moe_status moe_cpu_peers_connect(struct moe_cpu_peers *peers,
-                                        const struct moe_cpu_endpoint *endpoints, int window_fd,
-                                        uint64_t deadline_ns, int fds[MOE_MAX_SLOTS]) MOE_CHECKED;
+/* Connects to the slots of `sharing` (bit s: slot s; they do the same) and exchanges window
+ * descriptors. Both sides prove that they have the other's endpoint and run as the same user. The
+ * caller closes fds[p]; -1 = no descriptor, and all are -1 on failure. `endpoints` are indexed by
+ * slot. `optional`: a slot that cannot be reached is left out, instead of a failure. Returns by
+ * `deadline_ns`. */
+struct moe_status moe_cpu_peers_connect(struct moe_cpu_peers *peers, uint64_t sharing,
+                                        bool optional, const struct moe_cpu_endpoint *endpoints,
+                                        int window_fd, uint64_t deadline_ns,
+                                        int fds[MOE_MAX_SLOTS]) MOE_CHECKED;
+/* Closes the socket of a slot that turned out not to share its window after all. */
+void moe_cpu_peers_part(struct moe_cpu_peers *peers, uint32_t slot);
 
 /* Starts the thread that watches the sockets. It calls `changed` after every event, in particular
  * when `lost` or `left` grew. */
@@ -43,8 +49,12 @@ uint64_t moe_cpu_peers_left(const struct moe_cpu_peers *peers);
 /* The slot that was lost first, or -1. */
 int moe_cpu_peers_first_lost(const struct moe_cpu_peers *peers);
 
-/* Marks `slots` as lost and notifies all peers. If `slots` contains this slot, the peers end their
- * waits for it. One thread at a time. */
+/* Any thread. What the network knows of slots on other hosts, and what they report. */
+void moe_cpu_peers_note_lost(struct moe_cpu_peers *peers, uint64_t slots);
+void moe_cpu_peers_note_left(struct moe_cpu_peers *peers, uint32_t slot);
+
+/* Marks `slots` as lost and notifies all peers on this host. If `slots` contains this slot, the
+ * peers end their waits for it. One thread at a time. */
 void moe_cpu_peers_report_lost(struct moe_cpu_peers *peers, uint64_t slots);
 
 /* Notifies the peers that this slot leaves, stops the watcher, closes all sockets. NULL is ignored.

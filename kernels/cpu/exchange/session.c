@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Waiting inside a session, and the small exchange; see session.h. Uses windows and peers, not
+/* Waiting inside a session; see session.h. Uses windows and peers, not
  * layers or rows.
  *
  * Every wait is for one flag in this slot's window. It first spins, then yields the processor, then
@@ -69,11 +69,11 @@ static struct moe_status check_waiting(struct moe_session *s, uint32_t slot)
 }
 
 /* The slot that blocks `slot`: follows the `waiting` fields of the windows from slot to slot, as
- * long as they are recent. */
+ * long as they are recent. A window of another host is out of sight, and so is its clock. */
 static uint32_t blocking_slot(const struct moe_session *s, uint32_t slot)
 {
     uint64_t max_age_ms = s->config.wait_budget_ms / 4 + 2 * SLEEP_MS;
-    for (uint32_t hops = 0; hops < s->config.slots; hops++) {
+    for (uint32_t hops = 0; hops < s->config.slots && s->window[slot].base != NULL; hops++) {
         uint64_t waiting = __atomic_load_n(&header_of(s, slot)->waiting, __ATOMIC_ACQUIRE);
         uint32_t next = (uint32_t)(waiting & 0xff) - 1;
         bool alive = waiting != 0 && (waiting >> 8) + max_age_ms > moe_clock_ns() / MOE_NS_PER_MS;
@@ -84,10 +84,17 @@ static uint32_t blocking_slot(const struct moe_session *s, uint32_t slot)
     return slot;
 }
 
+static void report_lost(struct moe_session *s, uint64_t slots)
+{
+    moe_cpu_peers_report_lost(s->peers, slots);
+    if (s->network != NULL)
+        moe_cpu_network_report_lost(s->network, slots);
+}
+
 static struct moe_status out_of_budget(struct moe_session *s, uint32_t slot)
 {
     uint32_t blocking = blocking_slot(s, slot);
-    moe_cpu_peers_report_lost(s->peers, UINT64_C(1) << blocking);
+    report_lost(s, UINT64_C(1) << blocking);
     struct moe_status st = peer_lost(s, blocking, "did not answer");
     return moe_error(st.code, st.reason, "%s within %u ms", st.text, s->config.wait_budget_ms);
 }
@@ -163,7 +170,7 @@ void moe_cpu_session_fail(struct moe_session *s, const struct moe_status *why)
 {
     bool ours = why->reason != MOE_REASON_PEER_LOST && why->code != MOE_ABORTED;
     if (ours && !s->failed)
-        moe_cpu_peers_report_lost(s->peers, UINT64_C(1) << s->config.slot);
+        report_lost(s, UINT64_C(1) << s->config.slot);
     s->failed = true;
 }
 
@@ -180,63 +187,12 @@ uint64_t moe_cpu_session_lost(struct moe_session *s)
 
 const char *moe_cpu_session_transport(const struct moe_session *s)
 {
-    return (s->config.live & (s->config.live - 1)) != 0 ? "shared memory" : "none";
-}
-
-/* ----------------------------------------------------------------- exchange */
-
-static void put_exchange(struct moe_session *s, uint32_t peer, const void *data, size_t bytes)
-{
-    struct moe_window_exchange *e =
-        moe_window_exchange_of(&s->layout, s->window[peer].base, s->exchanges & 1, s->config.slot);
-    if (bytes > 0)
-        memcpy(e->data, data, bytes);
-    moe_cpu_session_store(&e->flag, moe_window_stamp(s->config.epoch, s->exchanges),
-                          (uint32_t)bytes);
-    moe_cpu_session_wake(s, peer);
-}
-
-static struct moe_status get_exchange(struct moe_session *s, uint32_t peer, void *data,
-                                      size_t bytes)
-{
-    const struct moe_window_exchange *e =
-        moe_window_exchange_of(&s->layout, moe_cpu_session_own(s), s->exchanges & 1, peer);
-    uint32_t received;
-    MOE_TRY(moe_cpu_session_wait(s, &e->flag, moe_window_stamp(s->config.epoch, s->exchanges), peer,
-                                 &received));
-    if (received != bytes)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
-                         "slot %u exchanges %u bytes, this slot %zu", peer, received, bytes);
-    if (bytes > 0)
-        memcpy(data, e->data, bytes);
-    return moe_ok();
-}
-
-/* Two parities are enough: to finish an exchange, a peer needs this slot's flag of it, so it is at
- * most one exchange ahead. */
-static struct moe_status exchange(struct moe_session *s, const void *mine, void *all, size_t bytes)
-{
-    s->exchanges++;
+    uint64_t mapped = 0;
     for (uint32_t p = 0; p < s->config.slots; p++)
-        if (moe_cpu_session_has_peer(s, p))
-            put_exchange(s, p, mine, bytes);
-    for (uint32_t p = 0; p < s->config.slots; p++)
-        if (moe_cpu_session_has_peer(s, p))
-            MOE_TRY(get_exchange(s, p, bytes > 0 ? (uint8_t *)all + p * bytes : NULL, bytes));
-    return moe_ok();
-}
-
-struct moe_status moe_cpu_session_barrier(struct moe_session *s)
-{
-    return exchange(s, NULL, NULL, 0);
-}
-
-struct moe_status moe_cpu_session_gather(struct moe_session *s, const void *mine, void *all,
-                                         size_t bytes)
-{
-    if (bytes > 0) {
-        memset(all, 0, bytes * s->config.slots);
-        memcpy((uint8_t *)all + s->config.slot * bytes, mine, bytes);
-    }
-    return exchange(s, mine, all, bytes);
+        mapped |= s->window[p].base != NULL ? UINT64_C(1) << p : 0;
+    if ((s->config.live & (s->config.live - 1)) == 0)
+        return "none";
+    if (s->network == NULL)
+        return "shared memory";
+    return (mapped & (mapped - 1)) != 0 ? "shared memory and network" : "network";
 }

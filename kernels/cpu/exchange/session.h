@@ -7,6 +7,7 @@
 #include "cpu/compute/device.h"
 #include "cpu/exchange/peers.h"
 #include "cpu/exchange/window.h"
+#include "cpu/network/network.h"
 
 struct moe_cpu_ep;    /* prepare, dispatch and combine: ep.h */
 struct moe_cpu_steps; /* queue and thread of whole steps: step.h */
@@ -15,15 +16,17 @@ struct moe_session {
     struct moe_device *device;
     struct moe_session_config config;
     struct moe_window_layout layout;
-    struct moe_cpu_window window[MOE_MAX_SLOTS]; /* this slot's window at config.slot */
-    size_t charged;                              /* bytes on the device's account */
+    /* This slot's window at config.slot; those of slots on other hosts are not mapped. */
+    struct moe_cpu_window window[MOE_MAX_SLOTS];
+    size_t charged; /* bytes on the device's account */
     struct moe_cpu_peers *peers;
-    bool aborted;           /* atomic */
-    uint32_t spins, yields; /* tries of a wait before it sleeps */
-    uint32_t step;          /* number of the last step begun, from 1; in every stamp */
-    uint32_t exchanges;     /* exchanges begun; in their stamps */
-    int missing;            /* the slot a wait failed for, or -1. Only waiting threads use it */
-    bool failed;            /* a wait failed: the session can only be left */
+    struct moe_cpu_network *network; /* NULL if all windows are mapped */
+    bool aborted;                    /* atomic */
+    uint32_t spins, yields;          /* tries of a wait before it sleeps */
+    uint32_t step;                   /* number of the last step begun, from 1; in every stamp */
+    uint32_t exchanges;              /* exchanges begun; in their stamps */
+    int missing; /* the slot a wait failed for, or -1. Only waiting threads use it */
+    bool failed; /* a wait failed: the session can only be left */
     struct moe_cpu_ep *ep;
     struct moe_cpu_steps *steps;
 };
@@ -58,13 +61,7 @@ struct moe_status moe_cpu_session_gather(struct moe_session *s, const void *mine
 /* Returns when every live slot has called it. */
 struct moe_status moe_cpu_session_barrier(struct moe_session *s) MOE_CHECKED;
 
-/* Stores a flag into a peer's window, after everything this thread stored there before. */
-static inline void moe_cpu_session_store(uint64_t *flag, uint64_t stamp, uint32_t value)
-{
-    __atomic_store_n(flag, moe_window_flag(stamp, value), __ATOMIC_RELEASE);
-}
-
-/* Wakes the threads that sleep in `slot`. Call it after the last flag of a batch. */
+/* Wakes the threads that sleep in `slot`, which has a mapped window. */
 void moe_cpu_session_wake(struct moe_session *s, uint32_t slot);
 
 /* The failure that later calls of this session get, or success. */

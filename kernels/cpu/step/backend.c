@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CPU backend's table. Parts that are callable alone are built here from the functions of a
  * step. */
+#include "cpu/compute/options.h"
 #include "cpu/exchange/ep.h"
 #include "cpu/exchange/session.h"
 #include "cpu/step/join.h"
@@ -45,6 +46,7 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
 
 const struct moe_backend moe_backend_cpu = {
     .name = "cpu",
+    .options = moe_cpu_options,
     .training = &moe_cpu_training,
     .device_open = moe_cpu_device_open,
     .device_close = moe_cpu_device_close,

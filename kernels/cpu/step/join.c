@@ -4,7 +4,9 @@
 
 #include "base/clock.h"
 #include "common/backend_options.h"
+#include "common/reach.h"
 #include "common/session_rules.h"
+#include "cpu/compute/options.h"
 #include "cpu/exchange/ep.h"
 #include "cpu/step/step.h"
 
@@ -23,11 +25,38 @@ enum {
 struct join_record {
     uint64_t magic, epoch, live, window_bytes;
     uint32_t version, slot, slots, max_tokens, max_hidden, max_top_k, max_experts, training;
+    uint32_t domain_size, network_only;
+    uint64_t host;
+    uint32_t user, has_network, loopback;
     struct moe_cpu_endpoint endpoint;
 };
 
-static struct join_record make_join_record(const struct moe_session *s,
-                                           const struct moe_cpu_endpoint *endpoint)
+/* The second record, if a pair needs the network. */
+struct network_record {
+    struct moe_cpu_network_endpoint endpoint;
+    uint64_t mapped; /* bit p: this slot has mapped p's window */
+};
+
+static const char *address_of(const struct moe_session_config *c)
+{
+    bool known = c->hosts != NULL && c->hosts[c->slot].address[0] != '\0';
+    return known ? c->hosts[c->slot].address : "127.0.0.1";
+}
+
+static void describe_place(const struct moe_session_config *c, bool network_only,
+                           struct join_record *r)
+{
+    const char *address = address_of(c);
+    r->domain_size = c->domain_size;
+    r->network_only = network_only;
+    r->host = moe_reach_host(c->hosts != NULL ? c->hosts[c->slot].id : "");
+    r->user = geteuid();
+    r->has_network = moe_cpu_network_built();
+    r->loopback = strncmp(address, "127.", 4) == 0 || strcmp(address, "::1") == 0;
+}
+
+/* The part that is the same on all slots of a view. */
+static struct join_record make_join_record(const struct moe_session *s)
 {
     const struct moe_session_config *c = &s->config;
     return (struct join_record){.magic = MOE_WINDOW_MAGIC,
@@ -41,8 +70,7 @@ static struct join_record make_join_record(const struct moe_session *s,
                                 .max_hidden = c->max_hidden,
                                 .max_top_k = c->max_top_k,
                                 .max_experts = c->max_experts,
-                                .training = c->training,
-                                .endpoint = *endpoint};
+                                .training = c->training};
 }
 
 /* The error for a record that differs from the expected one: names the first difference. */
@@ -79,18 +107,17 @@ static struct moe_status check_join_records(const struct moe_session *s,
             continue;
         if (all[p].magic == 0)
             return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u did not join", p);
-        struct join_record want = make_join_record(s, &all[p].endpoint);
+        struct join_record want = make_join_record(s);
         want.slot = p;
-        if (memcmp(&want, &all[p], sizeof want) != 0)
+        if (memcmp(&want, &all[p], offsetof(struct join_record, domain_size)) != 0)
             return describe_mismatch(p, &want, &all[p]);
+        const struct join_record *own = &all[c->slot];
+        if (all[p].domain_size != own->domain_size || all[p].network_only != own->network_only)
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                             "slot %u has another --transport or --domain-size than slot %u", p,
+                             c->slot);
     }
     return moe_ok();
-}
-
-static void wake_own(void *session)
-{
-    struct moe_session *s = session;
-    moe_cpu_session_wake(s, s->config.slot);
 }
 
 /* Spinning pays only if every slot of the host has a core for itself. */
@@ -103,21 +130,31 @@ static void choose_spinning(struct moe_session *s)
     s->yields = YIELDS;
 }
 
-/* The part of a join that involves other slots: the all-gather, the sockets, the windows. */
-static struct moe_status connect_peers(struct moe_session *s, int window_fd)
+/* Who shares memory; the same on all slots. */
+static struct moe_status plan_reach(const struct moe_session_config *c,
+                                    const struct join_record *all, struct moe_reach *out)
+{
+    struct moe_reach_slot slot[MOE_MAX_SLOTS] = {0};
+    for (uint32_t p = 0; p < c->slots; p++)
+        slot[p] = (struct moe_reach_slot){.host = all[p].host,
+                                          .domain = c->domain_size ? p / c->domain_size : 0,
+                                          .user = all[p].user,
+                                          .network = all[p].has_network,
+                                          .loopback = all[p].loopback};
+    return moe_reach_plan(c->live, c->slots, slot, all[c->slot].network_only, out);
+}
+
+static struct moe_status share_windows(struct moe_session *s, const struct moe_reach *reach,
+                                       const struct join_record *all, int window_fd)
 {
     const struct moe_session_config *c = &s->config;
-    struct moe_cpu_endpoint endpoint, endpoints[MOE_MAX_SLOTS];
-    struct join_record all[MOE_MAX_SLOTS] = {0};
+    struct moe_cpu_endpoint endpoints[MOE_MAX_SLOTS];
     int fds[MOE_MAX_SLOTS];
-    MOE_TRY(moe_cpu_peers_listen(c->slot, c->live, &s->peers, &endpoint));
-    struct join_record mine = make_join_record(s, &endpoint);
-    MOE_TRY(c->allgather(c->allgather_ctx, &mine, all, sizeof mine));
-    MOE_TRY(check_join_records(s, all));
     for (uint32_t p = 0; p < c->slots; p++)
         endpoints[p] = all[p].endpoint;
     uint64_t deadline = moe_clock_ns() + 2 * MOE_NS_PER_MS * c->wait_budget_ms;
-    MOE_TRY(moe_cpu_peers_connect(s->peers, endpoints, window_fd, deadline, fds));
+    MOE_TRY(moe_cpu_peers_connect(s->peers, reach->sharing[c->slot], reach->network, endpoints,
+                                  window_fd, deadline, fds));
     struct moe_status st = moe_ok();
     for (uint32_t p = 0; p < c->slots; p++) {
         if (fds[p] < 0)
@@ -126,7 +163,89 @@ static struct moe_status connect_peers(struct moe_session *s, int window_fd)
             st = moe_cpu_window_map(&s->layout, p, c->epoch, fds[p], &s->window[p]);
         close(fds[p]);
     }
-    return moe_failed(&st) ? st : moe_cpu_peers_watch(s->peers, wake_own, s);
+    return st;
+}
+
+/* Callbacks of the network. */
+
+static void wake_own(void *session)
+{
+    struct moe_session *s = session;
+    moe_cpu_session_wake(s, s->config.slot);
+}
+
+static void note_lost(void *session, uint64_t slots)
+{
+    struct moe_session *s = session;
+    moe_cpu_peers_note_lost(s->peers, slots);
+    wake_own(s);
+}
+
+static void note_left(void *session, uint32_t slot)
+{
+    struct moe_session *s = session;
+    moe_cpu_peers_note_left(s->peers, slot);
+    wake_own(s);
+}
+
+static bool has_ended(void *session)
+{
+    const struct moe_session *s = session;
+    return __atomic_load_n(&s->aborted, __ATOMIC_ACQUIRE) || moe_cpu_peers_lost(s->peers) != 0;
+}
+
+/* If descriptors did not pass both ways, the pair uses the network. All slots call this alike. */
+static struct moe_status connect_network(struct moe_session *s)
+{
+    const struct moe_session_config *c = &s->config;
+    const struct moe_cpu_network_config config = {.slot = c->slot,
+                                                  .epoch = c->epoch,
+                                                  .address = address_of(c),
+                                                  .window = moe_cpu_session_own(s),
+                                                  .layout = &s->layout,
+                                                  .budget_ms = c->wait_budget_ms,
+                                                  .stored = wake_own,
+                                                  .lost = note_lost,
+                                                  .left = note_left,
+                                                  .ended = has_ended,
+                                                  .ctx = s};
+    struct network_record mine = {0}, all[MOE_MAX_SLOTS] = {0};
+    struct moe_cpu_network_endpoint endpoints[MOE_MAX_SLOTS];
+    MOE_TRY(moe_cpu_network_open(&config, &s->network, &mine.endpoint));
+    for (uint32_t p = 0; p < c->slots; p++)
+        if (s->window[p].base != NULL)
+            mine.mapped |= UINT64_C(1) << p;
+    MOE_TRY(c->allgather(c->allgather_ctx, &mine, all, sizeof mine));
+    uint64_t peers = 0;
+    for (uint32_t p = 0; p < c->slots; p++) {
+        endpoints[p] = all[p].endpoint;
+        if (!moe_cpu_session_has_peer(s, p))
+            continue;
+        if ((mine.mapped >> p & 1) && (all[p].mapped >> c->slot & 1))
+            continue;
+        moe_cpu_window_unmap(&s->window[p]);
+        moe_cpu_peers_part(s->peers, p);
+        peers |= UINT64_C(1) << p;
+    }
+    uint64_t deadline = moe_clock_ns() + 2 * MOE_NS_PER_MS * c->wait_budget_ms;
+    return moe_cpu_network_connect(s->network, peers, endpoints, deadline);
+}
+
+/* The part of a join that involves other slots: the all-gathers, the sockets, the windows. */
+static struct moe_status connect_peers(struct moe_session *s, bool network_only, int window_fd)
+{
+    const struct moe_session_config *c = &s->config;
+    struct join_record all[MOE_MAX_SLOTS] = {0}, mine = make_join_record(s);
+    struct moe_reach reach;
+    MOE_TRY(moe_cpu_peers_listen(c->slot, c->live, &s->peers, &mine.endpoint));
+    describe_place(c, network_only, &mine);
+    MOE_TRY(c->allgather(c->allgather_ctx, &mine, all, sizeof mine));
+    MOE_TRY(check_join_records(s, all));
+    MOE_TRY(plan_reach(c, all, &reach));
+    MOE_TRY(share_windows(s, &reach, all, window_fd));
+    if (reach.network)
+        MOE_TRY(connect_network(s));
+    return moe_cpu_peers_watch(s->peers, wake_own, s);
 }
 
 struct moe_status moe_cpu_session_join(struct moe_device *device,
@@ -134,7 +253,11 @@ struct moe_status moe_cpu_session_join(struct moe_device *device,
                                        struct moe_session **out)
 {
     struct moe_window_layout layout;
-    MOE_TRY(moe_backend_choose(NULL, config->settings, NULL));
+    uint32_t chosen[MOE_CPU_OPTION_COUNT];
+    MOE_TRY(moe_backend_choose(moe_cpu_options, config->settings, chosen));
+    if (chosen[MOE_CPU_OPTION_TRANSPORT] == MOE_CPU_TRANSPORT_NVLINK)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "transport: groups on CPUs have no NVLink; use auto or network");
     MOE_TRY(moe_session_check(config, &layout));
     struct moe_session *s = calloc(1, sizeof *s);
     if (s == NULL)
@@ -154,7 +277,9 @@ struct moe_status moe_cpu_session_join(struct moe_device *device,
                                        &s->window[config->slot], &window_fd),
                  failed);
     MOE_TRY_GOTO(st, moe_cpu_ep_create(s, &s->ep), failed);
-    MOE_TRY_GOTO(st, connect_peers(s, window_fd), failed);
+    bool network_only = chosen[MOE_CPU_OPTION_TRANSPORT] == MOE_CPU_TRANSPORT_NETWORK;
+    MOE_TRY_GOTO(st, connect_peers(s, network_only, window_fd), failed);
+    s->config.hosts = NULL;
     MOE_TRY_GOTO(st, moe_cpu_steps_create(s, &s->steps), failed);
     close(window_fd);
     *out = s;
@@ -173,6 +298,7 @@ void moe_cpu_session_leave(struct moe_session *s)
     if (moe_cpu_session_own(s) != NULL)
         moe_cpu_session_abort(s); /* ends all waits */
     moe_cpu_steps_destroy(s->steps);
+    moe_cpu_network_close(s->network);
     moe_activation_cache_drop_session(moe_cpu_device_activation_cache(s->device), s);
     moe_cpu_peers_close(s->peers);
     moe_cpu_ep_destroy(s->ep);

@@ -7,6 +7,8 @@
  * sum into the holders' windows (partials, by source). A barrier follows each of the two. */
 #include "cpu/training/reduce.h"
 
+#include "cpu/exchange/stores.h"
+
 enum { CHUNK = 1 << 15 }; /* floats that a thread works on at a time */
 
 struct round {
@@ -25,16 +27,27 @@ static bool holds(const struct moe_cpu_shared_piece *p, uint32_t slot)
     return p->holders >> slot & 1;
 }
 
-static float *rows_of(const struct round *r, uint32_t window, uint32_t source)
+/* In this slot's window. */
+static float *rows_of(const struct round *r, uint32_t source)
 {
     const struct moe_session *s = r->session;
-    return moe_window_row_of(&s->layout, s->window[window].base, source, 0, 0);
+    return moe_window_row_of(&s->layout, moe_cpu_session_own(s), source, 0, 0);
 }
 
-static float *partials_of(const struct round *r, uint32_t window, uint32_t source)
+static float *partials_of(const struct round *r, uint32_t source)
 {
     const struct moe_session *s = r->session;
-    return moe_window_partial_of(&s->layout, s->window[window].base, source, 0, 0);
+    return moe_window_partial_of(&s->layout, moe_cpu_session_own(s), source, 0, 0);
+}
+
+static void store(const struct round *r, uint32_t slot, const float *at, const float *from,
+                  size_t n)
+{
+    struct moe_cpu_stores stores = moe_cpu_stores_begin(r->session, slot);
+    void *to = moe_cpu_stores_data(&stores, at, n * sizeof *from);
+    if (to != NULL)
+        memcpy(to, from, n * sizeof *from);
+    moe_cpu_stores_end(&stores);
 }
 
 static void send_part(const struct round *r, const struct moe_cpu_shared_piece *p, size_t from,
@@ -42,7 +55,7 @@ static void send_part(const struct round *r, const struct moe_cpu_shared_piece *
 {
     uint32_t own = r->session->config.slot;
     if (holds(p, own) && owner != own)
-        memcpy(rows_of(r, owner, own) + at, p->data + from, (to - from) * sizeof(float));
+        store(r, owner, rows_of(r, own) + at, p->data + from, to - from);
 }
 
 static void sum_part(const struct round *r, const struct moe_cpu_shared_piece *p, size_t from,
@@ -58,7 +71,7 @@ static void sum_part(const struct round *r, const struct moe_cpu_shared_piece *p
         for (uint32_t s = 0; s < r->session->config.slots; s++) {
             if (!holds(p, s))
                 continue;
-            const float *v = s == own ? p->data + i : rows_of(r, own, s) + at + (i - from);
+            const float *v = s == own ? p->data + i : rows_of(r, s) + at + (i - from);
             for (size_t j = 0; j < n; j++)
                 sum[j] += v[j];
         }
@@ -67,7 +80,7 @@ static void sum_part(const struct round *r, const struct moe_cpu_shared_piece *p
     }
     for (uint32_t s = 0; s < r->session->config.slots; s++)
         if (holds(p, s) && s != own)
-            memcpy(partials_of(r, s, own) + at, p->data + from, (to - from) * sizeof(float));
+            store(r, s, partials_of(r, own) + at, p->data + from, to - from);
 }
 
 static void take_part(const struct round *r, const struct moe_cpu_shared_piece *p, size_t from,
@@ -75,7 +88,7 @@ static void take_part(const struct round *r, const struct moe_cpu_shared_piece *
 {
     uint32_t own = r->session->config.slot;
     if (holds(p, own) && owner != own)
-        memcpy(p->data + from, partials_of(r, own, owner) + at, (to - from) * sizeof(float));
+        memcpy(p->data + from, partials_of(r, owner) + at, (to - from) * sizeof(float));
 }
 
 /* Cuts floats [from, to) of a piece, `at` floats after the round's first, into the holders' parts.

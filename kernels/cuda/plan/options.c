@@ -3,7 +3,8 @@
 
 const struct moe_backend_option moe_cuda_options[MOE_CUDA_OPTION_COUNT + 1] = {
     [MOE_CUDA_OPTION_TRANSPORT] = {"transport", "auto|nvlink|network",
-                                   "Transport of rows between GPUs; the same on all workers",
+                                   "How rows travel between slots; nvlink needs GPUs. The same on "
+                                   "all workers",
                                    MOE_SCOPE_SESSION},
     [MOE_CUDA_OPTION_GEMM] = {"gemm", "auto|hopper|cublas",
                               "Kernels for bf16 products of the experts on a GPU",

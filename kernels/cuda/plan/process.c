@@ -2,20 +2,31 @@
 /* See process.h. Calls no function of CUDA, so it is tested everywhere. */
 #include "cuda/plan/process.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 /* Windows never use NVLink's multicast. Without this NCCL sets up multicast for each window, which
  * takes memory and may be forbidden on shared hosts. */
 static const char multicast[] = "NCCL_NVLS_ENABLE", off[] = "0";
+static const char sockets[] = "NCCL_SOCKET_IFNAME";
 
-struct moe_status moe_cuda_process_prepare(void)
+static struct moe_status set(const char *variable, const char *value, int override)
 {
-    enum { KEEP_WHAT_IS_SET = 0 };
-    if (setenv(multicast, off, KEEP_WHAT_IS_SET) == 0)
+    if (setenv(variable, value, override) == 0)
         return moe_ok();
     return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                     "no memory for the variable %s", multicast);
+                     "no memory for the variable %s", variable);
+}
+
+struct moe_status moe_cuda_process_prepare(const char *interface)
+{
+    char exactly[64]; /* without the sign, NCCL takes every interface with this prefix */
+    if (interface != NULL) {
+        (void)snprintf(exactly, sizeof exactly, "=%.60s", interface);
+        MOE_TRY(set(sockets, exactly, 1));
+    }
+    return set(multicast, off, 0);
 }
 
 struct moe_status moe_cuda_process_check(void)

@@ -11,10 +11,10 @@
 extern "C" {
 #endif
 
-/* Sets what is not set. `main` calls this before there is a second thread; see
- * moe_backends_prepare.
+/* Sets what is not set, and the network interface of NCCL unless it is NULL. `main` calls this
+ * before there is a second thread; see moe_backends_prepare.
  * Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
-struct moe_status moe_cuda_process_prepare(void) MOE_CHECKED;
+struct moe_status moe_cuda_process_prepare(const char *interface) MOE_CHECKED;
 
 /* Checks that the environment is as groups of GPUs need it. Changes nothing. Threads: any.
  * Errors: MOE_FAILED_PRECONDITION/CONFIG_INVALID, with the variable, its value and the needed one.

@@ -41,7 +41,7 @@ enum moe_backend_scope {
 };
 
 struct moe_backend_option {
-    const char *name;   /* unique among all backends; NULL ends a table */
+    const char *name;   /* NULL ends a table. Options of one name are equal in all tables */
     const char *values; /* allowed values, as "auto|fast|exact"; the first is the default */
     const char *help;   /* one line */
     enum moe_backend_scope scope;
@@ -78,6 +78,14 @@ enum moe_mem { MOE_MEM_DEVICE, MOE_MEM_HOST };
  * bounds the time. It carries the names of sockets (CPU) and NCCL ids (CUDA). */
 typedef struct moe_status (*moe_allgather_fn)(void *ctx, const void *mine, void *all, size_t bytes);
 
+/* Where a slot runs. Slots with equal ids may share memory; what a pair really shares, it proves
+ * while the session forms. */
+struct moe_session_host {
+    char id[80];      /* the machine, its boot and its network namespace */
+    char domain[64];  /* NVLink domain of its GPU; "" = not known */
+    char address[48]; /* numeric; rows of other hosts come here. "" = loopback */
+};
+
 struct moe_session_config {
     uint32_t slot, slots; /* this process's slot; slots in the group, 1..MOE_MAX_SLOTS */
     uint64_t live;        /* bit s: slot s takes part; this slot's bit is set */
@@ -89,7 +97,12 @@ struct moe_session_config {
     bool training;           /* backward passes will run: windows hold x, dy and fp32 gradients */
     uint32_t wait_budget_ms; /* per wait on a peer */
     const struct moe_backend_setting *settings; /* used only inside session_join; NULL = none */
-    moe_allgather_fn allgather;                 /* used only inside session_join */
+    /* [slots], used only inside session_join; NULL = all on this host. */
+    const struct moe_session_host *hosts;
+    /* Not 0: slots s and t count as hosts apart unless s / domain_size == t / domain_size, so one
+     * host looks like several. For tests; the same on all slots. */
+    uint32_t domain_size;
+    moe_allgather_fn allgather; /* used only inside session_join */
     void *allgather_ctx;
 };
 
@@ -241,8 +254,8 @@ struct moe_backend {
     void (*session_abort)(struct moe_session *);
     /* Bit s: slot s was lost. Any thread. */
     uint64_t (*session_lost)(struct moe_session *);
-    /* How rows travel in this session, for people: "shared memory", "nvlink", "network"; "none"
-     * with one live slot. The same on all slots. */
+    /* How rows travel in this session, for people: "shared memory", "nvlink", "network", "shared
+     * memory and network"; "none" with one live slot. */
     const char *(*session_transport)(const struct moe_session *);
     /* Steps must be finished. NULL is ignored. */
     void (*session_leave)(struct moe_session *);
@@ -305,8 +318,9 @@ extern const struct moe_backend_option *const moe_backend_option_tables[];
 
 /* main calls this once, before the process has a second thread. Sets environment variables for
  * libraries below the backends, unless they are set. Without this call, a session with several GPUs
- * is refused. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
-struct moe_status moe_backends_prepare(void) MOE_CHECKED;
+ * is refused. `interface`: the network interface for rows between hosts; it overrides variables
+ * that are set. NULL = the libraries choose. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
+struct moe_status moe_backends_prepare(const char *interface) MOE_CHECKED;
 
 /* Finds a backend by name; "auto" prefers cuda if it is built and a device answers. NULL if this
  * build has no such backend. */
