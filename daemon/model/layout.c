@@ -256,6 +256,17 @@ struct moe_status moe_layout_locate(const struct moe_layout *l, const struct moe
     return whole(l, spec, pattern, expert, out);
 }
 
+void moe_layout_name_pattern(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                             enum moe_weight weight, const struct moe_piece *p, char *pattern,
+                             size_t capacity)
+{
+    if (moe_weight_is_expert(weight) && !moe_layout_is_fused(l, spec))
+        snprintf(pattern, capacity, "%s%u.%s", l->prefix, spec->layer,
+                 l->family->naming->of[weight]);
+    else
+        snprintf(pattern, capacity, "%s", p->at.tensor->name);
+}
+
 /* True when `name` is `pattern` with the number of one of the layer's experts for '*'. */
 static bool matches(const char *name, const char *pattern, uint32_t experts)
 {

@@ -37,6 +37,12 @@ struct moe_status moe_layout_locate(const struct moe_layout *layout,
                                     const struct moe_layer_spec *spec, enum moe_weight weight,
                                     uint32_t expert, struct moe_piece *out) MOE_CHECKED;
 
+/* The name of the tensor of a weight that `p` locates; '*' stands for the expert where each expert
+ * has a tensor. The text ends with a zero, cut at `capacity` - 1 bytes. */
+void moe_layout_name_pattern(const struct moe_layout *layout, const struct moe_layer_spec *spec,
+                             enum moe_weight weight, const struct moe_piece *p, char *pattern,
+                             size_t capacity);
+
 /* True if the layer's experts are fused: all gates and ups in one tensor, all downs in another. */
 bool moe_layout_is_fused(const struct moe_layout *layout, const struct moe_layer_spec *spec);
 

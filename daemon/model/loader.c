@@ -4,7 +4,8 @@
  *
  * Walks over the pieces of layout.h in one fixed order. Reads each byte range once into a staging
  * buffer, allocated once per call, and gathers the canonical weight if the range is not yet in
- * canonical form. The same walk without reads counts the bytes. */
+ * canonical form. With a digester there are two buffers in turn: other threads hash one of them.
+ * The same walk without reads counts the bytes. */
 #include "model/model_internal.h"
 
 #include "base/size.h"
@@ -118,9 +119,11 @@ struct load {
     void *sink_ctx;
     moe_load_progress progress;
     void *progress_ctx;
+    struct moe_digester *digester; /* NULL: none */
     uint64_t read_bytes;
-    char *raw, *out;
-    struct moe_piece last; /* the piece in `raw` */
+    char *raw[2], *out;    /* raw[1] only with a digester: one is hashed while one is read */
+    unsigned turn;         /* raw[turn] was read last */
+    struct moe_piece last; /* the piece in raw[turn] */
 };
 
 /* IEEE 754 half to single precision: every half has an exact single. */
@@ -191,62 +194,95 @@ static void count_read(struct load *l, const struct moe_piece *p)
         l->progress(l->progress_ctx, l->read_bytes);
 }
 
+static struct moe_status read_piece(struct load *l, enum moe_weight weight, uint32_t expert,
+                                    const struct moe_piece *p)
+{
+    l->last = (struct moe_piece){0};
+    if (l->digester != NULL) {
+        l->turn ^= 1;
+        MOE_TRY(moe_digester__wait(l->digester, l->turn));
+    }
+    MOE_TRY(moe_st_read(p->at.file, p->at.tensor, p->first, p->bytes, l->raw[l->turn]));
+    if (l->digester != NULL)
+        MOE_TRY(moe_digester__hash(l->digester, weight, expert, p, l->raw[l->turn], l->turn));
+    l->last = *p;
+    count_read(l, p);
+    return moe_ok();
+}
+
+static struct moe_status pass_source(struct load *l, enum moe_weight weight, uint32_t expert,
+                                     const struct moe_piece *p, size_t bytes)
+{
+    struct moe_weight_source source = moe_st_weight_source(p->at.file, p->at.tensor, p->first);
+    if (l->digester != NULL)
+        MOE_TRY(moe_digester__watch(l->digester, weight, expert, p, &source));
+    MOE_TRY(l->source_sink(l->sink_ctx, weight, expert, output_dtype(p), &source, bytes));
+    count_read(l, p);
+    return moe_ok();
+}
+
 static struct moe_status load_piece(void *ctx, enum moe_weight weight, uint32_t expert,
                                     const struct moe_piece *p)
 {
     struct load *l = ctx;
     enum moe_dtype dtype = output_dtype(p);
     size_t bytes = p->rows * p->columns * moe_dtype_bytes(dtype);
-    if (l->source_sink != NULL && delivered_as_read(p)) {
-        struct moe_weight_source source = moe_st_weight_source(p->at.file, p->at.tensor, p->first);
-        MOE_TRY(l->source_sink(l->sink_ctx, weight, expert, dtype, &source, bytes));
-        count_read(l, p);
-        return moe_ok();
-    }
-    if (!moe_piece_same_range(p, &l->last)) {
-        l->last = (struct moe_piece){0};
-        MOE_TRY(moe_st_read(p->at.file, p->at.tensor, p->first, p->bytes, l->raw));
-        l->last = *p;
-        count_read(l, p);
-    }
+    if (l->source_sink != NULL && delivered_as_read(p))
+        return pass_source(l, weight, expert, p, bytes);
+    if (!moe_piece_same_range(p, &l->last))
+        MOE_TRY(read_piece(l, weight, expert, p));
     if (delivered_as_read(p))
-        return l->sink(l->sink_ctx, weight, expert, dtype, l->raw, bytes);
-    gather(p, l->raw, l->out);
+        return l->sink(l->sink_ctx, weight, expert, dtype, l->raw[l->turn], bytes);
+    gather(p, l->raw[l->turn], l->out);
     return l->sink(l->sink_ctx, weight, expert, dtype, l->out, bytes);
+}
+
+/* Hashes that still run read the buffers. */
+static struct moe_status end_hashing(struct load *l)
+{
+    if (l->digester == NULL)
+        return moe_ok();
+    struct moe_status first = moe_digester__wait(l->digester, 0);
+    struct moe_status second = moe_digester__wait(l->digester, 1);
+    return moe_failed(&first) ? first : second;
 }
 
 struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, const uint32_t *experts,
                                        size_t expert_count, moe_weight_sink sink, void *ctx,
                                        moe_load_progress progress, void *progress_ctx)
 {
-    return moe_model_stream_layer(m, i, experts, expert_count, sink, NULL, ctx, progress,
+    return moe_model_stream_layer(m, i, experts, expert_count, sink, NULL, ctx, NULL, progress,
                                   progress_ctx);
 }
 
 struct moe_status moe_model_stream_layer(const struct moe_model *m, size_t i,
                                          const uint32_t *experts, size_t expert_count,
                                          moe_weight_sink sink, moe_weight_source_sink source_sink,
-                                         void *ctx, moe_load_progress progress, void *progress_ctx)
+                                         void *ctx, struct moe_digester *digester,
+                                         moe_load_progress progress, void *progress_ctx)
 {
     struct plan plan = {.read_here_only = source_sink != NULL};
     MOE_TRY(moe_model__visit_layer(m, i, true, experts, expert_count, plan_piece, &plan));
-    struct load l = {.sink = sink,
-                     .source_sink = source_sink,
-                     .sink_ctx = ctx,
-                     .progress = progress,
-                     .progress_ctx = progress_ctx,
-                     .raw = malloc(plan.raw_bytes + 1),
-                     .out = malloc(plan.out_bytes + 1)};
+    if (digester != NULL)
+        moe_digester__begin(digester, i);
+    struct load l = {
+        .sink = sink,
+        .source_sink = source_sink,
+        .sink_ctx = ctx,
+        .progress = progress,
+        .progress_ctx = progress_ctx,
+        .digester = digester,
+        .raw = {malloc(plan.raw_bytes + 1), digester != NULL ? malloc(plan.raw_bytes + 1) : NULL},
+        .out = malloc(plan.out_bytes + 1)};
     struct moe_status st;
-    if (l.raw == NULL || l.out == NULL) {
+    if (l.raw[0] == NULL || l.out == NULL || (digester != NULL && l.raw[1] == NULL))
         st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                        "no memory to stage weights");
-        goto done;
-    }
-    MOE_TRY_GOTO(st, moe_model__visit_layer(m, i, true, experts, expert_count, load_piece, &l),
-                 done);
-done:
-    free(l.raw);
+    else
+        st = moe_model__visit_layer(m, i, true, experts, expert_count, load_piece, &l);
+    struct moe_status hashed = end_hashing(&l);
+    free(l.raw[0]);
+    free(l.raw[1]);
     free(l.out);
-    return st;
+    return moe_failed(&st) ? st : hashed;
 }

@@ -9,6 +9,7 @@
 #define MOE_MODEL_H
 
 #include "base/status.h"
+#include "model/digest_table.h"
 #include "moe/layer_spec.h"
 #include "moe/weight_source.h"
 
@@ -64,13 +65,30 @@ uint64_t moe_model_layer_memory(const struct moe_model *m, size_t i, const uint3
 struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, const uint32_t *experts,
                                        size_t expert_count, moe_weight_sink sink, void *ctx,
                                        moe_load_progress progress, void *progress_ctx) MOE_CHECKED;
+/* Computes digests (model/digest.h) of the layers that it is given to moe_model_stream_layer for.
+ */
+struct moe_digester;
+
+/* Its `threads` threads (1..64) hash weights that the model room reads; weights that a backend
+ * reads for itself are hashed by the backend's threads. Errors: OUT_OF_MEMORY. */
+struct moe_status moe_digester_create(const struct moe_model *m, uint32_t threads,
+                                      struct moe_digester **out) MOE_CHECKED;
+/* No source of its layer may be in use. NULL is ignored. */
+void moe_digester_destroy(struct moe_digester *d);
+/* Adds the units of the layer that was streamed last to `table`. The backend has finished the
+ * layer: no read is under way. Errors: OUT_OF_MEMORY, those of reading. */
+struct moe_status moe_digester_finish(struct moe_digester *d,
+                                      struct moe_digest_table *table) MOE_CHECKED;
+
 /* The same for a backend that reads for itself: `source_sink` gets the source of weights that are
  * in canonical form in the file. Other weights are read, gathered or converted, and go to `sink`.
+ * `digester` hashes the bytes of all of them as they are read; NULL = none.
  */
 struct moe_status moe_model_stream_layer(const struct moe_model *m, size_t i,
                                          const uint32_t *experts, size_t expert_count,
                                          moe_weight_sink sink, moe_weight_source_sink source_sink,
-                                         void *ctx, moe_load_progress progress,
+                                         void *ctx, struct moe_digester *digester,
+                                         moe_load_progress progress,
                                          void *progress_ctx) MOE_CHECKED;
 
 #endif

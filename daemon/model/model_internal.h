@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Shared by model.c, loader.c, frame.c and writer.c. Internal to daemon/model. */
+/* Shared by model.c, loader.c, digester.c, frame.c and writer.c. Internal to daemon/model. */
 #ifndef MOE_MODEL_INTERNAL_H
 #define MOE_MODEL_INTERNAL_H
 
@@ -27,5 +27,22 @@ typedef struct moe_status (*moe_piece_visitor)(void *ctx, enum moe_weight weight
 struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer, bool replicated,
                                          const uint32_t *experts, size_t expert_count,
                                          moe_piece_visitor visit, void *ctx) MOE_CHECKED;
+
+/* For loader.c: the hashing of one layer (digester.c). Ranges of a unit are added one after the
+ * other; a range that is the same as the last one is added once. */
+
+/* Forgets the layer before. */
+void moe_digester__begin(struct moe_digester *d, size_t layer);
+/* Adds the range of a piece, and begins to hash it: `data` stays until moe_digester__wait of the
+ * same buffer, 0 or 1. */
+struct moe_status moe_digester__hash(struct moe_digester *d, enum moe_weight weight,
+                                     uint32_t expert, const struct moe_piece *p, const void *data,
+                                     unsigned buffer) MOE_CHECKED;
+struct moe_status moe_digester__wait(struct moe_digester *d, unsigned buffer) MOE_CHECKED;
+/* Adds a range that a backend reads for itself: replaces `source` by one that hashes what is read.
+ * It is valid until the next begin. */
+struct moe_status moe_digester__watch(struct moe_digester *d, enum moe_weight weight,
+                                      uint32_t expert, const struct moe_piece *p,
+                                      struct moe_weight_source *source) MOE_CHECKED;
 
 #endif

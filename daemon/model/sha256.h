@@ -1,16 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* SHA-256 by libcrypto, as lower-case hexadecimal. It identifies models and detects damaged
- * checkpoints; it protects no secret.
+/* SHA-256 by libcrypto, as bytes or as lower-case hexadecimal. It identifies models and detects
+ * damaged files; it protects no secret.
  *
- * libcrypto may fail for want of memory; only moe_sha256_finish reports it. */
+ * libcrypto may fail for want of memory; only the functions that return a hash report it. */
 #ifndef MOE_MODEL_SHA256_H
 #define MOE_MODEL_SHA256_H
 
 #include "base/status.h"
 
 #include <stddef.h>
+#include <stdint.h>
 
-enum { MOE_SHA256_HEX = 65 }; /* with the final zero */
+enum {
+    MOE_SHA256_BYTES = 32,
+    MOE_SHA256_HEX = 65, /* with the final zero */
+};
 
 /* A hash in progress; the caller owns it from begin until finish or drop. */
 struct moe_sha256 {
@@ -19,6 +23,10 @@ struct moe_sha256 {
 
 void moe_sha256_begin(struct moe_sha256 *s);
 void moe_sha256_update(struct moe_sha256 *s, const void *data, size_t bytes);
+/* The hash of all updates since begin or the last call; another hash begins. Faster than finish and
+ * begin for many short ones. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY; `raw` is untouched then,
+ * and the hash is dropped. */
+struct moe_status moe_sha256_next(struct moe_sha256 *s, uint8_t raw[MOE_SHA256_BYTES]) MOE_CHECKED;
 /* The hash of all updates. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY; `hex` is untouched then.
  */
 struct moe_status moe_sha256_finish(struct moe_sha256 *s, char hex[MOE_SHA256_HEX]) MOE_CHECKED;
@@ -28,5 +36,7 @@ void moe_sha256_drop(struct moe_sha256 *s);
 /* The hash of one piece. Errors as in finish. */
 struct moe_status moe_sha256_of(const void *data, size_t bytes,
                                 char hex[MOE_SHA256_HEX]) MOE_CHECKED;
+
+void moe_sha256_to_hex(const uint8_t raw[MOE_SHA256_BYTES], char hex[MOE_SHA256_HEX]);
 
 #endif

@@ -4,6 +4,7 @@
 #include "worker/loader.h"
 
 #include "base/clock.h"
+#include "base/cores.h"
 #include "daemon/log.h"
 
 #include <inttypes.h>
@@ -12,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BYTES_TEXT = 24 };
+enum { BYTES_TEXT = 24, DIGEST_THREADS_MAX = 8 };
 
 /* The placement in the form of layer_create. */
 struct table {
@@ -32,6 +33,8 @@ struct moe_loader {
     const struct moe_layer_spec **specs; /* [layer_count] */
     struct moe_layer **layers;           /* [layer_count] */
     struct table table;                  /* of the layers; placements = NULL when none is loaded */
+    struct moe_digest_table *digests;    /* of the layers */
+    struct moe_digester *digester;       /* during a load */
     atomic_bool cancelled;
     _Atomic uint64_t loaded_bytes, total_bytes;
     uint64_t begun_ns, logged_ns; /* of the present load: its start, its last progress line */
@@ -242,6 +245,7 @@ static void drop_layers(struct moe_loader *l)
 {
     destroy_layers(l);
     free_table(&l->table);
+    moe_digest_table_clear(l->digests);
     atomic_store(&l->loaded_bytes, 0);
     atomic_store(&l->total_bytes, 0);
 }
@@ -274,7 +278,9 @@ static struct moe_status fetch(void *ctx, enum moe_weight weight, uint32_t exper
                                    bytes);
 }
 
-static struct moe_status load_layer(struct moe_loader *l, size_t i)
+/* Adds the layer's digests to `digests`. */
+static struct moe_status load_layer(struct moe_loader *l, size_t i,
+                                    struct moe_digest_table *digests)
 {
     uint32_t experts[MOE_MAX_EXPERTS];
     size_t count = list_own(&l->table.placements[i], l->table.slot, experts);
@@ -282,10 +288,11 @@ static struct moe_status load_layer(struct moe_loader *l, size_t i)
     MOE_TRY(l->backend->layer_create(l->device, l->specs[i], &l->table.placements[i], l->table.slot,
                                      &l->layers[i]));
     MOE_TRY(moe_model_stream_layer(l->model, i, experts, count, upload,
-                                   l->backend->layer_fetch != NULL ? fetch : NULL, l, on_progress,
-                                   l));
+                                   l->backend->layer_fetch != NULL ? fetch : NULL, l, l->digester,
+                                   on_progress, l));
     l->layer_base += moe_model_layer_bytes(l->model, i, experts, count);
-    return l->backend->layer_finish(l->layers[i]);
+    MOE_TRY(l->backend->layer_finish(l->layers[i]));
+    return moe_digester_finish(l->digester, digests);
 }
 
 struct moe_status moe_loader_check_room(const struct moe_loader *l, uint64_t needed,
@@ -316,7 +323,7 @@ static void count_bytes(const struct moe_loader *l, uint64_t *to_read, uint64_t 
     }
 }
 
-static struct moe_status load_all(struct moe_loader *l)
+static struct moe_status load_all(struct moe_loader *l, struct moe_digest_table *digests)
 {
     uint64_t total, resident;
     count_bytes(l, &total, &resident);
@@ -325,10 +332,23 @@ static struct moe_status load_all(struct moe_loader *l)
     l->begun_ns = l->logged_ns = moe_clock_ns();
     l->layer_base = 0;
     for (size_t i = 0; i < l->layer_count; i++)
-        MOE_TRY(moe_error_context(load_layer(l, i), "layer %u", l->specs[i]->layer));
+        MOE_TRY(moe_error_context(load_layer(l, i, digests), "layer %u", l->specs[i]->layer));
     atomic_store(&l->loaded_bytes, total);
     log_progress(l, moe_clock_ns(), total);
     return moe_ok();
+}
+
+static struct moe_status load_with_digests(struct moe_loader *l, struct moe_digest_table *digests)
+{
+    uint32_t cores = moe_usable_cores();
+    MOE_TRY(moe_digester_create(l->model, cores < DIGEST_THREADS_MAX ? cores : DIGEST_THREADS_MAX,
+                                &l->digester));
+    struct moe_status st = load_all(l, digests);
+    if (moe_failed(&st)) /* a backend may still read from its sources */
+        destroy_layers(l);
+    moe_digester_destroy(l->digester);
+    l->digester = NULL;
+    return st;
 }
 
 bool moe_loader_holds(const struct moe_loader *l, const struct moe_group_assignment *a)
@@ -353,7 +373,7 @@ struct moe_status moe_loader_load(struct moe_loader *l, const struct moe_group_a
     }
     drop_layers(l);
     l->table = t;
-    struct moe_status st = load_all(l);
+    struct moe_status st = load_with_digests(l, l->digests);
     if (moe_failed(&st))
         drop_layers(l);
     return st;
@@ -364,10 +384,23 @@ struct moe_status moe_loader_reload(struct moe_loader *l)
     if (l->table.placements == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "nothing is loaded");
     destroy_layers(l);
-    struct moe_status st = load_all(l);
+    struct moe_digest_table *again = NULL;
+    struct moe_digest_difference difference;
+    struct moe_status st = moe_digest_table_create(&again);
+    if (!moe_failed(&st))
+        st = load_with_digests(l, again);
+    if (!moe_failed(&st) && moe_digest_table_differs(again, l->digests, &difference))
+        st = moe_error(MOE_DATA_LOSS, MOE_REASON_MODEL_MISMATCH,
+                       "%s in the model's files is not what was loaded before", difference.name);
+    moe_digest_table_destroy(again);
     if (moe_failed(&st))
         drop_layers(l);
     return st;
+}
+
+const struct moe_digest_table *moe_loader_digests(const struct moe_loader *l)
+{
+    return l->digests;
 }
 
 const struct moe_placement *moe_loader_placements(const struct moe_loader *l)
@@ -411,9 +444,14 @@ void moe_loader_progress(const struct moe_loader *l, uint64_t *loaded, uint64_t 
 struct moe_status moe_loader_create(const struct moe_backend *backend, struct moe_device *device,
                                     const struct moe_model *model, struct moe_loader **out)
 {
+    struct moe_digest_table *digests;
+    MOE_TRY(moe_digest_table_create(&digests));
     struct moe_loader *l = calloc(1, sizeof *l);
-    if (l == NULL)
+    if (l == NULL) {
+        moe_digest_table_destroy(digests);
         goto no_memory;
+    }
+    l->digests = digests;
     l->backend = backend;
     l->device = device;
     l->model = model;
@@ -436,6 +474,7 @@ void moe_loader_destroy(struct moe_loader *l)
     if (l == NULL)
         return;
     drop_layers(l);
+    moe_digest_table_destroy(l->digests);
     free(l->specs);
     free(l->layers);
     free(l);

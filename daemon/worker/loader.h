@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Loads the experts of this slot's placement: reads them through the model room, hands them to the
  * backend, and keeps the layers until another placement comes. Reads only rows of this slot's
- * experts, and the router and shared experts, which every slot needs.
+ * experts, and the router and shared experts, which every slot needs. Computes digests of all that
+ * it reads, by a few separate threads and those of the backend that read.
  *
  * If memory cannot suffice, loading is refused before it allocates any. */
 #ifndef MOE_WORKER_LOADER_H
@@ -33,7 +34,9 @@ bool moe_loader_holds(const struct moe_loader *l, const struct moe_group_assignm
 struct moe_status moe_loader_load(struct moe_loader *l,
                                   const struct moe_group_assignment *a) MOE_CHECKED;
 /* Loads the same layers from the files again, which undoes all training. Layers must be loaded, no
- * view may be in force, and no trainer may use the layers. Errors as for moe_loader_load. */
+ * view may be in force, and no trainer may use the layers. Errors as for moe_loader_load; and
+ * MOE_DATA_LOSS/MODEL_MISMATCH with the name of a tensor that has other bytes than in the first
+ * load. */
 struct moe_status moe_loader_reload(struct moe_loader *l) MOE_CHECKED;
 /* Checks that `bytes` more fit into memory. Errors: OUT_OF_MEMORY, with `what` needs them in the
  * text. */
@@ -47,6 +50,9 @@ void moe_loader_cancel(struct moe_loader *l);
 /* Hash of the loaded placement with its version, equal to the coordinator's: FNV-1a over slots,
  * layers, lists and version, each as 32 bits little-endian. */
 uint64_t moe_loader_placement_hash(const struct moe_loader *l);
+/* Digests of what was loaded (model/digest.h): of every layer the common unit and those of this
+ * slot's experts. Empty while nothing is loaded; changes inside moe_loader_load only. */
+const struct moe_digest_table *moe_loader_digests(const struct moe_loader *l);
 /* [any thread] Bytes read so far, and in all. */
 void moe_loader_progress(const struct moe_loader *l, uint64_t *loaded, uint64_t *total);
 

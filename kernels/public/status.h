@@ -85,7 +85,8 @@ enum moe_code {
     X(CANNOT_GO_BACK)       /* the group cannot restore its recovery target: it waits for */       \
                             /* RecoverTraining, or for the file */                                 \
     X(LEASE_LOST) /* this worker cannot know whether its view is in force, and the group trains */ \
-    X(SLOT_TAKEN) /* the coordinator has no free slot for this worker */
+    X(SLOT_TAKEN) /* the coordinator has no free slot for this worker */                           \
+    X(MODEL_MISMATCH) /* the bytes of the weights are not those that are wanted */
 
 enum moe_reason {
 #define X(name) MOE_REASON_##name,

@@ -1,0 +1,311 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Digests of one layer, from the bytes that are read for loading. No byte is read a second time.
+ * One exception: reads of a backend may end inside a leaf. Then the thread that reads the beginning
+ * of the leaf also reads its rest. */
+#include "model/model_internal.h"
+
+#include "base/thread_pool.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    BUFFERS = 2,
+    RUN_LEAVES = 16, /* of one item for the thread pool: 1 MiB */
+};
+
+/* The bytes of one tensor, or of one expert's share of it. */
+struct range {
+    uint32_t expert; /* MOE_DIGEST_COMMON: of no expert */
+    struct moe_piece piece;
+    struct moe_weight_source file; /* of a range that a backend reads; else read = NULL */
+    uint64_t count;                /* leaves */
+    uint8_t *done;                 /* [count] of such a range: 1 = hashed */
+    struct moe_digest leaves[];
+};
+
+struct job { /* of the pool: `bytes` bytes at `data` */
+    const char *data;
+    size_t bytes;
+    struct moe_digest *leaves;
+};
+
+struct moe_digester {
+    const struct moe_model *model;
+    struct moe_thread_pool *pool;
+    struct moe_thread_pool_batch batches[BUFFERS];
+    size_t layer;
+    struct range **ranges; /* in the order of loading: units follow each other */
+    size_t count, room;
+};
+
+static struct moe_status no_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for digests");
+}
+
+static struct moe_status hash_run(void *ctx, uint32_t thread, const void *job, uint32_t item)
+{
+    (void)ctx;
+    (void)thread;
+    const struct job *j = job;
+    const size_t run = (size_t)RUN_LEAVES * MOE_DIGEST_LEAF_BYTES, first = item * run;
+    size_t left = j->bytes - first;
+    return moe_digest_leaves(j->data + first, left < run ? left : run,
+                             j->leaves + (size_t)item * RUN_LEAVES);
+}
+
+/* ------------------------------------------------------------------ ranges */
+
+static void drop_ranges(struct moe_digester *d)
+{
+    for (size_t i = 0; i < d->count; i++) {
+        free(d->ranges[i]->done);
+        free(d->ranges[i]);
+    }
+    d->count = 0;
+}
+
+static struct moe_status grow(struct moe_digester *d)
+{
+    if (d->count < d->room)
+        return moe_ok();
+    size_t room = d->room > 0 ? 2 * d->room : 64;
+    struct range **more = reallocarray(d->ranges, room, sizeof *more);
+    if (more == NULL)
+        return no_memory();
+    d->ranges = more;
+    d->room = room;
+    return moe_ok();
+}
+
+static struct moe_status add_range(struct moe_digester *d, enum moe_weight weight, uint32_t expert,
+                                   const struct moe_piece *p, struct range **out)
+{
+    MOE_TRY(grow(d));
+    uint64_t count = moe_digest_leaf_count(p->bytes);
+    struct range *r = malloc(sizeof *r + (size_t)count * sizeof r->leaves[0]);
+    if (r == NULL)
+        return no_memory();
+    *r = (struct range){.expert = moe_weight_is_expert(weight) ? expert : MOE_DIGEST_COMMON,
+                        .piece = *p,
+                        .count = count};
+    d->ranges[d->count++] = r;
+    *out = r;
+    return moe_ok();
+}
+
+void moe_digester__begin(struct moe_digester *d, size_t layer)
+{
+    drop_ranges(d);
+    d->layer = layer;
+}
+
+struct moe_status moe_digester__hash(struct moe_digester *d, enum moe_weight weight,
+                                     uint32_t expert, const struct moe_piece *p, const void *data,
+                                     unsigned buffer)
+{
+    struct range *r;
+    MOE_TRY(add_range(d, weight, expert, p, &r));
+    const struct job job = {data, (size_t)p->bytes, r->leaves};
+    uint64_t items = (r->count + RUN_LEAVES - 1) / RUN_LEAVES;
+    if (items == 0)
+        return moe_ok();
+    return moe_thread_pool_submit(d->pool, &d->batches[buffer], &job, sizeof job, (uint32_t)items);
+}
+
+struct moe_status moe_digester__wait(struct moe_digester *d, unsigned buffer)
+{
+    return moe_thread_pool_wait(d->pool, &d->batches[buffer]);
+}
+
+/* ------------------------------------------------------------------ reads of a backend */
+
+static struct moe_status read_file(const struct range *r, uint64_t at, size_t bytes, void *to)
+{
+    return r->file.read(r->file.ctx, r->file.at + at, bytes, to);
+}
+
+/* Hashes leaf `i`; [from, from + has) are its first bytes, and the rest is read. */
+static struct moe_status hash_leaf(struct range *r, uint64_t i, const char *from, size_t has)
+{
+    uint64_t first = i * MOE_DIGEST_LEAF_BYTES, left = r->piece.bytes - first;
+    size_t length = left < MOE_DIGEST_LEAF_BYTES ? (size_t)left : MOE_DIGEST_LEAF_BYTES;
+    has = has < length ? has : length;
+    char *rest = has < length ? malloc(length - has) : NULL;
+    if (has < length && rest == NULL)
+        return no_memory();
+    struct moe_status st = rest != NULL ? read_file(r, first + has, length - has, rest) : moe_ok();
+    if (!moe_failed(&st))
+        st = moe_digest_leaf(from, has, rest, length - has, &r->leaves[i]);
+    free(rest);
+    r->done[i] = !moe_failed(&st);
+    return st;
+}
+
+/* moe_weight_source.read. Each leaf belongs to the read with its first byte, so that no two threads
+ * hash the same one. */
+static struct moe_status read_and_hash(const void *ctx, uint64_t at, size_t bytes, void *to)
+{
+    struct range *r = (struct range *)(uintptr_t)ctx; /* sources are const for their users */
+    MOE_TRY(read_file(r, at, bytes, to));
+    uint64_t i = at / MOE_DIGEST_LEAF_BYTES + (at % MOE_DIGEST_LEAF_BYTES != 0);
+    for (; i < r->count && i * MOE_DIGEST_LEAF_BYTES < at + bytes; i++) {
+        size_t skipped = (size_t)(i * MOE_DIGEST_LEAF_BYTES - at);
+        MOE_TRY(hash_leaf(r, i, (const char *)to + skipped, bytes - skipped));
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_digester__watch(struct moe_digester *d, enum moe_weight weight,
+                                      uint32_t expert, const struct moe_piece *p,
+                                      struct moe_weight_source *source)
+{
+    struct range *r;
+    MOE_TRY(add_range(d, weight, expert, p, &r));
+    r->done = calloc((size_t)r->count + 1, 1);
+    if (r->done == NULL)
+        return no_memory();
+    r->file = *source;
+    *source = (struct moe_weight_source){.read = read_and_hash, .ctx = r};
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------ units */
+
+/* Ascending by name, then by place in the tensor. */
+static int compare_ranges(const void *a, const void *b)
+{
+    const struct moe_piece *x = &(*(struct range *const *)a)->piece;
+    const struct moe_piece *y = &(*(struct range *const *)b)->piece;
+    int order = strcmp(x->at.tensor->name, y->at.tensor->name);
+    return order != 0 ? order : (x->first > y->first) - (x->first < y->first);
+}
+
+static struct moe_status hash_tensor(struct range *r, struct moe_digest *out)
+{
+    const struct moe_tensor *t = r->piece.at.tensor;
+    for (uint64_t i = 0; r->done != NULL && i < r->count; i++)
+        if (!r->done[i]) /* the backend had no use for these bytes */
+            MOE_TRY(hash_leaf(r, i, "", 0));
+    const struct moe_digest_tensor tensor = {.name = t->name,
+                                             .dtype = moe_st_dtype_name(t->dtype),
+                                             .rank = t->rank,
+                                             .shape = t->shape,
+                                             .first = r->piece.first,
+                                             .bytes = r->piece.bytes};
+    return moe_digest_tensor(&tensor, r->leaves, out);
+}
+
+/* The unit of `count` ranges at `ranges`, which are sorted here. */
+static struct moe_status add_unit(struct range **ranges, uint32_t count, uint32_t layer,
+                                  struct moe_digest_table *table)
+{
+    struct moe_digest tensors[MOE_DIGEST_UNIT_TENSORS];
+    struct moe_digest_unit unit = {0};
+    MOE_INVARIANT(count <= MOE_DIGEST_UNIT_TENSORS);
+    qsort(ranges, count, sizeof(struct range *), compare_ranges);
+    for (uint32_t i = 0; i < count; i++) {
+        MOE_TRY(hash_tensor(ranges[i], &tensors[i]));
+        memcpy(unit.tags[i], tensors[i].bytes, MOE_DIGEST_TAG_BYTES);
+    }
+    MOE_TRY(moe_digest_unit(layer, ranges[0]->expert, tensors, count, &unit.digest));
+    moe_digest_table_set(table, layer, ranges[0]->expert, &unit);
+    return moe_ok();
+}
+
+/* Collects the ranges of the common unit and of expert 0, for their names. */
+struct names {
+    const struct moe_model *model;
+    const struct moe_layer_spec *spec;
+    struct moe_piece last;
+    struct name {
+        const char *name;
+        uint64_t first;
+        enum moe_weight weight;
+        struct moe_piece piece;
+    } of[2][MOE_DIGEST_UNIT_TENSORS]; /* common, expert's */
+    uint32_t count[2];
+};
+
+static struct moe_status add_name(void *ctx, enum moe_weight weight, uint32_t expert,
+                                  const struct moe_piece *p)
+{
+    struct names *n = ctx;
+    size_t kind = moe_weight_is_expert(weight);
+    (void)expert;
+    if (moe_piece_same_range(p, &n->last))
+        return moe_ok();
+    n->last = *p;
+    MOE_INVARIANT(n->count[kind] < MOE_DIGEST_UNIT_TENSORS);
+    n->of[kind][n->count[kind]++] = (struct name){p->at.tensor->name, p->first, weight, *p};
+    return moe_ok();
+}
+
+static int compare_names(const void *a, const void *b)
+{
+    const struct name *x = a, *y = b;
+    int order = strcmp(x->name, y->name);
+    return order != 0 ? order : (x->first > y->first) - (x->first < y->first);
+}
+
+static void sort_names(struct names *n, size_t kind, struct moe_digest_names *out)
+{
+    qsort(n->of[kind], n->count[kind], sizeof n->of[kind][0], compare_names);
+    out->count = n->count[kind];
+    for (uint32_t i = 0; i < out->count; i++)
+        moe_layout_name_pattern(&n->model->layout, n->spec, n->of[kind][i].weight,
+                                &n->of[kind][i].piece, out->of[i], sizeof out->of[i]);
+}
+
+static struct moe_status add_layer(const struct moe_digester *d, struct moe_digest_table *table)
+{
+    const uint32_t first = 0;
+    struct names n = {.model = d->model, .spec = moe_model_layer(d->model, d->layer)};
+    struct moe_digest_names common, expert;
+    MOE_TRY(moe_model__visit_layer(d->model, d->layer, true, &first, 1, add_name, &n));
+    sort_names(&n, 0, &common);
+    sort_names(&n, 1, &expert);
+    return moe_digest_table_add_layer(table, n.spec->layer, n.spec->experts, &common, &expert);
+}
+
+struct moe_status moe_digester_finish(struct moe_digester *d, struct moe_digest_table *table)
+{
+    const uint32_t layer = moe_model_layer(d->model, d->layer)->layer;
+    MOE_TRY(add_layer(d, table));
+    for (size_t i = 0, next; i < d->count; i = next) {
+        for (next = i + 1; next < d->count && d->ranges[next]->expert == d->ranges[i]->expert;)
+            next++;
+        MOE_TRY(add_unit(d->ranges + i, (uint32_t)(next - i), layer, table));
+    }
+    drop_ranges(d);
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------ lifetime */
+
+struct moe_status moe_digester_create(const struct moe_model *m, uint32_t threads,
+                                      struct moe_digester **out)
+{
+    struct moe_digester *d = calloc(1, sizeof *d);
+    if (d == NULL)
+        return no_memory();
+    d->model = m;
+    struct moe_status st = moe_thread_pool_create("moe-digest", threads, hash_run, NULL, &d->pool);
+    if (moe_failed(&st)) {
+        free(d);
+        return st;
+    }
+    *out = d;
+    return moe_ok();
+}
+
+void moe_digester_destroy(struct moe_digester *d)
+{
+    if (d == NULL)
+        return;
+    moe_thread_pool_destroy(d->pool);
+    drop_ranges(d);
+    free(d->ranges);
+    free(d);
+}

@@ -1,0 +1,528 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The digests of a model: they are the tree of model/digest.h, they do not depend on who loads
+ * which part how, and one changed bit is found by the name of its tensor. */
+#include "model/model_write.h"
+#include "model_fixture.h"
+#include "small_model.h"
+#include "support/golden.h"
+#include "support/random.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+/* ------------------------------------------------------------------ loading */
+
+static struct moe_status ignore(void *ctx, enum moe_weight weight, uint32_t expert,
+                                enum moe_dtype dtype, const void *data, size_t bytes)
+{
+    (void)ctx;
+    (void)weight;
+    (void)expert;
+    (void)dtype;
+    (void)data;
+    (void)bytes;
+    return moe_ok();
+}
+
+/* A backend that reads for itself: pieces of `*ctx` bytes, the last one first; none if 0. */
+static struct moe_status read_pieces(void *ctx, enum moe_weight weight, uint32_t expert,
+                                     enum moe_dtype dtype, const struct moe_weight_source *source,
+                                     size_t bytes)
+{
+    const size_t piece = *(const size_t *)ctx;
+    (void)weight;
+    (void)expert;
+    (void)dtype;
+    if (piece == 0)
+        return moe_ok();
+    char *data = malloc(piece);
+    assert_non_null(data);
+    for (size_t n = (bytes + piece - 1) / piece; n > 0; n--) {
+        size_t first = (n - 1) * piece, left = bytes - first;
+        assert_ok(source->read(source->ctx, source->at + first, left < piece ? left : piece, data));
+    }
+    free(data);
+    return moe_ok();
+}
+
+/* Adds the digests of layer `i` and some experts to `t`. `piece`: the backend reads so many bytes
+ * at a time; NULL: the model room reads. */
+static void add_digests(const struct moe_model *m, size_t i, const uint32_t *experts, size_t count,
+                        size_t *piece, struct moe_digest_table *t)
+{
+    struct moe_digester *d;
+    assert_ok(moe_digester_create(m, 2, &d));
+    assert_ok(moe_model_stream_layer(m, i, experts, count, ignore,
+                                     piece != NULL ? read_pieces : NULL, piece, d, NULL, NULL));
+    assert_ok(moe_digester_finish(d, t));
+    moe_digester_destroy(d);
+}
+
+/* Experts first, first + step, ... of all layers. */
+static void add_share(const struct moe_model *m, uint32_t first, uint32_t step, size_t *piece,
+                      struct moe_digest_table *t)
+{
+    for (size_t i = 0; i < moe_model_layer_count(m); i++) {
+        uint32_t experts[MOE_MAX_EXPERTS];
+        size_t count = 0;
+        for (uint32_t e = first; e < moe_model_layer(m, i)->experts; e += step)
+            experts[count++] = e;
+        add_digests(m, i, experts, count, piece, t);
+    }
+}
+
+static struct moe_digest_table *new_table(void)
+{
+    struct moe_digest_table *t;
+    assert_ok(moe_digest_table_create(&t));
+    return t;
+}
+
+static void model_hex(const struct moe_digest_table *t, char hex[MOE_SHA256_HEX])
+{
+    struct moe_digest d;
+    assert_true(moe_digest_table_is_complete(t));
+    assert_ok(moe_digest_table_model(t, &d));
+    moe_sha256_to_hex(d.bytes, hex);
+}
+
+static void digest_of(const struct moe_model *m, size_t *piece, char hex[MOE_SHA256_HEX])
+{
+    struct moe_digest_table *t = new_table();
+    add_share(m, 0, 1, piece, t);
+    model_hex(t, hex);
+    moe_digest_table_destroy(t);
+}
+
+/* ------------------------------------------------------------------ the tree by hand */
+
+/* Text to hash. */
+struct text {
+    uint8_t bytes[65536 + 16];
+    size_t length;
+};
+
+static void add(struct text *t, const void *data, size_t bytes)
+{
+    assert_true(bytes <= sizeof t->bytes - t->length);
+    memcpy(t->bytes + t->length, data, bytes);
+    t->length += bytes;
+}
+
+static void add_u32(struct text *t, uint32_t v)
+{
+    add(t, &v, 4); /* tests run on little-endian machines, as all of moed does */
+}
+
+static void add_u64(struct text *t, uint64_t v)
+{
+    add(t, &v, 8);
+}
+
+/* H(kind || text); the text becomes empty. */
+static struct moe_digest node(uint8_t kind, struct text *t)
+{
+    struct moe_digest d;
+    struct moe_sha256 s;
+    moe_sha256_begin(&s);
+    moe_sha256_update(&s, &kind, 1);
+    moe_sha256_update(&s, t->bytes, t->length);
+    assert_ok(moe_sha256_next(&s, d.bytes));
+    moe_sha256_drop(&s);
+    t->length = 0;
+    return d;
+}
+
+static struct moe_digest tensor_by_hand(const struct moe_st_file *file, const char *name)
+{
+    static struct text text;
+    struct moe_digest leaves[8];
+    size_t count = 0;
+    const struct moe_tensor *t = moe_st_find(file, name);
+    assert_non_null(t);
+    char *data = malloc((size_t)t->bytes);
+    assert_non_null(data);
+    assert_ok(moe_st_read(file, t, 0, t->bytes, data));
+    for (size_t at = 0; at < t->bytes; at += 65536) {
+        size_t left = (size_t)t->bytes - at;
+        add(&text, data + at, left < 65536 ? left : 65536);
+        leaves[count++] = node(0, &text);
+    }
+    free(data);
+    add(&text, name, strlen(name) + 1);
+    add(&text, "F32", 4);
+    add_u32(&text, t->rank);
+    for (uint32_t i = 0; i < t->rank; i++)
+        add_u64(&text, t->shape[i]);
+    add_u64(&text, 0);
+    add_u64(&text, t->bytes);
+    add(&text, leaves, count * sizeof leaves[0]);
+    return node(1, &text);
+}
+
+static struct moe_digest unit_by_hand(const struct moe_st_file *file, uint32_t expert)
+{
+    static const char *const parts[] = {"down", "gate", "up"}; /* ascending */
+    static struct text text;
+    struct moe_digest tensors[3];
+    uint32_t count = expert == MOE_DIGEST_COMMON ? 1 : 3;
+    for (uint32_t i = 0; i < count; i++) {
+        char name[80];
+        if (expert == MOE_DIGEST_COMMON)
+            snprintf(name, sizeof name, "model.layers.1.mlp.gate.weight");
+        else
+            snprintf(name, sizeof name, "model.layers.1.mlp.experts.%u.%s_proj.weight", expert,
+                     parts[i]);
+        tensors[i] = tensor_by_hand(file, name);
+    }
+    add_u32(&text, 1);
+    add_u32(&text, expert);
+    add_u32(&text, count);
+    add(&text, tensors, count * sizeof tensors[0]);
+    return node(2, &text);
+}
+
+enum { WIDE_H = 256, WIDE_I = 200 }; /* a matrix of 204800 bytes: three leaves and a part of one */
+
+/* A model with tensors of several leaves. */
+static void make_wide_model(const struct fixture *f)
+{
+    static const char *const parts[] = {"gate", "up", "down"};
+    struct tensors t = {0};
+    add_router(&t, "model.layers.", WIDE_H);
+    for (int e = 0; e < E; e++)
+        for (int n = 0; n < 3; n++)
+            tensors_add(&t, MOE_ST_F32, 2,
+                        n < 2 ? (uint64_t[]){WIDE_I, WIDE_H} : (uint64_t[]){WIDE_H, WIDE_I},
+                        "model.layers.%d.mlp.experts.%d.%s_proj.weight", LAYER, e, parts[n]);
+    tensors_write(&t, f, "model.safetensors");
+    tensors_free(&t);
+    fixture_write_text(f, "config.json", CONFIG("qwen3_moe", 256, 200, ""));
+}
+
+static void the_digest_is_the_tree_that_the_header_describes(void **state)
+{
+    struct fixture *f = *state;
+    static struct text text;
+    char want[MOE_SHA256_HEX], got[MOE_SHA256_HEX];
+    make_wide_model(f);
+    struct moe_model *m = open_model(f);
+    struct moe_st_file *file;
+    assert_ok(moe_st_open(fixture_path(f, "model.safetensors"), &file));
+    struct moe_digest units[E + 1] = {unit_by_hand(file, MOE_DIGEST_COMMON)};
+    for (uint32_t e = 0; e < E; e++)
+        units[e + 1] = unit_by_hand(file, e);
+    add_u32(&text, LAYER);
+    add_u32(&text, E);
+    add(&text, units, sizeof units);
+    struct moe_digest layer = node(3, &text);
+    add_u32(&text, 1);
+    add(&text, &layer, sizeof layer);
+    struct moe_digest model = node(4, &text);
+    moe_sha256_to_hex(model.bytes, want);
+    digest_of(m, NULL, got);
+    print_message("  %s\n", got);
+    assert_string_equal(got, want);
+    moe_st_close(file);
+    moe_model_close(m);
+}
+
+/* ------------------------------------------------------------------ independence */
+
+static void a_backend_that_reads_for_itself_gives_the_same_digest(void **state)
+{
+    struct fixture *f = *state;
+    char want[MOE_SHA256_HEX], got[MOE_SHA256_HEX];
+    make_wide_model(f);
+    struct moe_model *m = open_model(f);
+    digest_of(m, NULL, want);
+    size_t pieces[] = {0, 1000, 65536, 65537, 100000, 1 << 20};
+    for (size_t i = 0; i < sizeof pieces / sizeof pieces[0]; i++) {
+        digest_of(m, &pieces[i], got);
+        assert_string_equal(got, want);
+    }
+    moe_model_close(m);
+}
+
+static struct moe_model *open_golden(const char *family)
+{
+    char path[512];
+    struct moe_model *m;
+    snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s", family);
+    assert_ok(moe_model_open(path, &m));
+    return m;
+}
+
+static void the_split_over_slots_does_not_change_the_digest(void **state)
+{
+    (void)state;
+    struct golden_models models;
+    golden_models_list(MOE_GOLDEN_DIR, &models);
+    for (size_t f = 0; f < models.count; f++) {
+        struct moe_model *m = open_golden(models.names[f]);
+        struct moe_digest_table *all = new_table();
+        char whole[MOE_SHA256_HEX], split[MOE_SHA256_HEX];
+        size_t piece = 5000;
+        digest_of(m, NULL, whole);
+        for (uint32_t slot = 0; slot < 3; slot++) {
+            struct moe_digest_table *part = new_table();
+            struct moe_digest_difference d;
+            add_share(m, slot, 3, slot == 1 ? &piece : NULL, part);
+            assert_false(moe_digest_table_is_complete(part));
+            assert_false(moe_digest_table_differs(part, all, &d));
+            assert_ok(moe_digest_table_merge(all, part));
+            moe_digest_table_destroy(part);
+        }
+        model_hex(all, split);
+        assert_string_equal(split, whole);
+        print_message("  %s %s\n", whole, models.names[f]);
+        moe_digest_table_destroy(all);
+        moe_model_close(m);
+    }
+}
+
+static void shards_do_not_change_the_digest(void **state)
+{
+    struct fixture *f = *state;
+    char one[MOE_SHA256_HEX], two[MOE_SHA256_HEX];
+    make_plain_model(f, MOE_ST_F32);
+    struct moe_model *m = open_model(f);
+    digest_of(m, NULL, one);
+    moe_model_close(m);
+    assert_int_equal(unlink(fixture_path(f, "model.safetensors")), 0);
+    make_sharded_model(f, "");
+    m = open_model(f);
+    digest_of(m, NULL, two);
+    moe_model_close(m);
+    assert_string_equal(one, two);
+}
+
+/* ------------------------------------------------------------------ damage */
+
+static void copy_file(const struct fixture *f, const char *family, const char *name)
+{
+    char path[512];
+    snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s/%s", family, name);
+    FILE *file = fopen(path, "rb");
+    assert_non_null(file);
+    static char data[4 << 20];
+    size_t bytes = fread(data, 1, sizeof data, file);
+    assert_true(bytes < sizeof data);
+    fclose(file);
+    fixture_write(f, name, data, bytes);
+}
+
+static void flip_bit(const struct fixture *f, uint64_t at, unsigned bit)
+{
+    unsigned char byte;
+    int fd = open(fixture_path(f, "model.safetensors"), O_RDWR);
+    assert_true(fd >= 0);
+    assert_int_equal(pread(fd, &byte, 1, (off_t)at), 1);
+    byte ^= (unsigned char)(1u << bit);
+    assert_int_equal(pwrite(fd, &byte, 1, (off_t)at), 1);
+    assert_int_equal(close(fd), 0);
+}
+
+/* Flips a random bit of one weight of the copy, and expects its name. */
+static void damage_weight(const struct fixture *f, const struct moe_model *m, size_t layer,
+                          enum moe_weight weight, uint32_t expert,
+                          const struct moe_digest_table *good)
+{
+    const struct moe_layer_spec *spec = moe_model_layer(m, layer);
+    bool is_expert = moe_weight_is_expert(weight);
+    char name[MOE_MODEL_NAME_MAX], shown[MOE_MODEL_NAME_MAX + 24];
+    struct moe_st_file *file;
+    assert_ok(moe_model_weight_name(m, layer, weight, expert, name));
+    assert_ok(moe_st_open(fixture_path(f, "model.safetensors"), &file));
+    const struct moe_tensor *t = moe_st_find(file, name);
+    assert_non_null(t);
+    bool fused = is_expert && moe_model_layer_fusion(m, layer).fused;
+    uint64_t share = fused ? t->bytes / spec->experts : t->bytes;
+    uint64_t at = t->offset + (fused ? expert * share : 0) + random_bits() % share;
+    moe_st_close(file);
+    snprintf(shown, sizeof shown, fused ? "%s, expert %u" : "%s", name, expert);
+
+    unsigned bit = random_below(8);
+    flip_bit(f, at, bit);
+    struct moe_digest_table *bad = new_table();
+    struct moe_digest_difference d;
+    add_digests(m, layer, &expert, is_expert ? 1 : 0, NULL, bad);
+    assert_true(moe_digest_table_differs(bad, good, &d));
+    assert_string_equal(d.name, shown);
+    assert_int_equal(d.layer, spec->layer);
+    assert_int_equal(d.expert, is_expert ? expert : MOE_DIGEST_COMMON);
+    moe_digest_table_destroy(bad);
+    flip_bit(f, at, bit);
+}
+
+static size_t damage_model(const struct fixture *f, const struct moe_model *m,
+                           const struct moe_digest_table *good)
+{
+    size_t found = 0;
+    for (size_t i = 0; i < moe_model_layer_count(m); i++) {
+        const struct moe_layer_spec *spec = moe_model_layer(m, i);
+        for (unsigned w = 0; w < MOE_WEIGHT_COUNT; w++) {
+            size_t rows, columns;
+            moe_weight_shape(spec, (enum moe_weight)w, &rows, &columns);
+            uint32_t copies = moe_weight_is_expert((enum moe_weight)w) ? spec->experts : 1;
+            for (uint32_t e = 0; rows > 0 && e < copies; e++, found++)
+                damage_weight(f, m, i, (enum moe_weight)w, e, good);
+        }
+    }
+    return found;
+}
+
+static void a_flipped_bit_in_any_expert_of_any_family_is_found_by_name(void **state)
+{
+    struct fixture *f = *state;
+    struct golden_models models;
+    golden_models_list(MOE_GOLDEN_DIR, &models);
+    seed_random();
+    for (size_t i = 0; i < models.count; i++) {
+        copy_file(f, models.names[i], "config.json");
+        copy_file(f, models.names[i], "model.safetensors");
+        struct moe_model *m = open_model(f);
+        struct moe_digest_table *good = new_table();
+        struct moe_digest_table *again = new_table();
+        struct moe_digest_difference d;
+        add_share(m, 0, 1, NULL, good);
+        print_message("  %s: %zu weights\n", models.names[i], damage_model(f, m, good));
+        add_share(m, 0, 1, NULL, again);
+        assert_false(moe_digest_table_differs(again, good, &d)); /* all bits are back */
+        moe_digest_table_destroy(again);
+        moe_digest_table_destroy(good);
+        moe_model_close(m);
+    }
+}
+
+/* ------------------------------------------------------------------ tables and parts */
+
+static void add_name(struct moe_digest_names *n, const char *text)
+{
+    snprintf(n->of[n->count++], MOE_DIGEST_NAME_BYTES, "%s", text);
+}
+
+/* Two layers with random units; unit `without` of each is not known (0: the common one). */
+static struct moe_digest_table *random_table(uint32_t experts, uint32_t without)
+{
+    struct moe_digest_table *t = new_table();
+    struct moe_digest_names common = {0}, expert = {0};
+    add_name(&common, "mlp.gate.weight");
+    add_name(&expert, "mlp.experts.*.down.weight");
+    add_name(&expert, "mlp.experts.*.up.weight");
+    for (uint32_t layer = 3; layer <= 7; layer += 4) {
+        assert_ok(moe_digest_table_add_layer(t, layer, experts, &common, &expert));
+        for (uint32_t u = 0; u <= experts; u++) {
+            struct moe_digest_unit unit = {0};
+            fill_random(&unit.digest, sizeof unit.digest);
+            fill_random(unit.tags, u == 0 ? MOE_DIGEST_TAG_BYTES : 2 * MOE_DIGEST_TAG_BYTES);
+            if (u != without)
+                moe_digest_table_set(t, layer, u == 0 ? MOE_DIGEST_COMMON : u - 1, &unit);
+        }
+    }
+    return t;
+}
+
+static void a_table_in_parts_arrives_whole(void **state)
+{
+    (void)state;
+    seed_random();
+    struct moe_digest_table *t = random_table(MOE_MAX_EXPERTS, 5), *copy = new_table();
+    static uint8_t part[MOE_DIGEST_PART_MIN_BYTES];
+    struct moe_digest_cursor at = {0};
+    struct moe_digest_difference d;
+    size_t length, parts = 0;
+    while ((length = moe_digest_table_pack(t, &at, part, sizeof part)) > 0) {
+        assert_true(length <= sizeof part);
+        assert_ok(moe_digest_table_unpack(copy, part, length));
+        parts++;
+    }
+    assert_true(parts > 2);
+    assert_false(moe_digest_table_differs(t, copy, &d));
+    for (uint32_t e = 0; e < MOE_MAX_EXPERTS; e++) {
+        const struct moe_digest_unit *a = moe_digest_table_get(t, 3, e);
+        const struct moe_digest_unit *b = moe_digest_table_get(copy, 3, e);
+        assert_true(e == 4 ? a == NULL && b == NULL : memcmp(a, b, sizeof *a) == 0);
+    }
+    assert_false(moe_digest_table_is_complete(copy));
+    moe_digest_table_destroy(copy);
+    moe_digest_table_destroy(t);
+}
+
+static void a_part_that_is_cut_or_senseless_is_refused(void **state)
+{
+    (void)state;
+    seed_random();
+    struct moe_digest_table *t = random_table(2, UINT32_MAX), *copy = new_table();
+    uint8_t part[MOE_DIGEST_PART_MIN_BYTES];
+    struct moe_digest_cursor at = {0};
+    size_t length = moe_digest_table_pack(t, &at, part, sizeof part);
+    for (size_t cut = 0; cut < length; cut++)
+        check_reason(moe_digest_table_unpack(copy, part, cut), MOE_REASON_MALFORMED);
+    part[length] = 0;
+    check_reason(moe_digest_table_unpack(copy, part, length + 1), MOE_REASON_MALFORMED);
+    for (int i = 0; i < 20000; i++) { /* no crash, and no more than a part's units */
+        uint8_t spoilt[sizeof part];
+        memcpy(spoilt, part, length);
+        for (uint32_t n = random_between(1, 4); n > 0; n--)
+            spoilt[random_below((uint32_t)length)] = (uint8_t)random_bits();
+        struct moe_status st = moe_digest_table_unpack(copy, spoilt, length);
+        assert_true(!moe_failed(&st) || st.reason == MOE_REASON_MALFORMED);
+    }
+    moe_digest_table_clear(copy);
+    assert_ok(moe_digest_table_unpack(copy, part, length));
+    part[4] = 3; /* experts */
+    check_reason(moe_digest_table_unpack(copy, part, length), MOE_REASON_MALFORMED);
+    moe_digest_table_destroy(copy);
+    moe_digest_table_destroy(t);
+}
+
+static void the_first_difference_has_the_lowest_layer_and_expert(void **state)
+{
+    (void)state;
+    seed_random();
+    struct moe_digest_table *t = random_table(4, UINT32_MAX), *copy = new_table();
+    struct moe_digest_difference d;
+    assert_ok(moe_digest_table_merge(copy, t));
+    assert_false(moe_digest_table_differs(t, copy, &d));
+    static const struct {
+        uint32_t layer, expert, tag;
+        const char *name;
+    } steps[] = {
+        {7, 3, 1, "mlp.experts.3.up.weight"},
+        {7, 1, 0, "mlp.experts.1.down.weight"},
+        {3, 2, 2, "mlp.experts.2.down.weight"}, /* no tag differs: the first tensor */
+        {3, MOE_DIGEST_COMMON, 0, "mlp.gate.weight"},
+    };
+    for (size_t i = 0; i < sizeof steps / sizeof steps[0]; i++) {
+        struct moe_digest_unit unit = *moe_digest_table_get(t, steps[i].layer, steps[i].expert);
+        unit.digest.bytes[31] ^= 1;
+        unit.tags[steps[i].tag][0] ^= steps[i].tag < 2;
+        moe_digest_table_set(copy, steps[i].layer, steps[i].expert, &unit);
+        assert_true(moe_digest_table_differs(t, copy, &d));
+        assert_string_equal(d.name, steps[i].name);
+        assert_int_equal(d.layer, steps[i].layer);
+        assert_int_equal(d.expert, steps[i].expert);
+    }
+    moe_digest_table_destroy(copy);
+    moe_digest_table_destroy(t);
+}
+
+int main(void)
+{
+#define WITH_FILES(test) cmocka_unit_test_setup_teardown(test, fixture_setup, fixture_teardown)
+    const struct CMUnitTest tests[] = {
+        WITH_FILES(the_digest_is_the_tree_that_the_header_describes),
+        WITH_FILES(a_backend_that_reads_for_itself_gives_the_same_digest),
+        cmocka_unit_test(the_split_over_slots_does_not_change_the_digest),
+        WITH_FILES(shards_do_not_change_the_digest),
+        WITH_FILES(a_flipped_bit_in_any_expert_of_any_family_is_found_by_name),
+        cmocka_unit_test(a_table_in_parts_arrives_whole),
+        cmocka_unit_test(a_part_that_is_cut_or_senseless_is_refused),
+        cmocka_unit_test(the_first_difference_has_the_lowest_layer_and_expert),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
