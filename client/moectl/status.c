@@ -27,15 +27,40 @@ static bool is_serving(const Moe__V1__GetStatusResponse *s)
     return s->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING;
 }
 
+static bool is_first_of_host(const Moe__V1__GetStatusResponse *s, size_t worker)
+{
+    const Moe__V1__Host *host = s->workers[worker]->host;
+    for (size_t i = 0; host != NULL && i < worker; i++)
+        if (s->workers[i]->host != NULL && strcmp(s->workers[i]->host->id, host->id) == 0)
+            return false;
+    return host != NULL;
+}
+
+/* "1:name": the number of the worker's host among those of the group; "-" if it is not known. */
+static void name_node(const Moe__V1__GetStatusResponse *s, size_t worker, char *out, size_t size)
+{
+    const Moe__V1__Host *host = s->workers[worker]->host;
+    size_t node = 0, i = 0;
+    (void)snprintf(out, size, "-");
+    if (host == NULL)
+        return;
+    for (; s->workers[i]->host == NULL || strcmp(s->workers[i]->host->id, host->id) != 0; i++)
+        node += is_first_of_host(s, i);
+    (void)snprintf(out, size, "%zu:%s", node, host->name);
+}
+
 static void print_workers(const Moe__V1__GetStatusResponse *s)
 {
     moectl_put("\n");
-    moectl_put("%4s  %-22s %-11s %12s %10s %10s %8s  %s\n", "SLOT", "ENDPOINT", "STATE", "TOKENS",
-               "STEPS", "WEIGHTS", "LEASE", "WORKER");
+    moectl_put("%4s  %-22s %-14s %-11s %12s %10s %10s %8s  %s\n", "SLOT", "ENDPOINT", "NODE",
+               "STATE", "TOKENS", "STEPS", "WEIGHTS", "LEASE", "WORKER");
     for (size_t i = 0; i < s->n_workers; i++) {
         const Moe__V1__WorkerStatus *w = s->workers[i];
-        moectl_put("%4" PRIu32 "  %-22s %-11s %12" PRIu64 " %10" PRIu64 " %6.1f MiB %6.1f s  %s\n",
-                   w->slot, w->endpoint[0] != '\0' ? w->endpoint : "(none)",
+        char node[96];
+        name_node(s, i, node, sizeof node);
+        moectl_put("%4" PRIu32 "  %-22s %-14s %-11s %12" PRIu64 " %10" PRIu64
+                   " %6.1f MiB %6.1f s  %s\n",
+                   w->slot, w->endpoint[0] != '\0' ? w->endpoint : "(none)", node,
                    moectl_enum_name(&moe__v1__worker_state__descriptor, (int)w->state), w->tokens,
                    w->steps, (double)w->loaded_bytes / (1024.0 * 1024.0),
                    (double)w->lease_remaining_ms / 1000.0, w->worker_id);

@@ -31,6 +31,15 @@ static void reply(struct moe_rpc_call *call, const ProtobufCMessage *m)
 
 /* ------------------------------------------------------------------ methods */
 
+void moe_coordinator__fill_host(const struct moe_membership_host *host, Moe__V1__Host *out)
+{
+    moe__v1__host__init(out);
+    out->id = moe_coordinator__text(host->id);
+    out->name = moe_coordinator__text(host->name);
+    out->domain = moe_coordinator__text(host->domain);
+    out->network_address = moe_coordinator__text(host->network_address);
+}
+
 static void fill_worker(const struct moe_membership_worker *w, Moe__V1__WorkerStatus *out,
                         Moe__V1__Error *error)
 {
@@ -76,6 +85,7 @@ static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_ca
     moe_membership_group(c->machine, &g);
     Moe__V1__WorkerStatus workers[MOE_PLACEMENT_SLOTS_MAX], *worker_list[MOE_PLACEMENT_SLOTS_MAX];
     Moe__V1__Error errors[MOE_PLACEMENT_SLOTS_MAX];
+    Moe__V1__Host hosts[MOE_PLACEMENT_SLOTS_MAX];
     Moe__V1__LayerInfo layers[MOE_PLACEMENT_LAYERS_MAX], *layer_list[MOE_PLACEMENT_LAYERS_MAX];
     size_t worker_count = 0;
     for (uint32_t s = 0; s < g.slots; s++) {
@@ -83,6 +93,9 @@ static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_ca
         if (!moe_membership_worker(c->machine, s, &w))
             continue;
         fill_worker(&w, &workers[worker_count], &errors[worker_count]);
+        moe_coordinator__fill_host(&w.host, &hosts[worker_count]);
+        if (w.host.id[0] != '\0')
+            workers[worker_count].host = &hosts[worker_count];
         worker_list[worker_count] = &workers[worker_count];
         worker_count++;
     }

@@ -80,18 +80,30 @@ static void await_operator(struct moe_membership *m)
     set_pause(m, m->waits);
 }
 
+static void give_up(struct moe_membership *m)
+{
+    m->failed = true;
+    moe_membership__log(m, MOE_LOG_ERROR, "giving up after %u attempt%s: %s", m->attempts,
+                        m->attempts == 1 ? "" : "s", m->trouble);
+}
+
 /* Counts a failed attempt, and sets the time of the next one or gives up. */
 static void back_off(struct moe_membership *m)
 {
     m->attempts++;
     m->waits = 0;
     if (m->attempts >= m->config.attempts_max) {
-        m->failed = true;
-        moe_membership__log(m, MOE_LOG_ERROR, "giving up after %u attempts: %s", m->attempts,
-                            m->trouble);
+        give_up(m);
         return;
     }
     set_pause(m, m->attempts);
+}
+
+/* Another attempt would fail in the same way. */
+static void end_for_good(struct moe_membership *m)
+{
+    m->attempts++;
+    give_up(m);
 }
 
 static void forget_saved_view(struct moe_membership *m)
@@ -144,6 +156,8 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
     m->phase = PHASE_IDLE;
     if (forming && (cause == MOE_CAUSE_CANNOT_GO_BACK || cause == MOE_CAUSE_NOT_SAVED))
         await_operator(m);
+    else if (forming && cause == MOE_CAUSE_NO_TRANSPORT)
+        end_for_good(m);
     else if (forming)
         back_off(m);
     else
@@ -335,6 +349,13 @@ void moe_membership__blob(struct moe_membership *m, uint32_t slot, uint64_t epoc
     m->round++;
 }
 
+static enum moe_membership_cause cause_of(const struct moe_status *error)
+{
+    return error->reason == MOE_REASON_CANNOT_GO_BACK ? MOE_CAUSE_CANNOT_GO_BACK
+           : error->reason == MOE_REASON_UNSUPPORTED  ? MOE_CAUSE_NO_TRANSPORT
+                                                      : MOE_CAUSE_NOT_FORMED;
+}
+
 void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epoch,
                            const struct moe_status *error)
 {
@@ -344,11 +365,7 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
         char why[MOE_MEMBERSHIP_REASON_BYTES];
         snprintf(why, sizeof why, "slot %u: %.120s", slot, error->text);
         moe_membership__keep_error(&m->members[slot], error);
-        moe_membership__end_epoch(m,
-                                  error->reason == MOE_REASON_CANNOT_GO_BACK
-                                      ? MOE_CAUSE_CANNOT_GO_BACK
-                                      : MOE_CAUSE_NOT_FORMED,
-                                  why);
+        moe_membership__end_epoch(m, cause_of(error), why);
         return;
     }
     m->ready_mask |= UINT32_C(1) << slot;

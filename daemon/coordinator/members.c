@@ -163,6 +163,31 @@ static bool is_name(const char *s, size_t size)
     return n > 0 && follow == 0;
 }
 
+/* Not known, or one word. */
+static bool is_host_text(const char *s)
+{
+    return s == NULL || s[0] == '\0' || is_word(s, MOE_MEMBERSHIP_HOST_BYTES);
+}
+
+static bool is_host(const struct moe_membership_host *h)
+{
+    return is_host_text(h->id) && is_host_text(h->name) && is_host_text(h->domain) &&
+           is_host_text(h->network_address);
+}
+
+static void copy_host_text(char *to, const char *from)
+{
+    moe_membership__copy_text(to, MOE_MEMBERSHIP_HOST_BYTES, from != NULL ? from : "");
+}
+
+static void copy_host(struct member *member, const struct moe_membership_host *h)
+{
+    copy_host_text(member->host.id, h->id);
+    copy_host_text(member->host.name, h->name);
+    copy_host_text(member->host.domain, h->domain);
+    copy_host_text(member->host.network_address, h->network_address);
+}
+
 static struct moe_status check_register(const struct moe_membership_register *r)
 {
     const char *bad = !is_word(r->worker_id, MOE_MEMBERSHIP_ID_BYTES)        ? "worker_id"
@@ -172,6 +197,7 @@ static struct moe_status check_register(const struct moe_membership_register *r)
                       : !is_word(r->fingerprint, MOE_MEMBERSHIP_ID_BYTES)    ? "model_fingerprint"
                       : !is_word(r->family, MOE_MEMBERSHIP_SHORT_BYTES)      ? "family"
                       : !is_word(r->version, MOE_MEMBERSHIP_SHORT_BYTES)     ? "version"
+                      : !is_host(&r->host)                                   ? "host"
                       : r->incarnation == 0                                  ? "incarnation"
                       : r->slot_token == NULL                                ? "slot_token"
                       : r->max_tokens_per_step == 0                          ? "max_tokens_per_step"
@@ -318,6 +344,7 @@ static void take_slot(struct moe_membership *m, uint64_t stream, uint32_t slot,
     memcpy(member->slot_token, r->slot_token, sizeof member->slot_token);
     moe_membership__copy_text(member->worker_id, sizeof member->worker_id, r->worker_id);
     moe_membership__copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
+    copy_host(member, &r->host);
     (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
     m->trains = r->trains;
     m->attempts = 0;
@@ -365,6 +392,7 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
     member->stream = stream;
     member->max_tokens = r->max_tokens_per_step;
     moe_membership__copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
+    copy_host(member, &r->host);
     memcpy(member->slot_token, r->slot_token, sizeof member->slot_token);
     (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
     member->unverified = m->view_epoch != 0;

@@ -25,6 +25,7 @@ enum {
     MOE_MEMBERSHIP_ID_BYTES = 128, /* worker_id, model, fingerprint; with the final 0 */
     MOE_MEMBERSHIP_ENDPOINT_BYTES = 256,
     MOE_MEMBERSHIP_SHORT_BYTES = 32,   /* backend, family, version */
+    MOE_MEMBERSHIP_HOST_BYTES = 80,    /* each text of a host */
     MOE_MEMBERSHIP_REASON_BYTES = 160, /* reasons for operators; longer ones are cut */
     MOE_MEMBERSHIP_BLOB_BYTES = 1024,
     MOE_MEMBERSHIP_IDENTITY_BYTES = 256,
@@ -81,6 +82,10 @@ struct moe_membership_layer { /* moe.v1.LayerInfo */
     uint32_t layer, hidden, experts, top_k, intermediate, zero_experts, shared_intermediate;
 };
 
+struct moe_membership_host { /* moe.v1.Host; "" = not known */
+    const char *id, *name, *domain, *network_address;
+};
+
 struct moe_membership_register { /* moe.v1.Register; strings are copied */
     const char *worker_id, *endpoint, *backend, *model, *fingerprint, *family, *version;
     uint64_t incarnation;
@@ -90,6 +95,7 @@ struct moe_membership_register { /* moe.v1.Register; strings are copied */
     bool trains;
     const struct moe_membership_layer *layers;
     size_t layer_count;
+    struct moe_membership_host host; /* texts may be NULL: not known */
 };
 
 struct moe_membership_heartbeat {
@@ -201,6 +207,7 @@ enum moe_membership_cause {
     MOE_CAUSE_NOT_FORMED,     /* a deadline, error or lost stream while forming */
     MOE_CAUSE_CANNOT_GO_BACK, /* an operator must choose the checkpoint to go back to */
     MOE_CAUSE_NOT_SAVED,      /* the state directory cannot be written */
+    MOE_CAUSE_NO_TRANSPORT,   /* two members have no way to exchange rows: FAILED at once */
     MOE_CAUSE_COUNT
 };
 const char *moe_membership_cause_name(enum moe_membership_cause cause);
@@ -222,6 +229,7 @@ struct moe_membership_worker {
     uint32_t slot;
     enum moe_worker_state state;
     const char *worker_id, *endpoint;
+    struct moe_membership_host host; /* "" where not known */
     uint64_t incarnation;
     uint64_t lease_remaining_ns;          /* 0 when it has left */
     bool connected;                       /* its stream is open */

@@ -25,6 +25,10 @@ struct member {
     enum slot_state state;
     char worker_id[MOE_MEMBERSHIP_ID_BYTES];
     char endpoint[MOE_MEMBERSHIP_ENDPOINT_BYTES]; /* "": known from the log only */
+    struct {
+        char id[MOE_MEMBERSHIP_HOST_BYTES], name[MOE_MEMBERSHIP_HOST_BYTES];
+        char domain[MOE_MEMBERSHIP_HOST_BYTES], network_address[MOE_MEMBERSHIP_HOST_BYTES];
+    } host;
     uint64_t incarnation;
     char identity[MOE_MEMBERSHIP_IDENTITY_BYTES];
     uint8_t slot_token[MOE_MEMBERSHIP_TOKEN_BYTES]; /* unknown while `endpoint` is "" */

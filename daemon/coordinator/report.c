@@ -7,8 +7,8 @@
 const char *moe_membership_cause_name(enum moe_membership_cause cause)
 {
     static const char *const names[MOE_CAUSE_COUNT] = {
-        "lease_expired", "replaced",   "peer_lost",      "left",
-        "out_of_step",   "not_formed", "cannot_go_back", "not_saved"};
+        "lease_expired", "replaced",       "peer_lost", "left",        "out_of_step",
+        "not_formed",    "cannot_go_back", "not_saved", "no_transport"};
     size_t i = (size_t)cause;
     return i < MOE_CAUSE_COUNT ? names[i] : "?";
 }
@@ -154,16 +154,18 @@ bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
     const struct member *member = &m->members[slot];
     uint64_t end = member->last_message_ns + m->config.lease_ns;
     bool taken = member->state == SLOT_TAKEN;
-    *out = (struct moe_membership_worker){.slot = slot,
-                                          .state = worker_state(m, member),
-                                          .worker_id = member->worker_id,
-                                          .endpoint = member->endpoint,
-                                          .incarnation = member->incarnation,
-                                          .lease_remaining_ns =
-                                              taken && end > m->now_ns ? end - m->now_ns : 0,
-                                          .connected = taken && member->stream != 0,
-                                          .last = member->last,
-                                          .error = &member->error};
+    *out = (struct moe_membership_worker){
+        .slot = slot,
+        .state = worker_state(m, member),
+        .worker_id = member->worker_id,
+        .endpoint = member->endpoint,
+        .host = {member->host.id, member->host.name, member->host.domain,
+                 member->host.network_address},
+        .incarnation = member->incarnation,
+        .lease_remaining_ns = taken && end > m->now_ns ? end - m->now_ns : 0,
+        .connected = taken && member->stream != 0,
+        .last = member->last,
+        .error = &member->error};
     return true;
 }
 

@@ -16,6 +16,8 @@
 #include "daemon/metrics_http.h"
 #include "rpc/server.h"
 
+#include "moe/v1/types.pb-c.h"
+
 #include <protobuf-c/protobuf-c.h>
 #include <stdatomic.h>
 #include <uv.h>
@@ -102,6 +104,9 @@ struct event *moe_coordinator__take_events(struct moe_coordinator *c);
 uint8_t *moe_coordinator__pack(const ProtobufCMessage *m, size_t *length);
 
 /* For protobuf-c's structs, which have char * members; packing only reads. */
+/* Texts of `out` are those of `host`. In admin.c. */
+void moe_coordinator__fill_host(const struct moe_membership_host *host, Moe__V1__Host *out);
+
 static inline char *moe_coordinator__text(const char *s)
 {
     return (char *)(uintptr_t)s;

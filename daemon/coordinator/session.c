@@ -165,6 +165,7 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
     moe_membership_group(c->machine, &g);
     const struct moe_placement *p = moe_membership_placement(c->machine);
     Moe__V1__Member members[MOE_PLACEMENT_SLOTS_MAX], *list[MOE_PLACEMENT_SLOTS_MAX];
+    Moe__V1__Host hosts[MOE_PLACEMENT_SLOTS_MAX];
     for (uint32_t i = 0; i < g.slots; i++) {
         struct moe_membership_worker w;
         MOE_INVARIANT(moe_membership_worker(c->machine, i, &w));
@@ -173,6 +174,8 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
         members[i].worker_id = moe_coordinator__text(w.worker_id);
         members[i].incarnation = w.incarnation;
         members[i].endpoint = moe_coordinator__text(w.endpoint);
+        moe_coordinator__fill_host(&w.host, &hosts[i]);
+        members[i].host = &hosts[i];
         list[i] = &members[i];
     }
     Moe__V1__Prepare body = MOE__V1__PREPARE__INIT;
@@ -346,6 +349,9 @@ static void receive_register(struct moe_coordinator *c, uint64_t stream, uint64_
                                          .trains = r->trains,
                                          .layers = layers,
                                          .layer_count = count};
+    if (r->host != NULL)
+        in.host = (struct moe_membership_host){r->host->id, r->host->name, r->host->domain,
+                                               r->host->network_address};
     if (r->slot_token.len == MOE_MEMBERSHIP_TOKEN_BYTES)
         in.slot_token = r->slot_token.data;
     moe_membership_on_register(c->machine, now, stream, &in);

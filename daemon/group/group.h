@@ -27,6 +27,8 @@ struct moe_group_identity {
     uint32_t max_tokens_per_step;
     uint32_t wanted_slot_plus_one; /* 0 = any */
     bool trains;
+    const struct moe_session_host *host;
+    const char *host_name; /* for people */
 };
 
 /* One layer of an assignment, unchecked. */
@@ -48,6 +50,7 @@ struct moe_group_assignment {
 struct moe_group_member {
     const char *worker_id, *endpoint;
     uint64_t incarnation;
+    const char *host_id, *domain, *network_address; /* "" = not known */
 };
 
 /* The view of a PREPARE, checked: this process is a member. */

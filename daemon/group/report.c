@@ -52,6 +52,14 @@ void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_i
     r.max_tokens_per_step = id->max_tokens_per_step;
     r.wanted_slot_plus_one = wanted_slot_plus_one;
     r.trains = id->trains;
+    Moe__V1__Host host = MOE__V1__HOST__INIT;
+    if (id->host != NULL) {
+        host.id = (char *)id->host->id;
+        host.domain = (char *)id->host->domain;
+        host.network_address = (char *)id->host->address;
+        host.name = (char *)id->host_name;
+        r.host = &host;
+    }
     Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
     q.body_case = MOE__V1__SESSION_REQUEST__BODY_REGISTER;
     q.register_ = &r;

@@ -188,7 +188,12 @@ static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Pre
             break;
         view->live |= UINT64_C(1) << m->slot;
         view->members[m->slot] =
-            (struct moe_group_member){m->worker_id, m->endpoint, m->incarnation};
+            (struct moe_group_member){m->worker_id, m->endpoint, m->incarnation, "", "", ""};
+        if (m->host != NULL) {
+            view->members[m->slot].host_id = m->host->id;
+            view->members[m->slot].domain = m->host->domain;
+            view->members[m->slot].network_address = m->host->network_address;
+        }
     }
     if (!sound || (view->live >> g->slot & 1) == 0 ||
         view->members[g->slot].incarnation != g->config.identity.incarnation)

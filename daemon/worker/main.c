@@ -10,6 +10,7 @@
 #include "daemon/log.h"
 #include "daemon/metrics_http.h"
 #include "rpc/msg.h"
+#include "worker/host.h"
 #include "worker/worker.h"
 
 #include <signal.h>
@@ -32,6 +33,8 @@ struct settings {
     const char *training, *lora_targets, *freeze, *training_dir;
     uint64_t lora_rank, retained_bytes, retained_device_bytes, retained_seconds;
     double lora_alpha, training_share;
+    const char *net_interface;
+    uint64_t domain_size;
 };
 
 /* ----------------------------------------------------------------------- training */
@@ -277,6 +280,10 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     /* Before the search for a GPU, which may start threads. */
     moe_rpc_tune_allocator();
     MOE_TRY(moe_rpc_force_polling());
+    static struct moe_worker_interface interface; /* "": not chosen */
+    if (s->net_interface != NULL)
+        MOE_TRY(moe_worker_find_interface(s->net_interface, &interface));
+    MOE_TRY(moe_backends_prepare(interface.name[0] != '\0' ? interface.name : NULL));
     const struct moe_backend *backend = moe_backend_find(s->backend);
     if (backend == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
@@ -301,6 +308,7 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .max_tokens_per_request = (uint32_t)s->max_tokens_per_request,
         .max_tokens_per_step = (uint32_t)s->max_tokens_per_step,
         .max_queued_tokens = s->max_queued_tokens,
+        .domain_size = (uint32_t)s->domain_size,
         .wait_budget_ms = (uint32_t)s->wait_budget_ms,
         .drain_ms = (uint32_t)s->drain_ms,
         .spin_ns = spin_of(s, strcmp(backend->name, "cuda") == 0),
@@ -309,6 +317,8 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .ctx = &run,
     };
     configure_training(s, &config);
+    if (interface.name[0] != '\0')
+        config.network_address = interface.address;
     MOE_TRY(check_uv(uv_loop_init(&run.loop)));
     struct moe_status st;
     MOE_TRY_GOTO(st, watch(&run), out);
@@ -392,6 +402,10 @@ static const struct moe_option other_options[] = {
      "Milliseconds that a step waits for a peer before it fails"},
     {"drain-ms", 0, MOE_OPTION_UINT, &settings.drain_ms, 0, 3600000, "MS",
      "Milliseconds to finish requests after SIGTERM"},
+    {"net-interface", 0, MOE_OPTION_STRING, &settings.net_interface, 0, 0, "NAME|ADDRESS",
+     "Network interface for rows between hosts; default: that of the address for peers"},
+    {"domain-size", 0, MOE_OPTION_UINT, &settings.domain_size, 0, MOE_MAX_SLOTS, "N",
+     "For tests: slots s and t count as hosts apart unless s / N = t / N; 0 = as they are"},
     {"spin-us", 0, MOE_OPTION_UINT, &settings.spin_us, 0, 1000000, "US",
      "Microseconds to poll for the next step before sleeping; default 1000 on a GPU with 8 or more "
      "usable cores (shared ones count), else 0"},
@@ -533,10 +547,5 @@ int main(int argc, char **argv)
         .run = run_worker,
         .ctx = &settings,
     };
-    struct moe_status st = moe_backends_prepare(NULL);
-    if (moe_failed(&st)) {
-        fprintf(stderr, "moe-worker: %s\n", st.text);
-        return 1;
-    }
     return moe_daemon_main(&daemon, argc, argv);
 }

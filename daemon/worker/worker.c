@@ -2,6 +2,7 @@
 /* The worker's parts: created, connected, destroyed. Hooks of the group run on its two threads.
  * Those that change the view (load, form, serve, leave: worker_view.c) run on the serial executor
  * only, so `session` and `view` need no lock. */
+#include "worker/host.h"
 #include "worker/worker_state.h"
 
 #include "base/build.h"
@@ -360,6 +361,8 @@ static struct moe_status start_server(struct moe_worker *w)
 static struct moe_status start_group(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
+    MOE_TRY(moe_worker_describe_host(c->network_address, w->endpoint, &w->host, w->host_name,
+                                     sizeof w->host_name));
     struct moe_group_config group = {
         .client = w->client,
         .coordinator = c->coordinator,
@@ -378,6 +381,8 @@ static struct moe_status start_group(struct moe_worker *w)
                 .max_tokens_per_step = c->max_tokens_per_step,
                 .wanted_slot_plus_one = c->wanted_slot_plus_one,
                 .trains = w->train != NULL,
+                .host = &w->host,
+                .host_name = w->host_name,
             },
         .drain_ms = c->drain_ms,
         .gather_ms = c->wait_budget_ms * GATHER_BUDGETS,

@@ -27,6 +27,8 @@ struct moe_worker_config {
     uint32_t max_tokens_per_request;
     uint32_t max_tokens_per_step; /* largest bucket, a power of two */
     uint64_t max_queued_tokens;
+    const char *network_address; /* numeric, for rows of other hosts; NULL = that of the endpoint */
+    uint32_t domain_size;        /* see struct moe_session_config; 0 = hosts as they are */
     uint32_t wait_budget_ms;     /* per wait on a peer */
     uint32_t drain_ms;           /* limit of a drain, unless the coordinator sets one */
     uint64_t spin_ns;            /* see moe_engine_config */

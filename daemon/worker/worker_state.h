@@ -18,6 +18,8 @@ enum { MOE_WORKER_ENDPOINT_BYTES = 256 };
 struct moe_worker {
     struct moe_worker_config config;
     char endpoint[MOE_WORKER_ENDPOINT_BYTES], worker_id[MOE_WORKER_ENDPOINT_BYTES];
+    struct moe_session_host host;
+    char host_name[64];
     uint64_t incarnation;
     uint8_t slot_token[16]; /* secret; see Register */
 

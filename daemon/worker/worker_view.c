@@ -7,6 +7,7 @@
 #include "rpc/server.h"
 #include "training/training.h"
 
+#include <stdio.h>
 #include <string.h>
 
 void moe_worker__set_health(struct moe_worker *w, bool serving)
@@ -110,10 +111,28 @@ static struct moe_status keep_view(struct moe_worker *w, const struct moe_group_
     return moe_ok();
 }
 
+/* An address or id that does not fit is one that no slot of this release sends. */
+static void describe_hosts(const struct moe_group_view *v, struct moe_session_host *hosts)
+{
+    memset(hosts, 0, MOE_MAX_SLOTS * sizeof *hosts);
+    for (uint32_t s = 0; s < v->slots; s++) {
+        const struct moe_group_member *m = &v->members[s];
+        if (!(v->live >> s & 1))
+            continue;
+        (void)snprintf(hosts[s].id, sizeof hosts[s].id, "%s", m->host_id);
+        (void)snprintf(hosts[s].domain, sizeof hosts[s].domain, "%s", m->domain);
+        (void)snprintf(hosts[s].address, sizeof hosts[s].address, "%s", m->network_address);
+    }
+}
+
 static struct moe_status join_session(struct moe_worker *w, const struct moe_group_view *v,
                                       moe_allgather_fn allgather, void *allgather_ctx)
 {
+    struct moe_session_host hosts[MOE_MAX_SLOTS];
+    describe_hosts(v, hosts);
     struct moe_session_config c = {
+        .hosts = hosts,
+        .domain_size = w->config.domain_size,
         .slot = v->slot,
         .slots = v->slots,
         .live = v->live,
@@ -132,8 +151,10 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
         c.max_experts = specs[i]->experts > c.max_experts ? specs[i]->experts : c.max_experts;
     }
     MOE_TRY(w->config.backend->session_join(w->device, &c, &w->session));
-    moe_log_info("epoch %llu: rows travel over %s", (unsigned long long)v->epoch,
-                 w->config.backend->session_transport(w->session));
+    const char *transport = w->config.backend->session_transport(w->session);
+    bool network = strstr(transport, "network") != NULL && hosts[v->slot].address[0] != '\0';
+    moe_log_info("epoch %llu: rows travel over %s%s%s", (unsigned long long)v->epoch, transport,
+                 network ? ", here at " : "", network ? hosts[v->slot].address : "");
     return moe_ok();
 }
 

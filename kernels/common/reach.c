@@ -37,7 +37,7 @@ static struct moe_status check_pair(uint32_t a, uint32_t b, const struct moe_rea
     if (slot[a].host != slot[b].host && (slot[a].loopback || slot[b].loopback))
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "slots %u and %u are on different hosts and slot %u offers a loopback "
-                         "address: --net-interface or --listen names one that others reach",
+                         "address (--net-interface)",
                          a, b, slot[a].loopback ? a : b);
     return moe_ok();
 }

@@ -11,9 +11,11 @@
 Needs root and `ip`; `require()` ends the program with 77 (skipped) without them. Hosts are joined
 by veth and a bridge, which is in a namespace too: nothing touches the network of the machine. With
 `switch` they are joined by TAP devices and a program, because not every kernel has `tc netem`. The
-test's own process is on none of the hosts: run clients with net.popen or net.run.
+test's own process is on none of the hosts: run clients with net.popen or net.run, or call
+net.enter, which moves the calling thread, and the threads that it starts, onto a host.
 """
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -21,6 +23,7 @@ import sys
 import uuid
 
 SKIPPED = 77
+CLONE_NEWNET = 0x40000000
 SWITCH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "frame_switch.py")
 
 
@@ -53,6 +56,17 @@ def require():
     if reason is not None:
         print("skipped:", reason)
         sys.exit(SKIPPED)
+
+
+def _set_namespace(file):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def leave(home):
+    """Undoes Network.enter; `home` is the open /proc/self/ns/net from before."""
+    _set_namespace(home)
 
 
 class Network:
@@ -135,6 +149,10 @@ class Network:
         process = subprocess.Popen(self.command(host, arguments), **options)
         self.processes.append(process)
         return process
+
+    def enter(self, host):
+        with open("/var/run/netns/" + self.namespace(host)) as place:
+            _set_namespace(place)
 
     def run(self, host, arguments, **options):
         return subprocess.run(self.command(host, arguments), **options)

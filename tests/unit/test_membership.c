@@ -242,6 +242,27 @@ static void a_failing_group_gives_up_with_a_reason_until_a_new_worker_comes(void
     assert_int_equal(group().epoch, ATTEMPTS + 1);
 }
 
+/* Another attempt would fail in the same way. */
+static void slots_without_a_transport_end_the_first_attempt_for_good(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    load_all(s);
+    const struct moe_status none = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                                             "slots 0 and 2 are on different hosts");
+    moe_membership_on_ready(m, now, s[2], last_epoch, &none);
+    carry_out();
+    expect_state(MOE_GROUP_FAILED);
+    assert_non_null(strstr(group().reason, "slots 0 and 2 are on different hosts"));
+    pass(5000, 0, s, SLOTS);
+    assert_int_equal(prepares, SLOTS);
+    s[2] = replace(s[2], 2, 99);
+    loaded(s[2]);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    expect_state(MOE_GROUP_SERVING);
+}
+
 static void silence_while_forming_is_named(void **unused)
 {
     (void)unused;
@@ -924,6 +945,7 @@ int main(void)
 #define STORY(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
     const struct CMUnitTest tests[] = {
         STORY(a_failing_group_gives_up_with_a_reason_until_a_new_worker_comes),
+        STORY(slots_without_a_transport_end_the_first_attempt_for_good),
         STORY(silence_while_forming_is_named),
         STORY(a_missed_peer_ends_the_view_but_not_its_worker),
         STORY(a_missed_peer_without_a_stream_is_lost_at_once),

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups over several hosts: network namespaces that a bridge joins (tests/support/netns.py).
+
+Needs root; skipped without. Workers on one host share memory, those of different hosts use the
+network, in the same step. Right answers or typed errors, never a hang over the wait budget: when a
+worker is killed, a link is cut, or packets are late and lost.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+from group import (BACKEND, BUILD, FAMILIES, MOECTL, golden_cases, main, model_directory,
+                   relative_error, wait_until)
+import moed
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
+import netns  # noqa: E402
+
+WORKER = os.path.join(BUILD, "daemon", "worker", "moe-worker")
+COORDINATOR = os.path.join(BUILD, "daemon", "coordinator", "moe-coordinator")
+PORT = 7600
+TOLERANCE = 1e-5
+BUDGET_MS = 1500
+# The longest that a call may take after a fault: the step's wait, new views, and their wait.
+LONGEST_S = BUDGET_MS / 1000 + 12
+FAMILY = "mixtral" if "mixtral" in FAMILIES else FAMILIES[0]
+
+
+class Hosts:
+    """A coordinator on host 0 and `per_host` workers on each host. The test's thread moves onto
+    host 0."""
+
+    def __init__(self, net, family, per_host=1, extra=()):
+        self.net, self.family, self.extra = net, family, extra
+        self.state = tempfile.mkdtemp(prefix="moed-hosts-")
+        net.enter(0)
+        workers = net.hosts * per_host
+        self.coordinator = self.start(
+            0, COORDINATOR, "--listen", "%s:%d" % (net.address(0), PORT), "--insecure",
+            "--workers", str(workers), "--state-dir", os.path.join(self.state, "coordinator"),
+            "--lease-ms", "2000")
+        self.workers = [self.start_worker(slot, slot // per_host) for slot in range(workers)]
+
+    def start(self, host, program, *arguments):
+        name = "%s-%d.log" % (os.path.basename(program), len(os.listdir(self.state)))
+        return self.net.popen(
+            host, [program, "--log-file", os.path.join(self.state, name), *arguments])
+
+    def start_worker(self, slot, host):
+        return self.start(
+            host, WORKER, "--listen", "%s:%d" % (self.net.address(host), PORT + 1 + slot),
+            "--insecure", "--coordinator", "%s:%d" % (self.net.address(0), PORT),
+            "--model", model_directory(self.family), "--backend", BACKEND, "--threads", "1",
+            "--worker-id", "w%d" % slot, "--slot", str(slot),
+            "--wait-budget-ms", str(BUDGET_MS), *self.extra)
+
+    def moectl(self, *arguments):
+        return self.net.run(0, [MOECTL, *arguments, "--endpoint",
+                                "%s:%d" % (self.net.address(0), PORT)],
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            timeout=120)
+
+    def wait(self):
+        done = self.moectl("wait", "--for=serving", "--timeout", "60")
+        if done.returncode != 0:
+            raise RuntimeError("the group does not serve: %s%s" % (done.stdout, self.logs()))
+
+    def logs(self):
+        text = ""
+        for name in sorted(os.listdir(self.state)):
+            if name.endswith(".log"):
+                with open(os.path.join(self.state, name)) as file:
+                    text += "".join("\n%s %s" % (name, line.rstrip())
+                                    for line in file.readlines()[-12:])
+        return text
+
+    def client(self, slot=0):
+        host = slot * self.net.hosts // len(self.workers)
+        return moed.Client("%s:%d" % (self.net.address(host), PORT + 1 + slot))
+
+    def stop(self):
+        for process in self.workers + [self.coordinator]:
+            if process.poll() is None:
+                process.terminate()
+        for process in self.workers + [self.coordinator]:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.state, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def hosts(count, family, per_host=1, switch=False, extra=()):
+    with netns.Network(count, switch=switch) as net:
+        group = Hosts(net, family, per_host, extra)
+        try:
+            yield group
+        finally:
+            group.stop()
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        self.home = open("/proc/self/ns/net")
+
+    def tearDown(self):
+        netns.leave(self.home)
+        self.home.close()
+
+    def check_golden(self, client, family):
+        for layer, tokens, x, want in golden_cases(family):
+            error = relative_error(client.forward(layer, x), want)
+            self.assertLessEqual(error, TOLERANCE, (family, layer, tokens))
+
+    def call(self, client, case):
+        """True if the answer is right; False after a typed error. Anything else fails, also an
+        answer or error that takes too long."""
+        layer, _, x, want = case
+        began = time.monotonic()
+        try:
+            self.assertLessEqual(relative_error(client.forward(layer, x), want), TOLERANCE)
+            right = True
+        except moed.MoeError as error:
+            print("  %.1f s: %s" % (time.monotonic() - began, str(error)[:100]))
+            right = False
+        self.assertLess(time.monotonic() - began, LONGEST_S)
+        return right
+
+    def recovers(self, group, client, case, seconds=60):
+        end = time.monotonic() + seconds
+        while not self.call(client, case):
+            self.assertLess(time.monotonic(), end, group.logs())
+            time.sleep(0.2)
+
+
+class Golden(Case):
+    def check(self, family, count, per_host):
+        with hosts(count, family, per_host) as group:
+            group.wait()
+            self.check_golden(group.client(), family)
+            self.check_golden(group.client(count * per_host - 1), family)
+
+
+def add(family, count, per_host):
+    def test(self):
+        self.check(family, count, per_host)
+
+    test.__doc__ = "%s, %d workers on each of %d hosts" % (family, per_host, count)
+    setattr(Golden, "test_%s_%dx%d" % (family, count, per_host), test)
+
+
+for each in FAMILIES:
+    add(each, 2, 1)
+add(FAMILY, 2, 2)
+add(FAMILY, 4, 1)
+
+
+class Faults(Case):
+    def test_status_shows_nodes_and_the_log_names_the_network(self):
+        with hosts(2, FAMILY, 2) as group:
+            group.wait()
+            rows = group.moectl("status").stdout.splitlines()
+            nodes = [row.split()[2] for row in rows if row.lstrip()[:1].isdigit()]
+            self.assertEqual([node.split(":")[0] for node in nodes], ["0", "0", "1", "1"], rows)
+            self.assertIn("rows travel over shared memory and network, here at %s"
+                          % group.net.address(0), group.logs())
+
+    def test_killed_worker(self):
+        case = next(golden_cases(FAMILY))
+        with hosts(2, FAMILY) as group:
+            group.wait()
+            client = group.client()
+            self.assertTrue(self.call(client, case))
+            group.workers[1].kill()
+            group.workers[1].wait()
+            for _ in range(3):
+                self.assertFalse(self.call(client, case))
+            group.workers[1] = group.start_worker(1, 1)
+            self.recovers(group, client, case)
+
+    def test_cut_link(self):
+        case = next(golden_cases(FAMILY))
+        with hosts(2, FAMILY) as group:
+            group.wait()
+            client = group.client()
+            self.assertTrue(self.call(client, case))
+            group.net.cut(1)
+            for _ in range(3):
+                self.assertFalse(self.call(client, case))
+            group.net.mend(1)
+            self.recovers(group, client, case)
+
+    def test_late_and_lost_packets(self):
+        cases = list(golden_cases(FAMILY))
+        with hosts(2, FAMILY, switch=True) as group:
+            group.wait()
+            client = group.client()
+            for host in range(2):
+                group.net.impair(host, delay_ms=50, loss=0.01)
+            right = sum(self.call(client, case) for case in 5 * cases)
+            print("  50 ms, 1 %% loss: %d of %d right" % (right, 5 * len(cases)))
+            for host in range(2):
+                group.net.mend(host)
+            self.recovers(group, client, cases[0])
+
+    def test_an_address_of_one_host_is_refused_once(self):
+        with hosts(2, FAMILY, extra=["--net-interface", "lo"]) as group:
+            wait_until(lambda: "FAILED" in group.moectl("status").stdout)
+            status = group.moectl("status").stdout
+            self.assertIn("slots 0 and 1 are on different hosts and slot 0 offers a loopback "
+                          "address", status)
+            self.assertIn("giving up after 1 attempt:", group.logs())
+
+    def test_an_interface_that_is_not_there(self):
+        with netns.Network(1) as net:
+            done = net.run(0, [WORKER, "--model", model_directory(FAMILY), "--coordinator",
+                               "127.0.0.1:1", "--net-interface", "eth7"],
+                           stderr=subprocess.PIPE, text=True, timeout=30)
+            self.assertNotEqual(done.returncode, 0)
+            self.assertIn("--net-interface: this host has no interface or address 'eth7'",
+                          done.stderr)
+
+
+if __name__ == "__main__":
+    netns.require()
+    main()
