@@ -137,8 +137,8 @@ struct moe_status moe_checkpoint_load_read(const struct moe_checkpoint_context *
 struct moe_status moe_checkpoint_load_take(const struct moe_checkpoint_context *c,
                                            const char *name) MOE_CHECKED;
 
-/* One directory of the root, from its manifest and the names of its files; tensor hashes are not
- * checked. */
+/* One directory of the root, from its manifest, and the names and sizes of its files; no hash but
+ * the manifest's is checked. */
 struct moe_checkpoint_listed {
     char name[MOE_CHECKPOINT_NAME_MAX + 1];
     char problem[MOE_STATUS_TEXT]; /* why these workers cannot load it; "" = no known problem */
@@ -147,7 +147,7 @@ struct moe_checkpoint_listed {
     uint64_t lineage, weights_version, steps;
     uint64_t sequence;              /* higher = newer, within a root */
     uint64_t made_s;                /* seconds since 1970, UTC; 0 = not known */
-    uint64_t bytes;                 /* of all its files */
+    uint64_t bytes;                 /* of its files */
     enum moe_optimizer optimizer;   /* 0 = not known */
     uint32_t frozen, never_trained; /* bits of enum moe_param_group */
     uint32_t lora_rank, lora_targets;

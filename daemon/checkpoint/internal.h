@@ -152,12 +152,14 @@ struct moe_status moe_ckpt__check_settings(const struct moe_checkpoint_context *
 /* Checks that an open directory has a manifest, so is a checkpoint. Errors: FAILED_PRECONDITION;
  * the text names what it is instead. */
 struct moe_status moe_ckpt__check_kind(int directory) MOE_CHECKED;
-/* True if `at` has an entry `name`; links are not followed. */
-bool moe_ckpt__is_there(int at, const char *name);
 
 /* --------------------------------------------------------------------- manifest (manifest.c) */
 
 void moe_ckpt__state_file(char name[MOE_CKPT_FILE_MAX], uint32_t slot, const char *extension);
+/* Sizes of the files of an open checkpoint, for the manifest's member "files": {NAME: BYTES}, with
+ * "optimizer/NAME" for those of the training state. Only regular files with plain names. On
+ * failure, `*sizes` has some of them, or is NULL; the caller frees it. */
+struct moe_status moe_ckpt__file_sizes(int directory, json_t **sizes) MOE_CHECKED;
 /* Hash of the manifest without the member "sha256". */
 struct moe_status moe_ckpt__manifest_hash(const json_t *manifest,
                                           char sha256[MOE_SHA256_HEX]) MOE_CHECKED;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Lists a training root from manifests and names of files, without reading a tensor. */
+/* Lists a training root from manifests, names and sizes of files, without reading a tensor. */
 #include "checkpoint/internal.h"
 
 #include "model/json_file.h"
@@ -12,54 +12,42 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { LISTED_MAX = 65536, FILES_MAX = 65536 };
+enum { LISTED_MAX = 65536 };
 
 /* ----------------------------------------------------------------------- one directory */
 
-/* Bytes of the files right below `directory`; unreadable ones count as 0. */
-static uint64_t file_bytes(int directory)
+static uint64_t sum(const json_t *files)
 {
-    DIR *names;
-    struct stat file;
-    uint64_t bytes = 0;
-    size_t seen = 0;
-    struct moe_status st = moe_ckpt__open_names(directory, &names);
-    if (moe_failed(&st))
-        return 0;
-    for (struct dirent *e = readdir(names); e != NULL && seen < FILES_MAX; e = readdir(names)) {
-        seen++;
-        if (fstatat(directory, e->d_name, &file, AT_SYMLINK_NOFOLLOW) == 0 &&
-            S_ISREG(file.st_mode) && file.st_size > 0)
-            bytes += (uint64_t)file.st_size;
-    }
-    closedir(names);
-    return bytes;
+    const char *name;
+    json_t *bytes;
+    uint64_t total = 0;
+    json_object_foreach((json_t *)files, name, bytes) total += (uint64_t)json_integer_value(bytes);
+    return total;
 }
 
-static struct moe_status missing(const char *name)
+/* Load reads these; others, such as a README, may change. */
+static bool is_loaded(const char *name)
 {
-    return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, "%s is missing", name);
+    return strchr(name, '/') != NULL || strstr(name, ".safetensors") != NULL ||
+           strcmp(name, "config.json") == 0;
 }
 
-/* All files of the training state that the manifest names, and the model's configuration. */
-static struct moe_status check_files(int directory, int state, const json_t *manifest)
+/* Compares the files that are there with those that the manifest names. */
+static struct moe_status check_files(const json_t *files, const json_t *manifest)
 {
-    static const char *const extensions[] = {"json", "safetensors"};
-    const json_t *slots = json_object_get(manifest, "slots"), *entry;
-    char file[MOE_CKPT_FILE_MAX];
-    size_t i;
-    if (!moe_ckpt__is_there(directory, "config.json"))
-        return missing("config.json");
-    if (state < 0 || !moe_ckpt__is_there(state, MOE_CKPT_RECORDS))
-        return missing(MOE_CKPT_STATE "/" MOE_CKPT_RECORDS);
-    json_array_foreach(slots, i, entry)
+    const char *name;
+    json_t *want;
+    json_object_foreach(json_object_get(manifest, "files"), name, want)
     {
-        uint32_t slot = (uint32_t)json_integer_value(json_object_get(entry, "slot"));
-        for (size_t e = 0; e < 2; e++) {
-            moe_ckpt__state_file(file, slot, extensions[e]);
-            if (!moe_ckpt__is_there(state, file))
-                return missing(file);
-        }
+        const json_t *bytes = json_object_get(files, name);
+        if (!is_loaded(name) || json_equal(bytes, want))
+            continue;
+        if (bytes == NULL)
+            return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, "damaged: %.80s: it is missing",
+                             name);
+        return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED,
+                         "damaged: %.80s: it has %lld bytes instead of %lld", name,
+                         (long long)json_integer_value(bytes), (long long)json_integer_value(want));
     }
     return moe_ok();
 }
@@ -106,20 +94,18 @@ static void read_manifest(const json_t *m, struct moe_checkpoint_listed *out)
 static struct moe_status look_into(const struct moe_checkpoint_context *c, int directory,
                                    struct moe_checkpoint_listed *out)
 {
-    json_t *m = NULL;
-    int state = -1;
+    json_t *m = NULL, *files = NULL;
     MOE_TRY(moe_ckpt__check_kind(directory));
     MOE_TRY(moe_ckpt__read_manifest(directory, &m));
     read_manifest(m, out);
-    out->bytes = file_bytes(directory);
-    struct moe_status st = moe_ckpt__open_dir(directory, MOE_CKPT_STATE, &state);
-    if (!moe_failed(&st))
-        out->bytes += file_bytes(state);
-    st = check_files(directory, state, m);
+    struct moe_status st = moe_ckpt__file_sizes(directory, &files);
+    if (!moe_failed(&st)) {
+        out->bytes = sum(files);
+        st = check_files(files, m);
+    }
     if (!moe_failed(&st))
         st = moe_ckpt__check_settings(c, m);
-    if (state >= 0)
-        close(state);
+    json_decref(files);
     json_decref(m);
     return st;
 }

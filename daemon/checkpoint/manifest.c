@@ -4,14 +4,59 @@
 
 #include "model/json_file.h"
 
+#include <fcntl.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { FILES_MAX = 65536 };
 
 void moe_ckpt__state_file(char name[MOE_CKPT_FILE_MAX], uint32_t slot, const char *extension)
 {
     snprintf(name, MOE_CKPT_FILE_MAX, "slot-%05" PRIu32 ".%s", slot, extension);
+}
+
+/* `prefix`: the path of `directory` in the names. */
+static struct moe_status add_sizes(int directory, const char *prefix, json_t *sizes)
+{
+    DIR *names;
+    struct stat file;
+    char path[sizeof MOE_CKPT_STATE + NAME_MAX + 1];
+    struct moe_status st = moe_ok();
+    MOE_TRY(moe_ckpt__open_names(directory, &names));
+    for (struct dirent *e = readdir(names); e != NULL && !moe_failed(&st); e = readdir(names)) {
+        if (!moe_file_name_is_plain(e->d_name) ||
+            fstatat(directory, e->d_name, &file, AT_SYMLINK_NOFOLLOW) != 0 ||
+            !S_ISREG(file.st_mode))
+            continue;
+        snprintf(path, sizeof path, "%s%s", prefix, e->d_name);
+        if (json_object_size(sizes) == FILES_MAX)
+            st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "more than %d files", FILES_MAX);
+        else if (json_object_set_new(sizes, path, json_integer(file.st_size)) != 0)
+            st = moe_ckpt__no_memory();
+    }
+    closedir(names);
+    return st;
+}
+
+struct moe_status moe_ckpt__file_sizes(int directory, json_t **sizes)
+{
+    int state = -1;
+    *sizes = json_object();
+    if (*sizes == NULL)
+        return moe_ckpt__no_memory();
+    struct moe_status st = add_sizes(directory, "", *sizes);
+    struct moe_status opened = moe_ckpt__open_dir(directory, MOE_CKPT_STATE, &state);
+    if (!moe_failed(&opened)) {
+        if (!moe_failed(&st))
+            st = add_sizes(state, MOE_CKPT_STATE "/", *sizes);
+        close(state);
+    }
+    return st;
 }
 
 struct moe_status moe_ckpt__manifest_hash(const json_t *manifest, char sha256[MOE_SHA256_HEX])

@@ -6,7 +6,8 @@
  *   NAME/optimizer/slot-00000.json              hash of that, and of each byte range it wrote in
  *                                               the model's files
  *   NAME/optimizer/records.bin                  the record of calls
- *   NAME/manifest.json                          all other state, and hashes of the files above */
+ *   NAME/manifest.json                          all other state, hashes of the files above, and
+ *                                               sizes of all files */
 #include "checkpoint/internal.h"
 
 #include "daemon/log.h"
@@ -243,10 +244,11 @@ static struct moe_status add_slot(const struct moe_checkpoint_context *c, json_t
 }
 
 static struct moe_status fill_manifest(const struct moe_checkpoint_context *c, json_t *m,
-                                       const struct moe_checkpoint_state *s, int directory,
-                                       const char *records_hash)
+                                       const struct moe_checkpoint_state *s, int hidden,
+                                       int directory, const char *records_hash)
 {
     json_int_t sequence = 0;
+    json_t *files = NULL;
     char hash[MOE_SHA256_HEX], save[SAVE_TEXT];
     if (s->lineage > INT64_MAX || s->weights_version > INT64_MAX || s->steps > INT64_MAX)
         return moe_error(MOE_OUT_OF_RANGE, MOE_REASON_VALUE_INVALID,
@@ -269,6 +271,11 @@ static struct moe_status fill_manifest(const struct moe_checkpoint_context *c, j
     for (uint32_t slot = 0; slot < MOE_MAX_SLOTS; slot++)
         if ((c->live >> slot & 1) != 0)
             MOE_TRY(add_slot(c, json_object_get(m, "slots"), directory, slot));
+    struct moe_status st = moe_ckpt__file_sizes(hidden, &files); /* all files but the manifest */
+    if (!moe_failed(&st) && json_object_set(m, "files", files) != 0)
+        st = moe_ckpt__no_memory();
+    json_decref(files);
+    MOE_TRY(st);
     MOE_TRY(moe_ckpt__manifest_hash(m, hash));
     return json_object_set_new(m, "sha256", json_string(hash)) == 0 ? moe_ok()
                                                                     : moe_ckpt__no_memory();
@@ -283,7 +290,7 @@ static struct moe_status write_manifest(const struct moe_checkpoint_context *c, 
     json_t *m = json_object();
     if (m == NULL)
         return moe_ckpt__no_memory();
-    struct moe_status st = fill_manifest(c, m, s, directory, records_hash);
+    struct moe_status st = fill_manifest(c, m, s, hidden, directory, records_hash);
     if (!moe_failed(&st))
         st = moe_ckpt__write_json(hidden, MOE_CKPT_MANIFEST, m, NULL);
     if (!moe_failed(&st))

@@ -133,7 +133,7 @@ void moe_checkpoint_describe(const struct moe_trainer_config *config, char *text
 
 /* -------------------------------------------------------------------- kinds of directories */
 
-bool moe_ckpt__is_there(int at, const char *name)
+static bool is_there(int at, const char *name)
 {
     struct stat unused;
     return fstatat(at, name, &unused, AT_SYMLINK_NOFOLLOW) == 0;
@@ -142,9 +142,9 @@ bool moe_ckpt__is_there(int at, const char *name)
 /* A directory without a manifest is no checkpoint; the error names what else it is. */
 struct moe_status moe_ckpt__check_kind(int directory)
 {
-    if (moe_ckpt__is_there(directory, MOE_CKPT_MANIFEST))
+    if (is_there(directory, MOE_CKPT_MANIFEST))
         return moe_ok();
-    if (moe_ckpt__is_there(directory, "adapter_config.json"))
+    if (is_there(directory, "adapter_config.json"))
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "it is an adapter exported for PEFT, not a checkpoint: it has no "
                          "optimizer state");

@@ -86,13 +86,22 @@ class Listing(MetricsCase):
             client = Client(g)
             client.save("good", 1)
             client.close()
-            for name in ("damaged", "lost", "unlisted"):
+            for name in ("damaged", "lost", "cut", "grown", "unlisted"):
                 shutil.copytree(self.path("good"), self.path(name))
             with open(self.path("damaged", "manifest.json"), "r+") as file:
                 text = file.read().replace('"steps": 0', '"steps": 7')
                 file.seek(0)
                 file.write(text)
             os.remove(self.path("lost", "optimizer", "slot-00000.safetensors"))
+            cut = self.path("cut", "model.safetensors")
+            size = os.path.getsize(cut)
+            os.truncate(cut, size - 1)
+            with open(self.path("grown", "optimizer", "records.bin"), "ab") as file:
+                file.write(b"x")
+            with open(self.path("grown", "notes.txt"), "w") as file:
+                file.write("mine")
+            with open(self.path("good", "generation_config.json"), "a") as file:
+                file.write("\n")  # Load does not read it
             os.rename(self.path("unlisted"), self.path("not a name"))
             shutil.copytree(self.path("good"), os.path.join(outside, "good"))
             os.symlink(os.path.join(outside, "good"), self.path("link"))
@@ -104,16 +113,23 @@ class Listing(MetricsCase):
                 listed = {c.name: c for c in python.list_checkpoints()}
             for c in listed.values():
                 print("%-8s %s" % (c.name, c.problem))
-            self.assertEqual(set(listed), {"good", "damaged", "lost", "link", "empty"})
+            self.assertEqual(set(listed),
+                             {"good", "damaged", "lost", "cut", "grown", "link", "empty"})
             self.assertEqual(listed["good"].problem, "")
             self.assertIn("manifest.json is damaged", listed["damaged"].problem)
-            self.assertIn("slot-00000.safetensors is missing", listed["lost"].problem)
+            self.assertEqual(listed["lost"].problem,
+                             "damaged: optimizer/slot-00000.safetensors: it is missing")
+            self.assertEqual(listed["cut"].problem, "damaged: model.safetensors: "
+                             "it has %d bytes instead of %d" % (size - 1, size))
+            self.assertIn("damaged: optimizer/records.bin: it has", listed["grown"].problem)
             self.assertIn("link", listed["link"].problem)
             self.assertIn("no manifest.json", listed["empty"].problem)
-            self.assertEqual({c.name for c in listed.values() if c.readable}, {"good", "lost"})
+            self.assertEqual({c.name for c in listed.values() if c.readable},
+                             {"good", "lost", "cut", "grown"})
             self.assertEqual({c.bytes for c in listed.values() if not c.readable}, {0})
             table = moectl("training", "list", "--endpoint", g.endpoints[0]).stdout
             self.assertRegex(table, r"(?m)^  link +it is a link")
+            self.assertRegex(table, r"(?m)^  cut .*damaged: model\.safetensors: ")
 
     def test_without_a_training_directory_there_is_nothing_to_list(self):
         with training_group(FAMILY, 1) as g:
