@@ -15,6 +15,7 @@
 #ifndef MOE_CHECKPOINT_CHECKPOINT_H
 #define MOE_CHECKPOINT_CHECKPOINT_H
 
+#include "daemon/lease.h"
 #include "model/model.h"
 #include "moe/training.h"
 
@@ -32,6 +33,13 @@ struct moe_checkpoint_copy;
  * to `capacity` bytes (256 suffice). */
 void moe_checkpoint_describe(const struct moe_trainer_config *config, char *text, size_t capacity);
 
+/* What a view needs to publish or remove a checkpoint: see moe_checkpoint_raise_fence. */
+struct moe_checkpoint_fence {
+    uint64_t group;                     /* random number of the group; 0 = no fence */
+    uint64_t epoch;                     /* of the view */
+    const struct moe_lease_gate *lease; /* NULL = none is needed */
+};
+
 /* The root, the model and the slot of a call. Borrowed during the call. */
 struct moe_checkpoint_context {
     const char *root; /* the training directory; it exists */
@@ -47,7 +55,8 @@ struct moe_checkpoint_context {
     const struct moe_checkpoint_copy *copy; /* source of the tensors; NULL: the trainers */
     const atomic_bool *cancel;   /* once true, a phase ends with MOE_CANCELLED soon; NULL = never */
     _Atomic uint64_t *processed; /* bytes read from the copy, or checked; NULL = not wanted */
-    uint64_t writer;             /* random number of the lowest slot's process */
+    struct moe_checkpoint_fence fence;
+    uint64_t writer; /* random number of the lowest slot's process */
     int *shown; /* descriptor of this process's locked writer file, -1 while it writes nothing: see
                    writers.c */
 };
@@ -91,6 +100,12 @@ struct moe_checkpoint_state {
 };
 void moe_checkpoint_state_free(struct moe_checkpoint_state *s);
 
+/* The view of `epoch` takes the training directory, before it is in force: from then on no earlier
+ * view of the group publishes or removes a checkpoint there. Errors: UNAVAILABLE/LEASE_LOST (a
+ * later view has it), UNAVAILABLE/IO, DATA_LOSS/MALFORMED (the fence file is damaged). */
+struct moe_status moe_checkpoint_raise_fence(const char *root, uint64_t group,
+                                             uint64_t epoch) MOE_CHECKED;
+
 /* Save, four phases.
  *   begin   lowest slot: refuses an existing name (MOE_ALREADY_EXISTS / CHECKPOINT_EXISTS),
  *           removes leftovers of ended processes, makes the hidden directory for all slots.
@@ -98,8 +113,8 @@ void moe_checkpoint_state_free(struct moe_checkpoint_state *s);
  *           Save (writer, lineage and state->save) wrote it, but it was not recorded. Then no
  *           file is written, and version and steps in `state` become the checkpoint's.
  *   write   every slot: its part, synced to disk; `*bytes` = bytes written by this slot
- *   commit  lowest slot: index, manifest, sync, rename. The checkpoint exists from the rename on:
- *           a later failure is logged and not reported
+ *   commit  lowest slot: index, manifest, sync, rename behind the fence. The checkpoint exists from
+ *           the rename on: a later failure is logged and not reported
  *   tidy    lowest slot, once all slots know that they would recover to `name`: removes all but
  *           the `keep` newest (0 = removes none) of the checkpoints that count. A checkpoint
  *           counts if this process has written it, or if it is an ancestor of `name` below an

@@ -187,7 +187,12 @@ struct moe_status moe_ckpt__publish(const struct moe_checkpoint_context *c, cons
     char directory[MOE_CKPT_HIDDEN_MAX];
     MOE_TRY(moe_ckpt__open_root(c->root, &fd));
     hidden_name(directory, c, name);
-    struct moe_status st = rename_new(fd, directory, name);
+    int fence = -1;
+    struct moe_status st = moe_ckpt__pass_fence(c, fd, &fence);
+    if (!moe_failed(&st)) {
+        st = rename_new(fd, directory, name);
+        moe_ckpt__leave_fence(fence);
+    }
     if (!moe_failed(&st)) {
         struct moe_status synced = moe_ckpt__sync(fd);
         if (moe_failed(&synced)) /* it exists: nothing can be taken back */

@@ -86,6 +86,14 @@ bool moe_ckpt__is_written(const struct moe_checkpoint_context *c, int root, cons
 /* Removes a file ".WRITER.writer" if its writer has ended. */
 void moe_ckpt__sweep_writer(int root, const char *file);
 
+/* ----------------------------------------------------------------------- fence (fence.c) */
+
+/* Begins an act that makes a change durable: the view of `c` has a lease, and no later one has the
+ * directory. Until moe_ckpt__leave_fence no later one gets it. Errors: UNAVAILABLE/LEASE_LOST. */
+struct moe_status moe_ckpt__pass_fence(const struct moe_checkpoint_context *c, int root,
+                                       int *fd) MOE_CHECKED;
+void moe_ckpt__leave_fence(int fd);
+
 /* ----------------------------------------------------------------------- tensors (tensors.c) */
 
 /* One tensor of the training state, with its name in a file. */

@@ -334,11 +334,25 @@ struct moe_status moe_checkpoint_save_commit(const struct moe_checkpoint_context
     return named(st, name);
 }
 
+/* Removing takes long: the fence is not held meanwhile, so that it delays no new view. */
+static struct moe_status check_fence(const struct moe_checkpoint_context *c)
+{
+    int root = -1, fence = -1;
+    MOE_TRY(moe_ckpt__open_root(c->root, &root));
+    struct moe_status st = moe_ckpt__pass_fence(c, root, &fence);
+    if (!moe_failed(&st))
+        moe_ckpt__leave_fence(fence);
+    close(root);
+    return st;
+}
+
 void moe_checkpoint_save_tidy(const struct moe_checkpoint_context *c, const char *name,
                               uint32_t keep, struct moe_checkpoint_removed *removed)
 {
     *removed = (struct moe_checkpoint_removed){0};
-    struct moe_status st = keep > 0 ? moe_ckpt__keep_newest(c, name, keep, removed) : moe_ok();
+    struct moe_status st = keep > 0 ? check_fence(c) : moe_ok();
+    if (keep > 0 && !moe_failed(&st))
+        st = moe_ckpt__keep_newest(c, name, keep, removed);
     if (moe_failed(&st))
         moe_log_warn("old checkpoints could not be removed: %s", st.text);
 }

@@ -4,6 +4,7 @@
  * engine and the rpc room are called with the lock held, and never call back from within. */
 #include "links/peers.h"
 
+#include "daemon/lease.h"
 #include "daemon/log.h"
 #include "links/peers_state.h"
 
@@ -56,6 +57,8 @@ static void issue_tickets(struct moe_peers *p) MOE_REQUIRES(p->lock)
     if (p->phase != STARTED || p->role != SEQUENCER || p->joined != p->view.live)
         return;
     struct moe_ticket t;
+    moe_sequencer_allow(p->sequencer, moe_lease_gate_held(p->config.lease),
+                        moe_lease_gate_covers_group(p->config.lease));
     while (moe_sequencer_next(p->sequencer, &t)) {
         send_ticket(p, &t);
         p->config.run(p->config.ctx, &t);

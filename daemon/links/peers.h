@@ -17,6 +17,7 @@
 #include "links/eventcount.h"
 #include "schedule/ticket.h"
 
+struct moe_lease_gate;
 struct moe_peers;
 struct moe_rpc_client;
 struct moe_rpc_method;
@@ -27,6 +28,9 @@ struct moe_peers_config {
     uint32_t training_permille;        /* see moe_sequencer_set_share; 0 = its default */
     struct moe_eventcount *eventcount; /* of the thread that calls moe_peers_listen; borrowed.
                                           NULL: peers reach this worker over gRPC only */
+    /* Of a group that trains: without a lease no ticket is issued, and none that changes anything
+     * unless all members have one for long enough. NULL: none is needed. Borrowed. */
+    const struct moe_lease_gate *lease;
     /* Run this ticket. Called in order of seq, from any thread, one at a time; must not call back.
      */
     void (*run)(void *ctx, const struct moe_ticket *ticket);

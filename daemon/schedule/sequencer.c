@@ -35,7 +35,8 @@ struct moe_sequencer {
     uint32_t ring[MOE_SEQUENCER_KEYS];
 
     /* Training. */
-    uint32_t permille; /* its share; stays over views */
+    uint32_t permille;              /* its share; stays over views */
+    bool holds_all, holds_training; /* see moe_sequencer_allow; stay over views */
     uint32_t
         credit; /* forward tickets add to it; training pays while forward work waits; <= WHOLE */
     uint64_t last_forward;  /* seq of the last forward ticket; 0 = none */
@@ -77,8 +78,11 @@ void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
     MOE_INVARIANT(live != 0 && live >> MOE_MAX_SLOTS == 0);
     MOE_INVARIANT(max_bucket != 0 && moe_pow2_ceil(max_bucket) == max_bucket);
     uint32_t permille = s->permille;
+    bool holds_all = s->holds_all, holds_training = s->holds_training;
     memset(s, 0, sizeof *s);
     s->permille = permille;
+    s->holds_all = holds_all;
+    s->holds_training = holds_training;
     s->epoch = epoch;
     s->live = live;
     s->max_bucket = max_bucket;
@@ -87,6 +91,12 @@ void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
 void moe_sequencer_block_weight_updates(struct moe_sequencer *s, bool block)
 {
     s->weight_updates_blocked = block;
+}
+
+void moe_sequencer_allow(struct moe_sequencer *s, bool tickets, bool training)
+{
+    s->holds_all = !tickets;
+    s->holds_training = !training;
 }
 
 static bool is_live(const struct moe_sequencer *s, uint32_t slot)
@@ -266,6 +276,7 @@ static bool next_call(struct moe_sequencer *s, size_t *at)
         const struct moe_step_traits *traits = moe_step_traits(call_at(s, *at)->kind);
         bool blocked =
             !MOE_GUARD(BLOCKED_KINDS_WAIT, !s->weight_updates_blocked || !traits->is_weight_update);
+        blocked = blocked || (s->holds_training && traits->is_training);
         behind_blocked = behind_blocked || blocked;
         if (!blocked && (MOE_GUARD(LATER_CALLS_WAIT, !behind_blocked) || traits->passes_blocked))
             return true;
@@ -321,7 +332,7 @@ static void issue_forward(struct moe_sequencer *s, struct moe_ticket *out)
 
 bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out)
 {
-    if (s->stopped || s->issued - completed(s) >= MOE_SEQUENCER_IN_FLIGHT)
+    if (s->stopped || s->holds_all || s->issued - completed(s) >= MOE_SEQUENCER_IN_FLIGHT)
         return false;
     close_exclusive(s);
     if (!MOE_GUARD(EXCLUSIVE_RUNS_ALONE, s->exclusive == 0))

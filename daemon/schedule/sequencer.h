@@ -13,6 +13,7 @@
  *               have run it; slots may take long for it, and different times.
  *   Blocked     while a checkpoint is copied, calls that would change the copied state wait, and
  *               so do the calls behind them, except kinds with passes_blocked.
+ *   Allowed     the caller may hold back all tickets, or those of training; they wait in order.
  *   Fairness    forward work that waits when an exclusive ticket is done is served before the next
  *               exclusive one, so that a request restarts at most once.
  *
@@ -56,6 +57,10 @@ void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
 /* While `block` is set, no ticket of a kind that is_weight_update is issued. moe_sequencer_begin
  * clears it. */
 void moe_sequencer_block_weight_updates(struct moe_sequencer *s, bool block);
+
+/* What may be issued now: any ticket at all, and those that is_training. Both at first. It stays
+ * over views: set it before moe_sequencer_next wherever a lease decides. */
+void moe_sequencer_allow(struct moe_sequencer *s, bool tickets, bool training);
 
 /* `tokens` more wait on `slot`. Errors: MOE_INVALID_ARGUMENT (the slot is not of this view, or
  * there is no such key), MOE_RESOURCE_EXHAUSTED (more keys than a view can have). */

@@ -105,16 +105,15 @@ static struct moe_status check_service(const struct moe_training_service *s,
                                        enum moe_step_kind kind)
 {
     struct moe_train_state state;
-    uint64_t epoch;
-    bool draining;
+    struct moe_standing worker;
     bool is_job = kind == MOE_STEP_SAVE || kind == MOE_STEP_LOAD || kind == MOE_STEP_EXPORT;
-    moe_service_read(s->config.service, &epoch, &draining);
+    moe_service_read(s->config.service, &worker);
     moe_train_read_state(s->config.training, &state);
-    if (is_job && !draining && epoch == 0 && state.problem[0] != '\0')
+    if (is_job && !worker.draining && worker.epoch == 0 && state.problem[0] != '\0')
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
                          "the group does not serve: %.150s (`moectl training recover NAME`)",
                          state.problem);
-    return moe_request_check_worker(draining, epoch);
+    return moe_request_check_worker(&worker);
 }
 
 struct moe_status moe_training_service__read_mutation(const struct moe_training_service *s,

@@ -132,16 +132,16 @@ static struct moe_status check_retain(struct parse *p, const Head *h)
 static struct moe_status check_state(struct parse *p, const Head *h)
 {
     const struct moe_request_context *c = p->context;
-    if (h->epoch != 0 && c->epoch != 0 && h->epoch != c->epoch)
+    if (h->epoch != 0 && c->worker.epoch != 0 && h->epoch != c->worker.epoch)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH,
                          "the request wants epoch %llu; the epoch is %llu",
-                         (unsigned long long)h->epoch, (unsigned long long)c->epoch);
+                         (unsigned long long)h->epoch, (unsigned long long)c->worker.epoch);
     if (h->weights_version != 0 && h->weights_version != c->weights_version)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
                          "the request wants weights version %llu; it is %llu",
                          (unsigned long long)h->weights_version,
                          (unsigned long long)c->weights_version);
-    return moe_request_check_worker(c->draining, c->epoch);
+    return moe_request_check_worker(&c->worker);
 }
 
 /* -------------------------------------------------------------------------- memory */

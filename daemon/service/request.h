@@ -11,6 +11,7 @@
 #include "rpc/msg.h"
 #include "schedule/work.h"
 #include "service/info.h"
+#include "service/request_checks.h"
 #include "service/staging.h"
 #include "training/training.h"
 
@@ -19,9 +20,8 @@ struct moe_request_context {
     const struct moe_service_info *info;
     struct moe_staging *staging;
     struct moe_train *training; /* NULL: no pass can be retained */
-    uint64_t epoch;             /* of the committed view; 0 = there is none */
     uint64_t weights_version;
-    bool draining;
+    struct moe_standing worker;
 };
 
 /* moe_pass_record.head of a forward pass. The record's data are x [T,H], and at the offsets given

@@ -8,7 +8,7 @@
 
 #include <math.h>
 
-enum { REFORMING_RETRY_MS = 100, DRAINING_RETRY_MS = 100 };
+enum { REFORMING_RETRY_MS = 100, DRAINING_RETRY_MS = 100, LEASE_RETRY_MS = 200 };
 
 #define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
 
@@ -138,12 +138,21 @@ struct moe_status moe_request_check_weights(const struct moe_layer_spec *spec, u
     return moe_ok();
 }
 
-struct moe_status moe_request_check_worker(bool draining, uint64_t epoch)
+struct moe_status moe_request_lease_lost(void)
 {
-    if (draining)
+    return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_LEASE_LOST, LEASE_RETRY_MS,
+                           "the coordinator does not answer this worker: the group trains, and may "
+                           "have gone on without it");
+}
+
+struct moe_status moe_request_check_worker(const struct moe_standing *worker)
+{
+    if (worker->draining)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, DRAINING_RETRY_MS,
                                "this worker is leaving");
-    if (epoch == 0)
+    if (worker->lease_lost)
+        return moe_request_lease_lost();
+    if (worker->epoch == 0 && !worker->awaited)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
                                "no view is in force: the group is forming, or a slot is empty");
     return moe_ok();

@@ -53,7 +53,19 @@ struct moe_status moe_request_check_weights(const struct moe_layer_spec *spec, u
 /* The step's stages and their sum. */
 void moe_request_fill_stages(const struct moe_step_result *step, Moe__V1__StageTimes *to);
 
-/* Checks that the worker takes requests: it is not leaving, and serves a view. */
-struct moe_status moe_request_check_worker(bool draining, uint64_t epoch) MOE_CHECKED;
+/* What decides whether this worker takes requests now. */
+struct moe_standing {
+    uint64_t epoch; /* of the committed view; 0 = there is none */
+    bool draining;
+    bool awaited;    /* a view has ended a short while ago: requests may wait for the next one */
+    bool lease_lost; /* the group trains, and this worker has no lease */
+};
+
+/* Checks that the worker takes requests: it is not leaving, has a lease where one is needed, and
+ * serves a view or waits for the next. The same rule for all requests: those in flight when a view
+ * ends wait as long as those that come later. */
+struct moe_status moe_request_check_worker(const struct moe_standing *worker) MOE_CHECKED;
+/* The refusal without a lease. */
+struct moe_status moe_request_lease_lost(void) MOE_CHECKED;
 
 #endif

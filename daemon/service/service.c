@@ -6,6 +6,7 @@
 
 #include "base/build.h"
 #include "base/mutex.h"
+#include "daemon/lease.h"
 #include "group/report.h"
 #include "moe/v1/expert.pb-c.h"
 #include "service/request.h"
@@ -24,7 +25,9 @@ struct moe_service {
     _Atomic uint64_t epoch; /* of the committed view; 0 = none */
     _Atomic uint32_t slot;
     _Atomic bool draining;
-    struct moe_mutex lock; /* of the endpoints */
+    _Atomic bool awaited;               /* see struct moe_standing */
+    const struct moe_lease_gate *lease; /* NULL: none is needed */
+    struct moe_mutex lock;              /* of the endpoints */
     MOE_GUARDED_BY(lock) struct {
         char **workers; /* [worker_count], by slot */
         size_t worker_count;
@@ -61,12 +64,12 @@ struct forward {
 
 static struct moe_request_context context_of(struct moe_service *s)
 {
-    return (struct moe_request_context){.info = &s->info,
-                                        .staging = s->staging,
-                                        .training = s->training,
-                                        .weights_version = moe_engine_weights_version(s->engine),
-                                        .epoch = atomic_load(&s->epoch),
-                                        .draining = atomic_load(&s->draining)};
+    struct moe_request_context c = {.info = &s->info,
+                                    .staging = s->staging,
+                                    .training = s->training,
+                                    .weights_version = moe_engine_weights_version(s->engine)};
+    moe_service_read(s, &c.worker);
+    return c;
 }
 
 struct moe_status moe_service_out_of_memory(void)
@@ -100,6 +103,8 @@ static void forward_done(struct moe_work *work, struct moe_status status)
     struct forward *f = work->user;
     uint8_t head[MOE_REQUEST_HEAD_MAX];
     struct moe_rpc_out out;
+    if (!moe_failed(&status) && !moe_service_may_answer(f->service))
+        status = moe_request_lease_lost(); /* the weights may be old */
     moe_service_metrics_left(f->service->metrics, work->tokens, !moe_failed(&status));
     record(f, &status);
     if (!moe_failed(&status))
@@ -566,6 +571,7 @@ struct moe_status moe_service_set_view(struct moe_service *s, uint64_t epoch,
     size_t old_count = s->worker_count;
     s->workers = copy;
     s->worker_count = count;
+    atomic_store(&s->awaited, epoch == 0 && atomic_load(&s->epoch) != 0);
     atomic_store(&s->epoch, epoch);
     moe_mutex_unlock(&s->lock);
     free_strings(old, old_count);
@@ -595,10 +601,22 @@ void moe_service_set_draining(struct moe_service *s)
     atomic_store(&s->draining, true);
 }
 
-void moe_service_read(struct moe_service *s, uint64_t *epoch, bool *draining)
+void moe_service_give_up(struct moe_service *s)
 {
-    *epoch = atomic_load(&s->epoch);
-    *draining = atomic_load(&s->draining);
+    atomic_store(&s->awaited, false);
+}
+
+bool moe_service_may_answer(const struct moe_service *s)
+{
+    return moe_lease_gate_held(s->lease);
+}
+
+void moe_service_read(const struct moe_service *s, struct moe_standing *out)
+{
+    *out = (struct moe_standing){.epoch = atomic_load(&s->epoch),
+                                 .draining = atomic_load(&s->draining),
+                                 .awaited = atomic_load(&s->awaited),
+                                 .lease_lost = !moe_service_may_answer(s)};
 }
 
 struct moe_service_metrics *moe_service_counts(struct moe_service *s)

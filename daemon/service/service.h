@@ -11,9 +11,11 @@
 #include "engine/engine.h"
 #include "rpc/server.h"
 #include "service/info.h"
+#include "service/request_checks.h"
 #include "service/staging.h"
 
 struct ProtobufCMessage;
+struct moe_lease_gate;
 struct moe_service;
 struct moe_service_metrics; /* service/service_metrics.h */
 
@@ -28,6 +30,8 @@ struct moe_service_config {
     struct moe_staging *staging;
     struct moe_train *training;  /* borrowed; NULL = none */
     struct moe_metrics *metrics; /* registry of the request metrics; NULL = none */
+    /* NULL: the group does not train, and serves without a lease. Borrowed. */
+    const struct moe_lease_gate *lease;
 };
 
 struct moe_status moe_service_create(const struct moe_service_config *config,
@@ -45,16 +49,19 @@ struct moe_service_metrics *moe_service_counts(struct moe_service *s);
 void moe_service_reply(struct moe_rpc_call *call, const struct ProtobufCMessage *answer);
 struct moe_status moe_service_out_of_memory(void) MOE_CHECKED;
 
-/* [any thread] For the training service: the epoch of the committed view (0 = none); whether new
- * requests are refused; the endpoint of a slot's worker ("" = none). */
-void moe_service_read(struct moe_service *s, uint64_t *epoch, bool *draining);
+/* [any thread] For the training service: whether requests are taken; whether an answer may leave (a
+ * group that trains answers with a lease only); the endpoint of a slot's worker ("" = none). */
+void moe_service_read(const struct moe_service *s, struct moe_standing *out);
+bool moe_service_may_answer(const struct moe_service *s);
 void moe_service_worker(struct moe_service *s, uint32_t slot, char *out, size_t capacity);
 
-/* [any thread] The committed view. epoch = 0: none; new requests are refused with
- * UNAVAILABLE/REFORMING, accepted ones wait for the next view. `workers`: ExpertService endpoints
- * by slot ("" = empty slot); copied. */
+/* [any thread] The committed view. epoch = 0: none; requests wait for the next view until
+ * moe_service_give_up, and are then refused with UNAVAILABLE/REFORMING. `workers`: ExpertService
+ * endpoints by slot ("" = empty slot); copied. */
 struct moe_status moe_service_set_view(struct moe_service *s, uint64_t epoch,
                                        const char *const *workers, size_t count) MOE_CHECKED;
+/* [any thread] No view has come in time: requests are refused from now on, until one comes. */
+void moe_service_give_up(struct moe_service *s);
 /* [any thread] Endpoint of the group's coordinator; copied. */
 struct moe_status moe_service_set_coordinator(struct moe_service *s,
                                               const char *endpoint) MOE_CHECKED;

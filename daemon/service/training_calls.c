@@ -92,9 +92,14 @@ static void reply_backward(const struct pending_call *p)
     moe_rpc_reply(p->rpc, &out);
 }
 
+/* Without a lease the answer waits for the repeat of the call: another group may have its place. */
 static void reply(const struct pending_call *p)
 {
     const struct moe_status ok = moe_ok();
+    if (!moe_service_may_answer(p->service->config.service)) {
+        fail(p, moe_request_lease_lost());
+        return;
+    }
     if (is_backward(p)) {
         reply_backward(p);
         return;
@@ -148,7 +153,7 @@ static struct moe_backward_context context_of(struct moe_training_service *s)
 {
     struct moe_backward_context c = {
         .info = &s->config.info, .staging = s->config.staging, .training = s->config.training};
-    moe_service_read(s->config.service, &c.epoch, &c.draining);
+    moe_service_read(s->config.service, &c.worker);
     return c;
 }
 

@@ -213,7 +213,7 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
     MOE_TRY(moe_request_check_pass(h->session, h->micro_batch_id));
     MOE_TRY(check_aux(h, r->spec->router.top_k, &aux_coeff));
     MOE_TRY(check_routing(r, h));
-    MOE_TRY(moe_request_check_worker(p->context->draining, p->context->epoch));
+    MOE_TRY(moe_request_check_worker(&p->context->worker));
     r->call = (struct moe_train_call){.kind = MOE_STEP_BACKWARD,
                                       .id = h->micro_batch_id,
                                       .lineage = h->lineage,

@@ -12,8 +12,7 @@ struct moe_backward_context {
     const struct moe_service_info *info;
     struct moe_staging *staging;
     struct moe_train *training;
-    uint64_t epoch; /* of the committed view; 0 = there is none */
-    bool draining;
+    struct moe_standing worker;
 };
 
 /* Tensors of the message, in the order of their field numbers. */

@@ -85,18 +85,17 @@ static struct moe_status check_exists(const char *directory, const char *name)
 static struct moe_status check_recovery(const struct moe_training_service *s,
                                         const Moe__V1__RecoverTrainingRequest *q)
 {
-    uint64_t epoch;
-    bool draining;
+    struct moe_standing worker;
     if (q->as_loaded && q->name[0] != '\0')
         return invalid(VALUE_INVALID, "either a name or the model as loaded");
     if (!q->as_loaded && !moe_training_name_ok(q->name))
         return invalid(NAME_INVALID, "not the name of a checkpoint");
     if (!q->as_loaded && moe_train_configured(s->config.training)->directory == NULL)
         return invalid(UNSUPPORTED, "the workers were started without --training-dir");
-    moe_service_read(s->config.service, &epoch, &draining);
-    if (epoch == 0 && !q->as_loaded)
+    moe_service_read(s->config.service, &worker);
+    if (worker.epoch == 0 && !q->as_loaded)
         return check_exists(moe_train_configured(s->config.training)->directory, q->name);
-    return epoch == 0
+    return worker.epoch == 0
                ? moe_ok()
                : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                            "the group serves: use LoadCheckpoint (`moectl training load NAME`)");

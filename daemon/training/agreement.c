@@ -136,3 +136,15 @@ struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_re
     moe_train__show(t);
     return st;
 }
+
+struct moe_status moe_train_fence(struct moe_train *t, uint64_t group, uint64_t epoch)
+{
+    moe_mutex_lock(&t->lock);
+    t->group = group;
+    t->epoch = epoch;
+    bool lowest = t->slot == (uint32_t)__builtin_ctzll(t->live);
+    moe_mutex_unlock(&t->lock);
+    if (!lowest || group == 0 || t->config.directory == NULL)
+        return moe_ok();
+    return moe_checkpoint_raise_fence(t->config.directory, group, epoch);
+}

@@ -254,7 +254,14 @@ static struct moe_status begin(void *ctx, const struct moe_ticket *ticket,
                                const struct moe_call_rows *rows, struct moe_call_exec *x,
                                struct moe_step **step)
 {
+    const struct moe_train *t = ctx;
     struct moe_trainer *trainer;
+    /* The sequencer issues no ticket that would come here without a lease, as far as it can know.
+     * Nothing has changed on this slot yet. */
+    if (!moe_lease_gate_covers_change(t->config.lease))
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_LEASE_LOST,
+                         "this worker's lease is too short for ticket %llu",
+                         (unsigned long long)ticket->seq);
     MOE_TRY(moe_train__begin(ctx, ticket, x, &trainer));
     if (!x->run)
         return moe_ok();

@@ -20,6 +20,7 @@ struct moe_checkpoint_context moe_train__context_of(struct moe_train *t)
         .slots = t->slots,
         .live = t->live,
         .config = &t->config.trainer,
+        .fence = {t->group, t->epoch, t->config.lease},
         .writer = t->writer,
         .shown = &t->shown,
     };

@@ -46,6 +46,7 @@ struct moe_train {
     struct moe_checkpoint_explicit_loads explicit_loads;
     uint32_t slot, slots;
     uint64_t live;
+    uint64_t group, epoch;     /* of the view; see moe_train_fence */
     struct moe_train_job *job; /* the Save, Load or Export under way; NULL = none */
 
     MOE_GUARDED_BY(lock) struct {

@@ -35,13 +35,14 @@ struct moe_train_config {
     const struct moe_model *model;
     const struct moe_layer_spec *const *specs; /* [layer_count], ascending; borrowed */
     size_t layer_count;
-    struct moe_trainer_config trainer; /* `frozen`: parameters that never learn */
-    uint64_t retained_bytes;           /* budget of retained passes, and of cached answers, each */
-    uint64_t retained_device_bytes;    /* device memory for activations of retained forward steps;
-                                       0 = none */
-    uint64_t retained_ns;              /* life of each of these */
-    const char *directory;             /* root of checkpoints; NULL = none */
-    struct moe_metrics *metrics;       /* NULL = none */
+    struct moe_trainer_config trainer;  /* `frozen`: parameters that never learn */
+    uint64_t retained_bytes;            /* budget of retained passes, and of cached answers, each */
+    uint64_t retained_device_bytes;     /* device memory for activations of retained forward steps;
+                                        0 = none */
+    uint64_t retained_ns;               /* life of each of these */
+    const char *directory;              /* root of checkpoints; NULL = none */
+    const struct moe_lease_gate *lease; /* of this worker; NULL = none is needed. Borrowed */
+    struct moe_metrics *metrics;        /* NULL = none */
 };
 
 /* Errors: CONFIG_INVALID for a LoRA rank above a matrix, or a backend that cannot train. */
@@ -75,6 +76,9 @@ void moe_train_note_problem(struct moe_train *t, const char *why);
  * then this reads the checkpoint. After a failure the state is inconsistent. */
 struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_recovery *r,
                                   uint32_t slot, uint32_t slots, uint64_t live) MOE_CHECKED;
+/* The view that forms takes the training directory (moe_checkpoint_raise_fence, lowest slot), and
+ * later Saves and Exports are of this view. After adopt. Errors: those of the fence. */
+struct moe_status moe_train_fence(struct moe_train *t, uint64_t group, uint64_t epoch) MOE_CHECKED;
 /* The view is in force. If training went back, the log says so. */
 void moe_train_in_force(struct moe_train *t);
 

@@ -11,6 +11,7 @@
 #include "base/wait.h"
 #include "daemon/log.h"
 #include "engine/step_metrics.h"
+#include "links/eventcount.h"
 #include "proto/descriptors.h"
 #include "rpc/client.h"
 #include "rpc/server.h"
@@ -133,8 +134,12 @@ static void numbers(void *ctx, struct moe_group_numbers *out)
 static void lease_changed(void *ctx, bool held)
 {
     struct moe_worker *w = ctx;
-    (void)held;
     show_lease(w);
+    if (w->train == NULL)
+        return;
+    if (held) /* the sequencer may issue tickets that waited */
+        moe_eventcount_notify(moe_engine_eventcount(w->engine));
+    moe_worker__show_health(w);
 }
 
 static void cancel_load(void *ctx)
@@ -146,6 +151,7 @@ static void cancel_load(void *ctx)
 static void give_up(void *ctx, struct moe_status why)
 {
     struct moe_worker *w = ctx;
+    moe_service_give_up(w->service);
     moe_engine_fail_queued(w->engine, why);
 }
 
@@ -154,7 +160,7 @@ static void drain(void *ctx)
     struct moe_worker *w = ctx;
     atomic_store(&w->draining, true);
     moe_train_log_leaving(w->train);
-    moe_worker__set_health(w, false);
+    moe_worker__show_health(w);
     moe_service_set_draining(w->service);
 }
 
@@ -198,6 +204,7 @@ static struct moe_status create_training(struct moe_worker *w)
         .specs = moe_loader_specs(w->loader),
         .layer_count = moe_loader_layer_count(w->loader),
         .trainer = c->trainer,
+        .lease = &w->lease,
         .retained_bytes = c->retained_bytes,
         .retained_ns = c->retained_ns,
         .retained_device_bytes = c->retained_device_bytes,
@@ -238,6 +245,12 @@ static struct moe_status create_engine(struct moe_worker *w)
     return moe_engine_create(&engine, &w->engine);
 }
 
+/* A group that only serves goes on without a lease: its weights never change. */
+static const struct moe_lease_gate *gate_of(const struct moe_worker *w)
+{
+    return w->train != NULL ? &w->lease : NULL;
+}
+
 static struct moe_status create_service(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
@@ -259,6 +272,7 @@ static struct moe_status create_service(struct moe_worker *w)
         .staging = w->staging,
         .training = w->train,
         .metrics = c->metrics,
+        .lease = gate_of(w),
     };
     MOE_TRY(moe_service_create(&service, &w->service));
     MOE_TRY(moe_service_set_coordinator(w->service, c->coordinator));
@@ -286,6 +300,7 @@ static struct moe_status create_peers(struct moe_worker *w)
         .incarnation = w->incarnation,
         .training_permille = w->config.training_permille,
         .eventcount = moe_engine_eventcount(w->engine),
+        .lease = gate_of(w),
         .run = run_ticket,
         .lost = lost,
         .ctx = w,
@@ -354,7 +369,7 @@ static struct moe_status start_server(struct moe_worker *w)
         .descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors),
     };
     MOE_TRY(moe_rpc_server_start(&server, &w->server));
-    moe_worker__set_health(w, false);
+    moe_worker__show_health(w);
     return name_worker(w);
 }
 

@@ -63,7 +63,8 @@ struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
                                    moe_allgather_fn allgather, void *allgather_ctx) MOE_CHECKED;
 struct moe_status moe_worker__serve(void *ctx) MOE_CHECKED;
 void moe_worker__leave_view(void *ctx);
-/* [any thread] The answer of health checks. */
-void moe_worker__set_health(struct moe_worker *w, bool serving);
+/* [any thread] Sets the answer of health checks: SERVING under a view, unless the worker leaves, or
+ * trains and has no lease. Call it after a change of one of these. */
+void moe_worker__show_health(struct moe_worker *w);
 
 #endif

@@ -10,12 +10,28 @@
 #include <stdio.h>
 #include <string.h>
 
-void moe_worker__set_health(struct moe_worker *w, bool serving)
+static bool is_healthy(const struct moe_worker *w)
+{
+    return atomic_load(&w->epoch) != 0 && !atomic_load(&w->draining) &&
+           moe_lease_gate_held(w->train != NULL ? &w->lease : NULL);
+}
+
+static void set_health(struct moe_worker *w, bool serving)
 {
     moe_rpc_server_set_health(w->server, "", serving);
     moe_rpc_server_set_health(w->server, "moe.v1.ExpertService", serving);
     if (w->training_service != NULL) /* else unknown to health checks */
         moe_rpc_server_set_health(w->server, "moe.v1.TrainingService", serving);
+}
+
+/* Two threads may do this at the same time: the last to set it looks again. */
+void moe_worker__show_health(struct moe_worker *w)
+{
+    bool serving;
+    do {
+        serving = is_healthy(w);
+        set_health(w, serving);
+    } while (serving != is_healthy(w));
 }
 
 static struct moe_status update_service(struct moe_worker *w, uint64_t epoch)
@@ -38,8 +54,8 @@ void moe_worker__leave_view(void *ctx)
     struct moe_worker *w = ctx;
     if (w->session == NULL)
         return;
-    moe_worker__set_health(w, false);
     set_epoch(w, 0);
+    moe_worker__show_health(w);
     struct moe_status st = update_service(w, 0);
     if (moe_failed(&st))
         moe_log_error("service: %s", st.text);
@@ -268,6 +284,8 @@ struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
     MOE_TRY(keep_view(w, v));
     MOE_TRY(join_session(w, v, allgather, allgather_ctx));
     struct moe_status st = verify(w, v);
+    if (!moe_failed(&st) && w->train != NULL)
+        st = moe_train_fence(w->train, v->group_id, v->epoch);
     if (!moe_failed(&st))
         st = expect_peers(w, v);
     if (moe_failed(&st))
@@ -285,11 +303,6 @@ struct moe_status moe_worker__serve(void *ctx)
     set_epoch(w, w->view.epoch);
     if (w->train != NULL)
         moe_train_in_force(w->train);
-    /* `drain` may come at any moment. It sets the flag first, so either this or drain sees the
-     * other. */
-    if (!atomic_load(&w->draining))
-        moe_worker__set_health(w, true);
-    if (atomic_load(&w->draining))
-        moe_worker__set_health(w, false);
+    moe_worker__show_health(w);
     return moe_ok();
 }

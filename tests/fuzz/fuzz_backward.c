@@ -87,7 +87,7 @@ static void answer(struct moe_training_request *r)
 static void try_request(const uint8_t *data, size_t size)
 {
     const struct moe_backward_context context = {
-        .info = &info, .staging = staging, .training = train, .epoch = 5};
+        .info = &info, .staging = staging, .training = train, .worker = {.epoch = 5}};
     struct moe_rpc_piece piece = {data, size};
     struct moe_rpc_msg *m = moe_rpc_msg_from_pieces(&piece, 1);
     struct moe_training_request r;

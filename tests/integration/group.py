@@ -33,6 +33,11 @@ FAMILIES = sorted(
 )
 
 
+def names_in(root):
+    """What is in a training directory, without the fences of groups."""
+    return sorted(name for name in os.listdir(root) if not name.endswith(".fence"))
+
+
 def model_directory(family):
     return os.path.join(MODELS, family)
 

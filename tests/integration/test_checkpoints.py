@@ -17,7 +17,7 @@ import unittest
 import grpc
 import numpy as np
 
-from group import FAMILIES, main, model_directory, moectl, relative_error
+from group import FAMILIES, main, model_directory, moectl, names_in, relative_error
 import moed
 from training import Trainer, TrainingGroup, golden_gradients, refusal, training_group
 import training as daemons
@@ -115,7 +115,7 @@ class Checkpoints(unittest.TestCase):
                                                      names, shallow=False)
             print("%-13s %s" % (family, same))
             self.assertEqual((sorted(same), differ, missing), (sorted(names), [], []))
-        self.assertEqual(sorted(os.listdir(self.root)), sorted(FAMILIES))
+        self.assertEqual(names_in(self.root), sorted(FAMILIES))
 
     def test_the_model_files_have_the_trained_weights(self):
         """A group that serves the checkpoint as its model computes the same as the trained one."""
@@ -232,7 +232,7 @@ class Checkpoints(unittest.TestCase):
                 client.save(name, i + 1)
             answer = client.save("a", 5, keep=2)
             self.assertEqual((list(answer.removed), answer.removed_count), (["x", "y", "z"], 3))
-            self.assertEqual(sorted(os.listdir(self.root)), ["a", "notes", "w"])
+            self.assertEqual(names_in(self.root), ["a", "notes", "w"])
             self.assertEqual(refusal(client.load, "x", 6)[0], ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
             client.load("w", 7)
             # Through another worker, and with many checkpoints.
@@ -243,7 +243,7 @@ class Checkpoints(unittest.TestCase):
             answer = other.save("last", 200, keep=1)
             self.assertEqual(answer.removed_count, 41)  # all but the loaded one
             self.assertEqual(list(answer.removed), [longest % i for i in range(39, 7, -1)])
-            self.assertEqual(sorted(os.listdir(self.root)), ["last", "notes", "w"])
+            self.assertEqual(names_in(self.root), ["last", "notes", "w"])
             self.assertEqual(other.save("last", 200, keep=1).removed_count, 0)  # a repeat
             done = moectl("training", "save", "m1", "--keep", "1", "--endpoint", g.endpoints[1])
             self.assertIn("removed last\n", done.stdout)
@@ -259,7 +259,7 @@ class Checkpoints(unittest.TestCase):
             os.makedirs(self.path("y", *["deep"] * 40))  # deeper than the limit of removal
             answer = client.save("a", 4, keep=1)
             self.assertEqual((list(answer.removed), answer.removed_count), (["x", "y", "z"], 3))
-            self.assertEqual(sorted(os.listdir(self.root)), [".y.removed", "a"])
+            self.assertEqual(names_in(self.root), [".y.removed", "a"])
 
     def test_retention_leaves_checkpoints_of_other_trainings(self):
         with self.group(1) as g:
@@ -270,15 +270,15 @@ class Checkpoints(unittest.TestCase):
             client = Client(g)
             client.save("other-1", 1)
             client.save("other-2", 2, keep=1)
-            self.assertEqual(sorted(os.listdir(self.root)), ["full-1", "full-2", "other-2"])
+            self.assertEqual(names_in(self.root), ["full-1", "full-2", "other-2"])
         with self.group(1) as g:  # continues one of them
             client = Client(g)
             client.load("full-2", 5)
             client.save("full-3", 6, keep=1)
-            self.assertEqual(sorted(os.listdir(self.root)),
+            self.assertEqual(names_in(self.root),
                              ["full-1", "full-2", "full-3", "other-2"])
             client.save("full-4", 7, keep=1)
-            self.assertEqual(sorted(os.listdir(self.root)),
+            self.assertEqual(names_in(self.root),
                              ["full-1", "full-2", "full-4", "other-2"])
 
     def test_retention_leaves_a_loaded_checkpoint_and_its_parents(self):
@@ -300,7 +300,7 @@ class Checkpoints(unittest.TestCase):
             # Retention removes parents that the group saved.
             self.assertEqual(list(client.save("seven", 9, keep=1).removed), ["six"])
             self.assertEqual(list(client.save("eight", 10, keep=1).removed), ["seven"])
-            self.assertEqual(sorted(os.listdir(self.root)), ["eight", "one", "two"])
+            self.assertEqual(names_in(self.root), ["eight", "one", "two"])
 
     def test_a_loaded_checkpoint_stays_after_the_group_went_back_to_it(self):
         with self.group(1) as g:
@@ -317,7 +317,7 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual(client.state().checkpoint, "base")
             client.save("mine", 2, keep=1)
             client.save("last", 3, keep=1)
-            self.assertEqual(sorted(os.listdir(self.root)), ["base", "last"])
+            self.assertEqual(names_in(self.root), ["base", "last"])
 
     def test_two_groups_save_below_one_root_at_the_same_time(self):
         with self.group(2) as one, self.group(2) as two:
@@ -330,7 +330,7 @@ class Checkpoints(unittest.TestCase):
                     save.start()
                 for save in saves:
                     save.join()
-            self.assertEqual(sorted(os.listdir(self.root)),
+            self.assertEqual(names_in(self.root),
                              ["of-%d-%d" % (i, n) for i in range(2) for n in (4, 5)])
             for client, name in zip(clients, ("of-1-5", "of-0-5")):
                 client.load(name, 20)  # complete
@@ -344,11 +344,11 @@ class Checkpoints(unittest.TestCase):
         with self.group(1) as g:
             client = Client(g)
             client.save("one", 1)
-            self.assertEqual(sorted(os.listdir(self.root)),
+            self.assertEqual(names_in(self.root),
                              [".%016x.writer" % 7, hidden, "one"])
             os.close(file)  # as the kernel does when a process ends
             client.save("two", 2)
-            self.assertEqual(sorted(os.listdir(self.root)), ["one", "two"])
+            self.assertEqual(names_in(self.root), ["one", "two"])
 
     def test_names_stay_inside_the_root(self):
         outside = tempfile.mkdtemp(prefix="moed-outside-")
@@ -384,7 +384,7 @@ class Checkpoints(unittest.TestCase):
             self.assertEqual(refusal(client.load, "a", 2)[0], ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
             client.train(1)
             client.save("a", 20)
-            self.assertEqual(os.listdir(self.root), ["a"])
+            self.assertEqual(names_in(self.root), ["a"])
             client.load("a", 21)
             self.assertEqual(client.state().steps, 1)
 
@@ -406,7 +406,7 @@ class Checkpoints(unittest.TestCase):
                 for slot in (0, 1):
                     g.workers[slot].wait()
                 future.join()
-            visible = [n for n in os.listdir(self.root) if not n.startswith(".")]
+            visible = [n for n in names_in(self.root) if not n.startswith(".")]
             with self.group(2) as g:
                 client = Client(g)
                 if name in visible:
@@ -417,7 +417,7 @@ class Checkpoints(unittest.TestCase):
                     self.assertEqual(refusal(client.load, name, 20)[0],
                                      ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
                     client.save(name, 21)
-            self.assertEqual([n for n in os.listdir(self.root) if n.endswith(".saving")], [])
+            self.assertEqual([n for n in names_in(self.root) if n.endswith(".saving")], [])
         print("%d of 6 were complete" % complete)
 
     def save_or_fail(self, client, name):
@@ -442,7 +442,7 @@ class Checkpoints(unittest.TestCase):
             answer, error = refusal(client.save, "a", 1)
             print(error.details())
             self.assertEqual(answer[1], "IO")
-            self.assertEqual(os.listdir(self.root), [])
+            self.assertEqual(names_in(self.root), [])
             client.train(1)  # nothing else has changed
             self.assertEqual(refusal(client.save, "a", 20)[0][1], "IO")
         finally:
@@ -499,7 +499,7 @@ class Checkpoints(unittest.TestCase):
             client.backward(client.layer, client.dy, client.x, routing)
             self.assertEqual(refusal(client.save, "a", 1)[0],
                              ("FAILED_PRECONDITION", "GRADIENTS_PENDING"))
-        self.assertEqual(os.listdir(self.root), [])
+        self.assertEqual(names_in(self.root), [])
 
     # ------------------------------------------------------------------------- adapters
 

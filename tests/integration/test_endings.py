@@ -13,7 +13,7 @@ import unittest
 
 import grpc
 
-from group import golden_cases, main, wait_until
+from group import golden_cases, main, names_in, wait_until
 from training import Trainer, TrainingGroup, refusal, training_group
 import wire
 from wire import expert, training
@@ -159,10 +159,10 @@ class FullDisks(unittest.TestCase):
                 answer, error = refusal(save, 1)
                 print(answer, error.details())
                 self.assertEqual(answer, ("RESOURCE_EXHAUSTED", "IO"))
-                self.assertEqual(os.listdir(root), [])
+                self.assertEqual(names_in(root), [])
                 limit_files(g.workers[slot], resource.RLIM_INFINITY)
             self.assertFalse(save(1).repeated)
-            self.assertEqual(os.listdir(root), ["tight"])
+            self.assertEqual(names_in(root), ["tight"])
             # The directory disappears (as after umount) and comes back.
             os.rename(root, root + ".away")
             self.addCleanup(shutil.rmtree, root + ".away", ignore_errors=True)

@@ -480,6 +480,7 @@ static void without_a_view_clients_get_a_retry_hint(void **state)
     struct bad b;
     Answer *answer;
     assert_ok(moe_service_set_view(service.service, 0, NULL, 0));
+    moe_service_give_up(service.service);
     fill_bad(&b);
     struct moe_status st = call_ask(&service, &b.ask, &answer);
     assert_true(st.retry_after_ms > 0);
