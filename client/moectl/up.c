@@ -93,10 +93,11 @@ static struct moe_status log_path(const struct up *u, const char *daemon, char o
 
 static struct moe_status start_coordinator(struct up *u)
 {
-    char listen[ARGUMENT_MAX], metrics[ARGUMENT_MAX], workers[ARGUMENT_MAX], state[MOECTL_PATH_MAX],
-        log[MOECTL_PATH_MAX];
+    char listen[ARGUMENT_MAX], control[ARGUMENT_MAX], metrics[ARGUMENT_MAX], workers[ARGUMENT_MAX],
+        state[MOECTL_PATH_MAX], log[MOECTL_PATH_MAX];
     MOE_TRY(log_path(u, "coordinator", log));
     listen_address(u, u->workers, listen);
+    listen_address(u, u->workers + 1, control);
     metrics_address(u, 0, metrics);
     snprintf(workers, sizeof workers, "%" PRIu64, u->workers);
     if (snprintf(state, sizeof state, "%s/coordinator", u->state_path) >= (int)sizeof state)
@@ -107,6 +108,8 @@ static struct moe_status start_coordinator(struct up *u)
     const char *argv[] = {u->coordinator_program,
                           "--listen",
                           listen,
+                          "--control-listen",
+                          control,
                           "--workers",
                           workers,
                           "--state-dir",
@@ -136,7 +139,7 @@ static struct moe_status start_worker(struct up *u, uint64_t number)
     snprintf(drain, sizeof drain, "%" PRIu64, u->drain_s * 1000);
     const char *const options[][2] = {
         {"--model", u->group.model},
-        {"--coordinator", u->daemons.all[0].process.endpoint},
+        {"--coordinator", u->daemons.all[0].control_endpoint},
         {"--listen", listen},
         {"--backend", u->backend},
         {"--threads", threads},
@@ -421,8 +424,9 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "cpu, cuda, or auto (cuda if there is a GPU)"},
         {"transport", 0, MOE_OPTION_STRING, &u.transport, 0, 0, "NAME",
          "between GPUs: nvlink, network (NCCL), or auto (nvlink if all GPUs reach each other)"},
-        {"port", 'p', MOE_OPTION_UINT, &u.port, 0, UINT16_MAX - MOE_MAX_SLOTS, "P",
-         "workers listen on P, P+1, ..., the coordinator on the next port; 0 = any free ports"},
+        {"port", 'p', MOE_OPTION_UINT, &u.port, 0, UINT16_MAX - MOE_MAX_SLOTS - 1, "P",
+         "workers listen on P, P+1, ..., the coordinator on the next two ports; 0 = any free "
+         "ports"},
         {"metrics-port", 0, MOE_OPTION_UINT, &u.metrics_port, 0, UINT16_MAX - MOE_MAX_SLOTS, "P",
          "HTTP /metrics and /healthz: coordinator on P, workers on P+1, ...; 0 = off"},
         {"threads", 0, MOE_OPTION_UINT, &u.threads, 0, 1024, "N",

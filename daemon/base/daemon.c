@@ -155,12 +155,12 @@ int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
 }
 
 struct moe_status moe_daemon_announce(const struct moe_daemon_settings *common,
-                                      const char *endpoint)
+                                      const char *endpoints)
 {
     if (common->ready_fd == 0)
         return moe_ok();
-    char line[320];
-    int fd = (int)common->ready_fd, n = snprintf(line, sizeof line, "%s\n", endpoint);
+    char line[640];
+    int fd = (int)common->ready_fd, n = snprintf(line, sizeof line, "%s\n", endpoints);
     if (n < 0 || (size_t)n >= sizeof line)
         return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "the address is too long to announce");
     ssize_t written = write(fd, line, (size_t)n);

@@ -40,8 +40,9 @@ struct moe_daemon {
 /* The exit status. Settings that are strings live until `run` has returned. */
 int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv);
 
-/* Writes `endpoint` as a line to --ready-fd and closes it; without that option, does nothing. */
+/* Writes `endpoints` (one, or several with a blank between) as a line to --ready-fd and closes it;
+ * without that option, does nothing. */
 struct moe_status moe_daemon_announce(const struct moe_daemon_settings *common,
-                                      const char *endpoint) MOE_CHECKED;
+                                      const char *endpoints) MOE_CHECKED;
 
 #endif

@@ -12,7 +12,7 @@
 #include <string.h>
 
 struct settings {
-    const char *listen, *state_dir;
+    const char *listen, *control_listen, *state_dir;
     uint64_t workers, lease_ms, form_timeout_ms;
 };
 
@@ -23,22 +23,36 @@ static const char *check_settings(const void *ctx, const bool *given)
     const struct settings *s = ctx;
     static struct moe_status wrong; /* outlives the answer */
     wrong = moe_endpoint_check_listen("--listen", s->listen);
+    if (!moe_failed(&wrong) && s->control_listen != NULL)
+        wrong = moe_endpoint_check_listen("--control-listen", s->control_listen);
     return moe_failed(&wrong) ? wrong.text : NULL;
 }
 
-static struct moe_status announce(const struct moe_daemon_settings *common, const char *listen,
-                                  uint16_t port)
+static int join(const char *listen, uint16_t port, char *out, size_t size)
 {
-    char endpoint[320];
     int host = (int)(strrchr(listen, ':') - listen);
-    (void)snprintf(endpoint, sizeof endpoint, "%.*s:%u", host, listen, port);
-    return moe_daemon_announce(common, endpoint);
+    return snprintf(out, size, "%.*s:%u", host, listen, port);
+}
+
+/* "host:port", or "host:port host:port" with the address for workers. */
+static struct moe_status announce(const struct moe_daemon_settings *common,
+                                  const struct settings *s, const struct moe_coordinator *c)
+{
+    char endpoints[640];
+    int n = join(s->listen, moe_coordinator_port(c), endpoints, sizeof endpoints / 2);
+    if (s->control_listen != NULL && n > 0 && (size_t)n < sizeof endpoints / 2) {
+        endpoints[n] = ' ';
+        (void)join(s->control_listen, moe_coordinator_control_port(c), endpoints + n + 1,
+                   sizeof endpoints / 2);
+    }
+    return moe_daemon_announce(common, endpoints);
 }
 
 static struct moe_status serve(const struct moe_daemon_settings *common, void *ctx)
 {
     const struct settings *s = ctx;
     struct moe_coordinator_config config = {.listen = s->listen,
+                                            .control_listen = s->control_listen,
                                             .insecure = common->insecure,
                                             .slots = (uint32_t)s->workers,
                                             .lease_ms = (uint32_t)s->lease_ms,
@@ -53,7 +67,7 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
                  moe_build_commit(), moe_coordinator_port(c), config.slots);
     if (common->metrics_listen != NULL)
         moe_log_info("metrics on port %u", moe_coordinator_metrics_port(c));
-    struct moe_status st = announce(common, s->listen, moe_coordinator_port(c));
+    struct moe_status st = announce(common, s, c);
     if (!moe_failed(&st))
         st = moe_coordinator_run(c);
     moe_coordinator_destroy(c);
@@ -66,7 +80,9 @@ int main(int argc, char **argv)
         .listen = "127.0.0.1:7700", .workers = 1, .lease_ms = 5000, .form_timeout_ms = 60000};
     const struct moe_option table[] = {
         {"listen", 'l', MOE_OPTION_STRING, &s.listen, 0, 0, "HOST:PORT",
-         "Address for workers and moectl"},
+         "Address for moectl, and for workers without --control-listen"},
+        {"control-listen", 0, MOE_OPTION_STRING, &s.control_listen, 0, 0, "HOST:PORT",
+         "Address for workers alone, so that clients of --listen delay no heartbeat"},
         {"workers", 'n', MOE_OPTION_UINT, &s.workers, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
          "Number of slots: workers that the group needs"},
         {"state-dir", 's', MOE_OPTION_STRING, &s.state_dir, 0, 0, "DIR",

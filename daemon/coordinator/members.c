@@ -192,17 +192,19 @@ static struct moe_status check_register(const struct moe_membership_register *r)
 {
     const char *bad = !is_word(r->worker_id, MOE_MEMBERSHIP_ID_BYTES)        ? "worker_id"
                       : !is_word(r->endpoint, MOE_MEMBERSHIP_ENDPOINT_BYTES) ? "endpoint"
-                      : !is_word(r->backend, MOE_MEMBERSHIP_SHORT_BYTES)     ? "backend"
-                      : !is_name(r->model, MOE_MEMBERSHIP_ID_BYTES)          ? "model"
-                      : !is_word(r->fingerprint, MOE_MEMBERSHIP_ID_BYTES)    ? "model_fingerprint"
-                      : !is_word(r->family, MOE_MEMBERSHIP_SHORT_BYTES)      ? "family"
-                      : !is_word(r->version, MOE_MEMBERSHIP_SHORT_BYTES)     ? "version"
-                      : !is_host(&r->host)                                   ? "host"
-                      : r->incarnation == 0                                  ? "incarnation"
-                      : r->slot_token == NULL                                ? "slot_token"
-                      : r->max_tokens_per_step == 0                          ? "max_tokens_per_step"
-                      : r->layer_count == 0 || r->layer_count > LAYERS_MAX   ? "layers"
-                                                                             : NULL;
+                      : !is_word(r->control_endpoint, MOE_MEMBERSHIP_ENDPOINT_BYTES)
+                          ? "control_endpoint"
+                      : !is_word(r->backend, MOE_MEMBERSHIP_SHORT_BYTES)   ? "backend"
+                      : !is_name(r->model, MOE_MEMBERSHIP_ID_BYTES)        ? "model"
+                      : !is_word(r->fingerprint, MOE_MEMBERSHIP_ID_BYTES)  ? "model_fingerprint"
+                      : !is_word(r->family, MOE_MEMBERSHIP_SHORT_BYTES)    ? "family"
+                      : !is_word(r->version, MOE_MEMBERSHIP_SHORT_BYTES)   ? "version"
+                      : !is_host(&r->host)                                 ? "host"
+                      : r->incarnation == 0                                ? "incarnation"
+                      : r->slot_token == NULL                              ? "slot_token"
+                      : r->max_tokens_per_step == 0                        ? "max_tokens_per_step"
+                      : r->layer_count == 0 || r->layer_count > LAYERS_MAX ? "layers"
+                                                                           : NULL;
     if (bad != NULL)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
                          "Register.%s is missing or not acceptable", bad);
@@ -345,6 +347,8 @@ static void take_slot(struct moe_membership *m, uint64_t stream, uint32_t slot,
     moe_membership__copy_text(member->worker_id, sizeof member->worker_id, r->worker_id);
     moe_membership__copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
     copy_host(member, &r->host);
+    moe_membership__copy_text(member->control_endpoint, sizeof member->control_endpoint,
+                              r->control_endpoint);
     (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
     m->trains = r->trains;
     m->attempts = 0;
@@ -393,6 +397,8 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
     member->max_tokens = r->max_tokens_per_step;
     moe_membership__copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
     copy_host(member, &r->host);
+    moe_membership__copy_text(member->control_endpoint, sizeof member->control_endpoint,
+                              r->control_endpoint);
     memcpy(member->slot_token, r->slot_token, sizeof member->slot_token);
     (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
     member->unverified = m->view_epoch != 0;

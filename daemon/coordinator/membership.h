@@ -87,7 +87,8 @@ struct moe_membership_host { /* moe.v1.Host; "" = not known */
 };
 
 struct moe_membership_register { /* moe.v1.Register; strings are copied */
-    const char *worker_id, *endpoint, *backend, *model, *fingerprint, *family, *version;
+    const char *worker_id, *endpoint, *control_endpoint, *backend, *model, *fingerprint, *family,
+        *version;
     uint64_t incarnation;
     const char *identity; /* of the connection, as this process has checked it; "" = any caller */
     const uint8_t *slot_token; /* [MOE_MEMBERSHIP_TOKEN_BYTES]; NULL: none was sent */
@@ -228,7 +229,7 @@ struct moe_membership_group {
 struct moe_membership_worker {
     uint32_t slot;
     enum moe_worker_state state;
-    const char *worker_id, *endpoint;
+    const char *worker_id, *endpoint, *control_endpoint;
     struct moe_membership_host host; /* "" where not known */
     uint64_t incarnation;
     uint64_t lease_remaining_ns;          /* 0 when it has left */

@@ -29,6 +29,7 @@ struct member {
         char id[MOE_MEMBERSHIP_HOST_BYTES], name[MOE_MEMBERSHIP_HOST_BYTES];
         char domain[MOE_MEMBERSHIP_HOST_BYTES], network_address[MOE_MEMBERSHIP_HOST_BYTES];
     } host;
+    char control_endpoint[MOE_MEMBERSHIP_ENDPOINT_BYTES];
     uint64_t incarnation;
     char identity[MOE_MEMBERSHIP_IDENTITY_BYTES];
     uint8_t slot_token[MOE_MEMBERSHIP_TOKEN_BYTES]; /* unknown while `endpoint` is "" */

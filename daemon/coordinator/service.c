@@ -168,14 +168,13 @@ static struct moe_status make_machine(struct moe_coordinator *c,
     return moe_membership_create(&machine, &saved, moe_clock_ns(), &c->machine);
 }
 
-static struct moe_status make_server(struct moe_coordinator *c,
-                                     const struct moe_coordinator_config *config)
+static struct moe_rpc_server_config server_config(const struct moe_coordinator_config *config,
+                                                  const char *listen,
+                                                  const struct moe_rpc_method *methods,
+                                                  size_t count)
 {
-    struct moe_rpc_method methods[1 + ADMIN_METHODS];
-    methods[0] = moe_coordinator__session_method(c);
-    moe_coordinator__admin_methods(c, methods + 1);
-    struct moe_rpc_server_config server = {
-        .listen = config->listen,
+    return (struct moe_rpc_server_config){
+        .listen = listen,
         .insecure = config->insecure,
         .shards = 1,
         .max_message_bytes = MESSAGE_MAX_BYTES,
@@ -183,14 +182,34 @@ static struct moe_status make_server(struct moe_coordinator *c,
         .max_waiting_reads = STREAMS_PER_CONNECTION,
         .max_concurrent_streams = STREAMS_PER_CONNECTION,
         .methods = methods,
-        .method_count = 1 + ADMIN_METHODS,
-        .descriptors = moe_proto_descriptors,
-        .descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors),
+        .method_count = count,
     };
-    MOE_TRY(moe_rpc_server_start(&server, &c->server));
+}
+
+/* The sessions of workers have a separate server if they have a separate address. */
+static struct moe_status make_servers(struct moe_coordinator *c,
+                                      const struct moe_coordinator_config *config)
+{
+    struct moe_rpc_method methods[ADMIN_METHODS + 1];
+    size_t count = ADMIN_METHODS;
+    struct moe_rpc_method session = moe_coordinator__session_method(c);
+    moe_coordinator__admin_methods(c, methods);
+    struct moe_rpc_server **sessions = &c->server;
+    if (config->control_listen != NULL) {
+        struct moe_rpc_server_config control =
+            server_config(config, config->control_listen, &session, 1);
+        MOE_TRY(moe_rpc_server_start(&control, &c->control_server));
+        sessions = &c->control_server;
+    } else {
+        methods[count++] = session;
+    }
+    struct moe_rpc_server_config public = server_config(config, config->listen, methods, count);
+    public.descriptors = moe_proto_descriptors;
+    public.descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors);
+    MOE_TRY(moe_rpc_server_start(&public, &c->server));
     moe_rpc_server_set_health(c->server, "", true);
-    moe_rpc_server_set_health(c->server, "moe.v1.CoordinatorService", true);
     moe_rpc_server_set_health(c->server, "moe.v1.AdminService", true);
+    moe_rpc_server_set_health(*sessions, "moe.v1.CoordinatorService", true);
     return moe_ok();
 }
 
@@ -208,7 +227,7 @@ struct moe_status moe_coordinator_create(const struct moe_coordinator_config *co
     MOE_TRY_GOTO(st, make_machine(c, config), fail);
     MOE_TRY_GOTO(st, moe_coordinator__observe_start(c, config->metrics_listen), fail);
     moe_coordinator__act(c); /* no stream exists yet, so these are log lines */
-    MOE_TRY_GOTO(st, make_server(c, config), fail);
+    MOE_TRY_GOTO(st, make_servers(c, config), fail);
     *out = c;
     return moe_ok();
 fail:
@@ -219,6 +238,11 @@ fail:
 uint16_t moe_coordinator_port(const struct moe_coordinator *c)
 {
     return moe_rpc_server_port(c->server);
+}
+
+uint16_t moe_coordinator_control_port(const struct moe_coordinator *c)
+{
+    return c->control_server != NULL ? moe_rpc_server_port(c->control_server) : 0;
 }
 
 uint16_t moe_coordinator_metrics_port(const struct moe_coordinator *c)
@@ -233,8 +257,17 @@ static void close_handle(uv_handle_t *handle, void *arg)
         uv_close(handle, NULL);
 }
 
-/* Stops the server first, as gRPC threads post events until then. The inbox then holds only ends of
- * calls, which free them. */
+static void stop_server(struct moe_coordinator *c, struct moe_rpc_server *server)
+{
+    if (server == NULL)
+        return;
+    moe_rpc_server_drain(server, moe_clock_ns() + GOODBYE_NS);
+    run_inbox(c);
+    moe_rpc_server_stop(server);
+}
+
+/* Stops the servers first, as gRPC threads post events until then. The inbox then holds only ends
+ * of calls, which free them. */
 void moe_coordinator_destroy(struct moe_coordinator *c)
 {
     if (c == NULL)
@@ -243,10 +276,9 @@ void moe_coordinator_destroy(struct moe_coordinator *c)
         c->quit = true;
         moe_rpc_server_set_health(c->server, "", false);
         moe_coordinator__end_sessions(c);
-        moe_rpc_server_drain(c->server, moe_clock_ns() + GOODBYE_NS);
-        run_inbox(c);
-        moe_rpc_server_stop(c->server);
     }
+    stop_server(c, c->server);
+    stop_server(c, c->control_server);
     if (c->loop_made) {
         uv_walk(&c->loop, close_handle, NULL);
         (void)uv_run(&c->loop, UV_RUN_DEFAULT);

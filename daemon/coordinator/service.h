@@ -11,7 +11,10 @@ struct moe_coordinator;
 
 struct moe_coordinator_config {
     const char *listen; /* "host:port"; port 0 = any */
-    bool insecure;      /* allow an address that is not loopback */
+    /* "host:port" for sessions of workers alone, with a separate listener and thread: what clients
+     * of `listen` do delays no heartbeat. NULL: sessions use `listen`. */
+    const char *control_listen;
+    bool insecure; /* allow an address that is not loopback */
     uint32_t slots;
     uint32_t lease_ms;
     uint32_t form_timeout_ms;
@@ -26,6 +29,8 @@ struct moe_coordinator_config {
 struct moe_status moe_coordinator_create(const struct moe_coordinator_config *config,
                                          struct moe_coordinator **out) MOE_CHECKED;
 uint16_t moe_coordinator_port(const struct moe_coordinator *c);
+/* 0 without control_listen. */
+uint16_t moe_coordinator_control_port(const struct moe_coordinator *c);
 /* 0 without a metrics endpoint. */
 uint16_t moe_coordinator_metrics_port(const struct moe_coordinator *c);
 /* Serves until a shutdown is complete (MOE_OK) or is cut short (MOE_CANCELLED). */

@@ -83,7 +83,7 @@ struct moe_coordinator {
         struct event *inbox_first, *inbox_last;
     };
 
-    struct moe_rpc_server *server;
+    struct moe_rpc_server *server, *control_server; /* the latter NULL: sessions use the former */
     struct admin_context admin[ADMIN_METHODS];
     struct session *sessions;
     atomic_uint session_count; /* any thread */

@@ -72,6 +72,7 @@ static void send_registered(struct moe_coordinator *c, struct session *s,
     body.slots = g.slots;
     body.lease_ms = c->lease_ms;
     body.epoch = a->epoch;
+    body.admin_port = moe_rpc_server_port(c->server);
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_REGISTERED;
     m.registered = &body;
@@ -176,6 +177,7 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
         members[i].endpoint = moe_coordinator__text(w.endpoint);
         moe_coordinator__fill_host(&w.host, &hosts[i]);
         members[i].host = &hosts[i];
+        members[i].control_endpoint = moe_coordinator__text(w.control_endpoint);
         list[i] = &members[i];
     }
     Moe__V1__Prepare body = MOE__V1__PREPARE__INIT;
@@ -337,6 +339,7 @@ static void receive_register(struct moe_coordinator *c, uint64_t stream, uint64_
     }
     struct moe_membership_register in = {.worker_id = r->worker_id,
                                          .endpoint = r->endpoint,
+                                         .control_endpoint = r->control_endpoint,
                                          .backend = r->backend,
                                          .model = r->model,
                                          .fingerprint = r->model_fingerprint,

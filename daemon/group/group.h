@@ -18,9 +18,9 @@ struct moe_rpc_client;
 /* The worker that registers. Strings and specs are borrowed and outlive the group. */
 struct moe_group_identity {
     const char *worker_id;
-    uint64_t incarnation;   /* new at each process start */
-    uint8_t slot_token[16]; /* secret of this process; see Register */
-    const char *endpoint;   /* where peers and clients reach this worker */
+    uint64_t incarnation;                    /* new at each process start */
+    uint8_t slot_token[16];                  /* secret of this process; see Register */
+    const char *endpoint, *control_endpoint; /* for clients; for peers */
     const char *backend, *model, *fingerprint, *family, *version;
     const struct moe_layer_spec *const *layers;
     size_t layer_count;
@@ -48,7 +48,7 @@ struct moe_group_assignment {
 };
 
 struct moe_group_member {
-    const char *worker_id, *endpoint;
+    const char *worker_id, *endpoint, *control_endpoint;
     uint64_t incarnation;
     const char *host_id, *domain, *network_address; /* "" = not known */
 };
@@ -87,7 +87,8 @@ struct moe_group_hooks {
 
     /* Called on the group's own thread; must not block. */
 
-    void (*slot_assigned)(void *ctx, uint32_t slot, uint32_t slots);
+    /* admin_port: of the AdminService on the coordinator's host. */
+    void (*slot_assigned)(void *ctx, uint32_t slot, uint32_t slots, uint32_t admin_port);
     void (*numbers)(void *ctx, struct moe_group_numbers *out);
     /* Makes a running `load` fail soon. */
     void (*cancel_load)(void *ctx);

@@ -42,6 +42,7 @@ void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_i
     r.slot_token.data = (uint8_t *)id->slot_token;
     r.slot_token.len = sizeof id->slot_token;
     r.endpoint = (char *)id->endpoint;
+    r.control_endpoint = (char *)id->control_endpoint;
     r.backend = (char *)id->backend;
     r.model = (char *)id->model;
     r.model_fingerprint = (char *)id->fingerprint;

@@ -101,7 +101,7 @@ static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
     g->away_since_ns = 0;
     if (r->epoch > g->floor)
         g->floor = r->epoch;
-    g->config.hooks.slot_assigned(g->config.hooks.ctx, r->slot, r->slots);
+    g->config.hooks.slot_assigned(g->config.hooks.ctx, r->slot, r->slots, r->admin_port);
     moe_log_info("registered: slot %u of %u, lease %u ms", r->slot, r->slots, r->lease_ms);
     moe_group__send_heartbeat(g);
     if (g->unanswered > 0) {

@@ -187,8 +187,8 @@ static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Pre
         if (!sound)
             break;
         view->live |= UINT64_C(1) << m->slot;
-        view->members[m->slot] =
-            (struct moe_group_member){m->worker_id, m->endpoint, m->incarnation, "", "", ""};
+        view->members[m->slot] = (struct moe_group_member){
+            m->worker_id, m->endpoint, m->control_endpoint, m->incarnation, "", "", ""};
         if (m->host != NULL) {
             view->members[m->slot].host_id = m->host->id;
             view->members[m->slot].domain = m->host->domain;

@@ -25,7 +25,7 @@ enum { ANY_SLOT = MOE_MAX_SLOTS };
 #define ECHO_NS (100 * MOE_NS_PER_MS)
 
 struct settings {
-    const char *model, *coordinator, *listen, *advertise, *backend, *worker_id;
+    const char *model, *coordinator, *listen, *control_listen, *advertise, *backend, *worker_id;
     uint64_t device, threads, slot;
     uint64_t max_message_bytes, max_bytes_in_flight;
     uint64_t max_tokens_per_request, max_tokens_per_step, max_queued_tokens;
@@ -299,6 +299,7 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .model = s->model,
         .coordinator = s->coordinator,
         .listen = s->listen,
+        .control_listen = s->control_listen,
         .advertise = s->advertise,
         .insecure = common->insecure,
         .worker_id = s->worker_id,
@@ -368,9 +369,11 @@ static const struct moe_option first_options[] = {
     {"coordinator", 'C', MOE_OPTION_STRING, &settings.coordinator, 0, 0, "HOST:PORT",
      "The group's coordinator"},
     {"listen", 'l', MOE_OPTION_STRING, &settings.listen, 0, 0, "HOST:PORT",
-     "Address for clients and peers; port 0 = any free port"},
+     "Address for clients; port 0 = any free port"},
+    {"control-listen", 0, MOE_OPTION_STRING, &settings.control_listen, 0, 0, "HOST:PORT",
+     "Address for peers; default: the host of --listen and any free port"},
     {"advertise", 0, MOE_OPTION_STRING, &settings.advertise, 0, 0, "HOST:PORT",
-     "Address to give to clients and peers; default: the address of --listen"},
+     "Address to give to clients; default: the address of --listen"},
     {"backend", 'b', MOE_OPTION_CHOICE, &settings.backend, 0, 0, "cpu|cuda|auto",
      "Device type; auto = cuda if a GPU is there, else cpu"},
 };
@@ -528,6 +531,8 @@ static const char *check_settings(const void *ctx, const bool *given)
     wrong = moe_endpoint_check("--coordinator", s->coordinator);
     if (!moe_failed(&wrong))
         wrong = moe_endpoint_check_listen("--listen", s->listen);
+    if (!moe_failed(&wrong) && s->control_listen != NULL)
+        wrong = moe_endpoint_check_listen("--control-listen", s->control_listen);
     if (!moe_failed(&wrong) && s->advertise != NULL)
         wrong = moe_endpoint_check("--advertise", s->advertise);
     return moe_failed(&wrong) ? wrong.text : NULL;

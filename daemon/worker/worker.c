@@ -12,7 +12,6 @@
 #include "daemon/log.h"
 #include "engine/step_metrics.h"
 #include "links/eventcount.h"
-#include "proto/descriptors.h"
 #include "rpc/client.h"
 #include "rpc/server.h"
 #include "service/training_service.h"
@@ -25,15 +24,9 @@
 
 enum {
     ENDPOINT_BYTES = MOE_WORKER_ENDPOINT_BYTES,
-    METHODS = MOE_SERVICE_METHODS + 1 + MOE_TRAINING_SERVICE_METHODS,
-    SERVER_SHARDS = 2,
-    WAITING_READS = 256,    /* large calls that may wait to be read */
-    STREAMS_MAX = 256,      /* calls per connection */
-    READ_MS = 15000,        /* a request that takes longer to arrive loses its permit */
-    LAST_ANSWERS_MS = 1000, /* time for the last answers to leave */
-    GATHER_BUDGETS = 5,     /* an all-gather may take this many wait budgets */
-    NOTICE_MS = 200,        /* clients get a typed refusal this long; a closed port gives none */
-    REFORM_MS = 5000,       /* requests wait this long for a new view */
+    GATHER_BUDGETS = 5, /* an all-gather may take this many wait budgets */
+    NOTICE_MS = 200,    /* clients get a typed refusal this long; a closed port gives none */
+    REFORM_MS = 5000,   /* requests wait this long for a new view */
     LEFT_RETRY_MS = 100,
 };
 
@@ -105,10 +98,13 @@ static void lost(void *ctx, uint64_t epoch, uint64_t slots, struct moe_status wh
 
 /* ------------------------------------------------------------------ the group's own thread */
 
-static void slot_assigned(void *ctx, uint32_t slot, uint32_t slots)
+static void slot_assigned(void *ctx, uint32_t slot, uint32_t slots, uint32_t admin_port)
 {
     struct moe_worker *w = ctx;
     (void)slots;
+    struct moe_status st = moe_worker__name_coordinator(w, admin_port);
+    if (moe_failed(&st))
+        moe_log_warn("clients do not get the coordinator's address: %s", st.text);
     moe_service_set_slot(w->service, slot);
     w->config.slot_assigned(w->config.ctx, slot);
 }
@@ -275,7 +271,6 @@ static struct moe_status create_service(struct moe_worker *w)
         .lease = gate_of(w),
     };
     MOE_TRY(moe_service_create(&service, &w->service));
-    MOE_TRY(moe_service_set_coordinator(w->service, c->coordinator));
     if (w->train == NULL)
         return moe_ok();
     MOE_TRY(
@@ -308,71 +303,6 @@ static struct moe_status create_peers(struct moe_worker *w)
     return moe_peers_create(&peers, &w->peers);
 }
 
-/* Host part of "host:port", brackets of IPv6 included. */
-static int host_length(const char *endpoint)
-{
-    const char *colon = strrchr(endpoint, ':');
-    return colon == NULL ? (int)strlen(endpoint) : (int)(colon - endpoint);
-}
-
-static bool is_wildcard(const char *endpoint)
-{
-    return strncmp(endpoint, "0.0.0.0:", 8) == 0 || strncmp(endpoint, "[::]:", 5) == 0;
-}
-
-static struct moe_status name_worker(struct moe_worker *w)
-{
-    const struct moe_worker_config *c = &w->config;
-    if (c->advertise == NULL && is_wildcard(c->listen))
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "peers cannot reach a wildcard address: set --advertise");
-    const char *host = c->advertise != NULL ? c->advertise : c->listen;
-    unsigned port = moe_rpc_server_port(w->server);
-    int n = c->advertise != NULL ? snprintf(w->endpoint, sizeof w->endpoint, "%s", c->advertise)
-                                 : snprintf(w->endpoint, sizeof w->endpoint, "%.*s:%u",
-                                            host_length(host), host, port);
-    if (n < 0 || (size_t)n >= sizeof w->endpoint)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "the address is too long");
-    char name[128] = "worker";
-    if (c->worker_id == NULL && gethostname(name, sizeof name - 1) != 0)
-        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "the host has no name: set --worker-id");
-    n = c->worker_id != NULL ? snprintf(w->worker_id, sizeof w->worker_id, "%s", c->worker_id)
-                             : snprintf(w->worker_id, sizeof w->worker_id, "%s:%u", name, port);
-    if (n <= 0 || (size_t)n >= sizeof w->worker_id)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "the worker's id is empty or too long");
-    return moe_ok();
-}
-
-static struct moe_status start_server(struct moe_worker *w)
-{
-    const struct moe_worker_config *c = &w->config;
-    struct moe_rpc_method methods[METHODS];
-    moe_service_methods(w->service, methods);
-    moe_peers_method(w->peers, &methods[MOE_SERVICE_METHODS]);
-    if (w->training_service != NULL)
-        moe_training_service_methods(w->training_service, &methods[MOE_SERVICE_METHODS + 1]);
-    const struct moe_rpc_server_config server = {
-        .listen = c->listen,
-        .insecure = c->insecure,
-        .shards = SERVER_SHARDS,
-        .max_message_bytes = c->max_message_bytes,
-        .max_reading_bytes = c->max_bytes_in_flight,
-        .max_waiting_reads = WAITING_READS,
-        .max_read_ms = READ_MS,
-        .max_concurrent_streams = STREAMS_MAX,
-        .spin_ns = c->spin_ns,
-        .methods = methods,
-        .method_count = METHODS - (w->training_service == NULL ? MOE_TRAINING_SERVICE_METHODS : 0),
-        .descriptors = moe_proto_descriptors,
-        .descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors),
-    };
-    MOE_TRY(moe_rpc_server_start(&server, &w->server));
-    moe_worker__show_health(w);
-    return name_worker(w);
-}
-
 static struct moe_status start_group(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
@@ -386,6 +316,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .worker_id = w->worker_id,
                 .incarnation = w->incarnation,
                 .endpoint = w->endpoint,
+                .control_endpoint = w->control_endpoint,
                 .backend = c->backend->name,
                 .model = moe_model_name(w->model),
                 .fingerprint = moe_model_fingerprint(w->model),
@@ -464,7 +395,7 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
     MOE_TRY_GOTO(st, create_engine(w), fail);
     MOE_TRY_GOTO(st, create_service(w), fail);
     MOE_TRY_GOTO(st, create_peers(w), fail);
-    MOE_TRY_GOTO(st, start_server(w), fail);
+    MOE_TRY_GOTO(st, moe_worker__start_servers(w), fail);
     MOE_TRY_GOTO(st, start_group(w), fail);
     set_may_wake_group(w, true);
     *out = w;
@@ -488,9 +419,8 @@ void moe_worker_stop(struct moe_worker *w)
         moe_engine_fail_queued(w->engine, moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING,
                                                           LEFT_RETRY_MS, "this worker has left"));
         moe_sleep_until(moe_clock_ns() + NOTICE_MS * MOE_NS_PER_MS);
-        moe_rpc_server_drain(w->server, moe_clock_ns() + LAST_ANSWERS_MS * MOE_NS_PER_MS);
-        moe_rpc_server_stop(w->server);
     }
+    moe_worker__stop_servers(w);
     moe_engine_destroy(w->engine);
     moe_step_metrics_destroy(w->step_metrics);
     moe_training_service_destroy(w->training_service);

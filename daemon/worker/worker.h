@@ -17,7 +17,9 @@ struct moe_worker_config {
     const char *model;               /* directory */
     const char *coordinator;         /* "host:port" */
     const char *listen;              /* "host:port"; port 0 = any */
-    const char *advertise;           /* "host:port" for peers and clients; NULL = `listen` */
+    const char *control_listen;      /* "host:port" for peers; NULL = host of `listen`, any port */
+    const char *advertise;           /* "host:port" for clients; NULL = `listen`. Its host is also
+                                        for peers if theirs is a wildcard address */
     bool insecure;                   /* allow an address that is not loopback without TLS */
     const char *worker_id;           /* NULL = host name and port */
     uint32_t wanted_slot_plus_one;

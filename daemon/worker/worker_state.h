@@ -17,7 +17,9 @@ enum { MOE_WORKER_ENDPOINT_BYTES = 256 };
 
 struct moe_worker {
     struct moe_worker_config config;
-    char endpoint[MOE_WORKER_ENDPOINT_BYTES], worker_id[MOE_WORKER_ENDPOINT_BYTES];
+    char endpoint[MOE_WORKER_ENDPOINT_BYTES]; /* for clients */
+    char control_endpoint[MOE_WORKER_ENDPOINT_BYTES];
+    char worker_id[MOE_WORKER_ENDPOINT_BYTES];
     struct moe_session_host host;
     char host_name[64];
     uint64_t incarnation;
@@ -36,7 +38,7 @@ struct moe_worker {
     struct moe_training_service *training_service; /* NULL: no training */
     struct moe_peers *peers;
     struct moe_rpc_client *client;
-    struct moe_rpc_server *server;
+    struct moe_rpc_server *server, *control_server; /* for clients; for peers */
     struct moe_group *group;
     struct moe_lease_gate lease; /* the group writes it */
     struct moe_mutex wake_lock;
@@ -63,6 +65,13 @@ struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
                                    moe_allgather_fn allgather, void *allgather_ctx) MOE_CHECKED;
 struct moe_status moe_worker__serve(void *ctx) MOE_CHECKED;
 void moe_worker__leave_view(void *ctx);
+/* Starts both servers, then names the worker. On failure moe_worker__stop_servers follows. */
+struct moe_status moe_worker__start_servers(struct moe_worker *w) MOE_CHECKED;
+/* Clients get the host of --coordinator with this port. */
+struct moe_status moe_worker__name_coordinator(struct moe_worker *w,
+                                               uint32_t admin_port) MOE_CHECKED;
+/* Stops those that were started. */
+void moe_worker__stop_servers(struct moe_worker *w);
 /* [any thread] Sets the answer of health checks: SERVING under a view, unless the worker leaves, or
  * trains and has no lease. Call it after a change of one of these. */
 void moe_worker__show_health(struct moe_worker *w);

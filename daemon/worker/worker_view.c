@@ -272,7 +272,8 @@ static struct moe_status expect_peers(struct moe_worker *w, const struct moe_gro
     };
     memcpy(expected.secret, v->secret, sizeof expected.secret);
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-        expected.members[s] = (struct moe_peer){v->members[s].incarnation, v->members[s].endpoint};
+        expected.members[s] =
+            (struct moe_peer){v->members[s].incarnation, v->members[s].control_endpoint};
     return moe_peers_expect(w->peers, &expected);
 }
 

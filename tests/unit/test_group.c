@@ -316,6 +316,7 @@ static void say_prepare(struct coordinator *c, uint64_t epoch, uint64_t incarnat
     members[1].incarnation = incarnation;
     members[0].worker_id = members[1].worker_id = (char *)"some worker";
     members[0].endpoint = members[1].endpoint = (char *)"127.0.0.1:9";
+    members[0].control_endpoint = members[1].control_endpoint = (char *)"127.0.0.1:9";
     Moe__V1__Prepare prepare = MOE__V1__PREPARE__INIT;
     prepare.epoch = epoch;
     prepare.slots = 2;
@@ -441,8 +442,9 @@ static void hook_leave(void *ctx)
     note(&w->did, "leave");
 }
 
-static void hook_slot_assigned(void *ctx, uint32_t slot, uint32_t slots)
+static void hook_slot_assigned(void *ctx, uint32_t slot, uint32_t slots, uint32_t admin_port)
 {
+    (void)admin_port;
     struct fake_worker *w = ctx;
     note(&w->did, "slot %u of %u", slot, slots);
 }
@@ -523,6 +525,7 @@ static void start_scene(struct scene *s)
         .identity = {.worker_id = "me",
                      .incarnation = INCARNATION,
                      .endpoint = "127.0.0.1:9",
+                     .control_endpoint = "127.0.0.1:9",
                      .backend = "cpu",
                      .model = "m",
                      .fingerprint = "f",

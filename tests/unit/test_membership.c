@@ -121,6 +121,7 @@ static uint64_t join_as(uint32_t id, uint64_t incarnation, const char *identity,
     struct moe_membership_layer layer = {.layer = 0, .hidden = 8, .experts = experts, .top_k = 2};
     struct moe_membership_register r = {.worker_id = name,
                                         .endpoint = "127.0.0.1:1",
+                                        .control_endpoint = "127.0.0.1:2",
                                         .backend = "cpu",
                                         .model = "Mod\xc3\xa8le 7 B",
                                         .fingerprint = "f00d",

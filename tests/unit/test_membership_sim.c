@@ -375,6 +375,7 @@ static void register_up(struct world *w, const struct process *p)
     snprintf(endpoint, sizeof endpoint, "127.0.0.1:%u", 7000 + p->id);
     struct moe_membership_register r = {.worker_id = id,
                                         .endpoint = endpoint,
+                                        .control_endpoint = endpoint,
                                         .backend = "cpu",
                                         .model = "m",
                                         .fingerprint = "f00d",

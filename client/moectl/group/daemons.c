@@ -185,12 +185,12 @@ static json_t *record_command(const char *program, const char *const *argv)
     return command;
 }
 
-/* Replaces port 0 by the real port, so that a restarted daemon gets the same one. */
-static void record_endpoint(struct moectl_process *p)
+/* Replaces port 0 of an option by the real port, so that a restarted daemon gets the same one. */
+static void record_endpoint(struct moectl_process *p, const char *option, const char *endpoint)
 {
     for (size_t i = 0; i + 1 < json_array_size(p->command); i++)
-        if (strcmp(json_string_value(json_array_get(p->command, i)), "--listen") == 0)
-            json_array_set_new(p->command, i + 1, json_string(p->endpoint));
+        if (strcmp(json_string_value(json_array_get(p->command, i)), option) == 0)
+            json_array_set_new(p->command, i + 1, json_string(endpoint));
 }
 
 struct moe_status moectl_daemons_start(struct moectl_daemons *d, const char *name,
@@ -224,20 +224,28 @@ struct moe_status moectl_daemons_start(struct moectl_daemons *d, const char *nam
 
 /* ------------------------------------------------------------------ waiting */
 
-/* Reads "host:port\n". The daemon writes it with one call, so it arrives in one piece. */
+/* Reads "host:port\n", of the coordinator "host:port host:port\n". The daemon writes it with one
+ * call, so it arrives in one piece. */
 static bool read_ready(struct moectl_daemon *daemon)
 {
-    char *endpoint = daemon->process.endpoint;
-    ssize_t n = read(daemon->ready, endpoint, MOECTL_ENDPOINT_MAX - 1);
+    char line[2 * MOECTL_ENDPOINT_MAX];
+    ssize_t n = read(daemon->ready, line, sizeof line - 1);
     if (n < 0 && (errno == EINTR || errno == EAGAIN))
         return false;
     close(daemon->ready);
     daemon->ready = -1;
-    endpoint[n > 0 ? n : 0] = '\0';
-    endpoint[strcspn(endpoint, "\n")] = '\0';
-    if (endpoint[0] != '\0')
-        record_endpoint(&daemon->process);
-    return endpoint[0] != '\0';
+    line[n > 0 ? n : 0] = '\0';
+    line[strcspn(line, "\n")] = '\0';
+    size_t length = strcspn(line, " ");
+    const char *control = line[length] == ' ' ? line + length + 1 : "";
+    if (length == 0 || length >= MOECTL_ENDPOINT_MAX || strlen(control) >= MOECTL_ENDPOINT_MAX)
+        return false;
+    memcpy(daemon->process.endpoint, line, length);
+    daemon->process.endpoint[length] = '\0';
+    strcpy(daemon->control_endpoint, control);
+    record_endpoint(&daemon->process, "--listen", daemon->process.endpoint);
+    record_endpoint(&daemon->process, "--control-listen", control);
+    return true;
 }
 
 static bool reap(struct moectl_daemons *d)

@@ -12,7 +12,8 @@
 struct moectl_daemon {
     struct moectl_process process;
     char log[MOECTL_PATH_MAX];
-    int ready; /* read end: the daemon writes its endpoint here; -1 = read or closed */
+    char control_endpoint[MOECTL_ENDPOINT_MAX]; /* for workers, of a coordinator; "" = none */
+    int ready; /* read end: the daemon writes its endpoints here; -1 = read or closed */
     bool running;
     int wait_status; /* of waitpid; valid if not running */
 };

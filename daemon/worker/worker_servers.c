@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The worker's two servers and its names. Clients and peers have nothing in common: each server has
+ * its own listener, threads and memory, so that clients cannot delay a ticket. */
+#include "base/clock.h"
+#include "links/peers.h"
+#include "proto/descriptors.h"
+#include "rpc/server.h"
+#include "service/training_service.h"
+#include "worker/worker_state.h"
+
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+enum {
+    METHODS = MOE_SERVICE_METHODS + MOE_TRAINING_SERVICE_METHODS,
+    SHARDS = 2,
+    WAITING_READS = 256, /* large calls that may wait to be read */
+    STREAMS_MAX = 256,   /* calls per connection */
+    READ_MS = 15000,     /* a request that takes longer to arrive loses its permit */
+    LAST_ANSWERS_MS = 1000,
+    /* Of peers. The largest message is a ticket with the descriptor of a training call. */
+    PEER_MESSAGE_BYTES = 4096,
+    PEER_STREAMS_MAX = 8,
+    PEER_READING_BYTES = 1 << 20,
+};
+
+/* ------------------------------------------------------------------ names */
+
+/* Host part of "host:port", brackets of IPv6 included. */
+static int host_length(const char *endpoint)
+{
+    const char *colon = strrchr(endpoint, ':');
+    return colon == NULL ? (int)strlen(endpoint) : (int)(colon - endpoint);
+}
+
+static bool is_wildcard(const char *endpoint)
+{
+    return strncmp(endpoint, "0.0.0.0:", 8) == 0 || strncmp(endpoint, "[::]:", 5) == 0;
+}
+
+/* "host:port" with the host of `address`. */
+static struct moe_status join(const char *address, uint32_t port,
+                              char out[MOE_WORKER_ENDPOINT_BYTES])
+{
+    int n =
+        snprintf(out, MOE_WORKER_ENDPOINT_BYTES, "%.*s:%u", host_length(address), address, port);
+    if (n < 0 || n >= MOE_WORKER_ENDPOINT_BYTES)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "the address is too long");
+    return moe_ok();
+}
+
+static struct moe_status name_endpoints(struct moe_worker *w)
+{
+    const struct moe_worker_config *c = &w->config;
+    const char *control = c->control_listen != NULL ? c->control_listen : c->listen;
+    if (c->advertise == NULL && (is_wildcard(c->listen) || is_wildcard(control)))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "peers cannot reach a wildcard address: set --advertise");
+    const char *host = c->advertise != NULL && is_wildcard(control) ? c->advertise : control;
+    MOE_TRY(join(host, moe_rpc_server_port(w->control_server), w->control_endpoint));
+    if (c->advertise == NULL)
+        return join(c->listen, moe_rpc_server_port(w->server), w->endpoint);
+    int n = snprintf(w->endpoint, sizeof w->endpoint, "%s", c->advertise);
+    if (n < 0 || (size_t)n >= sizeof w->endpoint)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "the address is too long");
+    return moe_ok();
+}
+
+struct moe_status moe_worker__name_coordinator(struct moe_worker *w, uint32_t admin_port)
+{
+    char endpoint[MOE_WORKER_ENDPOINT_BYTES];
+    MOE_TRY(join(w->config.coordinator, admin_port, endpoint));
+    return moe_service_set_coordinator(w->service, endpoint);
+}
+
+static struct moe_status name_worker(struct moe_worker *w)
+{
+    const struct moe_worker_config *c = &w->config;
+    char name[128] = "worker";
+    MOE_TRY(name_endpoints(w));
+    if (c->worker_id == NULL && gethostname(name, sizeof name - 1) != 0)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "the host has no name: set --worker-id");
+    int n = c->worker_id != NULL ? snprintf(w->worker_id, sizeof w->worker_id, "%s", c->worker_id)
+                                 : snprintf(w->worker_id, sizeof w->worker_id, "%s:%u", name,
+                                            moe_rpc_server_port(w->server));
+    if (n <= 0 || (size_t)n >= sizeof w->worker_id)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "the worker's id is empty or too long");
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------ servers */
+
+/* For peers. Default address: the host of --listen, any port. */
+static struct moe_status start_control(struct moe_worker *w)
+{
+    const struct moe_worker_config *c = &w->config;
+    char listen[MOE_WORKER_ENDPOINT_BYTES];
+    struct moe_rpc_method method;
+    moe_peers_method(w->peers, &method);
+    MOE_TRY(join(c->listen, 0, listen));
+    const struct moe_rpc_server_config server = {
+        .listen = c->control_listen != NULL ? c->control_listen : listen,
+        .insecure = c->insecure,
+        .shards = 1,
+        .max_message_bytes = PEER_MESSAGE_BYTES,
+        .max_reading_bytes = PEER_READING_BYTES,
+        .max_concurrent_streams = PEER_STREAMS_MAX,
+        .spin_ns = c->spin_ns,
+        .methods = &method,
+        .method_count = 1,
+    };
+    return moe_rpc_server_start(&server, &w->control_server);
+}
+
+/* For clients. */
+static struct moe_status start_data(struct moe_worker *w)
+{
+    const struct moe_worker_config *c = &w->config;
+    struct moe_rpc_method methods[METHODS];
+    size_t count = MOE_SERVICE_METHODS;
+    moe_service_methods(w->service, methods);
+    if (w->training_service != NULL) {
+        moe_training_service_methods(w->training_service, &methods[count]);
+        count += MOE_TRAINING_SERVICE_METHODS;
+    }
+    const struct moe_rpc_server_config server = {
+        .listen = c->listen,
+        .insecure = c->insecure,
+        .shards = SHARDS,
+        .max_message_bytes = c->max_message_bytes,
+        .max_reading_bytes = c->max_bytes_in_flight,
+        .max_waiting_reads = WAITING_READS,
+        .max_read_ms = READ_MS,
+        .max_concurrent_streams = STREAMS_MAX,
+        .spin_ns = c->spin_ns,
+        .methods = methods,
+        .method_count = count,
+        .descriptors = moe_proto_descriptors,
+        .descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors),
+    };
+    return moe_rpc_server_start(&server, &w->server);
+}
+
+struct moe_status moe_worker__start_servers(struct moe_worker *w)
+{
+    MOE_TRY(start_control(w));
+    MOE_TRY(start_data(w));
+    moe_worker__show_health(w);
+    return name_worker(w);
+}
+
+static void stop(struct moe_rpc_server *server)
+{
+    if (server == NULL)
+        return;
+    moe_rpc_server_drain(server, moe_clock_ns() + LAST_ANSWERS_MS * MOE_NS_PER_MS);
+    moe_rpc_server_stop(server);
+}
+
+void moe_worker__stop_servers(struct moe_worker *w)
+{
+    stop(w->server);
+    stop(w->control_server);
+}
