@@ -25,7 +25,9 @@ static void print_help(FILE *to)
           "With 2 no daemon was contacted and nothing has changed. Errors of a daemon give 1, 4,\n"
           "5, 6 or 7.\n"
           "\n"
-          "environment: MOED_ENDPOINT = default of --endpoint; the default of --state-dir is\n"
+          "environment: MOED_ENDPOINT = default of --endpoint, MOED_TOKEN_FILE = that of "
+          "--token-file;\n"
+          "the default of --state-dir is\n"
           "$XDG_RUNTIME_DIR/moed, else /tmp/moed-UID\n",
           to);
 }

@@ -127,8 +127,10 @@ struct moe_status moe_client_open_connection(const char *target, uint64_t max_me
         moe_client_close_connection(connection);
         return created;
     }
+    const char *token_file = getenv("MOED_TOKEN_FILE");
     struct moe_rpc_channel_config config = {
         .target = target,
+        .token_file = token_file != NULL && token_file[0] != '\0' ? token_file : NULL,
         .max_message_bytes =
             max_message_bytes <= INT32_MAX ? (uint32_t)max_message_bytes : INT32_MAX,
         .own_connection = true,

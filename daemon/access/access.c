@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "access/access.h"
 
-#include "access/file.h"
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "daemon/log.h"
+#include "daemon/trusted_file.h"
 
 #include <openssl/crypto.h>
 #include <stdio.h>
@@ -20,7 +20,7 @@ static const char group_name[] = "token:group", anonymous_name[] = "anonymous";
 
 struct moe_access {
     struct moe_access_config config;
-    struct moe_access_mark rules_mark, token_mark; /* of the refreshing thread */
+    struct moe_trusted_mark rules_mark, token_mark; /* of the refreshing thread */
 
     struct moe_mutex lock;
     MOE_GUARDED_BY(lock) struct {
@@ -162,8 +162,8 @@ static struct moe_status read_rules(const struct moe_access *a, struct moe_acces
 {
     char *text;
     size_t length;
-    MOE_TRY(moe_access_file_read("--access-file", a->config.access_file, RULES_FORBIDDEN, &text,
-                                 &length));
+    MOE_TRY(moe_trusted_file_read("--access-file", a->config.access_file, RULES_FORBIDDEN, &text,
+                                  &length));
     struct moe_status st = moe_access_rules_parse(text, length, a->config.access_file, rules);
     free(text);
     return st;
@@ -172,7 +172,7 @@ static struct moe_status read_rules(const struct moe_access *a, struct moe_acces
 static struct moe_status read_token(const struct moe_access *a, uint8_t hash[MOE_ACCESS_HASH_BYTES])
 {
     char *token;
-    MOE_TRY(moe_access_token_read("--token-file", a->config.token_file, &token));
+    MOE_TRY(moe_token_read("--token-file", a->config.token_file, &token));
     struct moe_status st = moe_access_hash(token, hash);
     explicit_bzero(token, strlen(token));
     free(token);
@@ -183,7 +183,7 @@ static bool refresh_rules(struct moe_access *a)
 {
     struct moe_access_rules *rules = NULL;
     if (a->config.access_file == NULL ||
-        !moe_access_file_changed(a->config.access_file, &a->rules_mark))
+        !moe_trusted_file_changed(a->config.access_file, &a->rules_mark))
         return false;
     struct moe_status st = read_rules(a, &rules);
     if (moe_failed(&st)) {
@@ -202,7 +202,7 @@ static bool refresh_rules(struct moe_access *a)
 static void refresh_token(struct moe_access *a, uint64_t now_ns)
 {
     uint8_t hash[MOE_ACCESS_HASH_BYTES];
-    if (!a->has_token || !moe_access_file_changed(a->config.token_file, &a->token_mark))
+    if (!a->has_token || !moe_trusted_file_changed(a->config.token_file, &a->token_mark))
         return;
     struct moe_status st = read_token(a, hash);
     if (moe_failed(&st)) {
@@ -265,10 +265,10 @@ struct moe_status moe_access_create(const struct moe_access_config *config, stru
     moe_mutex_not_shared(&a->lock);
     a->config = *config;
     if (config->access_file != NULL) {
-        (void)moe_access_file_changed(config->access_file, &a->rules_mark);
+        (void)moe_trusted_file_changed(config->access_file, &a->rules_mark);
         st = read_rules(a, &a->rules);
     } else if (config->token_file != NULL) {
-        (void)moe_access_file_changed(config->token_file, &a->token_mark);
+        (void)moe_trusted_file_changed(config->token_file, &a->token_mark);
         st = read_token(a, a->token);
         a->has_token = true;
     }

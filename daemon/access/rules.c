@@ -2,6 +2,7 @@
 #include "access/rules.h"
 
 #include "access/policy.h"
+#include "daemon/trusted_file.h"
 
 #include <jansson.h>
 #include <openssl/crypto.h>
@@ -321,15 +322,8 @@ bool moe_access_rules_lost_token(const struct moe_access_rules *before,
 
 struct moe_status moe_access_hash(const char *token, uint8_t hash[MOE_ACCESS_HASH_BYTES])
 {
-    size_t length = strlen(token);
-    bool printable = true;
-    for (size_t i = 0; i < length; i++)
-        printable = printable && token[i] > ' ' && token[i] <= '~';
-    if (length < MOE_ACCESS_TOKEN_MIN || length > MOE_ACCESS_TOKEN_MAX || !printable)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "a token has %d to %d printable characters, and no blank",
-                         MOE_ACCESS_TOKEN_MIN, MOE_ACCESS_TOKEN_MAX);
-    if (EVP_Digest(token, length, hash, NULL, EVP_sha256(), NULL) != 1)
+    MOE_TRY(moe_token_check(token));
+    if (EVP_Digest(token, strlen(token), hash, NULL, EVP_sha256(), NULL) != 1)
         return no_memory();
     return moe_ok();
 }

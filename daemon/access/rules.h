@@ -22,9 +22,6 @@ enum {
     MOE_ACCESS_ENTRIES_MAX = 4096,  /* identities and tokens of one file */
     MOE_ACCESS_WORKER_IDS_MAX = 64, /* of one entry */
     MOE_ACCESS_HASH_BYTES = 32,
-    /* Characters of a token: printable ASCII without blanks. */
-    MOE_ACCESS_TOKEN_MIN = 16,
-    MOE_ACCESS_TOKEN_MAX = 512,
 };
 
 struct moe_access_rules;
@@ -65,8 +62,7 @@ bool moe_access_rules_lost(const struct moe_access_rules *before,
 bool moe_access_rules_lost_token(const struct moe_access_rules *before,
                                  const struct moe_access_rules *now);
 
-/* The hash of a token. Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID (length or characters; the text
- * does not hold the token), MOE_RESOURCE_EXHAUSTED. */
+/* The hash of a token. Errors: those of moe_token_check, MOE_RESOURCE_EXHAUSTED. */
 struct moe_status moe_access_hash(const char *token,
                                   uint8_t hash[MOE_ACCESS_HASH_BYTES]) MOE_CHECKED;
 

@@ -36,7 +36,13 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
         {"log-file", 0, MOE_OPTION_STRING, &s->log_file, 0, 0, "FILE",
          "Append the log to FILE, which SIGHUP opens anew; stderr when not given"},
         {"insecure", 0, MOE_OPTION_BOOL, &s->insecure, 0, 0, NULL,
-         "Allow an address that is not loopback, without encryption"},
+         "Allow an address that is not loopback, without encryption; without --access-file and "
+         "--token-file, every caller may do everything"},
+        {"access-file", 0, MOE_OPTION_STRING, &s->access_file, 0, 0, "FILE",
+         "JSON: the roles of identities and tokens; changes count within 10 s"},
+        {"token-file", 0, MOE_OPTION_STRING, &s->token_file, 0, 0, "FILE",
+         "Token that this daemon shows to others, mode 0600. Without --access-file, a caller with "
+         "the same token may do everything"},
         {"ready-fd", 0, MOE_OPTION_UINT, &s->ready_fd, 0, INT32_MAX, "FD",
          "Write the address to this descriptor once listening; 0 = none"},
         {"config", 'c', MOE_OPTION_STRING, &s->config, 0, 0, "FILE",

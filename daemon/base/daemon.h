@@ -14,6 +14,8 @@
 struct moe_daemon_settings {
     const char *metrics_listen; /* HOST:PORT, or NULL: no metrics */
     bool insecure;              /* allow addresses that are not loopback without encryption */
+    const char *access_file;    /* who may do what; NULL: none */
+    const char *token_file;     /* what this daemon shows to others; NULL: nothing */
     /* Only for base/daemon.c. */
     const char *log_level, *log_format, *log_file, *config;
     uint64_t ready_fd;

@@ -11,6 +11,14 @@
 #include <unistd.h>
 
 static int arrivals = -1; /* signalfd; open for as long as the process lives */
+static void (*called)(void *ctx);
+static void *called_ctx;
+
+void moe_hangup_call(void (*fn)(void *ctx), void *ctx)
+{
+    called = fn;
+    called_ctx = ctx;
+}
 
 struct moe_status moe_hangup_hold(void)
 {
@@ -36,6 +44,8 @@ static void on_readable(uv_poll_t *watch, int status, int events)
         came = true;
     if (!came)
         return;
+    if (called != NULL)
+        called(called_ctx);
     struct moe_status st = moe_log_reopen();
     if (moe_failed(&st))
         moe_log_error("SIGHUP: %s; lines go on to the old file", st.text);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* SIGHUP reopens the log file and does nothing else. Log rotation renames the file and then
- * sends this signal; by default it would end the process.
+/* SIGHUP reopens the log file, and makes a daemon look at the files of its trust again. Log
+ * rotation renames the file and then sends this signal; by default it would end the process.
  *
  * The signal is blocked in all threads and read from a descriptor, so one that comes while the
  * daemon starts or ends is neither fatal nor lost before the loop runs. Process-wide. */
@@ -18,5 +18,9 @@ struct moe_status moe_hangup_hold(void) MOE_CHECKED;
 /* Serves the signal on `loop`. Close `watch` like any handle of the loop. Call after
  * moe_hangup_hold. Errors: MOE_INTERNAL/IO. */
 struct moe_status moe_hangup_watch(uv_loop_t *loop, uv_poll_t *watch) MOE_CHECKED;
+
+/* Calls `fn` at each SIGHUP, on the loop; NULL ends that. One at a time; before moe_hangup_watch,
+ * or on the loop's thread. */
+void moe_hangup_call(void (*fn)(void *ctx), void *ctx);
 
 #endif

@@ -23,6 +23,12 @@ struct moe_rpc_identity {
                          it proves nothing */
 };
 
+/* What a server's owner has found about the caller of one call. */
+struct moe_rpc_grant {
+    uint32_t roles; /* bits, with a meaning for the owner only; all without `authorise` */
+    char who[256];  /* name of the caller for logs and comparison; "" without `authorise` */
+};
+
 /* Paths of PEM files. A server needs certificate and key, a client `ca`; the rest may be NULL. */
 struct moe_rpc_tls_files {
     const char *certificate; /* own certificate, then the chain up to, not with, the root */

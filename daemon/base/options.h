@@ -41,7 +41,7 @@ struct moe_option {
     const char *help;    /* one sentence, no full stop needed */
 };
 
-enum { MOE_OPTIONS_MAX = 64 }; /* entries of a table */
+enum { MOE_OPTIONS_MAX = 96 }; /* entries of a table */
 
 /* What parsing found. Free with moe_options_free. */
 struct moe_options {

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* moe-coordinator: settings, then moe_coordinator_run. */
+#include "access/guard.h"
 #include "base/build.h"
 #include "coordinator/placement.h"
 #include "coordinator/service.h"
@@ -62,15 +63,21 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
                                             .handle_signals = true};
     struct moe_coordinator *c;
     MOE_TRY(moe_rpc_force_polling());
-    MOE_TRY(moe_coordinator_create(&config, &c));
+    MOE_TRY(moe_guard_create(common, &config.guard));
+    struct moe_status st = moe_coordinator_create(&config, &c);
+    if (moe_failed(&st)) {
+        moe_guard_destroy(config.guard);
+        return st;
+    }
     moe_log_info("release %s (commit %s), listening on port %u for %u workers", moe_build_version(),
                  moe_build_commit(), moe_coordinator_port(c), config.slots);
     if (common->metrics_listen != NULL)
         moe_log_info("metrics on port %u", moe_coordinator_metrics_port(c));
-    struct moe_status st = announce(common, s, c);
+    st = announce(common, s, c);
     if (!moe_failed(&st))
         st = moe_coordinator_run(c);
     moe_coordinator_destroy(c);
+    moe_guard_destroy(config.guard);
     return st;
 }
 

@@ -198,7 +198,7 @@ static struct moe_status make_servers(struct moe_coordinator *c,
     if (config->control_listen != NULL) {
         struct moe_rpc_server_config control =
             server_config(config, config->control_listen, &session, 1);
-        MOE_TRY(moe_rpc_server_start(&control, &c->control_server));
+        MOE_TRY(moe_guard_start_server(c->guard, &control, &c->control_server));
         sessions = &c->control_server;
     } else {
         methods[count++] = session;
@@ -206,7 +206,7 @@ static struct moe_status make_servers(struct moe_coordinator *c,
     struct moe_rpc_server_config public = server_config(config, config->listen, methods, count);
     public.descriptors = moe_proto_descriptors;
     public.descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors);
-    MOE_TRY(moe_rpc_server_start(&public, &c->server));
+    MOE_TRY(moe_guard_start_server(c->guard, &public, &c->server));
     moe_rpc_server_set_health(c->server, "", true);
     moe_rpc_server_set_health(c->server, "moe.v1.AdminService", true);
     moe_rpc_server_set_health(*sessions, "moe.v1.CoordinatorService", true);
@@ -220,6 +220,7 @@ struct moe_status moe_coordinator_create(const struct moe_coordinator_config *co
     if (c == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "coordinator");
     c->lease_ms = config->lease_ms;
+    c->guard = config->guard;
     c->started_ns = moe_clock_ns();
     moe_mutex_init(&c->inbox_lock);
     struct moe_status st;
@@ -261,6 +262,7 @@ static void stop_server(struct moe_coordinator *c, struct moe_rpc_server *server
 {
     if (server == NULL)
         return;
+    moe_guard_remove(c->guard, server);
     moe_rpc_server_drain(server, moe_clock_ns() + GOODBYE_NS);
     run_inbox(c);
     moe_rpc_server_stop(server);

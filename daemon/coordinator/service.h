@@ -8,13 +8,15 @@
 #include "base/status.h"
 
 struct moe_coordinator;
+struct moe_guard;
 
 struct moe_coordinator_config {
     const char *listen; /* "host:port"; port 0 = any */
     /* "host:port" for sessions of workers alone, with a separate listener and thread: what clients
      * of `listen` do delays no heartbeat. NULL: sessions use `listen`. */
     const char *control_listen;
-    bool insecure; /* allow an address that is not loopback */
+    bool insecure;           /* allow an address that is not loopback */
+    struct moe_guard *guard; /* who may do what; borrowed. NULL: every caller may do everything */
     uint32_t slots;
     uint32_t lease_ms;
     uint32_t form_timeout_ms;

@@ -7,6 +7,7 @@
 #ifndef MOE_COORDINATOR_SERVICE_STATE_H
 #define MOE_COORDINATOR_SERVICE_STATE_H
 
+#include "access/guard.h"
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "coordinator/membership.h"
@@ -83,6 +84,7 @@ struct moe_coordinator {
         struct event *inbox_first, *inbox_last;
     };
 
+    struct moe_guard *guard; /* borrowed; NULL: every caller may do everything */
     struct moe_rpc_server *server, *control_server; /* the latter NULL: sessions use the former */
     struct admin_context admin[ADMIN_METHODS];
     struct session *sessions;

@@ -322,9 +322,25 @@ void moe_coordinator__act(struct moe_coordinator *c)
 
 /* ------------------------------------------------------------------ receiving */
 
-static void receive_register(struct moe_coordinator *c, uint64_t stream, uint64_t now,
+/* Ends the stream of a caller that may not speak for the worker. */
+static bool may_register(struct moe_coordinator *c, struct session *s, const char *worker_id)
+{
+    const struct moe_rpc_grant *grant = moe_rpc_call_grant(s->call);
+    if (moe_guard_speaks_for(c->guard, grant, worker_id))
+        return true;
+    struct moe_status st =
+        moe_error(MOE_PERMISSION_DENIED, MOE_REASON_NONE,
+                  "%.80s may not register as worker_id %.60s", grant->who, worker_id);
+    moe_log_warn("%s", st.text);
+    end_session(s, &st);
+    return false;
+}
+
+static void receive_register(struct moe_coordinator *c, struct session *s, uint64_t now,
                              const Moe__V1__Register *r)
 {
+    if (!may_register(c, s, r->worker_id))
+        return;
     struct moe_membership_layer layers[MOE_PLACEMENT_LAYERS_MAX];
     size_t count = r->n_layers; /* the machine refuses too many without reading them */
     for (size_t i = 0; i < count && count <= MOE_PLACEMENT_LAYERS_MAX; i++) {
@@ -346,7 +362,7 @@ static void receive_register(struct moe_coordinator *c, uint64_t stream, uint64_
                                          .family = r->family,
                                          .version = r->version,
                                          .incarnation = r->incarnation,
-                                         .identity = "",
+                                         .identity = moe_rpc_call_grant(s->call)->who,
                                          .max_tokens_per_step = r->max_tokens_per_step,
                                          .wanted_slot_plus_one = r->wanted_slot_plus_one,
                                          .trains = r->trains,
@@ -357,7 +373,7 @@ static void receive_register(struct moe_coordinator *c, uint64_t stream, uint64_
                                                r->host->network_address};
     if (r->slot_token.len == MOE_MEMBERSHIP_TOKEN_BYTES)
         in.slot_token = r->slot_token.data;
-    moe_membership_on_register(c->machine, now, stream, &in);
+    moe_membership_on_register(c->machine, now, s->stream, &in);
 }
 
 static struct moe_status status_of(const Moe__V1__Error *e)
@@ -370,14 +386,14 @@ static struct moe_status status_of(const Moe__V1__Error *e)
 }
 
 /* False when this release does not know the message. */
-static bool receive(struct moe_coordinator *c, uint64_t stream, const Moe__V1__SessionRequest *m)
+static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1__SessionRequest *m)
 {
     struct moe_membership *machine = c->machine;
-    uint64_t now = moe_clock_ns();
+    uint64_t now = moe_clock_ns(), stream = s->stream;
     struct moe_status st;
     switch (m->body_case) {
     case MOE__V1__SESSION_REQUEST__BODY_REGISTER:
-        receive_register(c, stream, now, m->register_);
+        receive_register(c, s, now, m->register_);
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_HEARTBEAT: {
         const Moe__V1__Heartbeat *h = m->heartbeat;
@@ -428,7 +444,7 @@ static void receive_bytes(struct moe_coordinator *c, struct session *s)
     if (!moe_failed(&st))
         st = moe_rpc_unpack(&moe__v1__session_request__descriptor, c->received, length, NULL, &m);
     moe_counter_add(c->seen.messages, 1);
-    if (!moe_failed(&st) && !receive(c, s->stream, m))
+    if (!moe_failed(&st) && !receive(c, s, m))
         st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a SessionRequest");
     if (m != NULL)
         moe__v1__session_request__free_unpacked(m, NULL);

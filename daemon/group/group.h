@@ -107,6 +107,7 @@ struct moe_group_hooks {
 struct moe_group_config {
     struct moe_rpc_client *client; /* borrowed */
     const char *coordinator;       /* "host:port" */
+    const char *token_file;        /* shown to the coordinator; NULL: none */
     struct moe_group_identity identity;
     uint32_t drain_ms;            /* limit of a drain, unless the coordinator sets one */
     uint32_t gather_ms;           /* limit of an all-gather */

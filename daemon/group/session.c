@@ -188,6 +188,7 @@ static struct moe_status reopen_channel(struct moe_group *g)
 {
     const struct moe_rpc_channel_config config = {
         .target = g->config.coordinator,
+        .token_file = g->config.token_file,
         .max_message_bytes = MESSAGE_BYTES_MAX,
         .own_connection = true,
         .reconnect_ms = RECONNECT_MS,

@@ -24,6 +24,7 @@ struct moe_rpc_method;
 
 struct moe_peers_config {
     struct moe_rpc_client *client;     /* borrowed */
+    const char *token_file;            /* shown to the sequencer; borrowed. NULL: none */
     uint64_t incarnation;              /* of this process */
     uint32_t training_permille;        /* see moe_sequencer_set_share; 0 = its default */
     struct moe_eventcount *eventcount; /* of the thread that calls moe_peers_listen; borrowed.

@@ -218,6 +218,7 @@ struct moe_status moe_peers__open_stream(struct moe_peers *p)
 {
     const struct moe_rpc_channel_config channel = {
         .target = p->sequencer_endpoint,
+        .token_file = p->config.token_file,
         .own_connection = true, /* tickets must not queue behind other calls */
     };
     MOE_TRY(moe_rpc_channel_open(p->config.client, &channel, &p->channel));

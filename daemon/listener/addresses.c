@@ -6,6 +6,7 @@
 #include <errno.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -113,11 +114,19 @@ static bool is_stale(const struct sockaddr_un *at, socklen_t length)
     return stale;
 }
 
-static struct moe_status listen_unix(const char *address, struct moe_listen_socket *s)
+/* A '*' in the path stands for the port of the first TCP address. */
+static struct moe_status listen_unix(const char *address, uint16_t port,
+                                     struct moe_listen_socket *s)
 {
-    const char *path = address + sizeof unix_prefix - 1;
+    const char *pattern = address + sizeof unix_prefix - 1, *star = strchr(pattern, '*');
+    char path[ADDRESS_MAX];
     struct sockaddr_un at = {.sun_family = AF_UNIX};
     struct stat file;
+    if (star != NULL)
+        (void)snprintf(path, sizeof path, "%.*s%u%s", (int)(star - pattern), pattern, port,
+                       star + 1);
+    else
+        (void)snprintf(path, sizeof path, "%s", pattern);
     if (path[0] != '/' || strlen(path) >= sizeof at.sun_path)
         return bad_address("needs an absolute path of at most 107 bytes after unix:");
     memcpy(at.sun_path, path, strlen(path) + 1);
@@ -140,13 +149,13 @@ static struct moe_status listen_unix(const char *address, struct moe_listen_sock
 
 /* ------------------------------------------------------------------ all */
 
-static struct moe_status listen_at(const char *address, bool insecure, struct moe_listen_socket *s,
-                                   bool *local)
+static struct moe_status listen_at(const char *address, bool insecure, uint16_t port,
+                                   struct moe_listen_socket *s, bool *local)
 {
     *s = (struct moe_listen_socket){.fd = -1};
     *local = true;
     struct moe_status st = strncmp(address, unix_prefix, sizeof unix_prefix - 1) == 0
-                               ? listen_unix(address, s)
+                               ? listen_unix(address, port, s)
                                : listen_tcp(address, insecure, s, local);
     if (moe_failed(&st))
         moe_listen_close(s);
@@ -173,7 +182,7 @@ struct moe_status moe_listen_open(const char *addresses, bool insecure,
         memcpy(address, from, length);
         address[length] = '\0';
         struct moe_listen_socket *s = &sockets[*count];
-        st = listen_at(address, insecure, s, &loopback);
+        st = listen_at(address, insecure, *port, s, &loopback);
         if (moe_failed(&st))
             break;
         (*count)++;

@@ -24,7 +24,8 @@ enum { MOE_LISTENER_ADDRESSES_MAX = 4 };
 
 struct moe_listener_config {
     /* 1 to 4 addresses, separated by commas: "host:port", "[v6]:port" (port 0 = any free one), or
-     * "unix:/absolute/path". A path's socket has mode 0600; a stale one is replaced. */
+     * "unix:/absolute/path". A path's socket has mode 0600; a stale one is replaced. A '*' in the
+     * path stands for the port of the first address, which must be a TCP one. */
     const char *addresses;
     bool insecure;            /* allow TCP addresses that are not loopback */
     uint32_t relays;          /* threads that move bytes; 0 = 1 */

@@ -46,6 +46,16 @@ static void finished(struct moe_rpc_call *c)
     moe_rpc_call_unref(c);
 }
 
+static void report_end(struct moe_rpc_call *c)
+{
+    const struct moe_rpc_server *server = c->shard->server;
+    if (server->finished == NULL || c->entry->unknown)
+        return;
+    struct moe_status none = moe_error(MOE_CANCELLED, MOE_REASON_NONE, "no answer");
+    server->finished(server->authorise_ctx, &c->connection->who, &c->grant, c->entry->method.path,
+                     c->end_started ? &c->end_status : &none);
+}
+
 /* Ends the call on its shard once no batch is in flight. Every event calls it last: `c` may be
  * freed then. */
 static void settle(struct moe_rpc_call *c)
@@ -55,6 +65,7 @@ static void settle(struct moe_rpc_call *c)
     MOE_INVARIANT(!c->over);
     c->over = true;
     drop_queue(c);
+    report_end(c);
     if (c->introduced && c->entry->method.done != NULL)
         c->entry->method.done(c, c->entry->method.ctx);
     finished(c);
@@ -304,12 +315,14 @@ static struct moe_status authorise(struct moe_rpc_call *c)
 {
     const struct moe_rpc_server *server = c->shard->server;
     char path[PATH_BYTES], token[TOKEN_BYTES];
-    if (server->authorise == NULL)
+    if (server->authorise == NULL) {
+        c->grant.roles = UINT32_MAX;
         return moe_ok();
+    }
     copy_text(c->details.method, path, sizeof path);
     find_token(&c->metadata, token);
     struct moe_status st =
-        server->authorise(server->authorise_ctx, &c->connection->who, path, token);
+        server->authorise(server->authorise_ctx, &c->connection->who, path, token, &c->grant);
     explicit_bzero(token, sizeof token);
     return st;
 }
@@ -472,6 +485,11 @@ void *moe_rpc_call_user(const struct moe_rpc_call *c)
 uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c)
 {
     return c->deadline_ns;
+}
+
+const struct moe_rpc_grant *moe_rpc_call_grant(const struct moe_rpc_call *c)
+{
+    return &c->grant;
 }
 
 const struct moe_rpc_identity *moe_rpc_call_identity(const struct moe_rpc_call *c)

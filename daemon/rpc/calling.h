@@ -4,6 +4,7 @@
 #define MOE_RPC_CALLING_H
 
 #include "base/mutex.h"
+#include "daemon/trusted_file.h"
 #include "rpc/client.h"
 #include "rpc/core.h"
 
@@ -32,9 +33,26 @@ struct moe_rpc_client {
     };
 };
 
+/* token.c */
+struct moe_rpc_token {
+    char *path;
+    struct moe_mutex lock;
+    MOE_GUARDED_BY(lock) struct {
+        struct moe_trusted_mark mark;
+        grpc_slice header; /* "Bearer ..." */
+        uint64_t looked_ns;
+    };
+};
+struct moe_status moe_rpc_token_open(const char *path, struct moe_rpc_token **out) MOE_CHECKED;
+/* NULL is ignored. */
+void moe_rpc_token_close(struct moe_rpc_token *t);
+/* One reference for the caller. */
+grpc_slice moe_rpc_token_header(struct moe_rpc_token *t);
+
 struct moe_rpc_channel {
     struct moe_rpc_client *client;
     grpc_channel *core;
+    struct moe_rpc_token *token; /* NULL: none */
 };
 
 bool moe_rpc_client_is_this_thread(const struct moe_rpc_client *c);
@@ -56,7 +74,10 @@ void moe_rpc_in_flight_started(struct moe_rpc_in_flight *f);
 /* After the last event of the call. */
 void moe_rpc_in_flight_end(struct moe_rpc_in_flight *f);
 
-/* The operation that opens every call. */
-grpc_op moe_rpc_open_op(const struct moe_rpc_call_options *options);
+/* The operation that opens every call. `header` lives until the batch is started; then
+ * moe_rpc_open_done drops it. */
+grpc_op moe_rpc_open_op(struct moe_rpc_channel *ch, const struct moe_rpc_call_options *options,
+                        grpc_metadata *header);
+void moe_rpc_open_done(grpc_metadata *header);
 
 #endif

@@ -202,13 +202,26 @@ void moe_rpc_in_flight_end(struct moe_rpc_in_flight *f)
     grpc_call_unref(core);
 }
 
-grpc_op moe_rpc_open_op(const struct moe_rpc_call_options *options)
+grpc_op moe_rpc_open_op(struct moe_rpc_channel *ch, const struct moe_rpc_call_options *options,
+                        grpc_metadata *header)
 {
     grpc_op op = {.op = GRPC_OP_SEND_INITIAL_METADATA};
+    *header = (grpc_metadata){.key = grpc_slice_from_static_string("authorization"),
+                              .value = grpc_empty_slice()};
+    if (ch->token != NULL) {
+        header->value = moe_rpc_token_header(ch->token);
+        op.data.send_initial_metadata.count = 1;
+        op.data.send_initial_metadata.metadata = header;
+    }
     if (options->wait_for_ready)
         op.flags = GRPC_INITIAL_METADATA_WAIT_FOR_READY |
                    GRPC_INITIAL_METADATA_WAIT_FOR_READY_EXPLICITLY_SET;
     return op;
+}
+
+void moe_rpc_open_done(grpc_metadata *header)
+{
+    grpc_slice_unref(header->value);
 }
 
 /* ------------------------------------------------------------------ channels */
@@ -216,11 +229,12 @@ grpc_op moe_rpc_open_op(const struct moe_rpc_call_options *options)
 enum { TARGET_BYTES = 512 };
 
 /* A daemon of this user is reached by its socket, where it knows the user. */
-static struct moe_status find_target(const char *endpoint, char target[TARGET_BYTES])
+static struct moe_status find_target(const char *endpoint, char target[TARGET_BYTES], bool *local)
 {
     char path[MOE_LOCAL_PATH_BYTES];
-    int n = moe_local_find(endpoint, path) ? snprintf(target, TARGET_BYTES, "unix:%s", path)
-                                           : snprintf(target, TARGET_BYTES, "%s", endpoint);
+    *local = moe_local_find(endpoint, path);
+    int n = *local ? snprintf(target, TARGET_BYTES, "unix:%s", path)
+                   : snprintf(target, TARGET_BYTES, "%s", endpoint);
     return n > 0 && n < TARGET_BYTES ? moe_ok()
                                      : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                                                  "the address is too long");
@@ -260,11 +274,18 @@ struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
         moe_rpc_int_arg(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, (int)longest),
     };
     char target[TARGET_BYTES];
-    MOE_TRY(find_target(config->target, target));
+    bool local;
+    struct moe_rpc_token *token = NULL;
+    MOE_TRY(find_target(config->target, target, &local));
+    if (config->token_file != NULL && !local)
+        MOE_TRY(moe_rpc_token_open(config->token_file, &token));
     struct moe_rpc_channel *ch = calloc(1, sizeof *ch);
-    if (ch == NULL)
+    if (ch == NULL) {
+        moe_rpc_token_close(token);
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "out of memory for a channel");
+    }
+    ch->token = token;
     grpc_channel_credentials *plain = grpc_insecure_credentials_create();
     ch->client = c;
     ch->core = grpc_channel_create(
@@ -279,6 +300,7 @@ void moe_rpc_channel_close(struct moe_rpc_channel *ch)
     if (ch == NULL)
         return;
     grpc_channel_destroy(ch->core); /* calls in flight keep their references */
+    moe_rpc_token_close(ch->token);
     free(ch);
 }
 
@@ -323,11 +345,12 @@ static void on_done(struct moe_rpc_tag *tag, bool ok)
 }
 
 /* The whole call is one batch. */
-static void start_unary(struct unary *p, const struct moe_rpc_call_options *options,
-                        grpc_byte_buffer *message)
+static void start_unary(struct unary *p, struct moe_rpc_channel *ch,
+                        const struct moe_rpc_call_options *options, grpc_byte_buffer *message)
 {
+    grpc_metadata header;
     grpc_op ops[] = {
-        moe_rpc_open_op(options),
+        moe_rpc_open_op(ch, options, &header),
         {.op = GRPC_OP_SEND_MESSAGE, .flags = GRPC_WRITE_NO_COMPRESS},
         {.op = GRPC_OP_SEND_CLOSE_FROM_CLIENT},
         {.op = GRPC_OP_RECV_INITIAL_METADATA},
@@ -341,6 +364,7 @@ static void start_unary(struct unary *p, const struct moe_rpc_call_options *opti
     ops[5].data.recv_status_on_client.status = &p->code;
     ops[5].data.recv_status_on_client.status_details = &p->text;
     MOE_RPC_START(p->flight.core, ops, sizeof ops / sizeof *ops, &p->on_done);
+    moe_rpc_open_done(&header);
 }
 
 void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
@@ -364,7 +388,7 @@ void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
     grpc_metadata_array_init(&p->trailing);
     moe_rpc_in_flight_begin(&p->flight, ch, path, options->deadline_ns);
     grpc_byte_buffer *message = moe_rpc_out_to_buffer(out);
-    start_unary(p, options, message);
+    start_unary(p, ch, options, message);
     grpc_byte_buffer_destroy(message); /* the core has its references */
     moe_rpc_in_flight_started(&p->flight);
     drop(p);

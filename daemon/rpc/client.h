@@ -21,8 +21,10 @@ void moe_rpc_client_destroy(struct moe_rpc_client *c);
 void moe_rpc_client_set_spin(struct moe_rpc_client *c, uint64_t spin_ns);
 
 struct moe_rpc_channel_config {
-    const char *target; /* "host:port", or "unix:/path". For a loopback port, the socket of a
-                           daemon of this user if there is one (daemon/local.h) */
+    const char *target;     /* "host:port", or "unix:/path". For a loopback port, the socket of a
+                               daemon of this user if there is one (daemon/local.h) */
+    const char *token_file; /* token for each call, read again when it changes; NULL = none. A
+                               local socket gets none: there the user counts */
     uint32_t max_message_bytes; /* 0 = 256 MiB */
     bool own_connection;        /* do not share a connection with other channels to the target */
     uint32_t

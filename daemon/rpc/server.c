@@ -157,6 +157,7 @@ static struct moe_rpc_server *server_create(const struct moe_rpc_server_config *
     s->send_limit_ns = time_limit(config->max_send_ms);
     s->spin_ns = config->spin_ns;
     s->authorise = config->authorise;
+    s->finished = config->finished;
     s->authorise_ctx = config->authorise_ctx;
     TAILQ_INIT(&s->endless);
     moe_wait_init(&s->changed);

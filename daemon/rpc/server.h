@@ -78,10 +78,16 @@ struct moe_rpc_server_config {
     const char *name;            /* label `server` of the metrics; static. NULL = "data" */
     /* Whether `who` may call `path` with this token: the text after "authorization: Bearer", or "".
      * Called on the call's shard before `started`, for every call: health, reflection and unknown
-     * methods too. A failure is the answer to the call. NULL = everything is allowed. */
+     * methods too. A failure is the answer to the call. `grant`, zero before, stays with the call.
+     * NULL = everything is allowed. */
     struct moe_status (*authorise)(void *ctx, const struct moe_rpc_identity *who, const char *path,
-                                   const char *token);
-    void *authorise_ctx;
+                                   const char *token, struct moe_rpc_grant *grant);
+    /* A call of a known method is over, also one that was refused. On the call's shard; `answer` is
+     * CANCELLED if the client did not wait for one. May be NULL. */
+    void (*finished)(void *ctx, const struct moe_rpc_identity *who,
+                     const struct moe_rpc_grant *grant, const char *path,
+                     const struct moe_status *answer);
+    void *authorise_ctx; /* of authorise and finished */
 };
 
 /* Starts listening and serving. Errors: MOE_INVALID_ARGUMENT (address, or not loopback without
@@ -115,6 +121,8 @@ void *moe_rpc_call_user(const struct moe_rpc_call *c);
 uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c);
 /* [any thread] Who called. Valid while the call is referenced. */
 const struct moe_rpc_identity *moe_rpc_call_identity(const struct moe_rpc_call *c);
+/* [any thread] What `authorise` has found. Valid while the call is referenced. */
+const struct moe_rpc_grant *moe_rpc_call_grant(const struct moe_rpc_call *c);
 /* [any thread] References keep `c` valid beyond `done`, which still runs when the call is over.
  * Each ref needs one unref. Take a reference for work that leaves the shard thread. */
 void moe_rpc_call_ref(struct moe_rpc_call *c);

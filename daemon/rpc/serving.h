@@ -73,6 +73,7 @@ struct moe_rpc_entry {
 struct moe_rpc_call {
     struct moe_rpc_shard *shard;
     struct moe_rpc_connection *connection; /* one reference */
+    struct moe_rpc_grant grant;            /* set before `started` */
     const struct moe_rpc_entry *entry;     /* NULL until the call was accepted */
     grpc_call *core;                       /* the same */
     grpc_metadata_array metadata;
@@ -221,7 +222,10 @@ struct moe_rpc_server {
     struct moe_rpc_health *health;
     struct moe_rpc_reflection *reflection;
     struct moe_status (*authorise)(void *ctx, const struct moe_rpc_identity *who, const char *path,
-                                   const char *token);
+                                   const char *token, struct moe_rpc_grant *grant);
+    void (*finished)(void *ctx, const struct moe_rpc_identity *who,
+                     const struct moe_rpc_grant *grant, const char *path,
+                     const struct moe_status *answer);
     void *authorise_ctx;
 
     struct moe_mutex lock;

@@ -243,9 +243,11 @@ static void on_received(struct moe_rpc_tag *tag, bool ok)
 
 /* ------------------------------------------------------------------ life */
 
-static void start(struct moe_rpc_stream *s, const struct moe_rpc_call_options *options)
+static void start(struct moe_rpc_stream *s, struct moe_rpc_channel *ch,
+                  const struct moe_rpc_call_options *options)
 {
-    grpc_op open[] = {moe_rpc_open_op(options), {.op = GRPC_OP_RECV_INITIAL_METADATA}};
+    grpc_metadata header;
+    grpc_op open[] = {moe_rpc_open_op(ch, options, &header), {.op = GRPC_OP_RECV_INITIAL_METADATA}};
     grpc_op status = {.op = GRPC_OP_RECV_STATUS_ON_CLIENT};
     open[1].data.recv_initial_metadata.recv_initial_metadata = &s->initial;
     status.data.recv_status_on_client.trailing_metadata = &s->trailing;
@@ -254,6 +256,7 @@ static void start(struct moe_rpc_stream *s, const struct moe_rpc_call_options *o
     moe_mutex_lock(&s->lock);
     s->batches = 2;
     MOE_RPC_START(s->flight.core, open, 2, &s->on_opened);
+    moe_rpc_open_done(&header);
     MOE_RPC_START(s->flight.core, &status, 1, &s->on_status);
     start_read(s);
     moe_mutex_unlock(&s->lock);
@@ -284,7 +287,7 @@ struct moe_status moe_rpc_stream_open(struct moe_rpc_channel *ch, const char *pa
     pthread_cond_init(&s->quiet, NULL);
     STAILQ_INIT(&s->queue);
     moe_rpc_in_flight_begin(&s->flight, ch, path, options->deadline_ns);
-    start(s, options);
+    start(s, ch, options);
     moe_rpc_in_flight_started(&s->flight);
     release(s);
     return moe_ok();

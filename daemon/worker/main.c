@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* moe-worker: settings and signals around worker.h. A drain that was cut short is a failure. */
+#include "access/guard.h"
 #include "base/build.h"
 #include "base/clock.h"
 #include "base/cores.h"
@@ -302,6 +303,7 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .control_listen = s->control_listen,
         .advertise = s->advertise,
         .insecure = common->insecure,
+        .token_file = common->token_file,
         .worker_id = s->worker_id,
         .wanted_slot_plus_one = s->slot == ANY_SLOT ? 0 : (uint32_t)s->slot + 1,
         .max_message_bytes = (uint32_t)s->max_message_bytes,
@@ -324,6 +326,7 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     struct moe_status st;
     MOE_TRY_GOTO(st, watch(&run), out);
     MOE_TRY_GOTO(st, moe_metrics_create(&metrics), out);
+    MOE_TRY_GOTO(st, moe_guard_create(common, &config.guard), out);
     config.metrics = metrics;
     st = moe_worker_start(&config, &run.worker);
     if (moe_failed(&st) && moe_backend_find("auto") != backend && strcmp(s->backend, "cuda") == 0)
@@ -333,6 +336,7 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     st = serve_until_ended(&run, common, metrics);
 out:
     moe_worker_stop(run.worker);
+    moe_guard_destroy(config.guard);
     moe_metrics_destroy(metrics);
     close_loop(&run);
     return st;

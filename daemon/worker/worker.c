@@ -292,6 +292,7 @@ static struct moe_status create_peers(struct moe_worker *w)
     MOE_TRY(moe_rpc_client_create(&w->client));
     const struct moe_peers_config peers = {
         .client = w->client,
+        .token_file = w->config.token_file,
         .incarnation = w->incarnation,
         .training_permille = w->config.training_permille,
         .eventcount = moe_engine_eventcount(w->engine),
@@ -311,6 +312,7 @@ static struct moe_status start_group(struct moe_worker *w)
     struct moe_group_config group = {
         .client = w->client,
         .coordinator = c->coordinator,
+        .token_file = c->token_file,
         .identity =
             {
                 .worker_id = w->worker_id,

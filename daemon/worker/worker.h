@@ -9,6 +9,7 @@
 #include "moe/training.h"
 
 struct moe_worker;
+struct moe_guard;
 
 /* Strings are borrowed and outlive the worker. */
 struct moe_worker_config {
@@ -21,6 +22,8 @@ struct moe_worker_config {
     const char *advertise;           /* "host:port" for clients; NULL = `listen`. Its host is also
                                         for peers if theirs is a wildcard address */
     bool insecure;                   /* allow an address that is not loopback without TLS */
+    const char *token_file;          /* shown to the coordinator and to peers; NULL: none */
+    struct moe_guard *guard;         /* who may do what; NULL: every caller may do everything */
     const char *worker_id;           /* NULL = host name and port */
     uint32_t wanted_slot_plus_one;
     uint32_t max_message_bytes;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The worker's two servers and its names. Clients and peers have nothing in common: each server has
  * its own listener, threads and memory, so that clients cannot delay a ticket. */
+#include "access/guard.h"
 #include "base/clock.h"
 #include "links/peers.h"
 #include "proto/descriptors.h"
@@ -113,7 +114,7 @@ static struct moe_status start_control(struct moe_worker *w)
         .methods = &method,
         .method_count = 1,
     };
-    return moe_rpc_server_start(&server, &w->control_server);
+    return moe_guard_start_server(c->guard, &server, &w->control_server);
 }
 
 /* For clients. */
@@ -142,7 +143,7 @@ static struct moe_status start_data(struct moe_worker *w)
         .descriptors = moe_proto_descriptors,
         .descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors),
     };
-    return moe_rpc_server_start(&server, &w->server);
+    return moe_guard_start_server(c->guard, &server, &w->server);
 }
 
 struct moe_status moe_worker__start_servers(struct moe_worker *w)
@@ -153,16 +154,17 @@ struct moe_status moe_worker__start_servers(struct moe_worker *w)
     return name_worker(w);
 }
 
-static void stop(struct moe_rpc_server *server)
+static void stop(const struct moe_worker *w, struct moe_rpc_server *server)
 {
     if (server == NULL)
         return;
+    moe_guard_remove(w->config.guard, server);
     moe_rpc_server_drain(server, moe_clock_ns() + LAST_ANSWERS_MS * MOE_NS_PER_MS);
     moe_rpc_server_stop(server);
 }
 
 void moe_worker__stop_servers(struct moe_worker *w)
 {
-    stop(w->server);
-    stop(w->control_server);
+    stop(w, w->server);
+    stop(w, w->control_server);
 }

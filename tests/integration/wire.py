@@ -8,6 +8,9 @@ import tempfile
 
 import grpc
 
+from group import moed  # noqa: F401 (puts the package on the path)
+from moed._channel import local_socket
+
 PROTOS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "proto")
 
 _folder = tempfile.TemporaryDirectory(prefix="moed-wire-")  # removed at exit
@@ -24,7 +27,9 @@ from moe.v1 import training_pb2 as training  # noqa: E402
 
 
 def open_channel(endpoint):
-    return grpc.insecure_channel(endpoint, options=[
+    """A channel to a daemon of this user, by its local socket."""
+    path = local_socket(endpoint)
+    return grpc.insecure_channel(f"unix:{path}" if path else endpoint, options=[
         ("grpc.max_receive_message_length", 256 << 20),
         ("grpc.max_send_message_length", 256 << 20)])
 

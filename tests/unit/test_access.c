@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Who may call what: files of rules and tokens, decisions, and changes while a daemon runs. */
 #include "access/access.h"
-#include "access/file.h"
 #include "base/clock.h"
+#include "daemon/trusted_file.h"
 #include "support/check.h"
 #include "support/directory.h"
 
@@ -233,7 +233,7 @@ static void a_bad_access_file_is_refused_with_its_place(void **state)
 static enum moe_code read_token(void)
 {
     char *token = NULL;
-    struct moe_status st = moe_access_token_read("--token-file", token_path, &token);
+    struct moe_status st = moe_token_read("--token-file", token_path, &token);
     print_message("  %s\n", moe_failed(&st) ? st.text : "taken");
     free(token);
     return st.code;

@@ -8,6 +8,7 @@
 
 /* Allows Unix sockets everything, others the unary method only. */
 struct policy {
+    atomic_uint answered, denied, failed; /* ends of calls */
     atomic_uint asked, local, remote;
     struct moe_mutex lock;
     char paths[8][128]; /* of refused calls */
@@ -15,10 +16,13 @@ struct policy {
 };
 
 static struct moe_status decide(void *ctx, const struct moe_rpc_identity *who, const char *path,
-                                const char *token)
+                                const char *token, struct moe_rpc_grant *grant)
 {
     struct policy *p = ctx;
     char name[32];
+    assert_int_equal(grant->roles, 0);
+    grant->roles = who->link == MOE_RPC_LINK_UNIX ? 2 : 1;
+    snprintf(grant->who, sizeof grant->who, "%s", path);
     atomic_fetch_add(&p->asked, 1);
     assert_string_equal(token, "");
     if (who->link == MOE_RPC_LINK_UNIX) {
@@ -56,6 +60,19 @@ static void ignore(void *ctx, struct moe_rpc_msg *m)
 {
     (void)ctx;
     moe_rpc_msg_free(m);
+}
+
+/* Of each call of a known method, with what `decide` has granted. */
+static void record(void *ctx, const struct moe_rpc_identity *who, const struct moe_rpc_grant *grant,
+                   const char *path, const struct moe_status *answer)
+{
+    struct policy *p = ctx;
+    assert_string_equal(grant->who, path);
+    assert_int_equal(grant->roles, who->link == MOE_RPC_LINK_UNIX ? 2 : 1);
+    atomic_fetch_add(answer->code == MOE_OK                  ? &p->answered
+                     : answer->code == MOE_PERMISSION_DENIED ? &p->denied
+                                                             : &p->failed,
+                     1);
 }
 
 /* How a stream on `path` ends that sends nothing. */
@@ -100,6 +117,7 @@ static void a_call_has_the_rights_of_its_connection(void **state)
     struct moe_rpc_server_config config = fixture_config();
     config.listen = listen;
     config.authorise = decide;
+    config.finished = record;
     config.authorise_ctx = &p;
     fixture_start(&f, &config);
     struct moe_rpc_channel *local = dial(&f, target);
@@ -123,6 +141,9 @@ static void a_call_has_the_rights_of_its_connection(void **state)
     assert_string_equal(p.paths[2], "/no.such/Method");
     moe_rpc_channel_close(local);
     fixture_stop(&f);
+    assert_int_equal(p.answered, 101);
+    assert_int_equal(p.denied, 2);
+    assert_int_equal(p.failed, 0);
     assert_int_equal(rmdir(directory), 0);
     moe_mutex_destroy(&p.lock);
 }

@@ -14,6 +14,10 @@
  * retained for Backward, the library retries until the call's time is over. Training calls have
  * their own rule (moe/client_training.h).
  *
+ * Trust. A worker of the same user on this host is reached by its Unix socket, and knows the user.
+ * For others, the environment variable MOED_TOKEN_FILE names a file with a token (mode 0600), which
+ * is read again when it changes. UNAUTHENTICATED and PERMISSION_DENIED say which role is missing.
+ *
  * Sizes. Structs that the caller owns begin with `size`. Set it to the size that your program was
  * compiled with, as in `struct moe_client_forward f = {.size = sizeof f, ...}` or by
  * MOE_CLIENT_INIT(&f). The library reads and writes only that many bytes, so a later release may

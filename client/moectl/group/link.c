@@ -24,7 +24,11 @@ struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **ou
     struct moectl_link *link = calloc(1, sizeof *link);
     if (link == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
-    struct moe_rpc_channel_config config = {.target = endpoint, .max_message_bytes = ANSWER_MAX};
+    const char *token_file = getenv("MOED_TOKEN_FILE"); /* --token-file, too */
+    struct moe_rpc_channel_config config = {
+        .target = endpoint,
+        .token_file = token_file != NULL && token_file[0] != '\0' ? token_file : NULL,
+        .max_message_bytes = ANSWER_MAX};
     struct moe_status st = moe_rpc_client_create(&link->rpc);
     if (st.code == MOE_OK)
         st = moe_rpc_channel_open(link->rpc, &config, &link->channel);

@@ -152,9 +152,11 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
         {"help", 'h', MOE_OPTION_BOOL, &help, 0, 0, NULL, "this text"},
         {"endpoint", 'e', MOE_OPTION_STRING, &common->endpoint, 0, 0, "H:P",
          "any worker or the coordinator; default: $MOED_ENDPOINT, else the local group"},
+        {"token-file", 0, MOE_OPTION_STRING, &common->token_file, 0, 0, "FILE",
+         "token for daemons that ask for one, mode 0600; default: $MOED_TOKEN_FILE"},
     };
     struct moe_option table[MOECTL_OPTIONS_MAX];
-    size_t shared_count = sizeof shared / sizeof *shared - (command->local ? 1 : 0);
+    size_t shared_count = sizeof shared / sizeof *shared - (command->local ? 2 : 0);
     MOE_INVARIANT(count + shared_count <= MOECTL_OPTIONS_MAX);
     if (count > 0)
         memcpy(table, own, count * sizeof *own);
@@ -181,6 +183,10 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
         *code = moectl_usage_error("--format must be table or json, not '%s'", common->format);
     if (*code == MOECTL_OK && !command->local)
         *code = choose_endpoint(common);
+    /* Links and libmoeclient read the variable. */
+    if (*code == MOECTL_OK && common->token_file != NULL &&
+        setenv("MOED_TOKEN_FILE", common->token_file, 1) != 0)
+        *code = moectl_usage_error("--token-file: out of memory");
     return *code == MOECTL_OK;
 }
 

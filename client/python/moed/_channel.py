@@ -53,10 +53,39 @@ def local_socket(endpoint):
     return None
 
 
+class _Details(grpc.ClientCallDetails):
+    """The details of a call with one more header."""
+
+    def __init__(self, details, header):
+        for name in ("method", "timeout", "credentials", "wait_for_ready", "compression"):
+            setattr(self, name, getattr(details, name, None))
+        self.metadata = [*(details.metadata or ()), header]
+
+
+class _Token(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
+    """Shows the token of a file with each call. The file is read each time, so it may change."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def _header(self):
+        if os.stat(self._path).st_mode & 0o037:
+            raise PermissionError(f"{self._path}: other users can read this token; chmod 600")
+        with open(self._path, encoding="ascii") as file:
+            return "authorization", "Bearer " + file.readline().strip()
+
+    def intercept_unary_unary(self, continuation, details, request):
+        return continuation(_Details(details, self._header()), request)
+
+    def intercept_stream_stream(self, continuation, details, requests):
+        return continuation(_Details(details, self._header()), requests)
+
+
 def open_channel(endpoint, options=()):
-    """A channel without encryption, by the local socket if there is one. It ignores http_proxy, as
-    libmoeclient does: a proxy seldom reaches a group, and its error would name the wrong
-    address."""
-    path = local_socket(endpoint)
+    """A channel without encryption, by the local socket if there is one, else with the token of
+    $MOED_TOKEN_FILE. It ignores http_proxy, as libmoeclient does: a proxy seldom reaches a group,
+    and its error would name the wrong address."""
+    path, token = local_socket(endpoint), os.environ.get("MOED_TOKEN_FILE")
     target = endpoint if path is None else f"unix:{path}"
-    return grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0), *options])
+    channel = grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0), *options])
+    return grpc.intercept_channel(channel, _Token(token)) if token and path is None else channel

@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "access/file.h"
-
-#include "access/rules.h"
+#include "daemon/trusted_file.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -11,7 +9,7 @@
 
 enum { TOKEN_FORBIDDEN = 0037 }; /* a group may read it, others may do nothing */
 
-bool moe_access_file_changed(const char *path, struct moe_access_mark *mark)
+bool moe_trusted_file_changed(const char *path, struct moe_trusted_mark *mark)
 {
     struct stat now;
     if (stat(path, &now) != 0)
@@ -45,23 +43,23 @@ static struct moe_status check_file(const char *setting, const char *path, int f
                          st.st_mode & 07777,
                          (st.st_mode & forbidden & 0022) != 0 ? "write" : "read",
                          forbidden == TOKEN_FORBIDDEN ? "600" : "go-w");
-    if (st.st_size > MOE_ACCESS_FILE_MAX)
+    if (st.st_size > MOE_TRUSTED_FILE_MAX)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
-                         "%s: %.120s is larger than %d bytes", setting, path, MOE_ACCESS_FILE_MAX);
+                         "%s: %.120s is larger than %d bytes", setting, path, MOE_TRUSTED_FILE_MAX);
     return moe_ok();
 }
 
 static struct moe_status read_all(const char *setting, const char *path, int fd, char **text,
                                   size_t *length)
 {
-    char *buffer = malloc(MOE_ACCESS_FILE_MAX + 1);
+    char *buffer = malloc(MOE_TRUSTED_FILE_MAX + 1);
     size_t at = 0;
     ssize_t n = 1;
     if (buffer == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for %s",
                          setting);
-    while (n > 0 && at < MOE_ACCESS_FILE_MAX) {
-        n = read(fd, buffer + at, MOE_ACCESS_FILE_MAX - at);
+    while (n > 0 && at < MOE_TRUSTED_FILE_MAX) {
+        n = read(fd, buffer + at, MOE_TRUSTED_FILE_MAX - at);
         if (n < 0 && errno == EINTR)
             n = 1;
         else if (n > 0)
@@ -78,8 +76,8 @@ static struct moe_status read_all(const char *setting, const char *path, int fd,
     return moe_ok();
 }
 
-struct moe_status moe_access_file_read(const char *setting, const char *path, unsigned forbidden,
-                                       char **text, size_t *length)
+struct moe_status moe_trusted_file_read(const char *setting, const char *path, unsigned forbidden,
+                                        char **text, size_t *length)
 {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO must not block */
     if (fd < 0)
@@ -92,14 +90,26 @@ struct moe_status moe_access_file_read(const char *setting, const char *path, un
     return st;
 }
 
-struct moe_status moe_access_token_read(const char *setting, const char *path, char **token)
+struct moe_status moe_token_check(const char *token)
 {
-    uint8_t hash[MOE_ACCESS_HASH_BYTES];
+    size_t length = strlen(token);
+    bool printable = true;
+    for (size_t i = 0; i < length; i++)
+        printable = printable && token[i] > ' ' && token[i] <= '~';
+    if (length >= MOE_TOKEN_MIN && length <= MOE_TOKEN_MAX && printable)
+        return moe_ok();
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                     "a token has %d to %d printable characters, and no blank", MOE_TOKEN_MIN,
+                     MOE_TOKEN_MAX);
+}
+
+struct moe_status moe_token_read(const char *setting, const char *path, char **token)
+{
     char *text;
     size_t length;
-    MOE_TRY(moe_access_file_read(setting, path, TOKEN_FORBIDDEN, &text, &length));
+    MOE_TRY(moe_trusted_file_read(setting, path, TOKEN_FORBIDDEN, &text, &length));
     text[strcspn(text, "\r\n")] = '\0';
-    struct moe_status st = moe_access_hash(text, hash);
+    struct moe_status st = moe_token_check(text);
     if (moe_failed(&st)) {
         explicit_bzero(text, length);
         free(text);

@@ -1,34 +1,38 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads a small file that decides about trust, and notices when it changes. */
-#ifndef MOE_ACCESS_FILE_H
-#define MOE_ACCESS_FILE_H
+#ifndef MOE_BASE_TRUSTED_FILE_H
+#define MOE_BASE_TRUSTED_FILE_H
 
 #include "base/status.h"
 
 #include <stddef.h>
 #include <sys/stat.h>
 
-enum { MOE_ACCESS_FILE_MAX = 1 << 20 };
+enum { MOE_TRUSTED_FILE_MAX = 1 << 20 };
 
 /* What was seen of a file at the last look. */
-struct moe_access_mark {
+struct moe_trusted_mark {
     struct stat stat; /* zero: the file was missing */
 };
 
 /* True when the file is another than at the last look: replaced, written, or its mode or owner was
  * changed. Updates the mark. */
-bool moe_access_file_changed(const char *path, struct moe_access_mark *mark);
+bool moe_trusted_file_changed(const char *path, struct moe_trusted_mark *mark);
 
 /* The content with a final 0; free it. Refuses a file that is not regular, that another user than
  * this one or root owns, or with one of the mode bits `forbidden`. `setting` ("--token-file")
  * begins the error text. Errors: MOE_FAILED_PRECONDITION/IO (missing, unreadable),
  * MOE_FAILED_PRECONDITION/CONFIG_INVALID (owner or mode), MOE_INVALID_ARGUMENT/TOO_LARGE. */
-struct moe_status moe_access_file_read(const char *setting, const char *path, unsigned forbidden,
-                                       char **text, size_t *length) MOE_CHECKED;
+struct moe_status moe_trusted_file_read(const char *setting, const char *path, unsigned forbidden,
+                                        char **text, size_t *length) MOE_CHECKED;
 
+/* Characters of a token: printable ASCII without blanks. */
+enum { MOE_TOKEN_MIN = 16, MOE_TOKEN_MAX = 512 };
+/* Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID (length or characters). The text does not hold the
+ * token. */
+struct moe_status moe_token_check(const char *token) MOE_CHECKED;
 /* A token: the first line of a file that other users cannot read (mode 0600, or 0640 for a group).
- * Free it. Errors: as above, and those of moe_access_hash. The text does not hold the token. */
-struct moe_status moe_access_token_read(const char *setting, const char *path,
-                                        char **token) MOE_CHECKED;
+ * Free it. Errors: as above, and those of moe_token_check. */
+struct moe_status moe_token_read(const char *setting, const char *path, char **token) MOE_CHECKED;
 
 #endif

@@ -1,0 +1,267 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "access/guard.h"
+
+#include "base/clock.h"
+#include "base/mutex.h"
+#include "base/thread.h"
+#include "base/wait.h"
+#include "daemon/endpoint.h"
+#include "daemon/hangup.h"
+#include "daemon/local.h"
+#include "daemon/log.h"
+#include "rpc/server.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define LOOK_NS (3 * MOE_NS_PER_S)
+
+struct moe_guard {
+    const struct moe_daemon_settings *config;
+    struct moe_access *access;
+    pthread_t thread;
+    bool running;
+
+    struct moe_mutex lock;
+    pthread_cond_t changed;
+    MOE_GUARDED_BY(lock) struct {
+        struct moe_rpc_server *servers[MOE_GUARD_SERVERS_MAX];
+        bool look_now, looking, quit;
+    };
+};
+
+/* ------------------------------------------------------------------ addresses */
+
+static bool is_open(const struct moe_daemon_settings *c)
+{
+    return c->insecure && c->access_file == NULL && c->token_file == NULL;
+}
+
+/* An address at which this host's processes reach the daemon by 127.0.0.1. */
+static bool is_near(const char *listen)
+{
+    struct moe_status st = moe_endpoint_check_loopback(listen);
+    return !moe_failed(&st) || strncmp(listen, "0.0.0.0:", 8) == 0 ||
+           strncmp(listen, "[::]:", 5) == 0;
+}
+
+/* `listen` and, where it makes sense, the local socket. Free `*addresses`. */
+static struct moe_status list_addresses(const struct moe_guard *g, const char *listen,
+                                        char **addresses)
+{
+    char path[MOE_LOCAL_PATH_BYTES];
+    bool local = !is_open(g->config) && is_near(listen);
+    bool other_way = g->config->access_file != NULL || g->config->token_file != NULL;
+    if (local) {
+        struct moe_status st = moe_local_listen_path(path);
+        if (moe_failed(&st) && !other_way)
+            return st;
+        if (moe_failed(&st))
+            moe_log_warn("%s; processes of this host need a token or a certificate, too", st.text);
+        local = !moe_failed(&st);
+    }
+    int n =
+        local ? asprintf(addresses, "%s,unix:%s", listen, path) : asprintf(addresses, "%s", listen);
+    return n >= 0 ? moe_ok()
+                  : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory");
+}
+
+/* ------------------------------------------------------------------ calls */
+
+static struct moe_access_caller caller_of(const struct moe_rpc_identity *who)
+{
+    return (struct moe_access_caller){
+        .link = who->link == MOE_RPC_LINK_UNIX  ? MOE_ACCESS_UNIX
+                : who->link == MOE_RPC_LINK_TLS ? MOE_ACCESS_TLS
+                                                : MOE_ACCESS_TCP,
+        .name = who->link == MOE_RPC_LINK_TLS ? who->name : "",
+        .uid = who->uid,
+    };
+}
+
+_Static_assert(sizeof((struct moe_rpc_grant *)0)->who == sizeof((struct moe_access_grant *)0)->who,
+               "a name fits into both");
+
+/* For moe_rpc_server_config.authorise. */
+static struct moe_status authorise(void *guard, const struct moe_rpc_identity *who,
+                                   const char *path, const char *token, struct moe_rpc_grant *grant)
+{
+    struct moe_guard *g = guard;
+    struct moe_access_caller caller = caller_of(who);
+    struct moe_access_grant found;
+    struct moe_status st = moe_access_decide(g->access, &caller, path, token, &found);
+    grant->roles = found.roles;
+    memcpy(grant->who, found.who, sizeof grant->who);
+    return st;
+}
+
+/* For moe_rpc_server_config.finished. */
+static void record(void *guard, const struct moe_rpc_identity *who,
+                   const struct moe_rpc_grant *grant, const char *path,
+                   const struct moe_status *answer)
+{
+    const struct moe_access_policy *policy = moe_access_policy_find(path);
+    (void)guard;
+    if (policy == NULL || !policy->audited)
+        return;
+    const char *reason = answer->reason != MOE_REASON_NONE ? moe_reason_name(answer->reason) : "";
+    moe_log_info("audit: %s by %s%s%s: %s%s%s", path + 1, grant->who,
+                 who->address[0] != '\0' ? " at " : "", who->address, moe_code_name(answer->code),
+                 reason[0] != '\0' ? "/" : "", reason);
+}
+
+bool moe_guard_speaks_for(struct moe_guard *g, const struct moe_rpc_grant *grant,
+                          const char *worker_id)
+{
+    struct moe_access_grant found = {.roles = grant->roles};
+    if (g == NULL)
+        return true;
+    memcpy(found.who, grant->who, sizeof found.who);
+    return moe_access_speaks_for(g->access, &found, worker_id);
+}
+
+/* ------------------------------------------------------------------ files */
+
+static bool has_lost(void *ctx, const struct moe_rpc_identity *who)
+{
+    struct moe_guard *g = ctx;
+    struct moe_access_caller caller = caller_of(who);
+    return moe_access_has_lost(g->access, &caller);
+}
+
+static void look(struct moe_guard *g, struct moe_rpc_server *const *servers)
+{
+    if (!moe_access_refresh(g->access, moe_clock_ns()))
+        return;
+    for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
+        if (servers[i] != NULL)
+            moe_rpc_server_disconnect(servers[i], has_lost, g);
+}
+
+static void *guard_main(void *arg)
+{
+    struct moe_guard *g = arg;
+    moe_mutex_lock(&g->lock);
+    while (!g->quit) {
+        if (!g->look_now)
+            (void)moe_wait_until(&g->changed, &g->lock, moe_clock_ns() + LOOK_NS);
+        if (g->quit)
+            break;
+        struct moe_rpc_server *servers[MOE_GUARD_SERVERS_MAX];
+        memcpy(servers, g->servers, sizeof servers);
+        g->look_now = false;
+        g->looking = true;
+        moe_mutex_unlock(&g->lock);
+        look(g, servers);
+        moe_mutex_lock(&g->lock);
+        g->looking = false;
+        pthread_cond_broadcast(&g->changed);
+    }
+    moe_mutex_unlock(&g->lock);
+    return NULL;
+}
+
+static void add(struct moe_guard *g, struct moe_rpc_server *server)
+{
+    size_t i = 0;
+    moe_mutex_lock(&g->lock);
+    while (i < MOE_GUARD_SERVERS_MAX && g->servers[i] != NULL)
+        i++;
+    MOE_INVARIANT(i < MOE_GUARD_SERVERS_MAX);
+    g->servers[i] = server;
+    moe_mutex_unlock(&g->lock);
+}
+
+struct moe_status moe_guard_start_server(struct moe_guard *g,
+                                         const struct moe_rpc_server_config *config,
+                                         struct moe_rpc_server **out)
+{
+    char *addresses = NULL;
+    if (g == NULL)
+        return moe_rpc_server_start(config, out);
+    MOE_TRY(list_addresses(g, config->listen, &addresses));
+    struct moe_rpc_server_config guarded = *config;
+    guarded.listen = addresses;
+    guarded.authorise = authorise;
+    guarded.finished = record;
+    guarded.authorise_ctx = g;
+    struct moe_status st = moe_rpc_server_start(&guarded, out);
+    free(addresses);
+    if (!moe_failed(&st))
+        add(g, *out);
+    return st;
+}
+
+void moe_guard_remove(struct moe_guard *g, struct moe_rpc_server *server)
+{
+    if (g == NULL)
+        return;
+    moe_mutex_lock(&g->lock);
+    for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
+        if (g->servers[i] == server)
+            g->servers[i] = NULL;
+    while (g->looking)
+        moe_wait(&g->changed, &g->lock);
+    moe_mutex_unlock(&g->lock);
+}
+
+/* At SIGHUP, on the daemon's loop. */
+static void reload(void *guard)
+{
+    struct moe_guard *g = guard;
+    moe_mutex_lock(&g->lock);
+    g->look_now = true;
+    pthread_cond_broadcast(&g->changed);
+    moe_mutex_unlock(&g->lock);
+}
+
+/* ------------------------------------------------------------------ lifetime */
+
+struct moe_status moe_guard_create(const struct moe_daemon_settings *config, struct moe_guard **out)
+{
+    struct moe_guard *g = calloc(1, sizeof *g);
+    if (g == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory");
+    moe_mutex_init(&g->lock);
+    moe_wait_init(&g->changed);
+    g->config = config;
+    /* A connection of this host is a client's; one from elsewhere is nothing until the access file
+     * says so. */
+    bool plain = !config->insecure;
+    const struct moe_access_config access = {.open = is_open(config),
+                                             .anonymous_roles = plain ? MOE_ROLE_CLIENT : 0,
+                                             .access_file = config->access_file,
+                                             .token_file = config->token_file,
+                                             .own_uid = geteuid()};
+    struct moe_status st = moe_access_create(&access, &g->access);
+    if (!moe_failed(&st) && moe_thread_create(&g->thread, "moe-guard", guard_main, g) != 0)
+        st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread");
+    else
+        g->running = !moe_failed(&st);
+    if (moe_failed(&st)) {
+        moe_guard_destroy(g);
+        return st;
+    }
+    moe_hangup_call(reload, g);
+    *out = g;
+    return st;
+}
+
+void moe_guard_destroy(struct moe_guard *g)
+{
+    if (g == NULL)
+        return;
+    moe_hangup_call(NULL, NULL);
+    moe_mutex_lock(&g->lock);
+    g->quit = true;
+    pthread_cond_broadcast(&g->changed);
+    moe_mutex_unlock(&g->lock);
+    if (g->running)
+        pthread_join(g->thread, NULL);
+    moe_access_destroy(g->access);
+    pthread_cond_destroy(&g->changed);
+    moe_mutex_destroy(&g->lock);
+    free(g);
+}
