@@ -419,11 +419,11 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"model", 'm', MOE_OPTION_STRING, &u.model, 0, 0, "DIR",
          "model directory with config.json and *.safetensors (required)"},
         {"workers", 'n', MOE_OPTION_UINT, &u.workers, 1, MOE_MAX_SLOTS, "N",
-         "number of workers, 1 to 16"},
+         "number of workers, 1 to 64"},
         {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME",
          "cpu, cuda, or auto (cuda if there is a GPU)"},
         {"transport", 0, MOE_OPTION_STRING, &u.transport, 0, 0, "NAME",
-         "between GPUs: nvlink, network (NCCL), or auto (nvlink if all GPUs reach each other)"},
+         "how rows travel: nvlink (GPUs), network, or auto (the fastest that all pairs have)"},
         {"port", 'p', MOE_OPTION_UINT, &u.port, 0, UINT16_MAX - MOE_MAX_SLOTS - 1, "P",
          "workers listen on P, P+1, ..., the coordinator on the next two ports; 0 = any free "
          "ports"},

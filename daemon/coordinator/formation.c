@@ -8,9 +8,9 @@
 #include <stdio.h>
 #include <string.h>
 
-static uint32_t all_slots(const struct moe_membership *m)
+static uint64_t all_slots(const struct moe_membership *m)
 {
-    return (UINT32_C(1) << m->config.slots) - 1;
+    return UINT64_MAX >> (64 - m->config.slots);
 }
 
 uint32_t moe_membership__count_taken(const struct moe_membership *m)
@@ -321,7 +321,7 @@ void moe_membership__blob(struct moe_membership *m, uint32_t slot, uint64_t epoc
 {
     if (!takes_part(m, epoch))
         return;
-    uint32_t bit = UINT32_C(1) << slot;
+    uint64_t bit = UINT64_C(1) << slot;
     const char *fault = length > MOE_MEMBERSHIP_BLOB_BYTES       ? "too large"
                         : round >= MOE_MEMBERSHIP_ROUNDS_MAX     ? "of too many rounds"
                         : round != m->round                      ? "of another round"
@@ -368,7 +368,7 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
         moe_membership__end_epoch(m, cause_of(error), why);
         return;
     }
-    m->ready_mask |= UINT32_C(1) << slot;
+    m->ready_mask |= UINT64_C(1) << slot;
     if (m->ready_mask != all_slots(m))
         return;
     m->phase = PHASE_SAVE_VIEW;

@@ -12,7 +12,7 @@ enum {
     LAYERS_MAX = MOE_PLACEMENT_LAYERS_MAX,
     /* One input causes at most a few messages per slot. */
     ACTIONS_MAX = 16 * SLOTS_MAX,
-    HISTORY_MAX = 64,
+    HISTORY_MAX = 4 * SLOTS_MAX,
 };
 
 enum slot_state {
@@ -88,7 +88,7 @@ struct moe_membership {
     enum phase phase;
     uint64_t epoch;            /* phase != IDLE; == saved.epoch */
     uint64_t form_deadline_ns; /* phase != IDLE */
-    uint32_t ready_mask, blob_mask;
+    uint64_t ready_mask, blob_mask;
     uint32_t round; /* the round that is being collected */
     struct {
         size_t length;

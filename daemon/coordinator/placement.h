@@ -11,9 +11,9 @@
 #include <stddef.h>
 
 enum {
-    MOE_PLACEMENT_SLOTS_MAX = 16,
+    MOE_PLACEMENT_SLOTS_MAX = 64,
     MOE_PLACEMENT_LAYERS_MAX = 256,
-    MOE_PLACEMENT_EXPERTS_MAX = 512, /* of one layer */
+    MOE_PLACEMENT_EXPERTS_MAX = 1024, /* of one layer */
 };
 
 struct moe_placement;

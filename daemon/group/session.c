@@ -12,8 +12,9 @@
 #include <stdlib.h>
 
 enum {
-    EVENTS_MAX = 1024,           /* queued; a message beyond this ends the stream */
-    MESSAGE_BYTES_MAX = 8 << 20, /* an assignment of 256 layers of 512 experts is well below this */
+    EVENTS_MAX = 1024, /* queued; a message beyond this ends the stream */
+    MESSAGE_BYTES_MAX =
+        8 << 20, /* an assignment of 256 layers of 1024 experts is well below this */
     BACKOFF_MIN_MS = 100,
     BACKOFF_MAX_MS = 2000,
     /* A restarted coordinator gives its members one lease to come back. The pause of the connection

@@ -75,7 +75,7 @@ void moe_sequencer_set_share(struct moe_sequencer *s, uint32_t permille)
 void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
                          uint32_t max_bucket)
 {
-    MOE_INVARIANT(live != 0 && live >> MOE_MAX_SLOTS == 0);
+    MOE_INVARIANT(live != 0);
     MOE_INVARIANT(max_bucket != 0 && moe_pow2_ceil(max_bucket) == max_bucket);
     uint32_t permille = s->permille;
     bool holds_all = s->holds_all, holds_training = s->holds_training;

@@ -16,7 +16,7 @@ struct moe_status moe_session_check(const struct moe_session_config *c,
                          "no window can be laid out for %u slots, %u tokens, hidden %u, top-k %u, "
                          "%u experts",
                          c->slots, c->max_tokens, c->max_hidden, c->max_top_k, c->max_experts);
-    uint64_t slots = (UINT64_C(1) << c->slots) - 1;
+    uint64_t slots = UINT64_MAX >> (64 - c->slots); /* the layout has 1 to 64 */
     if (c->slot >= c->slots || !(c->live >> c->slot & 1) || (c->live & ~slots) != 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "slot %u of %u does not fit the live slots", c->slot, c->slots);

@@ -51,7 +51,7 @@ void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), vo
         struct member m = {.board = g->board,
                            .slot = s,
                            .slots = slots,
-                           .live = (UINT64_C(1) << slots) - 1,
+                           .live = UINT64_MAX >> (64 - slots),
                            .ctx = ctx};
         int rc = fn(&m);
         if (rc != 0)

@@ -5,7 +5,8 @@
  *           [--transport network] [--gemm cublas] [--weights-mib 3072] [--tokens 700]
  *
  * The cases of `conformance` fit into one or two steps of a tile. Here hidden sizes are those of
- * models, up to the allowed maximum, with up to 512 experts; some slots have few or none. With
+ * models, up to the allowed maximum, with up to 1024 experts (512 on GPUs); some slots have few or
+ * none. With
  * --training, a backward pass of every case as well; exits with 77 if the backend cannot train.
  * Limits shrink the layers, e.g. for CPUs.
  *
@@ -19,6 +20,7 @@
 #include <malloc.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 
@@ -187,7 +189,9 @@ static int run(struct plan *plan)
         printf("SKIPPED: the backend %s cannot train\n", plan->backend->name);
         return SKIPPED;
     }
+    bool cuda = strcmp(plan->backend->name, "cuda") == 0; /* see cuda/plan/limits.h */
     plan->limits = (struct large_limits){.weight_bytes = plan->weights_mib << 20,
+                                         .experts = cuda ? 512 : MOE_MAX_EXPERTS,
                                          .products = plan->mega_products * 1000000,
                                          .tokens = (uint32_t)plan->tokens,
                                          .pool = large_pool()};

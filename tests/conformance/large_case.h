@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Cases with the sizes of models: hidden sizes to 16384, 512 experts, 16 experts a token, some
+/* Cases with the sizes of models: hidden sizes to 16384, 1024 experts, 16 experts a token, some
  * hundred tokens. The same seed and limits give the same case in every process.
  *
  * Weights are views into one pool of random numbers, so gigabytes of them cost no time. A layer's
@@ -15,6 +15,7 @@ enum { LARGE_MAX_TOKENS = 700 };
 struct large_limits {
     uint64_t weight_bytes; /* of all experts of a layer */
     uint64_t products;     /* multiplications of one token */
+    uint32_t experts;      /* most routed experts of a layer on this backend */
     uint32_t tokens;       /* of one slot, at most LARGE_MAX_TOKENS */
     const uint16_t *pool;  /* bf16, uniform in +-1/32 */
 };

@@ -2,6 +2,8 @@
 /* Promises of the grouped GEMM (kernels/cuda/gemm/ggemm.h), each for every tile: correct results
  * for any shape, no writes outside the experts' rows, the same bits on every run, and a captured
  * launch that follows the counts. Without a Hopper GPU the tests are skipped, with a message. */
+#include "cuda/plan/limits.h"
+
 #include "ggemm_fixture.h"
 #include "ggemm_reference.h"
 
@@ -10,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_EXPERTS = MOE_MAX_EXPERTS };
+enum { MAX_EXPERTS = MOE_CUDA_MAX_EXPERTS };
 
 /* Products with W^T, with gate and up, with W. */
 enum form { PLAIN, GATED, BACK, FORMS };
@@ -410,7 +412,7 @@ static void impossible_shapes_are_refused(void **state)
     struct moe_cuda_ggemm wrong[] = {p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g};
     wrong[0].n = 12;
     wrong[1].k = 4;
-    wrong[2].experts = MOE_MAX_EXPERTS + 1;
+    wrong[2].experts = MOE_CUDA_MAX_EXPERTS + 1;
     wrong[3].tile = MOE_CUDA_TILE_COUNT;
     wrong[4].out_dtype = MOE_DTYPE_NONE;
     wrong[5].gated = wrong[5].back = true;

@@ -10,6 +10,7 @@
  * count them. Without a GPU it prints a message and exits with 77. */
 #include "group.h"
 
+#include "cuda/plan/limits.h"
 #include "cuda/session/session.h"
 #include "cuda/step/graph.h"
 

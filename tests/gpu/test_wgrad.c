@@ -4,6 +4,7 @@
  * change; the same bits on every run; and a captured launch that follows the counts. Without a
  * Hopper GPU the tests are skipped, with a message. */
 #include "cuda/gemm/ggemm.h"
+#include "cuda/plan/limits.h"
 #include "ggemm_fixture.h"
 #include "ggemm_reference.h"
 #include "wgrad_reference.h"
@@ -244,7 +245,7 @@ static void impossible_shapes_are_refused(void **state)
     struct moe_cuda_wgrad wrong[] = {p.w, p.w, p.w, p.w, p.w, p.w};
     wrong[0].n = 12;
     wrong[1].k = 0;
-    wrong[2].experts = MOE_MAX_EXPERTS + 1;
+    wrong[2].experts = MOE_CUDA_MAX_EXPERTS + 1;
     wrong[3].row_capacity = 0;
     wrong[4].dy_stride = p.w.n + 12;
     wrong[5].processors = 3;

@@ -122,7 +122,7 @@ static void impossible_values_are_refused_by_name(void **state)
         {"mixtral", "{\"hidden_size\":1000000}", "hidden_size"},
         {"mixtral", "{\"intermediate_size\":0}", "intermediate_size"},
         {"mixtral", "{\"num_local_experts\":0}", "num_local_experts"},
-        {"mixtral", "{\"num_local_experts\":513}", "num_local_experts"},
+        {"mixtral", "{\"num_local_experts\":1025}", "num_local_experts"},
         {"mixtral", "{\"num_local_experts\":4294967304}", "num_local_experts"},
         {"mixtral", "{\"num_experts_per_tok\":0}", "num_experts_per_tok"},
         {"mixtral", "{\"num_experts_per_tok\":9}", "num_experts_per_tok"},

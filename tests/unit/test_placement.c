@@ -42,7 +42,7 @@ static void linear_shares_differ_by_at_most_one(void **unused)
 struct draft {
     uint32_t slots, layer_count;
     struct moe_placement_layer layers[4];
-    uint8_t copies[4][16], holders[4][256];
+    uint8_t copies[4][16], holders[4][16 * MOE_PLACEMENT_SLOTS_MAX];
     size_t holder_count[4];
 };
 
@@ -55,7 +55,8 @@ static void draw(struct draft *d)
         d->layers[l] =
             (struct moe_placement_layer){.layer = 2 * l + 1, .experts = 1 + random_below(16)};
         for (uint32_t e = 0; e < d->layers[l].experts; e++) {
-            uint32_t mask = 1 + random_below((UINT32_C(1) << d->slots) - 1);
+            uint64_t mask = random_bits() & UINT64_MAX >> (64 - d->slots);
+            mask |= UINT64_C(1) << random_below(d->slots);
             for (uint32_t s = 0; s < d->slots; s++) {
                 if ((mask >> s & 1) == 0)
                     continue;

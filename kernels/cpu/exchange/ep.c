@@ -124,7 +124,7 @@ static struct moe_status plan(struct moe_cpu_ep *ep, const struct moe_cpu_batch 
             uint32_t first = place->offset[id], copies = place->offset[id + 1] - first;
             uint32_t slot = place->slot[first + t % copies];
             ep->target[pair] = (uint8_t)slot;
-            ep->wanted[t] |= (uint16_t)(1u << slot);
+            ep->wanted[t] |= UINT64_C(1) << slot;
             ep->count[(size_t)slot * w->max_experts + (uint32_t)id]++;
         }
     }

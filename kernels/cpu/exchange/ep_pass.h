@@ -35,7 +35,7 @@ struct moe_cpu_ep {
 
     /* Sending side, by local token. */
     uint8_t *target;  /* [max_tokens * max_top_k] slot of each (t, k), or NO_SLOT */
-    uint16_t *wanted; /* [max_tokens] bit p: slot p gets the token's row */
+    uint64_t *wanted; /* [max_tokens] bit p: slot p gets the token's row */
     uint32_t *count;  /* [slots][max_experts] rows for each expert on each slot */
 
     /* Receiving side. */

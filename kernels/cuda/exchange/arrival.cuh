@@ -4,6 +4,7 @@
 #define MOE_CUDA_ARRIVAL_CUH
 
 #include "cuda/exchange/rows.cuh"
+#include "cuda/plan/limits.h"
 
 /* How rows move between slots. PLAIN: in registers; a flag follows the row. BULK: by the copy
  * engine (bulk.cuh); a flag follows. QUICK: through the quick regions. A PLAIN and a BULK slot work
@@ -17,11 +18,11 @@ struct alignas(16) arrival {
     uint32_t other;  /* cause of a refused step, as in struct moe_cuda_step_outcome; the lowest, or
                         NOWHERE */
     uint32_t failed; /* a wait failed, or counts are impossible */
-    uint32_t tokens_of[MOE_MAX_SLOTS];
+    uint32_t tokens_of[MOE_CUDA_MAX_SLOTS];
     /* Copies that save a load from memory each. */
     uint64_t stamp;
     uint64_t live;
-    uint8_t *window[MOE_MAX_SLOTS];
+    uint8_t *window[MOE_CUDA_MAX_SLOTS];
     struct moe_cuda_step_params params;
     /* Followed by: first[slots][local], the first row of each source for each expert;
      * count[slots][local]; in place of both, until they are known, tally[entries]; then
@@ -74,10 +75,10 @@ constexpr size_t bytes_of_tables(size_t numbers, size_t experts)
  * is too small, there are none. If a limit is raised, layers that do not fit must be refused before
  * a step runs. */
 constexpr size_t LEAST_SHARED_BYTES = 99 * 1024;
-static_assert(MOE_MAX_SLOTS * MOE_MAX_EXPERTS % 4 == 0, "the largest tally is whole");
-static_assert(bytes_of_tables(max_numbers(MOE_MAX_SLOTS, MOE_MAX_EXPERTS,
-                                          MOE_MAX_SLOTS *MOE_MAX_EXPERTS),
-                              MOE_MAX_EXPERTS) <= LEAST_SHARED_BYTES,
+static_assert(MOE_CUDA_MAX_SLOTS * MOE_CUDA_MAX_EXPERTS % 4 == 0, "the largest tally is whole");
+static_assert(bytes_of_tables(max_numbers(MOE_CUDA_MAX_SLOTS, MOE_CUDA_MAX_EXPERTS,
+                                          MOE_CUDA_MAX_SLOTS *MOE_CUDA_MAX_EXPERTS),
+                              MOE_CUDA_MAX_EXPERTS) <= LEAST_SHARED_BYTES,
               "what dispatch keeps of the largest layer fits into a CTA's shared memory");
 
 __device__ inline int32_t *local_indices(const struct moe_cuda_pass &p, struct arrival *a)

@@ -13,6 +13,7 @@
  * not depend on its home slot. */
 #include "cuda/core/load.h"
 #include "cuda/exchange/sums.cuh"
+#include "cuda/plan/limits.h"
 
 constexpr uint32_t SLOTS_AT_ONCE = 3; /* loads of different peers' partials in flight */
 
@@ -30,11 +31,11 @@ template <typename Element_, typename Out_, uint32_t N_, bool QUICK_> struct kin
 
 /* The slots of this pass. In shared memory, since a wait empties the first level cache. */
 struct homes {
-    uint32_t tokens_of[MOE_MAX_SLOTS];
+    uint32_t tokens_of[MOE_CUDA_MAX_SLOTS];
     uint32_t max_tokens; /* of all peers */
     uint32_t step;
     uint64_t stamp;
-    uint8_t *window[MOE_MAX_SLOTS];
+    uint8_t *window[MOE_CUDA_MAX_SLOTS];
 };
 
 /* Prefetches columns h .. end - 1 of the rows in `lanes`, at most `width` of them. */

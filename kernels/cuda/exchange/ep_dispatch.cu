@@ -15,6 +15,7 @@
 #include "cuda/exchange/ep_announce.cuh"
 #include "cuda/exchange/ep_expand.cuh"
 #include "cuda/exchange/ep_signal.cuh"
+#include "cuda/plan/limits.h"
 
 /* ---------------------------------------------------- start and end of steps */
 
@@ -205,7 +206,7 @@ __device__ static void begin(const struct moe_cuda_pass &p, struct arrival *a, u
     const uint32_t thread = blockDim.x - 1 - threadIdx.x;
     for (uint32_t i = threadIdx.x; i < sizeof a->params / sizeof *params; i += blockDim.x)
         reinterpret_cast<uint32_t *>(&a->params)[i] = params[i];
-    if (thread < MOE_MAX_SLOTS)
+    if (thread < MOE_CUDA_MAX_SLOTS)
         a->window[thread] = c->window[thread];
     if (thread != 0)
         return;

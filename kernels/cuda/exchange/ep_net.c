@@ -4,6 +4,7 @@
 
 #include "base/size.h"
 #include "cuda/layer/layer.h"
+#include "cuda/plan/limits.h"
 #include "cuda/session/session.h"
 
 #include <stdlib.h>
@@ -179,7 +180,7 @@ struct moe_status moe_cuda_ep_net_borrow(struct moe_cuda_ep_net *n, size_t bytes
 static struct moe_status exchange_control_messages(struct moe_cuda_ep_net *n)
 {
     const struct moe_session *s = n->session;
-    struct moe_cuda_transfer transfer[MOE_MAX_SLOTS] = {0};
+    struct moe_cuda_transfer transfer[MOE_CUDA_MAX_SLOTS] = {0};
     struct moe_cuda_net_pass *p = &n->pass;
     for (uint32_t i = 0; i < s->config.slots; i++)
         transfer[i] = (struct moe_cuda_transfer){.send = p->control_out + i * p->control_bytes,
@@ -318,7 +319,7 @@ static struct moe_status exchange_messages(struct moe_cuda_ep_net *n, uint8_t *f
 {
     const struct moe_session *s = n->session;
     const struct moe_cuda_net_pass *p = &n->pass;
-    struct moe_cuda_transfer transfer[MOE_MAX_SLOTS] = {0};
+    struct moe_cuda_transfer transfer[MOE_CUDA_MAX_SLOTS] = {0};
     const size_t each = home ? p->partial : p->record;
     for (uint32_t i = 0; i < s->config.slots; i++) {
         size_t came = p->rows_in[i], went = is_peer(s, i) ? outgoing_to(n, i) : 0;

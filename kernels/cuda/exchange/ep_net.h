@@ -19,6 +19,7 @@
 #define MOE_CUDA_EP_NET_H
 
 #include "cuda/exchange/pass.h"
+#include "cuda/plan/limits.h"
 #include "cuda/session/net.h"
 
 #ifdef __cplusplus
@@ -64,7 +65,7 @@ struct moe_cuda_net_pass {
     uint32_t parts;                        /* that sums cut a row into */
     /* Valid once the control messages have been read. */
     uint32_t *layout; /* first row [slots][local], then start and count as in moe_rows */
-    uint32_t rows_in[MOE_MAX_SLOTS], tokens_of[MOE_MAX_SLOTS];
+    uint32_t rows_in[MOE_CUDA_MAX_SLOTS], tokens_of[MOE_CUDA_MAX_SLOTS];
     struct moe_cuda_step_outcome outcome;
     uint64_t trailer; /* number of the exchange that sends this kernel's messages */
 };

@@ -16,6 +16,7 @@
 #include "cuda/core/stamp.cuh"
 #include "cuda/core/warp.cuh"
 #include "cuda/exchange/pass.h"
+#include "cuda/plan/limits.h"
 
 constexpr uint64_t LOOK_AT_HOST_NS = 1000000;
 constexpr uint32_t TRIES_BETWEEN_LOOKS = 64;
@@ -132,14 +133,14 @@ __device__ inline uint64_t *waiting_flag(const struct moe_cuda_control *c, uint3
  * the waiting slots are seen alive. */
 __device__ inline uint32_t blocking_slot(const struct moe_cuda_control *c, uint32_t slot)
 {
-    for (uint32_t hops = 0; hops < MOE_MAX_SLOTS; hops++) {
+    for (uint32_t hops = 0; hops < MOE_CUDA_MAX_SLOTS; hops++) {
         uint64_t first = load_acquire(waiting_flag(c, slot));
         for (uint64_t until = clock_ns() + 4 * LOOK_AT_HOST_NS; clock_ns() < until;)
             __nanosleep(1000);
         uint64_t later = load_acquire(waiting_flag(c, slot));
         uint32_t next = static_cast<uint32_t>(later & 0xff) - 1;
         bool alive = later != first || (later & GAVE_UP) != 0;
-        if (!alive || next >= MOE_MAX_SLOTS || next == c->slot || !is_live(c->live, next))
+        if (!alive || next >= MOE_CUDA_MAX_SLOTS || next == c->slot || !is_live(c->live, next))
             break;
         slot = next;
     }

@@ -5,12 +5,14 @@
 #define MOE_CUDA_ROWS_CUH
 
 #include "cuda/exchange/flags.cuh"
+#include "cuda/plan/limits.h"
 
 constexpr uint32_t NOWHERE = 0xffffffffu;
 constexpr uint32_t CTA_THREADS = 512;
 constexpr uint32_t CTA_WARPS = CTA_THREADS / 32;
 
-static_assert(MOE_MAX_TOP_K <= 32 && MOE_MAX_SLOTS <= 32, "a lane per choice, a lane per slot");
+static_assert(MOE_MAX_TOP_K <= 32 && MOE_CUDA_MAX_SLOTS <= 32,
+              "a lane per choice, a lane per slot");
 
 /* Call first in the first kernel of a stage. */
 __device__ inline void stamp_stage(const struct moe_cuda_pass &p, enum moe_stage stage)

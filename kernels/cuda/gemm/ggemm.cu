@@ -3,6 +3,7 @@
  * chooses the kernel instance and launches it. The kernels are in ggemm_stream.cuh, ggemm_even.cuh
  * and ggemm_pingpong.cuh. */
 #include "cuda/gemm/ggemm.h"
+#include "cuda/plan/limits.h"
 
 #include "cuda/core/load.h"
 #include "cuda/gemm/ggemm_even.cuh"
@@ -70,7 +71,7 @@ moe_status check_shape(const moe_cuda_ggemm &g)
     const uint64_t row_tiles = uint64_t(g.row_capacity) / ggemm::MMA_ROWS + g.experts;
     const uint64_t column_tiles =
         (uint64_t(g.n) * 2 + ggemm::STREAM_COLUMNS - 1) / ggemm::STREAM_COLUMNS;
-    if (g.tile >= MOE_CUDA_TILE_COUNT || g.experts == 0 || g.experts > MOE_MAX_EXPERTS ||
+    if (g.tile >= MOE_CUDA_TILE_COUNT || g.experts == 0 || g.experts > MOE_CUDA_MAX_EXPERTS ||
         g.row_capacity == 0 || g.n == 0 || g.k == 0 || g.n % 8 != 0 || g.k % 8 != 0 ||
         g.n > UINT32_MAX / 4 || row_tiles * column_tiles > MAX_TILES ||
         !tensor_map::fits_stride(g.x_stride, g.k) || !tensor_map::fits_stride(g.out_stride, g.n))

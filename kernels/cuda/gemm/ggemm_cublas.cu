@@ -2,6 +2,7 @@
 /* See ggemm_cublas.h. One product is: the addresses of all blocks, then one batched call and the
  * epilogue for each wave of blocks. Waves bound the memory of fp32 results. */
 #include "cuda/gemm/ggemm_cublas.h"
+#include "cuda/plan/limits.h"
 
 #include "base/size.h"
 #include "common/activation_math.h"
@@ -281,7 +282,7 @@ __global__ void __launch_bounds__(THREADS) finish_rows(const task t, uint32_t fi
 
 moe_status check_shape(const moe_cuda_ggemm &g)
 {
-    if (g.experts == 0 || g.experts > MOE_MAX_EXPERTS || g.row_capacity == 0 ||
+    if (g.experts == 0 || g.experts > MOE_CUDA_MAX_EXPERTS || g.row_capacity == 0 ||
         !moe_cuda_cublas_serves(g.n, g.k) || g.back || g.x_stride != 0 || g.out_stride != 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "cuBLAS product: %u experts, %u rows, %u x %u is out of range", g.experts,

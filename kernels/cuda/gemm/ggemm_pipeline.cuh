@@ -8,6 +8,7 @@
 #include "cuda/core/hopper.cuh"
 #include "cuda/core/stamp.cuh"
 #include "cuda/gemm/ggemm_params.cuh"
+#include "cuda/plan/limits.h"
 
 namespace ggemm
 {
@@ -20,7 +21,7 @@ template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING> st
     uint64_t full[STAGES];                  /* the copy engine has filled the stage */
     uint64_t empty[STAGES];                 /* all warps that read the stage are done */
     const CUtensorMap *weights;             /* of this run */
-    uint32_t first[MOE_MAX_EXPERTS + 1];
+    uint32_t first[MOE_CUDA_MAX_EXPERTS + 1];
 };
 
 /* Position in the ring. */

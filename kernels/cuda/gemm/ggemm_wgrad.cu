@@ -2,6 +2,7 @@
 /* Host side of the weights' gradient: checks the shape, describes the operands to the copy engine
  * and launches ggemm_wgrad.cuh. */
 #include "cuda/gemm/ggemm_wgrad.h"
+#include "cuda/plan/limits.h"
 
 #include "cuda/core/load.h"
 #include "cuda/gemm/ggemm_wgrad.cuh"
@@ -18,7 +19,7 @@ moe_status check_shape(const moe_cuda_wgrad &w)
 {
     const uint64_t tall = (uint64_t(w.n) + ggemm::WGRAD_TALL - 1) / ggemm::WGRAD_TALL;
     const uint64_t wide = (uint64_t(w.k) + NARROW - 1) / NARROW;
-    if (w.experts == 0 || w.experts > MOE_MAX_EXPERTS || w.row_capacity == 0 || w.n == 0 ||
+    if (w.experts == 0 || w.experts > MOE_CUDA_MAX_EXPERTS || w.row_capacity == 0 || w.n == 0 ||
         w.k == 0 || w.n % 8 != 0 || w.k % 8 != 0 || w.row_capacity > UINT32_MAX / 2 ||
         tall * wide > MAX_TILES / w.experts || w.processors % ggemm::WGRAD_CLUSTER != 0 ||
         !tensor_map::fits_stride(w.dy_stride, w.n) || !tensor_map::fits_stride(w.x_stride, w.k))

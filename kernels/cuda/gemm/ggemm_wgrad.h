@@ -8,6 +8,8 @@
 #ifndef MOE_CUDA_GGEMM_WGRAD_H
 #define MOE_CUDA_GGEMM_WGRAD_H
 
+#include "cuda/plan/limits.h"
+
 #include "base/status.h"
 
 #include <stdint.h>
@@ -22,7 +24,7 @@ extern "C" {
  * .. start[e] + count[e] - 1 of x and dy, at any alignment. The values of all other rows do not
  * matter. */
 struct moe_cuda_wgrad {
-    uint32_t experts;              /* local ones, 1..MOE_MAX_EXPERTS */
+    uint32_t experts;              /* local ones, 1..MOE_CUDA_MAX_EXPERTS */
     uint32_t row_capacity;         /* rows of x and dy */
     uint32_t n, k;                 /* columns of dy and of x, multiples of 8; multiples of 64 are
                                       faster */

@@ -15,6 +15,7 @@
 #define MOE_CUDA_GGEMM_WGRAD_OUT_CUH
 
 #include "cuda/gemm/ggemm_pipeline.cuh"
+#include "cuda/plan/limits.h"
 
 namespace ggemm
 {
@@ -59,7 +60,7 @@ template <uint32_t COLUMNS> struct wgrad_shared {
     uint64_t full[shape::STAGES];  /* the copy engine has filled the stage */
     uint64_t empty[shape::STAGES]; /* all warps of the cluster that read the stage are done */
     uint64_t old[2][WGRAD_SLOTS];  /* the slot has its old values */
-    uint32_t first[MOE_MAX_EXPERTS + 1];
+    uint32_t first[MOE_CUDA_MAX_EXPERTS + 1];
 };
 
 static_assert(sizeof(wgrad_shared<128>) <= 227 * 1024 && sizeof(wgrad_shared<192>) <= 227 * 1024,

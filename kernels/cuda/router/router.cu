@@ -8,6 +8,7 @@
  * A warp chooses in K rounds: each takes the best remaining key. The order is total: key
  * descending, then id ascending (-0 equals +0). Sums run in a fixed order, so the same token always
  * gets the same bits. */
+#include "cuda/plan/limits.h"
 #include "cuda/router/router.h"
 
 #include "cuda/core/load.h"
@@ -269,7 +270,7 @@ struct moe_status moe_cuda_router_choose(const struct moe_layer *layer,
     a.token_state = r->token_state;
     unsigned blocks = (r->capacity + WARPS - 1) / WARPS;
     size_t shared = (size_t)WARPS * ARRAYS * a.choices * sizeof(float);
-    static_assert(WARPS * ARRAYS * 2 * MOE_MAX_EXPERTS * sizeof(float) <= 48 << 10,
+    static_assert(WARPS * ARRAYS * 2 * MOE_CUDA_MAX_EXPERTS * sizeof(float) <= 48 << 10,
                   "shared memory that needs no special request");
     choose_kernel<<<blocks, 32 * WARPS, shared, stream>>>(a);
     return MOE_LAUNCHED("routing");

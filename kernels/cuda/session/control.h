@@ -4,6 +4,8 @@
 #ifndef MOE_CUDA_CONTROL_H
 #define MOE_CUDA_CONTROL_H
 
+#include "cuda/plan/limits.h"
+
 #include "moe/window.h"
 
 #include <stdint.h>
@@ -21,7 +23,7 @@ enum moe_cuda_step_outcome_code {
 };
 
 /* Larger than any slot, so that lack of memory is reported when there are several reasons. */
-enum { MOE_CUDA_MEANS_OTHER = MOE_MAX_SLOTS };
+enum { MOE_CUDA_MEANS_OTHER = MOE_CUDA_MAX_SLOTS };
 
 struct moe_cuda_step_outcome {
     uint32_t code; /* enum moe_cuda_step_outcome_code */
@@ -39,9 +41,9 @@ struct moe_cuda_control {
     uint32_t stop;      /* a wait failed: the session can only be left */
     uint32_t slot;      /* this process's slot */
     uint64_t live, epoch, budget_ns;
-    uint8_t *window[MOE_MAX_SLOTS]; /* NULL where not live */
+    uint8_t *window[MOE_CUDA_MAX_SLOTS]; /* NULL where not live */
     struct moe_cuda_step_outcome outcome;
-    uint32_t tokens_of[MOE_MAX_SLOTS]; /* of the current step */
+    uint32_t tokens_of[MOE_CUDA_MAX_SLOTS]; /* of the current step */
     /* Counters from which warps take work items. Those of dispatch exist once per parity of the
      * step: a dispatch clears the counters of the next dispatch and of the combine that follows it.
      */
@@ -53,8 +55,8 @@ struct moe_cuda_control {
 /* Pinned memory, mapped into the device. */
 struct moe_cuda_host_control {
     uint64_t mine[MOE_WINDOW_EXCHANGE_BYTES / 8];
-    uint64_t all[MOE_MAX_SLOTS][MOE_WINDOW_EXCHANGE_BYTES / 8];
-    uint32_t bytes_came[MOE_MAX_SLOTS];
+    uint64_t all[MOE_CUDA_MAX_SLOTS][MOE_WINDOW_EXCHANGE_BYTES / 8];
+    uint32_t bytes_came[MOE_CUDA_MAX_SLOTS];
     struct moe_cuda_step_outcome outcome; /* copy for synchronous calls */
     uint32_t rows_in_use;                 /* of the running backward pass, padding included */
     uint32_t abort;                       /* host to device: all waits end */

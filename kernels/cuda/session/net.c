@@ -6,6 +6,7 @@
 #include "base/mutex.h"
 #include "base/thread.h"
 #include "base/wait.h"
+#include "cuda/plan/limits.h"
 #include "cuda/session/control.h"
 
 #include <sched.h>
@@ -27,7 +28,7 @@ enum {
 /* An exchange that was begun. */
 struct exchange {
     uint64_t number;
-    const uint8_t *trailer[MOE_MAX_SLOTS]; /* device address of that slot's trailer; or NULL */
+    const uint8_t *trailer[MOE_CUDA_MAX_SLOTS]; /* device address of that slot's trailer; or NULL */
 };
 
 struct moe_cuda_net {
@@ -86,7 +87,7 @@ static struct moe_status is_broken(void)
 /* Returns the slot with the message that did not arrive; the lowest peer if all arrived. */
 static uint32_t find_missing(struct moe_cuda_net *net, const struct exchange *x)
 {
-    uint32_t missing = MOE_MAX_SLOTS, lowest = MOE_MAX_SLOTS;
+    uint32_t missing = MOE_CUDA_MAX_SLOTS, lowest = MOE_CUDA_MAX_SLOTS;
     cudaError_t rc = cudaSuccess;
     for (uint32_t s = 0; s < net->config.slots && rc == cudaSuccess; s++)
         if (x->trailer[s] != NULL)
@@ -101,7 +102,7 @@ static uint32_t find_missing(struct moe_cuda_net *net, const struct exchange *x)
         if (rc == cudaSuccess && net->trailers[s] != trailer_of(net, x->number))
             missing = s;
     }
-    return missing != MOE_MAX_SLOTS ? missing : lowest;
+    return missing != MOE_CUDA_MAX_SLOTS ? missing : lowest;
 }
 
 /* Ends the communicator, unless it has ended. */
@@ -184,7 +185,7 @@ uint64_t moe_cuda_net_next_trailer(const struct moe_cuda_net *net)
 }
 
 static ncclResult_t send_and_receive(struct moe_cuda_net *net,
-                                     const struct moe_cuda_transfer transfer[MOE_MAX_SLOTS])
+                                     const struct moe_cuda_transfer transfer[MOE_CUDA_MAX_SLOTS])
 {
     const struct moe_cuda_net_config *c = &net->config;
     ncclComm_t comm = __atomic_load_n(&net->comm, __ATOMIC_ACQUIRE);
@@ -205,7 +206,7 @@ static ncclResult_t send_and_receive(struct moe_cuda_net *net,
 }
 
 static void remember(struct moe_cuda_net *net, uint64_t number,
-                     const struct moe_cuda_transfer transfer[MOE_MAX_SLOTS])
+                     const struct moe_cuda_transfer transfer[MOE_CUDA_MAX_SLOTS])
 {
     MOE_INVARIANT(net->count < MAX_EXCHANGES);
     struct exchange *x = &net->flying[(net->oldest + net->count++) % MAX_EXCHANGES];
@@ -217,7 +218,7 @@ static void remember(struct moe_cuda_net *net, uint64_t number,
 }
 
 struct moe_status moe_cuda_net_exchange(struct moe_cuda_net *net,
-                                        const struct moe_cuda_transfer transfer[MOE_MAX_SLOTS],
+                                        const struct moe_cuda_transfer transfer[MOE_CUDA_MAX_SLOTS],
                                         const struct moe_cuda_completion *completion)
 {
     cudaStream_t stream = net->config.device->compute;
@@ -365,7 +366,7 @@ static struct moe_status form_network(struct moe_cuda_net *net, ncclComm_t group
 static struct moe_status warm_up(void *ctx)
 {
     struct moe_cuda_net *net = ctx;
-    struct moe_cuda_transfer transfer[MOE_MAX_SLOTS];
+    struct moe_cuda_transfer transfer[MOE_CUDA_MAX_SLOTS];
     uint8_t *at = net->warm_up;
     uint64_t trailer[2] = {0, moe_cuda_net_next_trailer(net)};
     static_assert(sizeof trailer == MOE_CUDA_TRAILER_BYTES, "a trailer alone is a message");
@@ -407,7 +408,8 @@ static struct moe_status take_memory(struct moe_cuda_net *net)
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, sizeof *net->progress, &p));
     net->progress = p;
     MOE_TRY(MOE_CUDA(cudaHostGetDevicePointer((void **)&net->progress_on_device, p, 0)));
-    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, MOE_MAX_SLOTS * sizeof *net->trailers, &p));
+    MOE_TRY(
+        moe_cuda_mem_alloc(device, MOE_MEM_HOST, MOE_CUDA_MAX_SLOTS * sizeof *net->trailers, &p));
     net->trailers = p;
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, warm_up_bytes(net), &net->warm_up));
     return MOE_CUDA(cudaStreamCreateWithFlags(&net->side, cudaStreamNonBlocking));
@@ -474,7 +476,8 @@ void moe_cuda_net_close(struct moe_cuda_net *net, bool together)
         (void)cudaStreamDestroy(net->side);
     struct moe_device *device = net->config.device;
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, net->warm_up, warm_up_bytes(net));
-    moe_cuda_mem_free(device, MOE_MEM_HOST, net->trailers, MOE_MAX_SLOTS * sizeof *net->trailers);
+    moe_cuda_mem_free(device, MOE_MEM_HOST, net->trailers,
+                      MOE_CUDA_MAX_SLOTS * sizeof *net->trailers);
     moe_cuda_mem_free(device, MOE_MEM_HOST, net->progress, sizeof *net->progress);
     free(net);
 }

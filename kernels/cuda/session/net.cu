@@ -2,6 +2,7 @@
 /* How the host follows the progress of an exchange: numbers in pinned memory, stored in stream
  * order. */
 #include "cuda/core/load.h"
+#include "cuda/plan/limits.h"
 #include "cuda/session/control.h"
 #include "cuda/session/net.h"
 
@@ -31,14 +32,14 @@ __global__ void __launch_bounds__(THREADS)
 
 __global__ void trailers_kernel(const struct moe_cuda_trailers trailers)
 {
-    if (threadIdx.x < MOE_MAX_SLOTS && trailers.at[threadIdx.x] != nullptr)
+    if (threadIdx.x < MOE_CUDA_MAX_SLOTS && trailers.at[threadIdx.x] != nullptr)
         *trailers.at[threadIdx.x] = trailers.trailer;
 }
 
 extern "C" struct moe_status moe_cuda_launch_trailers(const struct moe_cuda_trailers *trailers,
                                                       cudaStream_t stream)
 {
-    trailers_kernel<<<1, MOE_MAX_SLOTS, 0, stream>>>(*trailers);
+    trailers_kernel<<<1, MOE_CUDA_MAX_SLOTS, 0, stream>>>(*trailers);
     return MOE_LAUNCHED("trailers_kernel");
 }
 

@@ -19,6 +19,7 @@
 
 #include "cuda/core/device.h"
 #include "cuda/core/task.h"
+#include "cuda/plan/limits.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -91,7 +92,7 @@ uint64_t moe_cuda_net_next_trailer(const struct moe_cuda_net *net);
 /* Enqueues an exchange on the compute stream; transfer[p] for each live peer p. `completion` may be
  * NULL. */
 struct moe_status moe_cuda_net_exchange(struct moe_cuda_net *net,
-                                        const struct moe_cuda_transfer transfer[MOE_MAX_SLOTS],
+                                        const struct moe_cuda_transfer transfer[MOE_CUDA_MAX_SLOTS],
                                         const struct moe_cuda_completion *completion) MOE_CHECKED;
 /* Waits until all exchanges enqueued so far have ended. After a failure: see moe_cuda_net_outcome.
  */
@@ -102,7 +103,7 @@ struct moe_status moe_cuda_net_settle(struct moe_cuda_net *net) MOE_CHECKED;
 /* Where the trailers of an exchange's messages lie, in device memory; NULL: there is no message. */
 struct moe_cuda_trailers {
     uint64_t trailer;
-    uint64_t *at[MOE_MAX_SLOTS];
+    uint64_t *at[MOE_CUDA_MAX_SLOTS];
 };
 /* For messages that no kernel assembles, so that no other kernel writes their trailers. */
 struct moe_status moe_cuda_launch_trailers(const struct moe_cuda_trailers *trailers,

@@ -6,6 +6,7 @@
 #include "cuda/session/window.h"
 
 #include "base/clock.h"
+#include "cuda/plan/limits.h"
 #include "cuda/plan/process.h"
 
 #include <unistd.h>
@@ -88,7 +89,7 @@ struct moe_status moe_cuda_window_share(struct moe_cuda_window *w,
 struct moe_status moe_cuda_window_read_bases(struct moe_cuda_window *w, uint64_t live)
 {
     uint32_t ranks = (uint32_t)__builtin_popcountll(live);
-    uint8_t *by_rank[MOE_MAX_SLOTS] = {0};
+    uint8_t *by_rank[MOE_CUDA_MAX_SLOTS] = {0};
     uint8_t **table;
     MOE_TRY(moe_cuda_mem_alloc(w->device, MOE_MEM_DEVICE, sizeof by_rank, (void **)&table));
     struct moe_status st = moe_cuda_window_read_peers(w->handle, ranks, table, w->device->compute);
@@ -97,7 +98,7 @@ struct moe_status moe_cuda_window_read_bases(struct moe_cuda_window *w, uint64_t
     if (!moe_failed(&st))
         st = moe_cuda_mem_copy(w->device, by_rank, table, sizeof by_rank);
     moe_cuda_mem_free(w->device, MOE_MEM_DEVICE, table, sizeof by_rank);
-    for (uint32_t s = 0, rank = 0; s < MOE_MAX_SLOTS && rank < ranks; s++)
+    for (uint32_t s = 0, rank = 0; s < MOE_CUDA_MAX_SLOTS && rank < ranks; s++)
         if (live >> s & 1)
             w->base[s] = by_rank[rank++];
     return st;

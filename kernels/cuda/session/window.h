@@ -13,6 +13,7 @@
 #define MOE_CUDA_WINDOW_H
 
 #include "cuda/core/device.h"
+#include "cuda/plan/limits.h"
 
 #include "moe/window.h"
 
@@ -26,7 +27,7 @@ struct moe_cuda_window {
     ncclWindow_t handle; /* another thread of NCCL sets it while registration is in progress */
     void *memory;
     size_t bytes;
-    uint8_t *base[MOE_MAX_SLOTS]; /* device addresses by slot; NULL where not live */
+    uint8_t *base[MOE_CUDA_MAX_SLOTS]; /* device addresses by slot; NULL where not live */
 };
 
 /* Names the group to NCCL; one slot makes it and the others receive it. */

@@ -9,6 +9,7 @@
 #include "cuda/exchange/ep.h"
 #include "cuda/exchange/exchange.h"
 #include "cuda/plan/backward_plan.h"
+#include "cuda/plan/limits.h"
 #include "cuda/router/router.h"
 #include "cuda/step/retain.h"
 #include "cuda/step/step.h"
@@ -287,8 +288,8 @@ static struct moe_status sum_counts(struct pass *p, uint64_t *tokens)
     enum { AT_ONCE = MOE_WINDOW_EXCHANGE_BYTES / sizeof(uint32_t) };
     struct moe_session *s = p->s;
     struct moe_trainer *t = p->a->trainer;
-    uint32_t mine[MOE_MAX_EXPERTS + 1], sum[MOE_MAX_EXPERTS + 1] = {0};
-    uint32_t n = p->layer->spec.experts + 1, all[MOE_MAX_SLOTS * AT_ONCE];
+    uint32_t mine[MOE_CUDA_MAX_EXPERTS + 1], sum[MOE_CUDA_MAX_EXPERTS + 1] = {0};
+    uint32_t n = p->layer->spec.experts + 1, all[MOE_CUDA_MAX_SLOTS * AT_ONCE];
     MOE_TRY(moe_cuda_mem_copy(s->device, mine, t->counted, n * sizeof *mine));
     for (uint32_t first = 0; first < n; first += AT_ONCE) {
         uint32_t part = n - first < AT_ONCE ? n - first : AT_ONCE;
@@ -305,7 +306,7 @@ static struct moe_status sum_counts(struct pass *p, uint64_t *tokens)
 static struct moe_status sum_loss(struct pass *p, double *loss)
 {
     struct moe_session *s = p->s;
-    double mine = 0, all[MOE_MAX_SLOTS] = {0};
+    double mine = 0, all[MOE_CUDA_MAX_SLOTS] = {0};
     MOE_TRY(moe_cuda_train_sum_losses(s->device, p->loss, p->tokens, &mine));
     MOE_TRY(moe_cuda_session_exchange_inside(s, &mine, all, sizeof mine));
     *loss = 0;

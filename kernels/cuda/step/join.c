@@ -9,6 +9,7 @@
 #include "cuda/exchange/ep.h"
 #include "cuda/exchange/ep_net.h"
 #include "cuda/exchange/exchange.h"
+#include "cuda/plan/limits.h"
 #include "cuda/plan/options.h"
 #include "cuda/step/step.h"
 
@@ -54,7 +55,7 @@ static struct moe_status check_introductions(const struct moe_session *s,
                                              const struct introduction *all)
 {
     const struct moe_session_config *c = &s->config;
-    struct moe_gpu_uuid gpus[MOE_MAX_SLOTS] = {0};
+    struct moe_gpu_uuid gpus[MOE_CUDA_MAX_SLOTS] = {0};
     for (uint32_t p = 0; p < c->slots; p++) {
         gpus[p] = all[p].gpu;
         if (!(c->live >> p & 1))
@@ -81,7 +82,7 @@ struct reach {
 static struct moe_status agree_on_reach(const struct moe_session *s, bool mine, bool *all_reach)
 {
     const struct moe_session_config *c = &s->config;
-    struct reach reach = {.magic = MOE_WINDOW_MAGIC, .all = mine}, all[MOE_MAX_SLOTS] = {0};
+    struct reach reach = {.magic = MOE_WINDOW_MAGIC, .all = mine}, all[MOE_CUDA_MAX_SLOTS] = {0};
     MOE_TRY(c->allgather(c->allgather_ctx, &reach, all, sizeof reach));
     *all_reach = true;
     for (uint32_t p = 0; p < c->slots; p++) {
@@ -130,7 +131,7 @@ static struct moe_status choose_transport(struct moe_session *s, uint64_t deadli
 static struct moe_status open_window(struct moe_session *s)
 {
     const struct moe_session_config *c = &s->config;
-    struct introduction mine, all[MOE_MAX_SLOTS] = {0};
+    struct introduction mine, all[MOE_CUDA_MAX_SLOTS] = {0};
     uint32_t lowest = (uint32_t)__builtin_ctzll(c->live);
     bool alone = c->live == UINT64_C(1) << lowest;
     MOE_TRY(introduce(s, &mine));
@@ -173,6 +174,10 @@ struct moe_status moe_cuda_session_join(struct moe_device *device,
     uint32_t chosen[MOE_CUDA_OPTION_COUNT];
     MOE_TRY(moe_backend_choose(moe_cuda_options, config->settings, chosen));
     MOE_TRY(moe_session_check(config, &layout));
+    if (config->slots > MOE_CUDA_MAX_SLOTS || config->max_experts > MOE_CUDA_MAX_EXPERTS)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "a group of GPUs has at most %d slots, and %d experts in a layer",
+                         MOE_CUDA_MAX_SLOTS, MOE_CUDA_MAX_EXPERTS);
     MOE_TRY(moe_cuda_device_use(device));
     struct moe_session *s = calloc(1, sizeof *s);
     if (s == NULL)

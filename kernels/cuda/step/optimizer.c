@@ -4,6 +4,7 @@
  * anything changes. Within a slot everything is enqueued, a few launches per block; the host waits
  * for its peers, and once for the norm. Sums over slots are in reduce.h. No step may run at the
  * same time. */
+#include "cuda/plan/limits.h"
 #include "cuda/step/backward.h"
 
 #include "common/activation_cache.h"
@@ -102,7 +103,7 @@ static struct moe_status local_squares(struct moe_device *device,
 static struct moe_status find_norm(struct moe_session *s, struct moe_trainer *const *trainers,
                                    size_t count, double *norm)
 {
-    double squares[MOE_CUDA_SQUARES], all[MOE_MAX_SLOTS] = {0};
+    double squares[MOE_CUDA_SQUARES], all[MOE_CUDA_MAX_SLOTS] = {0};
     MOE_TRY(local_squares(s->device, trainers, count, squares));
     MOE_TRY(moe_cuda_session_exchange(s, &squares[MOE_CUDA_SQUARES_OWN], all, sizeof *squares));
     double sum = squares[MOE_CUDA_SQUARES_SHARED];
@@ -142,7 +143,7 @@ static struct moe_status sum_loads(struct moe_session *s, const struct moe_train
                                    uint64_t *loads)
 {
     uint32_t experts = t->layer->spec.experts;
-    uint64_t mine[MOE_MAX_EXPERTS], all[MOE_MAX_SLOTS][LOADS_AT_ONCE];
+    uint64_t mine[MOE_CUDA_MAX_EXPERTS], all[MOE_CUDA_MAX_SLOTS][LOADS_AT_ONCE];
     MOE_TRY(moe_cuda_mem_copy(t->layer->device, mine, t->loads, experts * sizeof *mine));
     memset(loads, 0, experts * sizeof *loads);
     for (uint32_t first = 0; first < experts; first += LOADS_AT_ONCE) {
@@ -161,8 +162,8 @@ static struct moe_status balance(struct moe_session *s, struct moe_trainer *t, d
 {
     struct moe_layer *layer = t->layer;
     uint32_t experts = layer->spec.experts;
-    uint64_t loads[MOE_MAX_EXPERTS], total = 0;
-    float bias[MOE_MAX_EXPERTS];
+    uint64_t loads[MOE_CUDA_MAX_EXPERTS], total = 0;
+    float bias[MOE_CUDA_MAX_EXPERTS];
     if (rate == 0 || !layer->spec.router.select_bias)
         return moe_ok();
     MOE_TRY(sum_loads(s, t, loads));
@@ -202,7 +203,7 @@ static struct moe_status agree(struct moe_session *s, struct moe_trainer *const 
                                size_t count, const struct moe_optimizer_args *args, bool *refused)
 {
     struct moe_status own = check(s, trainers, count, args);
-    struct moe_optimizer_vote mine = {.refuses = moe_failed(&own)}, all[MOE_MAX_SLOTS];
+    struct moe_optimizer_vote mine = {.refuses = moe_failed(&own)}, all[MOE_CUDA_MAX_SLOTS];
     if (mine.refuses == 0)
         mine.hash = moe_optimizer_hash(args, count);
     for (size_t i = 0; i < count && mine.refuses == 0; i++)

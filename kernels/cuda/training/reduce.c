@@ -4,6 +4,7 @@
 
 #include "cuda/exchange/ep_net.h"
 #include "cuda/exchange/exchange.h"
+#include "cuda/plan/limits.h"
 #include "cuda/training/trainer.h"
 
 enum {
@@ -19,7 +20,7 @@ static_assert(NETWORK_ROOM % PIECE_ALIGN == 0, "whole lines");
 /* A barrier: every slot waits for every other. */
 static struct moe_status barrier(struct moe_session *s)
 {
-    uint8_t nothing = 0, all[MOE_MAX_SLOTS];
+    uint8_t nothing = 0, all[MOE_CUDA_MAX_SLOTS];
     return moe_cuda_session_exchange_inside(s, &nothing, all, sizeof nothing);
 }
 

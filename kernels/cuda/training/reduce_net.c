@@ -8,6 +8,7 @@
  * other. So two areas of messages serve both exchanges: one for parts that the peer owns, one for
  * own parts.
  */
+#include "cuda/plan/limits.h"
 #include "cuda/training/reduce.h"
 
 #include "cuda/exchange/ep_net.h"
@@ -20,8 +21,8 @@ enum {
 
 /* The messages of one exchange, one for each peer. */
 struct area {
-    uint8_t *message[MOE_MAX_SLOTS];
-    size_t bytes[MOE_MAX_SLOTS]; /* without the trailer */
+    uint8_t *message[MOE_CUDA_MAX_SLOTS];
+    size_t bytes[MOE_CUDA_MAX_SLOTS]; /* without the trailer */
 };
 
 struct sums {
@@ -71,8 +72,8 @@ static bool is_common(const struct sums *u, const struct moe_cuda_piece *piece, 
 
 static size_t area_bytes(size_t room)
 {
-    size_t padding = sizeof(float) * PART_ALIGN * MOE_CUDA_REDUCE_PIECES * (MOE_MAX_SLOTS + 1);
-    return room * sizeof(float) + padding + MOE_MAX_SLOTS * (size_t)MOE_CUDA_TRAILER_BYTES;
+    size_t padding = sizeof(float) * PART_ALIGN * MOE_CUDA_REDUCE_PIECES * (MOE_CUDA_MAX_SLOTS + 1);
+    return room * sizeof(float) + padding + MOE_CUDA_MAX_SLOTS * (size_t)MOE_CUDA_TRAILER_BYTES;
 }
 
 size_t moe_cuda_reduce_message_bytes(size_t room)
@@ -133,7 +134,7 @@ static struct moe_status exchange(const struct sums *u, const struct area *out,
                                   const struct area *in)
 {
     struct moe_session *s = u->r->s;
-    struct moe_cuda_transfer transfer[MOE_MAX_SLOTS] = {0};
+    struct moe_cuda_transfer transfer[MOE_CUDA_MAX_SLOTS] = {0};
     struct moe_cuda_trailers trailers = {.trailer = moe_cuda_net_next_trailer(s->net)};
     for (uint32_t p = 0; p < s->config.slots; p++) {
         transfer[p] =
@@ -153,7 +154,7 @@ static struct moe_status exchange(const struct sums *u, const struct area *out,
 static struct moe_status add_parts(const struct sums *u)
 {
     const struct moe_session *s = u->r->s;
-    const uint8_t *at[MOE_MAX_SLOTS];
+    const uint8_t *at[MOE_CUDA_MAX_SLOTS];
     for (uint32_t p = 0; p < s->config.slots; p++)
         at[p] = u->mine.message[p];
     for (uint32_t i = 0; i < u->r->count; i++) {

@@ -3,6 +3,7 @@
  * train_kernels.h. A warp works on a token, with the token's scores and gradients in shared
  * memory; lane k holds its k-th choice. */
 #include "cuda/core/load.h"
+#include "cuda/plan/limits.h"
 #include "cuda/router/scores.cuh"
 #include "cuda/training/train_kernels.h"
 
@@ -190,7 +191,7 @@ size_t shared_bytes(const struct moe_cuda_router_backward &a)
 {
     return static_cast<size_t>(WARPS) * 3 * (a.experts + a.spec.zero_experts) * sizeof(float);
 }
-static_assert(WARPS * 3 * 2 * MOE_MAX_EXPERTS * sizeof(float) <= 48 << 10,
+static_assert(WARPS * 3 * 2 * MOE_CUDA_MAX_EXPERTS * sizeof(float) <= 48 << 10,
               "shared memory that needs no special request");
 
 __global__ void count_loads_kernel(uint32_t tokens, uint32_t top_k, uint32_t experts,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Kernels over a trainer's blocks; see trainer.h. */
 #include "cuda/core/load.h"
+#include "cuda/plan/limits.h"
 #include "cuda/training/trainer.h"
 
 #include <cuda_bf16.h>
@@ -173,7 +174,7 @@ __global__ void sum_sources_kernel(const struct moe_sources s, size_t n, float *
     for (size_t i = first_index(); i < n; i += index_step()) {
         float sum = 0;
         bool first = true;
-        for (uint32_t slot = 0; slot < MOE_MAX_SLOTS; slot++) {
+        for (uint32_t slot = 0; slot < MOE_CUDA_MAX_SLOTS; slot++) {
             if (s.from[slot] == nullptr)
                 continue;
             sum = first ? s.from[slot][i] : sum + s.from[slot][i];

@@ -8,6 +8,7 @@
 
 #include "common/training_rules.h"
 #include "cuda/layer/weights.h"
+#include "cuda/plan/limits.h"
 #include "cuda/training/train_gemm.h"
 
 #ifdef __cplusplus
@@ -117,7 +118,7 @@ struct moe_status moe_cuda_update(const struct moe_train_update *u, size_t n, fl
                                   cudaStream_t stream) MOE_CHECKED;
 /* to[i] = sum of from[s][i] over the slots s with from[s] != NULL, in slot order. */
 struct moe_sources {
-    const float *from[MOE_MAX_SLOTS];
+    const float *from[MOE_CUDA_MAX_SLOTS];
 };
 struct moe_status moe_cuda_sum_sources(const struct moe_sources *sources, size_t n, float *to,
                                        cudaStream_t stream) MOE_CHECKED;
