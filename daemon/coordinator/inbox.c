@@ -9,6 +9,7 @@ void moe_coordinator__post(struct moe_coordinator *c, struct event *e)
 {
     moe_mutex_lock(&c->inbox_lock);
     e->next = NULL;
+    e->arrived_ns = moe_clock_ns();
     if (c->inbox_last != NULL)
         c->inbox_last->next = e;
     else

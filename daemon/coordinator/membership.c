@@ -155,7 +155,9 @@ static bool begin_member_input(struct moe_membership *m, uint64_t now_ns, uint64
                                         "the stream has no slot: send Register first"));
         return false;
     }
-    m->members[*slot].last_message_ns = now_ns;
+    struct member *member = &m->members[*slot];
+    if (now_ns > member->last_message_ns)
+        member->last_message_ns = now_ns;
     return true;
 }
 
@@ -380,7 +382,7 @@ void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint
     m->attempts = 0;
     m->waits = 0;
     m->failed = false;
-    m->next_try_ns = now_ns;
+    m->next_try_ns = m->now_ns;
     end_input(m);
 }
 
@@ -489,7 +491,7 @@ struct moe_status moe_membership_shutdown(struct moe_membership *m, uint64_t now
     /* At the limit, workers cancel their calls and need time to send Leaving. */
     uint64_t limit =
         limit_ms != 0 ? limit_ms * MOE_NS_PER_MS + m->config.lease_ns : m->config.shutdown_ns;
-    m->shutdown_deadline_ns = now_ns + limit;
+    m->shutdown_deadline_ns = m->now_ns + limit;
     for (uint32_t s = 0; s < m->config.slots; s++)
         if (m->members[s].state == SLOT_TAKEN && !m->members[s].draining)
             moe_membership__drain(m, s, m->shutdown_reason, limit_ms);

@@ -75,8 +75,9 @@ void moe_membership_destroy(struct moe_membership *m);
 
 /* ------------------------------------------------------------------ inputs
  *
- * `now_ns` never decreases. `stream` is a number > 0, unique for each session stream. The caller
- * carries out all actions of an input before the next input. */
+ * `now_ns`: of a message, when it came in, so that a lease runs from there although the message has
+ * waited for the machine; of all else, the present. `stream` is a number > 0, unique for each
+ * session stream. The caller carries out all actions of an input before the next input. */
 
 struct moe_membership_layer { /* moe.v1.LayerInfo */
     uint32_t layer, hidden, experts, top_k, intermediate, zero_experts, shared_intermediate;

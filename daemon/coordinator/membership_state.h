@@ -135,8 +135,9 @@ struct moe_membership {
 
 /* ------------------------------------------------------------------ time (actions.c) */
 
-/* A long time without any input means that this process was stopped or waited for a slow disk.
- * Heartbeats of that time wait unread, so all leases grow by the pause. */
+/* The machine's clock is the latest time of an input; an input that came in earlier and waited does
+ * not set it back. A long time without any input means that this process was stopped or waited for
+ * a slow disk. Heartbeats of that time wait unread, so all leases grow by the pause. */
 void moe_membership__set_time(struct moe_membership *m, uint64_t now_ns);
 
 /* ------------------------------------------------------------------ outputs (actions.c) */

@@ -69,6 +69,11 @@ static struct moe_status add_all(struct moe_coordinator *c)
                         &o->malformed));
     MOE_TRY(add_counter(c, "moe_state_save_failures_total",
                         "Writes of the group state that failed.", NULL, NULL, &o->save_failures));
+    struct moe_metric_desc waited = {
+        .name = "moe_session_wait_seconds",
+        .help = "Time from the arrival of a worker's message to its turn in the coordinator."};
+    MOE_TRY(moe_metrics_add_histogram(o->registry, &waited, moe_metrics_seconds_bounds,
+                                      MOE_METRIC_SECONDS_BOUNDS, &o->waited_seconds));
     struct moe_metric_desc save = {.name = "moe_state_save_seconds",
                                    .help = "Time to make the group state durable."};
     return moe_metrics_add_histogram(o->registry, &save, moe_metrics_seconds_bounds,

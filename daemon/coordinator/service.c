@@ -49,9 +49,12 @@ static void settle(struct moe_coordinator *c)
     (void)uv_timer_start(&c->timer, on_timer, wait_ms, 0); /* fails without a callback only */
 }
 
+/* Messages that came in before the tick count before it: a busy coordinator does not blame its
+ * workers. */
 static void on_timer(uv_timer_t *timer)
 {
     struct moe_coordinator *c = timer->data;
+    run_inbox(c);
     uint64_t now = moe_clock_ns();
     moe_membership_on_tick(c->machine, now);
     moe_coordinator__act(c);

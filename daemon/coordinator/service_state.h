@@ -26,7 +26,8 @@
 /* A message of a gRPC thread to the owner thread. Embedded in its stream or call, so that no
  * allocation can fail: a stream has at most one pending message, and a call ends once. */
 struct event {
-    struct event *next; /* in the inbox */
+    struct event *next;  /* in the inbox */
+    uint64_t arrived_ns; /* when the gRPC thread posted it; never decreases along the inbox */
     void (*run)(struct moe_coordinator *c, struct event *e);
 };
 
@@ -52,6 +53,7 @@ struct observed {
     struct moe_histogram *save_seconds;
     struct moe_counter *save_failures;
     struct moe_counter *messages, *malformed;
+    struct moe_histogram *waited_seconds; /* of messages, in the inbox */
 };
 
 enum admin_method { ADMIN_STATUS, ADMIN_PLACEMENT, ADMIN_DRAIN, ADMIN_SHUTDOWN, ADMIN_METHODS };

@@ -385,11 +385,12 @@ static struct moe_status status_of(const Moe__V1__Error *e)
                      "%s", e->message);
 }
 
-/* False when this release does not know the message. */
+/* `s->message_event.arrived_ns` is the time of the input. False when this release does not know the
+ * message. */
 static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1__SessionRequest *m)
 {
     struct moe_membership *machine = c->machine;
-    uint64_t now = moe_clock_ns(), stream = s->stream;
+    uint64_t now = s->message_event.arrived_ns, stream = s->stream;
     struct moe_status st;
     switch (m->body_case) {
     case MOE__V1__SESSION_REQUEST__BODY_REGISTER:
@@ -444,6 +445,9 @@ static void receive_bytes(struct moe_coordinator *c, struct session *s)
     if (!moe_failed(&st))
         st = moe_rpc_unpack(&moe__v1__session_request__descriptor, c->received, length, NULL, &m);
     moe_counter_add(c->seen.messages, 1);
+    moe_histogram_observe(c->seen.waited_seconds,
+                          (double)(moe_clock_ns() - s->message_event.arrived_ns) /
+                              (double)MOE_NS_PER_S);
     if (!moe_failed(&st) && !receive(c, s, m))
         st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a SessionRequest");
     if (m != NULL)

@@ -618,6 +618,25 @@ static void a_silent_worker_loses_its_slot_and_not_before_its_lease(void **unuse
     assert_int_equal(closed_with.code, MOE_FAILED_PRECONDITION);
 }
 
+/* Its message came in during its lease, and the coordinator reads it after the lease of then. */
+static void a_lease_runs_from_when_a_message_came_in(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    pass(LEASE_MS - 50, 1, s, 2);
+    uint64_t late = now - 200 * MOE_NS_PER_MS;
+    uint64_t present = now;
+    now = late;
+    heartbeat(s[2], 1);
+    now = present;
+    pass(LEASE_MS - 250, 1, s, 2);
+    expect_state(MOE_GROUP_SERVING);
+    pass(50, 1, s, 2);
+    expect_state(MOE_GROUP_DEGRADED);
+    assert_non_null(strstr(group().reason, "slot 2 lost: lease expired"));
+}
+
 static void a_pause_of_the_coordinator_costs_no_worker_its_slot(void **unused)
 {
     (void)unused;
@@ -966,6 +985,7 @@ int main(void)
         STORY(the_reason_names_the_empty_slot),
         STORY(a_worker_too_many_learns_when_a_slot_may_become_free),
         STORY(a_silent_worker_loses_its_slot_and_not_before_its_lease),
+        STORY(a_lease_runs_from_when_a_message_came_in),
         STORY(a_pause_of_the_coordinator_costs_no_worker_its_slot),
         STORY(a_worker_that_still_serves_an_ended_epoch_gets_an_answer),
         STORY(epochs_go_on_above_what_workers_know),
