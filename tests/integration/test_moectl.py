@@ -29,7 +29,7 @@ import moed
 FAMILY = "qwen3_moe"
 OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = range(8)
 COMMANDS = ("up", "down", "status", "wait", "replace", "forward", "bench", "training",
-            "version")
+            "context", "version")
 
 PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT, WALL = 0x4206, 17, 1 << 6, 0x40000000
 
@@ -39,7 +39,8 @@ NOWHERE = tempfile.TemporaryDirectory(prefix="moed-test-")
 def run(*arguments, **more):
     """Runs moectl with `more` in the environment. It does not find a group of the user."""
     environment = {key: value for key, value in os.environ.items() if key != "MOED_ENDPOINT"}
-    environment.update(XDG_RUNTIME_DIR=NOWHERE.name, **more)
+    environment.update(
+        {"XDG_RUNTIME_DIR": NOWHERE.name, "XDG_CONFIG_HOME": NOWHERE.name, **more})
     return subprocess.run([MOECTL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True, timeout=120, env=environment)
 
@@ -89,6 +90,49 @@ class CommandLine(unittest.TestCase):
             self.assertIn("usage: moectl " + command, text)
             self.assertIn("\nexamples:\n  moectl " + command, text)
             self.assertIn("--timeout", text)
+
+    def test_contexts_are_names_for_groups(self):
+        with folder() as home:
+            os.mkdir(f"{home}/moed")
+            path, token = f"{home}/moed/contexts", f"{home}/token"
+            there = {"XDG_CONFIG_HOME": home}
+
+            def put(text):
+                with open(path, "w", encoding="ascii") as file:
+                    file.write(text)
+
+            self.assertEqual(run("context", **there).stdout, "* the local group\n")
+            put("; mine\ncurrent = near\n[near]\nendpoint = 127.0.0.1:1\n[far]\n"
+                f"endpoint = 127.0.0.1:2\ntoken-file = {token}\n")
+            self.assertEqual(run("context", "list", **there).stdout.split(), [
+                "*", "near", "127.0.0.1:1", "far", "127.0.0.1:2", "(with", "a", "token)"])
+            self.assertIn("127.0.0.1:1", run("status", **there).stderr)
+            self.assertIn("127.0.0.1:3", run("status", MOED_ENDPOINT="127.0.0.1:3", **there).stderr)
+            far = run("status", "--context", "far", **there)
+            self.assertIn("token: No such file", far.stderr)  # its token is looked for
+            self.assertEqual(run("context", "use", "far", **there).returncode, OK)
+            with open(path, encoding="ascii") as file:
+                self.assertEqual(file.read().splitlines()[:3],
+                                 ["current = far", "; mine", "[near]"])
+            self.assertIn("token: No such file", run("status", **there).stderr)
+            self.assertIn("127.0.0.1:1", run("status", MOED_CONTEXT="near", **there).stderr)
+            self.assertEqual(json.loads(run("context", "-o", "json", **there).stdout)["current"],
+                             "far")
+            self.assertEqual(run("context", "use", "local", **there).returncode, OK)
+            self.assertEqual(run("status", **there).returncode, NOT_FOUND)
+            self.assertEqual(run("context", "use", "none", **there).returncode, NOT_FOUND)
+            for wrong in (["status", "--context", "none"], ["context", "use"],
+                          ["context", "list", "x"], ["context", "bogus"],
+                          ["status", "--context", "far", "--endpoint", "127.0.0.1:1"]):
+                self.assertEqual(run(*wrong, **there).returncode, USAGE, wrong)
+            for bad in ("[x]\ntoken-file = /t\n", "[x]\nendpoint = y\n",
+                        "[x y]\nendpoint = a:1\n", "current = z\n",
+                        "[x]\nendpoint = a:1\nuser = me\n", "rubbish\n",
+                        f"[{'x' * 60}]\nendpoint = a:1\n"):
+                put(bad)
+                done = run("context", **there)
+                self.assertNotEqual(done.returncode, OK, bad)
+                self.assertEqual(len(done.stderr.splitlines()), 1)
 
     def test_help_of_a_command(self):
         self.assertEqual(self.expect(OK, "help", "training").stdout,

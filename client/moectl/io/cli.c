@@ -5,6 +5,7 @@
 #include "base/clock.h"
 #include "daemon/endpoint.h"
 #include "daemon/log.h"
+#include "moectl/io/context.h"
 
 #include <stdarg.h>
 #include <stdlib.h>
@@ -110,15 +111,48 @@ static bool wants_help(int argc, char **argv)
     return false;
 }
 
-/* --endpoint, else $MOED_ENDPOINT; checks it. */
+/* NULL if it is not set, or empty. */
+static const char *variable(const char *name)
+{
+    const char *value = getenv(name);
+    return value != NULL && value[0] != '\0' ? value : NULL;
+}
+
+/* Takes endpoint and token of --context, else of $MOED_CONTEXT, else of the current context. */
+static int apply_context(struct moectl_common *common)
+{
+    static struct moectl_contexts contexts; /* outlives the command's use of its strings */
+    struct moe_status st = moectl_contexts_read(&contexts);
+    if (moe_failed(&st))
+        return moectl_usage_error("%s", st.text);
+    const char *name = common->context != NULL ? common->context : variable("MOED_CONTEXT");
+    const struct moectl_context *c =
+        moectl_contexts_find(&contexts, name != NULL ? name : contexts.current);
+    if (c == NULL && name != NULL)
+        return moectl_usage_error("there is no context '%s'", name);
+    if (c == NULL)
+        return MOECTL_OK;
+    common->endpoint = c->endpoint;
+    if (common->token_file == NULL && c->token_file[0] != '\0')
+        common->token_file = c->token_file;
+    return MOECTL_OK;
+}
+
+/* --endpoint, else --context, else $MOED_ENDPOINT, else $MOED_CONTEXT or the current context; none
+ * of these with --state-dir. Checks it. */
 static int choose_endpoint(struct moectl_common *common)
 {
-    const char *setting = "--endpoint";
-    const char *from_environment = getenv("MOED_ENDPOINT");
-    if (common->endpoint == NULL && common->state_dir == NULL && from_environment != NULL &&
-        from_environment[0] != '\0') {
+    const char *setting = "--endpoint", *from_environment = variable("MOED_ENDPOINT");
+    if (common->context != NULL && (common->endpoint != NULL || common->state_dir != NULL))
+        return moectl_usage_error("--context goes with neither --endpoint nor --state-dir");
+    bool open = common->endpoint == NULL && common->state_dir == NULL;
+    if (open && common->context == NULL && from_environment != NULL) {
         common->endpoint = from_environment;
         setting = "$MOED_ENDPOINT";
+    } else if (open) {
+        int code = apply_context(common);
+        if (code != MOECTL_OK)
+            return code;
     }
     if (common->endpoint == NULL)
         return MOECTL_OK;
@@ -151,12 +185,15 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
          "limit of the command (forward, bench: of each call), 0 = none"},
         {"help", 'h', MOE_OPTION_BOOL, &help, 0, 0, NULL, "this text"},
         {"endpoint", 'e', MOE_OPTION_STRING, &common->endpoint, 0, 0, "H:P",
-         "any worker or the coordinator; default: $MOED_ENDPOINT, else the local group"},
+         "any worker or the coordinator; default: --context, else $MOED_ENDPOINT, else the local "
+         "group"},
         {"token-file", 0, MOE_OPTION_STRING, &common->token_file, 0, 0, "FILE",
          "token for daemons that ask for one, mode 0600; default: $MOED_TOKEN_FILE"},
+        {"context", 0, MOE_OPTION_STRING, &common->context, 0, 0, "NAME",
+         "group of this name (moectl help context); default: $MOED_CONTEXT, else the current one"},
     };
     struct moe_option table[MOECTL_OPTIONS_MAX];
-    size_t shared_count = sizeof shared / sizeof *shared - (command->local ? 2 : 0);
+    size_t shared_count = sizeof shared / sizeof *shared - (command->local ? 3 : 0);
     MOE_INVARIANT(count + shared_count <= MOECTL_OPTIONS_MAX);
     if (count > 0)
         memcpy(table, own, count * sizeof *own);

@@ -39,8 +39,9 @@ struct moectl_command {
 /* Common options; preset with the command's defaults. */
 struct moectl_common {
     const char *format;     /* "table" or "json" */
-    const char *endpoint;   /* --endpoint, else $MOED_ENDPOINT, else NULL */
+    const char *endpoint;   /* --endpoint, else of a context or $MOED_ENDPOINT, else NULL */
     const char *state_dir;  /* NULL = the default one */
+    const char *context;    /* --context, or NULL; moectl_parse applies it */
     const char *token_file; /* --token-file, or NULL; moectl_parse passes it on */
     double timeout_s;
     bool json; /* set by moectl_parse */

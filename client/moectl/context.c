@@ -1,0 +1,80 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* moectl context: names for groups. */
+#include "commands.h"
+
+#include "moectl/io/context.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static int list(const struct moectl_common *common, const struct moectl_contexts *contexts)
+{
+    json_t *document = moectl_document("Contexts"), *items = json_array();
+    json_object_set_new(document, "current", json_string(contexts->current));
+    for (size_t i = 0; i < contexts->count; i++) {
+        const struct moectl_context *c = &contexts->all[i];
+        bool current = strcmp(c->name, contexts->current) == 0;
+        if (!common->json)
+            moectl_put("%c %-24s %s%s\n", current ? '*' : ' ', c->name, c->endpoint,
+                       c->token_file[0] != '\0' ? " (with a token)" : "");
+        json_array_append_new(items, json_pack("{s:s, s:s, s:s}", "name", c->name, "endpoint",
+                                               c->endpoint, "tokenFile", c->token_file));
+    }
+    json_object_set_new(document, "contexts", items);
+    if (common->json)
+        return moectl_print(document);
+    if (contexts->current[0] == '\0')
+        moectl_put("* the local group\n");
+    json_decref(document);
+    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+}
+
+/* Takes the words "list", or "use NAME", out of the arguments. */
+static void take_words(const char *words[2], int *argc, char ***argv)
+{
+    for (int i = 0; i < 2 && *argc > 1 && (*argv)[1][0] != '-'; i++) {
+        words[i] = (*argv)[1];
+        (*argv)[1] = (*argv)[0];
+        (*argv)++;
+        (*argc)--;
+    }
+}
+
+static int run(const struct moectl_command *self, int argc, char **argv)
+{
+    struct moectl_common common = {.format = "table"};
+    struct moectl_contexts contexts;
+    const char *words[2] = {"list", NULL};
+    int code;
+    take_words(words, &argc, &argv);
+    if (!moectl_parse(self, NULL, 0, &common, argc, argv, &code))
+        return code;
+    bool use = strcmp(words[0], "use") == 0;
+    if (!use && strcmp(words[0], "list") != 0)
+        return moectl_usage_error("there is no action 'context %s'", words[0]);
+    if (use != (words[1] != NULL))
+        return moectl_usage_error(use ? "context use: which one?" : "unexpected argument '%s'",
+                                  words[1]);
+    struct moe_status st = use ? moectl_contexts_use(words[1]) : moectl_contexts_read(&contexts);
+    if (moe_failed(&st))
+        return moectl_fail(&st);
+    return use ? MOECTL_OK : list(&common, &contexts);
+}
+
+const struct moectl_command moectl_context = {
+    .name = "context",
+    .summary = "Lists the names of groups, or chooses the one that commands use.",
+    .usage = "[list | use NAME]\n"
+             "\n"
+             "The file is $XDG_CONFIG_HOME/moed/contexts, else ~/.config/moed/contexts:\n"
+             "\n"
+             "  [prod]\n"
+             "  endpoint = 10.0.0.7:7700\n"
+             "  token-file = /home/me/prod.token\n"
+             "\n"
+             "The name local stands for the group of this host",
+    .examples = "  moectl context use prod\n"
+                "  moectl status --context prod\n",
+    .local = true,
+    .run = run,
+};
