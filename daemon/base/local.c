@@ -12,7 +12,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-enum { DIRECTORIES = 2 };
+enum { DIRECTORIES = 3 };
 
 /* Directory `index` of the list; false at its end. */
 static bool directory_at(unsigned index, char to[MOE_LOCAL_PATH_BYTES])
@@ -23,7 +23,9 @@ static bool directory_at(unsigned index, char to[MOE_LOCAL_PATH_BYTES])
         n = index == 0 ? snprintf(to, MOE_LOCAL_PATH_BYTES, "%s", own) : -1;
     else if (index == 0 && session != NULL && session[0] == '/')
         n = snprintf(to, MOE_LOCAL_PATH_BYTES, "%s/moed", session);
-    else if (index < DIRECTORIES) /* also first, where there is no session */
+    else if (index == 0 || index == 1) /* a session that this environment does not name */
+        n = snprintf(to, MOE_LOCAL_PATH_BYTES, "/run/user/%u/moed", geteuid());
+    else if (index < DIRECTORIES)
         n = snprintf(to, MOE_LOCAL_PATH_BYTES, "/tmp/moed-%u", geteuid());
     return n > 0 && n < MOE_LOCAL_PATH_BYTES;
 }

@@ -5,8 +5,9 @@
  * DIRECTORY/P-NETWORK.sock. NETWORK is the inode of its network namespace: port P means another
  * daemon elsewhere. The kernel tells the daemon which user connects; that needs no password.
  *
- * DIRECTORY is $MOED_RUNTIME_DIR; if that is not set, $XDG_RUNTIME_DIR/moed, or /tmp/moed-UID if
- * that one cannot be used. It belongs to the user and has mode 0700. */
+ * DIRECTORY is $MOED_RUNTIME_DIR; if that is not set, the first of $XDG_RUNTIME_DIR/moed,
+ * /run/user/UID/moed and /tmp/moed-UID that can be used. It belongs to the user and has mode 0700.
+ * A client looks in all of them, because it may run in another session than the daemon. */
 #ifndef MOE_BASE_LOCAL_H
 #define MOE_BASE_LOCAL_H
 

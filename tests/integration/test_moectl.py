@@ -34,6 +34,8 @@ COMMANDS = ("up", "down", "status", "wait", "replace", "forward", "bench", "trai
 PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT, WALL = 0x4206, 17, 1 << 6, 0x40000000
 
 NOWHERE = tempfile.TemporaryDirectory(prefix="moed-test-")
+# Some commands here run in another session (XDG_RUNTIME_DIR) than the daemons; sockets stay.
+os.environ["MOED_RUNTIME_DIR"] = os.path.join(NOWHERE.name, "run")
 
 
 def run(*arguments, **more):

@@ -15,7 +15,8 @@ def _directories():
     session = os.environ.get("XDG_RUNTIME_DIR", "")
     if own.startswith("/"):
         return [own]
-    return [f"{session}/moed"] * session.startswith("/") + [f"/tmp/moed-{os.geteuid()}"]
+    sessions = [session] * session.startswith("/") + [f"/run/user/{os.geteuid()}"]
+    return [f"{s}/moed" for s in sessions] + [f"/tmp/moed-{os.geteuid()}"]
 
 
 def _is_loopback(host):
