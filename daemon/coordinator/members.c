@@ -435,6 +435,22 @@ static struct moe_status no_free_slot(const struct moe_membership *m)
                            m->config.slots, slot, left_ms / 1000, left_ms % 1000 / 100);
 }
 
+/* Peers and clients dial the address, so it must not be that of another worker. */
+static struct moe_status check_address(const struct moe_membership *m,
+                                       const struct moe_membership_register *r)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct member *other = &m->members[s];
+        if (other->state == SLOT_TAKEN && other->stream != 0 &&
+            strcmp(other->worker_id, r->worker_id) != 0 &&
+            strcmp(other->endpoint, r->endpoint) == 0)
+            return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_NONE,
+                             "%s is the address of %s, in slot %u: check --advertise", r->endpoint,
+                             other->worker_id, s);
+    }
+    return moe_ok();
+}
+
 struct moe_status moe_membership__register(struct moe_membership *m, uint64_t stream,
                                            const struct moe_membership_register *r)
 {
@@ -450,6 +466,7 @@ struct moe_status moe_membership__register(struct moe_membership *m, uint64_t st
                          "a stream registers one worker process");
     if (m->shutting_down && !same)
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group is shutting down");
+    MOE_TRY(check_address(m, r));
     if (!known && !pick_slot(m, r, &slot))
         return no_free_slot(m);
     if (known)

@@ -25,6 +25,8 @@ struct moe_worker {
     uint64_t incarnation;
     uint8_t slot_token[16]; /* secret; see Register */
 
+    bool said_unencrypted; /* once in the life of the process; the serial executor's */
+
     struct moe_device *device;
     struct moe_model *model;
     struct moe_loader *loader;

@@ -171,6 +171,10 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
     bool network = strstr(transport, "network") != NULL && hosts[v->slot].address[0] != '\0';
     moe_log_info("epoch %llu: rows travel over %s%s%s", (unsigned long long)v->epoch, transport,
                  network ? ", here at " : "", network ? hosts[v->slot].address : "");
+    if (strstr(transport, "network") != NULL && !w->said_unencrypted) {
+        moe_log_warn("rows travel over the network without encryption: use a private one");
+        w->said_unencrypted = true;
+    }
     return moe_ok();
 }
 

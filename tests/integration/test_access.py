@@ -306,6 +306,30 @@ class Tokens(unittest.TestCase):
             wait_until(lambda: "serving under epoch" in read(w1.log), 30)
             self.assertIsNone(w1.poll())
 
+    def test_a_second_worker_of_one_id_harms_nothing(self):
+        with daemons() as d:
+            c = d.coordinator()
+            w = d.worker(c.endpoint, "w1")
+            wait_until(lambda: "serving under epoch" in read(w.log), 30)
+            os.rename(w.log, w.log + ".first")
+            second = d.worker(c.endpoint, "w1")
+            wait_until(lambda: "worker_id w1 is taken by a connected process" in read(second.log),
+                       20)
+            self.assertIsNone(second.poll())  # it waits for the slot
+            y = moed.Client(w.endpoint).forward(0, np.ones((1, 64), np.float32))
+            self.assertTrue(np.isfinite(y).all())
+            w.kill()  # now the second one takes over
+            wait_until(lambda: "serving under epoch" in read(second.log), 30)
+
+    def test_an_address_that_belongs_to_another_worker_is_refused(self):
+        with daemons() as d:
+            c = d.coordinator(workers=2)
+            first = d.worker(c.endpoint, "w1")
+            wait_until(lambda: "registered" in read(first.log), 30)
+            thief = d.worker(c.endpoint, "w2", "--advertise", first.endpoint)
+            self.assertEqual(thief.wait(timeout=30), 1)
+            self.assertIn("is the address of w1, in slot 0", read(thief.log))
+
     def test_the_token_of_a_group_stands_for_the_socket(self):
         with daemons() as d:
             token, other = os.path.join(d.where, "token"), os.path.join(d.where, "other")

@@ -172,6 +172,7 @@ class Faults(Case):
             self.assertEqual([node.split(":")[0] for node in nodes], ["0", "0", "1", "1"], rows)
             self.assertIn("rows travel over shared memory and network, here at %s"
                           % group.net.address(0), group.logs())
+            self.assertIn("rows travel over the network without encryption", group.logs())
 
     def test_killed_worker(self):
         case = next(golden_cases(FAMILY))

@@ -331,7 +331,9 @@ static size_t pack_register(const struct worker *w, const struct identity *as, u
     r.incarnation = w->incarnation;
     r.slot_token.data = slot_token;
     r.slot_token.len = sizeof slot_token;
-    r.endpoint = (char *)(uintptr_t) "127.0.0.1:7001";
+    char endpoint[32];
+    snprintf(endpoint, sizeof endpoint, "127.0.0.1:%u", 7001 + w->id);
+    r.endpoint = endpoint;
     r.control_endpoint = (char *)(uintptr_t) "127.0.0.1:7101";
     r.backend = (char *)(uintptr_t)as->backend;
     r.model = (char *)(uintptr_t) "tiny";

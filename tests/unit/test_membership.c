@@ -110,17 +110,20 @@ static int teardown(void **unused)
 
 static uint32_t experts = 6;
 
+static bool address_of_0; /* workers register with the address of worker 0 */
+
 /* Worker `id`'s process `incarnation` registers on a new stream under this identity, with a slot
  * token of bytes `token`; returns the stream's number. */
 static uint64_t join_as(uint32_t id, uint64_t incarnation, const char *identity, int token)
 {
-    char name[16];
+    char name[16], endpoint[32];
     uint8_t slot_token[MOE_MEMBERSHIP_TOKEN_BYTES];
     memset(slot_token, token, sizeof slot_token);
     snprintf(name, sizeof name, "w%u", id);
+    snprintf(endpoint, sizeof endpoint, "127.0.0.1:%u", 1 + (address_of_0 ? 0 : id));
     struct moe_membership_layer layer = {.layer = 0, .hidden = 8, .experts = experts, .top_k = 2};
     struct moe_membership_register r = {.worker_id = name,
-                                        .endpoint = "127.0.0.1:1",
+                                        .endpoint = endpoint,
                                         .control_endpoint = "127.0.0.1:2",
                                         .backend = "cpu",
                                         .model = "Mod\xc3\xa8le 7 B",
@@ -530,6 +533,22 @@ static void a_living_worker_keeps_its_slot(void **unused)
     assert_int_equal(closes, 1);
     assert_int_equal(aborts, SLOTS - 1);
     expect_state(MOE_GROUP_DEGRADED);
+}
+
+static void the_address_of_another_worker_is_refused(void **unused)
+{
+    (void)unused;
+    uint64_t first = join(0, 10);
+    address_of_0 = true;
+    join(1, 11);
+    assert_int_equal(closed_with.code, MOE_ALREADY_EXISTS);
+    assert_non_null(strstr(closed_with.text, "is the address of w0, in slot 0"));
+    moe_membership_on_stream_closed(m, now, first); /* its port may have a new owner */
+    carry_out();
+    forget();
+    join(1, 11);
+    assert_int_equal(closes, 0);
+    address_of_0 = false;
 }
 
 static void another_identity_waits_for_the_end_of_the_lease(void **unused)
@@ -980,6 +999,7 @@ int main(void)
         STORY(a_reconnect_within_the_lease_costs_nothing),
         STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
         STORY(a_living_worker_keeps_its_slot),
+        STORY(the_address_of_another_worker_is_refused),
         STORY(another_identity_waits_for_the_end_of_the_lease),
         STORY(the_same_process_proves_itself_by_its_token),
         STORY(the_reason_names_the_empty_slot),
