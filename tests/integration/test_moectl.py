@@ -146,7 +146,7 @@ class CommandLine(unittest.TestCase):
                 [], ["bogus"], ["status", "extra"], ["status", "--bogus"], ["status", "-o", "xml"],
                 ["status", "--timeout", "soon"], ["status", "--timeout", "-1"], ["up"],
                 ["up", "--model", "/tmp", "--workers", "0"],
-                ["up", "--model", "/tmp", "--workers", "17"],
+                ["up", "--model", "/tmp", "--workers", "65"],
                 ["up", "--model", "/tmp", "--backend", "tpu"],
                 ["up", "--model", "/tmp", "--transport", "pigeon"],
                 ["up", "--model", "/tmp", "--port", "70000"],
