@@ -1,19 +1,63 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One walk over the choices of a slot's tokens; see dispatch_plan.h. */
+/* Walks over the choices of a slot's tokens; see dispatch_plan.h. */
 #include "common/dispatch_plan.h"
 
 #include "moe/window.h"
 
 #include <string.h>
 
-/* The masks of one token. `slots` holds a mask of indices for each domain, and only those of the
- * domains in `domains` are valid. So a token costs O(K), however many domains there are. */
+/* The slots of all choices. Returns the token with an id out of range, or the number of tokens. The
+ * local variables are for speed: stores through `out` could change what `in` points to. */
+static uint32_t choose_slots(const struct moe_dispatch_input *in,
+                             const struct moe_dispatch_plan *out)
+{
+    const struct moe_placement place = *in->placement;
+    const uint32_t tokens = in->tokens, top_k = in->top_k;
+    const int32_t experts = (int32_t)place.experts, limit = experts + (int32_t)in->zero_experts;
+    const uint8_t *state = in->token_state;
+    const int32_t *ids = in->ids;
+    uint16_t *target = out->target;
+    uint32_t *count = out->count;
+    const size_t stride = out->stride;
+    for (uint32_t t = 0; t < tokens; t++, ids += top_k, target += top_k) {
+        bool skip = state != NULL && state[t] != MOE_TOKEN_OK;
+        uint64_t wanted = 0;
+        for (uint32_t k = 0; k < top_k; k++) {
+            int32_t id = ids[k];
+            if (id >= limit && !skip)
+                return t;
+            target[k] = MOE_PLAN_NO_SLOT;
+            if (skip || id < 0 || id >= experts)
+                continue;
+            uint32_t slot = moe_dispatch_target(&place, (uint32_t)id, t);
+            target[k] = (uint16_t)slot;
+            wanted |= UINT64_C(1) << (slot & 63);
+            count[slot * stride + (uint32_t)id]++;
+        }
+        if (out->wanted != NULL)
+            out->wanted[t] = wanted;
+    }
+    return tokens;
+}
+
+static struct moe_status out_of_range(const struct moe_dispatch_input *in, uint32_t t)
+{
+    int64_t limit = (int64_t)in->placement->experts + in->zero_experts;
+    const int32_t *id = in->ids + (size_t)t * in->top_k;
+    while (*id < limit)
+        id++;
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
+                     "token %u is routed to expert %d of %lld", t, *id, (long long)limit);
+}
+
+/* Which slots have rows of one token, by domain. Entries of `slots` are valid for the domains in
+ * `domains`. So a token costs O(K), however many domains there are. */
 struct token_masks {
     uint64_t domains;
     uint64_t slots[MOE_DOMAINS_MAX];
 };
 
-static bool add_to_masks(struct token_masks *m, uint32_t domain, uint32_t index)
+static bool add_slot(struct token_masks *m, uint32_t domain, uint32_t index)
 {
     uint64_t domain_bit = UINT64_C(1) << domain, slot_bit = UINT64_C(1) << index;
     if ((m->domains & domain_bit) == 0)
@@ -24,69 +68,44 @@ static bool add_to_masks(struct token_masks *m, uint32_t domain, uint32_t index)
     return added;
 }
 
-/* The choices of token t that get a row. */
-static struct moe_status plan_token(const struct moe_dispatch_input *in,
-                                    const struct moe_dispatch_plan *out, uint32_t t,
-                                    struct token_masks *masks)
+static void choose_legs(const struct moe_dispatch_input *in, const struct moe_dispatch_plan *out,
+                        uint32_t t)
 {
     const struct moe_domains *map = in->domains;
-    int64_t experts = in->placement->experts, limit = experts + in->zero_experts;
-    const int32_t *ids = in->ids + (size_t)t * in->top_k;
-    uint16_t *target = out->target + (size_t)t * in->top_k;
-    for (uint32_t k = 0; k < in->top_k; k++) {
-        if (ids[k] >= limit)
-            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
-                             "token %u is routed to expert %d of %lld", t, ids[k],
-                             (long long)limit);
-        if (ids[k] < 0 || ids[k] >= experts)
-            continue;
-        uint32_t slot = moe_dispatch_target(in->placement, (uint32_t)ids[k], t);
-        target[k] = (uint16_t)slot;
-        bool added = add_to_masks(masks, map->domain_of[slot], map->index_of[slot]);
-        if (out->tokens_for != NULL && added)
-            out->tokens_for[slot]++;
-        if (out->count != NULL)
-            out->count[slot * out->stride + (uint32_t)ids[k]]++;
-    }
-    return moe_ok();
-}
-
-static void count_crossings(uint64_t across, uint32_t *crossings)
-{
-    for (; across != 0; across &= across - 1)
-        crossings[__builtin_ctzll(across)]++;
-}
-
-static void clear_counts(const struct moe_dispatch_input *in, const struct moe_dispatch_plan *out)
-{
-    uint32_t slots = in->domains->slots;
-    if (out->count != NULL)
-        memset(out->count, 0, slots * out->stride * sizeof *out->count);
-    if (out->tokens_for != NULL)
-        memset(out->tokens_for, 0, slots * sizeof *out->tokens_for);
-    if (out->crossings != NULL)
-        memset(out->crossings, 0, in->domains->domains * sizeof *out->crossings);
+    const uint16_t *target = out->target + (size_t)t * in->top_k;
+    uint32_t own = map->domain_of[in->slot];
+    struct token_masks masks;
+    masks.domains = 0;
+    for (uint32_t k = 0; k < in->top_k; k++)
+        if (target[k] != MOE_PLAN_NO_SLOT &&
+            add_slot(&masks, map->domain_of[target[k]], map->index_of[target[k]]) &&
+            out->tokens_for != NULL)
+            out->tokens_for[target[k]]++;
+    uint64_t own_bit = UINT64_C(1) << own, across = masks.domains & ~own_bit;
+    if (out->inside != NULL)
+        out->inside[t] = (masks.domains & own_bit) != 0 ? masks.slots[own] : 0;
+    if (out->across != NULL)
+        out->across[t] = across;
+    for (; out->crossings != NULL && across != 0; across &= across - 1)
+        out->crossings[__builtin_ctzll(across)]++;
 }
 
 struct moe_status moe_dispatch_plan(const struct moe_dispatch_input *in,
                                     const struct moe_dispatch_plan *out)
 {
-    uint32_t own = in->domains->domain_of[in->slot];
-    uint64_t own_bit = UINT64_C(1) << own;
-    struct token_masks masks;
-    clear_counts(in, out);
-    for (uint32_t t = 0; t < in->tokens; t++) {
-        masks.domains = 0;
-        memset(out->target + (size_t)t * in->top_k, 0xff, in->top_k * sizeof *out->target);
-        if (in->token_state == NULL || in->token_state[t] == MOE_TOKEN_OK)
-            MOE_TRY(plan_token(in, out, t, &masks));
-        if (out->inside != NULL)
-            out->inside[t] = (masks.domains & own_bit) != 0 ? masks.slots[own] : 0;
-        if (out->across != NULL)
-            out->across[t] = masks.domains & ~own_bit;
-        if (out->crossings != NULL)
-            count_crossings(masks.domains & ~own_bit, out->crossings);
-    }
+    uint32_t slots = in->placement->slots;
+    memset(out->count, 0, slots * out->stride * sizeof *out->count);
+    uint32_t planned = choose_slots(in, out);
+    if (planned < in->tokens)
+        return out_of_range(in, planned);
+    if (out->tokens_for != NULL)
+        memset(out->tokens_for, 0, slots * sizeof *out->tokens_for);
+    if (out->crossings != NULL)
+        memset(out->crossings, 0, in->domains->domains * sizeof *out->crossings);
+    bool legs = out->inside != NULL || out->across != NULL || out->tokens_for != NULL ||
+                out->crossings != NULL;
+    for (uint32_t t = 0; legs && t < in->tokens; t++)
+        choose_legs(in, out, t);
     return moe_ok();
 }
 

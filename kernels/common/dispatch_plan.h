@@ -34,8 +34,8 @@ enum { MOE_PLAN_NO_SLOT = 0xffff }; /* target of a choice that gets no row */
 enum { MOE_PLAN_RECORD_HEAD = 16, MOE_PLAN_ROUTE = 12, MOE_PLAN_RECORD_ALIGN = 16 };
 
 struct moe_dispatch_input {
-    const struct moe_domains *domains;
-    const struct moe_placement *placement; /* its copies are on live slots of the map */
+    const struct moe_domains *domains;     /* NULL if no array of legs is set */
+    const struct moe_placement *placement; /* its copies are on live slots */
     uint32_t slot;                         /* the source */
     uint32_t tokens, top_k;                /* T, K */
     uint32_t zero_experts;                 /* Z: ids E .. E+Z-1 get no row */
@@ -44,14 +44,17 @@ struct moe_dispatch_input {
                                    no row, and its ids are not read. NULL = all OK */
 };
 
-/* The caller's arrays. Any pointer but `target` may be NULL. */
+/* The caller's arrays. Those of legs may be NULL. */
 struct moe_dispatch_plan {
     uint16_t *target; /* [T, K] slot of each choice, or MOE_PLAN_NO_SLOT */
+    uint32_t *count;  /* [slots][stride] expert rows: choices of each expert on each slot */
+    size_t stride;    /* >= E; of `count` */
+    uint64_t *wanted; /* [T] bit s: slot s has rows of t; NULL in groups of more than 64 slots */
+
+    /* Legs. */
     uint64_t *inside; /* [T] bit i: the slot of index i in the source's domain has rows of t. The
                          source's own bit counts too */
     uint64_t *across; /* [T] bit d: domain d has rows of t. Never the source's own domain */
-    uint32_t *count;  /* [slots][stride] expert rows: choices of each expert on each slot */
-    size_t stride;    /* >= E; of `count` */
     uint32_t *tokens_for; /* [slots] tokens with a row on the slot, the source included */
     uint32_t *crossings;  /* [D] tokens with a row in the domain; 0 for the source's own */
 };

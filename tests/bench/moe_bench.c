@@ -187,6 +187,7 @@ static bool names_something(const struct bench_plan *plan)
 
 int main(int argc, char **argv)
 {
+    uint64_t domain_size = 0;
     const char *backend = "cuda", *transport = "auto", *lengths = "1,32,128,512,4096";
     struct bench_plan plan = {.shapes = "all",
                               .routings = "router",
@@ -200,6 +201,8 @@ int main(int argc, char **argv)
         {"slots", 'n', MOE_OPTION_UINT, &plan.slots, 1, MOE_MAX_SLOTS, "N", "processes (GPUs)"},
         {"transport", 0, MOE_OPTION_STRING, &transport, 0, 0, "NAME",
          "how rows travel between GPUs: auto, nvlink or network"},
+        {"domain-size", 0, MOE_OPTION_UINT, &domain_size, 0, MOE_MAX_SLOTS, "N",
+         "N slots each count as a host; 0 = all are on one"},
         {"shapes", 's', MOE_OPTION_STRING, &plan.shapes, 0, 0, "LIST",
          "deepseek-v3, qwen3-30b, mixtral-8x7b, tiny, or all"},
         {"experts", 'e', MOE_OPTION_UINT, &plan.experts, 0, MOE_MAX_EXPERTS, "E",
@@ -236,6 +239,7 @@ int main(int argc, char **argv)
         return 2;
     }
     group_set(plan.backend, "transport", transport);
+    group_domain_size = (uint32_t)domain_size;
     size_t bytes = MOE_MAX_SLOTS * sizeof *plan.report;
     plan.report = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (plan.report == MAP_FAILED || !bench_pool_make(&plan.pool)) {

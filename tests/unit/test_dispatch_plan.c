@@ -74,7 +74,7 @@ static void random_tokens(struct scene *s)
 /* The plan of a scene, with all its arrays. They start as garbage. */
 struct planned {
     uint16_t target[TOKENS * TOP_K];
-    uint64_t inside[TOKENS], across[TOKENS];
+    uint64_t wanted[TOKENS], inside[TOKENS], across[TOKENS];
     uint32_t count[SLOTS * EXPERTS], tokens_for[SLOTS], crossings[MOE_DOMAINS_MAX];
 };
 
@@ -82,6 +82,7 @@ static void plan(const struct scene *s, struct planned *p)
 {
     memset(p, 0x5a, sizeof *p);
     struct moe_dispatch_plan out = {.target = p->target,
+                                    .wanted = p->wanted,
                                     .inside = p->inside,
                                     .across = p->across,
                                     .count = p->count,
@@ -162,6 +163,7 @@ static void compare(const struct scene *s, const struct planned *p)
         bool enters[MOE_DOMAINS_MAX] = {false};
         for (uint32_t q = 0; q < s->map.slots; q++) {
             assert_int_equal(a.rows[t][q], n.wanted[t][q]);
+            assert_int_equal(p->wanted[t] >> q & 1, n.wanted[t][q]);
             tokens_for[q] += n.wanted[t][q];
             if (n.wanted[t][q] && s->map.domain_of[q] != s->map.domain_of[s->in.slot])
                 enters[s->map.domain_of[q]] = true;
@@ -236,7 +238,7 @@ static void an_id_out_of_range_is_refused(void **state)
     random_group(&s);
     random_placement(&s);
     random_tokens(&s);
-    struct moe_dispatch_plan out = {.target = p.target};
+    struct moe_dispatch_plan out = {.target = p.target, .count = p.count, .stride = EXPERTS};
     s.in.tokens = 1;
     s.in.token_state = s.state;
     for (uint32_t k = 0; k < s.in.top_k; k++)

@@ -7,8 +7,6 @@
 
 #include <stdlib.h>
 
-enum { NO_SLOT = 0xff /* target of a (token, k) that gets no row */ };
-
 /* ------------------------------------------------------------------ create, destroy */
 
 static void *array(size_t n, size_t each, bool *ok)
@@ -16,6 +14,33 @@ static void *array(size_t n, size_t each, bool *ok)
     void *p = calloc(n, each);
     *ok = *ok && p != NULL;
     return p;
+}
+
+static struct moe_status plan_straight(struct moe_cpu_ep *ep, const struct moe_cpu_batch *batch)
+{
+    struct moe_dispatch_plan out = {0};
+    return moe_cpu_ep_plan(ep, batch, NULL, &out);
+}
+
+/* Every row goes straight to the slots that compute it. */
+static void go_straight(struct moe_cpu_ep *ep)
+{
+    static const struct moe_cpu_ep_ways ways = {
+        .plan = plan_straight,
+        .receive_all = moe_cpu_ep_receive_all,
+        .return_sums = moe_cpu_ep_return_all,
+        .finish_item = moe_cpu_ep_finish_item,
+        .finish_backward_item = moe_cpu_ep_finish_backward_item,
+    };
+    uint32_t own = ep->session->config.slot;
+    ep->ways = &ways;
+    ep->hop = ep->target;
+    ep->direct = ep->wanted;
+    ep->send_to = ep->session->config.live & ~(UINT64_C(1) << own);
+    for (uint32_t p = 0; p < MOE_MAX_SLOTS; p++) {
+        ep->home_of[p] = (uint8_t)p;
+        ep->region_of[p] = (uint8_t)own;
+    }
 }
 
 struct moe_status moe_cpu_ep_create(struct moe_session *session, struct moe_cpu_ep **out)
@@ -38,9 +63,11 @@ struct moe_status moe_cpu_ep_create(struct moe_session *session, struct moe_cpu_
         ep->of_token = array((size_t)w->slots * w->max_tokens, sizeof *ep->of_token, &ok);
         ep->row = array(w->slots * pairs, sizeof *ep->row, &ok);
     }
-    *out = ep;
-    if (ok)
+    if (ok) {
+        go_straight(ep);
+        *out = ep;
         return moe_ok();
+    }
     moe_cpu_ep_destroy(ep);
     *out = NULL;
     return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
@@ -62,6 +89,7 @@ void moe_cpu_ep_destroy(struct moe_cpu_ep *ep)
     if (ep == NULL)
         return;
     moe_cpu_ep_release_rows(ep);
+    moe_cpu_ep_domains_destroy(ep->domains);
     free(ep->target);
     free(ep->wanted);
     free(ep->count);
@@ -99,36 +127,24 @@ struct moe_status moe_cpu_ep_check(const struct moe_session *session, const stru
                                   dtype, bucket, tokens);
 }
 
-/* Plans where the rows of the local tokens go. After an error no pass has begun. */
-static struct moe_status plan(struct moe_cpu_ep *ep, const struct moe_cpu_batch *b)
+struct moe_status moe_cpu_ep_plan(struct moe_cpu_ep *ep, const struct moe_cpu_batch *b,
+                                  const struct moe_domains *map, struct moe_dispatch_plan *out)
 {
-    const struct moe_layer_spec *spec = &b->layer->spec;
-    const struct moe_placement *place = &b->layer->placement;
-    const struct moe_window_shape *w = &ep->session->layout.shape;
-    uint32_t top_k = spec->router.top_k;
-    int64_t id_limit = (int64_t)spec->experts + spec->router.zero_experts;
-    memset(ep->count, 0, (size_t)w->slots * w->max_experts * sizeof *ep->count);
-    for (uint32_t t = 0; t < b->tokens; t++) {
-        bool skip = b->token_state != NULL && b->token_state[t] != MOE_TOKEN_OK;
-        ep->wanted[t] = 0;
-        for (uint32_t k = 0; k < top_k; k++) {
-            size_t pair = (size_t)t * top_k + k;
-            int32_t id = b->ids[pair];
-            if (id >= id_limit && !skip)
-                return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
-                                 "token %u is routed to expert %d of %lld", t, id,
-                                 (long long)id_limit);
-            ep->target[pair] = NO_SLOT;
-            if (skip || id < 0 || id >= (int32_t)spec->experts)
-                continue;
-            uint32_t first = place->offset[id], copies = place->offset[id + 1] - first;
-            uint32_t slot = place->slot[first + t % copies];
-            ep->target[pair] = (uint8_t)slot;
-            ep->wanted[t] |= UINT64_C(1) << slot;
-            ep->count[(size_t)slot * w->max_experts + (uint32_t)id]++;
-        }
-    }
-    return moe_ok();
+    const struct moe_session *s = ep->session;
+    const struct moe_router_spec *router = &b->layer->spec.router;
+    const struct moe_dispatch_input in = {.domains = map,
+                                          .placement = &b->layer->placement,
+                                          .slot = s->config.slot,
+                                          .tokens = b->tokens,
+                                          .top_k = router->top_k,
+                                          .zero_experts = router->zero_experts,
+                                          .ids = b->ids,
+                                          .token_state = b->token_state};
+    out->target = ep->target;
+    out->wanted = ep->wanted;
+    out->count = ep->count;
+    out->stride = s->layout.shape.max_experts;
+    return moe_dispatch_plan(&in, out);
 }
 
 void moe_cpu_ep_fill_head(const struct moe_cpu_batch *b, uint32_t head[MOE_HEAD_COUNT])
@@ -233,7 +249,7 @@ struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep, const struct moe_cpu
 {
     struct moe_session *s = ep->session;
     MOE_TRY(moe_cpu_session_usable(s));
-    MOE_TRY(plan(ep, batch));
+    MOE_TRY(ep->ways->plan(ep, batch));
     moe_cpu_ep_release_rows(ep);
     ep->received = false;
     ep->agreed = false;

@@ -8,6 +8,7 @@
 #ifndef MOE_CPU_EP_H
 #define MOE_CPU_EP_H
 
+#include "common/domains.h"
 #include "cpu/compute/layer.h"
 
 struct moe_cpu_ep;
@@ -44,6 +45,10 @@ struct moe_cpu_batch {
 struct moe_status moe_cpu_ep_create(struct moe_session *session,
                                     struct moe_cpu_ep **out) MOE_CHECKED;
 void moe_cpu_ep_destroy(struct moe_cpu_ep *ep); /* NULL is ignored */
+/* Once, before the first pass: rows cross between the domains of `map` once per domain. Without
+ * this call, or with a flat map, every row goes straight to the slots that compute it. */
+struct moe_status moe_cpu_ep_use_domains(struct moe_cpu_ep *ep,
+                                         const struct moe_domains *map) MOE_CHECKED;
 
 /* Whether this session can run passes of this shape. Apart from `tokens`, the result is the same on
  * all slots. */

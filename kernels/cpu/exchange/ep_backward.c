@@ -5,7 +5,7 @@
  * one row, so it needs no sum. It travels behind the sum, in the order of the token's rows. */
 #include "cpu/exchange/ep_pass.h"
 
-static float *weights_of_partial(const struct moe_cpu_ep *ep, void *partial)
+float *moe_cpu_ep_weights_of_partial(const struct moe_cpu_ep *ep, void *partial)
 {
     size_t row = ep->gradient_stride - MOE_WINDOW_LINE;
     return (float *)(void *)((uint8_t *)partial + row);
@@ -18,7 +18,7 @@ static void return_token(const struct moe_cpu_ep *ep, const struct token_rows *r
     for (uint32_t c = 0; c < hidden; c += SUM_CHUNK)
         moe_cpu_ep_sum_rows(ep, rows, c, moe_cpu_min(SUM_CHUNK, hidden - c), to + c);
     for (uint32_t i = 0; i < rows->n; i++)
-        weights_of_partial(ep, to)[i] = ep->dweight_rows[ep->row[rows->first + i]];
+        moe_cpu_ep_weights_of_partial(ep, to)[i] = ep->dweight_rows[ep->row[rows->first + i]];
 }
 
 static float dot(enum moe_dtype dtype, const void *a, const void *b, uint32_t n)
@@ -57,24 +57,28 @@ static void take_partial(const struct moe_cpu_ep *ep, uint32_t p, uint32_t t, fl
     for (uint32_t k = 0; k < top_k; k++)
         if (ep->target[(size_t)t * top_k + k] == p) {
             dweights[k] = own != NULL ? ep->dweight_rows[ep->row[own->first + i]]
-                                      : weights_of_partial(ep, partial)[i];
+                                      : moe_cpu_ep_weights_of_partial(ep, partial)[i];
             i++;
         }
 }
 
-static void finish_token(const struct moe_cpu_ep *ep, uint32_t t)
+bool moe_cpu_ep_begin_gradients(const struct moe_cpu_ep *ep, uint32_t t, float **dx,
+                                float **dweights)
 {
     const struct moe_cpu_batch *b = &ep->batch;
     uint32_t hidden = b->layer->spec.hidden, top_k = b->layer->spec.router.top_k;
-    float *dx = (float *)ep->y + (size_t)t * hidden;
-    float *dweights = ep->dweights + (size_t)t * top_k;
-    memset(dx, 0, hidden * sizeof *dx);
-    memset(dweights, 0, top_k * sizeof *dweights);
-    if (b->token_state != NULL && b->token_state[t] != MOE_TOKEN_OK)
-        return;
-    for (uint32_t p = 0; p < ep->session->config.slots; p++)
-        if (ep->wanted[t] >> p & 1)
-            take_partial(ep, p, t, dx, dweights);
+    *dx = (float *)ep->y + (size_t)t * hidden;
+    *dweights = ep->dweights + (size_t)t * top_k;
+    memset(*dx, 0, hidden * sizeof **dx);
+    memset(*dweights, 0, top_k * sizeof **dweights);
+    return b->token_state == NULL || b->token_state[t] == MOE_TOKEN_OK;
+}
+
+void moe_cpu_ep_finish_gradients(const struct moe_cpu_ep *ep, uint32_t t, float *dx,
+                                 float *dweights)
+{
+    const struct moe_cpu_batch *b = &ep->batch;
+    uint32_t hidden = b->layer->spec.hidden, top_k = b->layer->spec.router.top_k;
     const uint8_t *x = (const uint8_t *)b->x + t * ep->row_bytes;
     const uint8_t *dy = (const uint8_t *)b->dy + t * ep->row_bytes;
     for (uint32_t k = 0; k < top_k; k++) {
@@ -86,7 +90,18 @@ static void finish_token(const struct moe_cpu_ep *ep, uint32_t t)
     }
 }
 
-static void finish_item(void *ctx, uint32_t item)
+static void finish_token(const struct moe_cpu_ep *ep, uint32_t t)
+{
+    float *dx, *dweights;
+    if (!moe_cpu_ep_begin_gradients(ep, t, &dx, &dweights))
+        return;
+    for (uint32_t p = 0; p < ep->session->config.slots; p++)
+        if (ep->wanted[t] >> p & 1)
+            take_partial(ep, p, t, dx, dweights);
+    moe_cpu_ep_finish_gradients(ep, t, dx, dweights);
+}
+
+void moe_cpu_ep_finish_backward_item(void *ctx, uint32_t item)
 {
     uint32_t end;
     for (uint32_t t = grain_of_block(ctx, item, &end); t < end; t++)
@@ -103,5 +118,5 @@ struct moe_status moe_cpu_ep_combine_backward(struct moe_cpu_ep *ep, const float
     ep->dweight_rows = dweight_rows;
     ep->y = dx;
     ep->dweights = dweights;
-    return moe_cpu_ep_run_combine(ep, return_token, finish_item);
+    return moe_cpu_ep_run_combine(ep, return_token, ep->ways->finish_backward_item);
 }

@@ -34,7 +34,8 @@ void moe_cpu_ep_sum_rows(const struct moe_cpu_ep *ep, const struct token_rows *r
     }
 }
 
-static void store_row(enum moe_dtype dtype, void *row, uint32_t c, uint32_t n, const float *from)
+void moe_cpu_ep_store_row(enum moe_dtype dtype, void *row, uint32_t c, uint32_t n,
+                          const float *from)
 {
     if (dtype == MOE_DTYPE_F32) {
         memcpy((float *)row + c, from, n * sizeof *from);
@@ -64,35 +65,36 @@ static void return_item(void *ctx, uint32_t item)
 {
     struct moe_cpu_ep *ep = ctx;
     struct moe_session *s = ep->session;
-    uint32_t target = ep->source;
+    uint32_t target = ep->source, region = ep->region_of[target];
     uint8_t *own = moe_cpu_session_own(s);
     size_t stride = ep->batch.backward ? ep->gradient_stride : ep->stride;
-    struct moe_cpu_stores stores = moe_cpu_stores_begin(s, target);
+    struct moe_cpu_stores stores = moe_cpu_stores_begin(s, ep->home_of[target]);
     uint32_t end = moe_cpu_min((item + 1) * GRAIN, ep->tokens_of[target]);
     for (uint32_t t = item * GRAIN; t < end; t++) {
         const struct token_rows *rows = token_of(ep, target, t);
         if (rows->n == 0)
             continue;
-        const void *at = moe_window_partial_of(&s->layout, own, s->config.slot, t, stride);
+        const void *at = moe_window_partial_of(&s->layout, own, region, t, stride);
         size_t bytes = ep->batch.backward ? stride : ep->row_bytes;
         void *partial = moe_cpu_stores_data(&stores, at, bytes);
         if (partial != NULL)
             ep->return_token(ep, rows, partial);
-        moe_cpu_stores_flag(&stores, moe_window_returned_of(&s->layout, own, s->config.slot, t),
-                            ep->stamp, rows->n);
+        moe_cpu_stores_flag(&stores, moe_window_returned_of(&s->layout, own, region, t), ep->stamp,
+                            rows->n);
     }
     moe_cpu_stores_end(&stores);
 }
 
-static void return_all(struct moe_cpu_ep *ep)
+struct moe_status moe_cpu_ep_return_all(struct moe_cpu_ep *ep)
 {
     struct moe_session *s = ep->session;
     for (uint32_t i = 1; i < s->config.slots; i++) {
         ep->source = (s->config.slot + i) % s->config.slots;
-        if (moe_cpu_session_has_peer(s, ep->source))
+        if (moe_cpu_session_has_peer(s, ep->home_of[ep->source]))
             moe_cpu_parallel(s->device, grains_of(ep->tokens_of[ep->source]), return_item, ep);
     }
     moe_cpu_ep_store_done(ep);
+    return moe_ok();
 }
 
 /* Waits for the partials of tokens block_first .. block_end - 1 from all slots that got them. */
@@ -102,7 +104,7 @@ static struct moe_status await_block(struct moe_cpu_ep *ep)
     uint32_t unused;
     for (uint32_t t = ep->block_first; t < ep->block_end; t++)
         for (uint32_t p = 0; p < s->config.slots; p++)
-            if (p != s->config.slot && (ep->wanted[t] >> p & 1))
+            if (p != s->config.slot && (ep->direct[t] >> p & 1))
                 MOE_TRY(moe_cpu_session_wait(
                     s, moe_window_returned_of(&s->layout, moe_cpu_session_own(s), p, t), ep->stamp,
                     p, &unused));
@@ -113,7 +115,7 @@ struct moe_status moe_cpu_ep_run_combine(struct moe_cpu_ep *ep, moe_cpu_ep_retur
                                          void (*finish_item)(void *ctx, uint32_t item))
 {
     ep->return_token = return_token;
-    return_all(ep);
+    MOE_TRY(ep->ways->return_sums(ep));
     for (uint32_t t = 0; t < ep->batch.tokens; t += BLOCK) {
         ep->block_first = t;
         ep->block_end = moe_cpu_min(t + BLOCK, ep->batch.tokens);
@@ -131,15 +133,26 @@ static void return_token(const struct moe_cpu_ep *ep, const struct token_rows *r
     for (uint32_t c = 0; c < hidden; c += SUM_CHUNK) {
         uint32_t n = moe_cpu_min(SUM_CHUNK, hidden - c);
         moe_cpu_ep_sum_rows(ep, rows, c, n, sum);
-        store_row(ep->batch.dtype, partial, c, n, sum);
+        moe_cpu_ep_store_row(ep->batch.dtype, partial, c, n, sum);
     }
 }
 
-/* Rounds this slot's partial to `dtype`, as stores of peers' partials do. */
-static void round_to(enum moe_dtype dtype, uint32_t n, float *sum)
+void moe_cpu_ep_round(enum moe_dtype dtype, uint32_t n, float *sum)
 {
     for (uint32_t j = 0; dtype != MOE_DTYPE_F32 && j < n; j++)
         sum[j] = moe_bf16_to_f32(moe_f32_to_bf16(sum[j]));
+}
+
+void moe_cpu_ep_finish_columns(const struct moe_cpu_ep *ep, uint32_t t, uint32_t c, uint32_t n,
+                               float *sum)
+{
+    const struct moe_cpu_batch *b = &ep->batch;
+    uint32_t top_k = b->layer->spec.router.top_k;
+    for (size_t pair = (size_t)t * top_k; pair < (size_t)(t + 1) * top_k; pair++)
+        if (b->ids[pair] >= (int32_t)b->layer->spec.experts)
+            moe_cpu_ep_add_row(b->dtype, (const uint8_t *)b->x + t * ep->row_bytes, c, n,
+                               b->weights[pair], sum);
+    moe_cpu_ep_store_row(b->dtype, (uint8_t *)ep->y + t * ep->row_bytes, c, n, sum);
 }
 
 /* Columns c .. c + n - 1 of one local token: base, then the slots in order, then zero experts. */
@@ -147,7 +160,7 @@ static void finish_columns(const struct moe_cpu_ep *ep, uint32_t t, uint32_t c, 
 {
     const struct moe_session *s = ep->session;
     const struct moe_cpu_batch *b = &ep->batch;
-    uint32_t hidden = b->layer->spec.hidden, top_k = b->layer->spec.router.top_k;
+    uint32_t hidden = b->layer->spec.hidden;
     float sum[SUM_CHUNK] = {0}, own[SUM_CHUNK];
     if (ep->base != NULL)
         memcpy(sum, ep->base + (size_t)t * hidden + c, n * sizeof *sum);
@@ -156,7 +169,7 @@ static void finish_columns(const struct moe_cpu_ep *ep, uint32_t t, uint32_t c, 
             continue;
         if (p == s->config.slot) {
             moe_cpu_ep_sum_rows(ep, token_of(ep, p, t), c, n, own);
-            round_to(b->dtype, n, own);
+            moe_cpu_ep_round(b->dtype, n, own);
             moe_cpu_ep_add_row(MOE_DTYPE_F32, own, 0, n, 1.0f, sum);
         } else {
             moe_cpu_ep_add_row(
@@ -165,25 +178,27 @@ static void finish_columns(const struct moe_cpu_ep *ep, uint32_t t, uint32_t c, 
                 1.0f, sum);
         }
     }
-    for (size_t pair = (size_t)t * top_k; pair < (size_t)(t + 1) * top_k; pair++)
-        if (b->ids[pair] >= (int32_t)b->layer->spec.experts)
-            moe_cpu_ep_add_row(b->dtype, (const uint8_t *)b->x + t * ep->row_bytes, c, n,
-                               b->weights[pair], sum);
-    store_row(b->dtype, (uint8_t *)ep->y + t * ep->row_bytes, c, n, sum);
+    moe_cpu_ep_finish_columns(ep, t, c, n, sum);
+}
+
+bool moe_cpu_ep_skips(const struct moe_cpu_ep *ep, uint32_t t)
+{
+    bool skips = ep->batch.token_state != NULL && ep->batch.token_state[t] != MOE_TOKEN_OK;
+    if (skips)
+        memset((uint8_t *)ep->y + t * ep->row_bytes, 0, ep->row_bytes);
+    return skips;
 }
 
 static void finish_token(const struct moe_cpu_ep *ep, uint32_t t)
 {
     uint32_t hidden = ep->batch.layer->spec.hidden;
-    if (ep->batch.token_state != NULL && ep->batch.token_state[t] != MOE_TOKEN_OK) {
-        memset((uint8_t *)ep->y + t * ep->row_bytes, 0, ep->row_bytes);
+    if (moe_cpu_ep_skips(ep, t))
         return;
-    }
     for (uint32_t c = 0; c < hidden; c += SUM_CHUNK)
         finish_columns(ep, t, c, moe_cpu_min(SUM_CHUNK, hidden - c));
 }
 
-static void finish_item(void *ctx, uint32_t item)
+void moe_cpu_ep_finish_item(void *ctx, uint32_t item)
 {
     uint32_t end;
     for (uint32_t t = grain_of_block(ctx, item, &end); t < end; t++)
@@ -199,5 +214,5 @@ struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_
     ep->expert_out = expert_out;
     ep->base = base;
     ep->y = y;
-    return moe_cpu_ep_run_combine(ep, return_token, finish_item);
+    return moe_cpu_ep_run_combine(ep, return_token, ep->ways->finish_item);
 }

@@ -16,7 +16,7 @@ static uint32_t send_routes(const struct moe_cpu_ep *ep, struct moe_cpu_stores *
     uint32_t top_k = b->layer->spec.router.top_k, n = 0;
     for (uint32_t k = 0; k < top_k; k++) {
         size_t pair = (size_t)t * top_k + k;
-        if (ep->target[pair] == stores->slot)
+        if (ep->hop[pair] == stores->slot)
             routes[n++] =
                 (struct moe_window_route){.key = moe_window_flag(ep->stamp, (uint32_t)b->ids[pair]),
                                           .weight = b->weights[pair],
@@ -48,7 +48,7 @@ static void send_token(const struct moe_cpu_ep *ep, struct moe_cpu_stores *store
 {
     const struct moe_session *s = ep->session;
     uint32_t n = 0;
-    if (ep->wanted[t] >> stores->slot & 1) {
+    if (ep->direct[t] >> stores->slot & 1) {
         n = send_routes(ep, stores, t);
         send_row(ep, stores, t);
     }
@@ -65,7 +65,7 @@ static void send_item(void *ctx, uint32_t item)
     struct moe_session *s = ep->session;
     uint32_t slots = s->config.slots, grain = item / slots;
     uint32_t peer = (s->config.slot + 1 + item % slots) % slots;
-    if (!moe_cpu_session_has_peer(s, peer))
+    if (!(ep->send_to >> peer & 1))
         return;
     uint32_t end = moe_cpu_min((grain + 1) * GRAIN, ep->batch.tokens);
     struct moe_cpu_stores stores = moe_cpu_stores_begin(s, peer);
@@ -243,8 +243,7 @@ static struct moe_status lay_out_rows(struct moe_cpu_ep *ep)
     return allocate_rows(ep, at);
 }
 
-/* Assigns the next row of `expert` to a token of `source`; false if no announced row is left. */
-static bool assign_row(struct moe_cpu_ep *ep, uint32_t source, uint32_t expert, float weight)
+bool moe_cpu_ep_assign_row(struct moe_cpu_ep *ep, uint32_t source, uint32_t expert, float weight)
 {
     const struct moe_layer *layer = ep->batch.layer;
     int32_t l = expert < layer->spec.experts ? layer->local_index[expert] : -1;
@@ -265,7 +264,7 @@ static bool assign_own_token(struct moe_cpu_ep *ep, uint32_t t)
     rows->first = ep->row_used;
     for (size_t pair = (size_t)t * top_k; pair < (size_t)(t + 1) * top_k; pair++)
         if (ep->target[pair] == own &&
-            !assign_row(ep, own, (uint32_t)b->ids[pair], b->weights[pair]))
+            !moe_cpu_ep_assign_row(ep, own, (uint32_t)b->ids[pair], b->weights[pair]))
             return false;
     rows->n = ep->row_used - rows->first;
     return true;
@@ -283,12 +282,13 @@ static bool assign_peer_token(struct moe_cpu_ep *ep, uint32_t source, uint32_t t
         return false;
     for (uint32_t i = 0; i < n; i++)
         if (moe_window_flag_stamp(routes[i].key) != ep->stamp ||
-            !assign_row(ep, source, moe_window_flag_value(routes[i].key), routes[i].weight))
+            !moe_cpu_ep_assign_row(ep, source, moe_window_flag_value(routes[i].key),
+                                   routes[i].weight))
             return false;
     return true;
 }
 
-static void copy_token_rows(const struct moe_cpu_ep *ep, uint32_t t)
+void moe_cpu_ep_copy_token(const struct moe_cpu_ep *ep, uint32_t t)
 {
     const struct moe_session *s = ep->session;
     const struct token_rows *rows = token_of(ep, ep->source, t);
@@ -313,14 +313,20 @@ static void copy_item(void *ctx, uint32_t item)
 {
     uint32_t end;
     for (uint32_t t = grain_of_block(ctx, item, &end); t < end; t++)
-        copy_token_rows(ctx, t);
+        moe_cpu_ep_copy_token(ctx, t);
+}
+
+struct moe_status moe_cpu_ep_wrong_token(uint32_t source, uint32_t t)
+{
+    return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
+                     "slot %u routes token %u otherwise than it announced", source, t);
 }
 
 /* Waits for a block of a source's tokens and expands their rows. */
 static struct moe_status receive_block(struct moe_cpu_ep *ep)
 {
     struct moe_session *s = ep->session;
-    uint32_t source = ep->source;
+    uint32_t source = ep->source, from = ep->home_of[source];
     for (uint32_t t = ep->block_first; t < ep->block_end; t++) {
         uint32_t n = 0;
         bool good;
@@ -329,32 +335,41 @@ static struct moe_status receive_block(struct moe_cpu_ep *ep)
         } else {
             const uint64_t *flag =
                 moe_window_sent_of(&s->layout, moe_cpu_session_own(s), source, t);
-            MOE_TRY(moe_cpu_session_wait(s, flag, ep->stamp, source, &n));
+            MOE_TRY(moe_cpu_session_wait(s, flag, ep->stamp, from, &n));
             good = assign_peer_token(ep, source, t, n);
         }
         if (!good)
-            return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
-                             "slot %u routes token %u otherwise than it announced", source, t);
+            return moe_cpu_ep_wrong_token(source, t);
     }
     moe_cpu_parallel(s->device, grains_of(ep->block_end - ep->block_first), copy_item, ep);
     return moe_ok();
 }
 
-/* This slot's rows first, then the peers in the order in which they send to this slot. */
-static struct moe_status receive_all(struct moe_cpu_ep *ep)
+struct moe_status moe_cpu_ep_receive_source(struct moe_cpu_ep *ep, uint32_t source)
 {
-    struct moe_session *s = ep->session;
-    uint32_t slots = s->config.slots;
-    for (uint32_t i = 0; i < slots; i++) {
-        ep->source = (s->config.slot + slots - i) % slots;
-        for (uint32_t t = 0; t < ep->tokens_of[ep->source]; t += BLOCK) {
-            ep->block_first = t;
-            ep->block_end = moe_cpu_min(t + BLOCK, ep->tokens_of[ep->source]);
-            MOE_TRY(receive_block(ep));
-        }
+    ep->source = source;
+    for (uint32_t t = 0; t < ep->tokens_of[source]; t += BLOCK) {
+        ep->block_first = t;
+        ep->block_end = moe_cpu_min(t + BLOCK, ep->tokens_of[source]);
+        MOE_TRY(receive_block(ep));
     }
-    const uint32_t stride = s->layout.shape.max_experts;
-    for (uint32_t p = 0; p < slots; p++)
+    return moe_ok();
+}
+
+/* This slot's rows first, then the peers in the order in which they send to this slot. */
+struct moe_status moe_cpu_ep_receive_all(struct moe_cpu_ep *ep)
+{
+    uint32_t slots = ep->session->config.slots, own = ep->session->config.slot;
+    for (uint32_t i = 0; i < slots; i++)
+        MOE_TRY(moe_cpu_ep_receive_source(ep, (own + slots - i) % slots));
+    return moe_ok();
+}
+
+/* All announced rows have come. */
+static struct moe_status check_rows(const struct moe_cpu_ep *ep)
+{
+    const uint32_t stride = ep->session->layout.shape.max_experts;
+    for (uint32_t p = 0; p < ep->session->config.slots; p++)
         for (uint32_t l = 0; l < ep->batch.layer->local_experts; l++)
             if (ep->cursor[p * stride + l] != ep->limit[p * stride + l])
                 return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
@@ -367,7 +382,8 @@ struct moe_status moe_cpu_ep_receive(struct moe_cpu_ep *ep, struct moe_rows *out
     if (!ep->agreed)
         MOE_TRY(moe_cpu_ep_agree(ep, NULL));
     MOE_TRY(lay_out_rows(ep));
-    MOE_TRY(receive_all(ep));
+    MOE_TRY(ep->ways->receive_all(ep));
+    MOE_TRY(check_rows(ep));
     ep->received = true;
     *out = (struct moe_rows){.local_experts = ep->batch.layer->local_experts,
                              .expert = ep->batch.layer->local,

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The tables of a pass. Internal to ep.c, ep_dispatch.c, ep_combine.c and ep_backward.c. */
+/* The tables of a pass. Internal to ep.c, ep_dispatch.c, ep_combine.c, ep_backward.c and
+ * ep_domain*.c. */
 #ifndef MOE_CPU_EP_PASS_H
 #define MOE_CPU_EP_PASS_H
 
+#include "common/dispatch_plan.h"
 #include "cpu/exchange/ep.h"
 #include "cpu/exchange/session.h"
 
@@ -18,9 +20,28 @@ struct token_rows {
     uint32_t n;
 };
 
+struct moe_cpu_ep_domains;                                     /* ep_domains.h */
+void moe_cpu_ep_domains_destroy(struct moe_cpu_ep_domains *d); /* NULL is ignored */
+
+/* The parts of a pass that differ over several domains; chosen when the session forms. */
+struct moe_cpu_ep_ways {
+    struct moe_status (*plan)(struct moe_cpu_ep *ep, const struct moe_cpu_batch *batch);
+    struct moe_status (*receive_all)(struct moe_cpu_ep *ep);
+    struct moe_status (*return_sums)(struct moe_cpu_ep *ep);
+    void (*finish_item)(void *ep, uint32_t item); /* an item of moe_cpu_parallel, by grains */
+    void (*finish_backward_item)(void *ep, uint32_t item);
+};
+
 /* The state of a session's passes; one at a time. */
 struct moe_cpu_ep {
     struct moe_session *session;
+    const struct moe_cpu_ep_ways *ways;
+    struct moe_cpu_ep_domains *domains; /* NULL: all rows go straight to their slots */
+    uint64_t send_to;                   /* bit p: this slot stores rows into p's window */
+    /* By source: the slot that stores the source's rows into this slot's window, and takes this
+     * slot's sums for the source; and the region of partials for these sums there. A source of this
+     * domain does both itself, and its region is this slot's. */
+    uint8_t home_of[MOE_MAX_SLOTS], region_of[MOE_MAX_SLOTS];
     struct moe_cpu_batch batch;
     uint64_t stamp;
     uint32_t parity;
@@ -34,9 +55,11 @@ struct moe_cpu_ep {
     size_t gradient_stride; /* of partials in a backward pass */
 
     /* Sending side, by local token. */
-    uint8_t *target;  /* [max_tokens * max_top_k] slot of each (t, k), or NO_SLOT */
-    uint64_t *wanted; /* [max_tokens] bit p: slot p gets the token's row */
-    uint32_t *count;  /* [slots][max_experts] rows for each expert on each slot */
+    uint16_t *target;       /* [max_tokens * max_top_k] slot of each (t, k), or MOE_PLAN_NO_SLOT */
+    uint64_t *wanted;       /* [max_tokens] bit p: slot p gets the token's row */
+    uint32_t *count;        /* [slots][max_experts] rows for each expert on each slot */
+    const uint16_t *hop;    /* as target: the slot that this slot sends the row to */
+    const uint64_t *direct; /* as wanted: those slots, which return the sums */
 
     /* Receiving side. */
     uint32_t tokens_of[MOE_MAX_SLOTS];
@@ -84,10 +107,25 @@ static inline uint32_t grain_of_block(const struct moe_cpu_ep *ep, uint32_t item
 /* Releases x, dy and weight of the rows, if any. */
 void moe_cpu_ep_release_rows(struct moe_cpu_ep *ep);
 
+/* Sets ep->target, wanted and count from the ids; also the legs of `out` that are set, for `map`.
+ * After an error no pass has begun. */
+struct moe_status moe_cpu_ep_plan(struct moe_cpu_ep *ep, const struct moe_cpu_batch *batch,
+                                  const struct moe_domains *map,
+                                  struct moe_dispatch_plan *out) MOE_CHECKED;
+
 /* Fills the head of this pass. */
 void moe_cpu_ep_fill_head(const struct moe_cpu_batch *batch, uint32_t head[MOE_HEAD_COUNT]);
 /* Fills the flags of enum moe_window_pass, without the loads. */
 void moe_cpu_ep_fill_params(const struct moe_cpu_batch *batch, uint32_t flags[MOE_PASS_LOADS]);
+
+/* Rows of one source, in ep_dispatch.c. Waits for blocks of its tokens, expands their rows. */
+struct moe_status moe_cpu_ep_receive_source(struct moe_cpu_ep *ep, uint32_t source) MOE_CHECKED;
+/* Assigns the next row of `expert` to a token of `source`; false if no announced row is left. */
+bool moe_cpu_ep_assign_row(struct moe_cpu_ep *ep, uint32_t source, uint32_t expert, float weight);
+/* Copies token t of ep->source into its rows. */
+void moe_cpu_ep_copy_token(const struct moe_cpu_ep *ep, uint32_t t);
+/* The error for a token with other entries than its source announced. */
+struct moe_status moe_cpu_ep_wrong_token(uint32_t source, uint32_t t);
 
 /* Sums of rows, in ep_combine.c: sum[0 .. n-1] = columns c .. of the token's local rows, added in k
  * order; sum[j] += scale * row[c + j]. */
@@ -95,6 +133,31 @@ void moe_cpu_ep_sum_rows(const struct moe_cpu_ep *ep, const struct token_rows *r
                          uint32_t n, float *sum);
 void moe_cpu_ep_add_row(enum moe_dtype dtype, const void *row, uint32_t c, uint32_t n, float scale,
                         float *sum);
+void moe_cpu_ep_store_row(enum moe_dtype dtype, void *row, uint32_t c, uint32_t n,
+                          const float *from);
+/* Rounds a sum to `dtype`, as storing and loading it does. */
+void moe_cpu_ep_round(enum moe_dtype dtype, uint32_t n, float *sum);
+/* Whether local token t gets no sum; then y is zeros. */
+bool moe_cpu_ep_skips(const struct moe_cpu_ep *ep, uint32_t t);
+/* Adds the zero experts to columns c .. c + n - 1 of local token t, and stores them in y. */
+void moe_cpu_ep_finish_columns(const struct moe_cpu_ep *ep, uint32_t t, uint32_t c, uint32_t n,
+                               float *sum);
+/* Of a backward pass, in ep_backward.c: where dx and dweights of local token t go, filled with
+ * zeros. False: that is all. Then the zero experts' part. */
+bool moe_cpu_ep_begin_gradients(const struct moe_cpu_ep *ep, uint32_t t, float **dx,
+                                float **dweights);
+void moe_cpu_ep_finish_gradients(const struct moe_cpu_ep *ep, uint32_t t, float *dx,
+                                 float *dweights);
+/* In a backward pass: the gradients of weights behind a partial. */
+float *moe_cpu_ep_weights_of_partial(const struct moe_cpu_ep *ep, void *partial);
+
+/* The ways of a session without gateways. return_all sends this slot's sums for all tokens of other
+ * slots to their homes, and stores done. */
+struct moe_status moe_cpu_ep_receive_all(struct moe_cpu_ep *ep) MOE_CHECKED;
+struct moe_status moe_cpu_ep_return_all(struct moe_cpu_ep *ep) MOE_CHECKED;
+void moe_cpu_ep_finish_item(void *ep, uint32_t item);
+void moe_cpu_ep_finish_backward_item(void *ep, uint32_t item);
+
 /* The order of every combine, in ep_combine.c: sums all tokens of the peers and returns the sums.
  * Then finishes the local tokens, a block at a time as partials arrive, and closes the pass.
  * return_token writes the partial of a token that has at least one row here. finish_item is an item

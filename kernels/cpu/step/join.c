@@ -231,6 +231,19 @@ static struct moe_status connect_network(struct moe_session *s)
     return moe_cpu_network_connect(s->network, peers, endpoints, deadline);
 }
 
+/* Slots that share memory are a domain: rows cross from one to another once. By the plan, so that
+ * all slots divide alike; a pair that could not share after all uses the network inside, too. */
+static struct moe_status use_domains(struct moe_session *s, const struct moe_reach *reach)
+{
+    uint32_t domain[MOE_MAX_SLOTS];
+    struct moe_domains map;
+    for (uint32_t p = 0; p < s->config.slots; p++)
+        domain[p] = (s->config.live >> p & 1) ? (uint32_t)__builtin_ctzll(reach->sharing[p])
+                                              : MOE_DOMAIN_NONE;
+    MOE_TRY(moe_domains_make(domain, s->config.slots, &map));
+    return moe_cpu_ep_use_domains(s->ep, &map);
+}
+
 /* The part of a join that involves other slots: the all-gathers, the sockets, the windows. */
 static struct moe_status connect_peers(struct moe_session *s, bool network_only, int window_fd)
 {
@@ -245,6 +258,7 @@ static struct moe_status connect_peers(struct moe_session *s, bool network_only,
     MOE_TRY(share_windows(s, &reach, all, window_fd));
     if (reach.network)
         MOE_TRY(connect_network(s));
+    MOE_TRY(use_domains(s, &reach));
     return moe_cpu_peers_watch(s->peers, wake_own, s);
 }
 

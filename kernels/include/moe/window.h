@@ -43,6 +43,13 @@
  * rows. Heads, counts and routing entries have two copies, by the parity of the step's number: a
  * slot that refuses a step stores no done flags, so its peers may then be one step ahead.
  *
+ * Several domains   If slots of one host or NVLink domain form domains (common/domains.h), a source
+ * of another domain stores a row and its entries only into the gateway's window, at the same
+ * addresses. The gateway stores them into the windows of its domain, as that source would. Sums for
+ * foreign tokens go to the gateway, into the partials of the slot that has the source's domain and
+ * the sum's index; the same holds for `returned`. The gateway stores its domain's sum into the
+ * source's window as its own partial. Each region still has one writer.
+ *
  * Quick regions   On CUDA, rows and partials of small buckets go to separate regions, where the
  * data carry their validity. Between steps these regions hold only blanks, and a writer never
  * stores a blank. A reader that finds anything else has the data, and puts a blank back. So no flag
