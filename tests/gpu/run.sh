@@ -151,6 +151,7 @@ jobs_at_once() {
         # Dispatch and combine on a part of the device, different on every slot; checks y and its bits.
         echo "part_of_device_$n 120 $build/tests/bench/ep_bench $n nvlink 24,1,0,64"
         echo "network_$n 300 $suite/conformance --backend cuda $over --cases $cases"
+        echo "domains_$n 300 $suite/conformance --backend cuda --domain-size 1 --slots $n --seed $n --cases 40"
         echo "network_skewed_$n 300 $suite/conformance --backend cuda $over --cases 40 --skewed"
         echo "network_large_$n 600 $suite/large --backend cuda $over --cases 8 --training --weights-mib 1024"
         echo "network_training_$n 300 $suite/conformance --backend cuda $over --cases $cases --training"

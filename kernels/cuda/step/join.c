@@ -24,7 +24,8 @@ enum {
  * `slot` and everything from `group` on. */
 struct introduction {
     uint64_t magic, epoch, live, window_bytes;
-    uint32_t version, slot, slots, max_tokens, max_hidden, max_top_k, max_experts, transport;
+    uint32_t version, slot, slots, max_tokens, max_hidden, max_top_k, max_experts, transport,
+        domain_size;
     int32_t nccl_version;
     struct moe_cuda_group_id group; /* made by the lowest live slot, zeros from the others */
     struct moe_gpu_uuid gpu;
@@ -45,6 +46,7 @@ static struct moe_status introduce(const struct moe_session *s, struct introduct
                                  .max_top_k = c->max_top_k,
                                  .max_experts = c->max_experts,
                                  .transport = s->transport,
+                                 .domain_size = c->domain_size,
                                  .gpu = s->device->uuid};
     return MOE_NCCL(ncclGetVersion(&out->nccl_version));
 }
@@ -66,8 +68,8 @@ static struct moe_status check_introductions(const struct moe_session *s,
         want.slot = p;
         if (memcmp(&want, &all[p], offsetof(struct introduction, group)) != 0)
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                             "slot %u joins with another view, transport, version or size (which "
-                             "depends on --training too)",
+                             "slot %u joins with another view, transport, domain size, version or "
+                             "size (which depends on --training too)",
                              p);
     }
     return moe_session_check_gpus(c->live, c->slots, gpus); /* NCCL would not name the slots */
@@ -111,14 +113,24 @@ static struct moe_status open_network(struct moe_session *s, uint64_t deadline)
     return moe_cuda_net_open(&net, group, deadline, &s->net);
 }
 
+/* domain_size puts two of the live slots on different hosts. */
+static bool looks_like_several_hosts(const struct moe_session_config *c)
+{
+    uint32_t first = (uint32_t)__builtin_ctzll(c->live);
+    uint32_t last = 63 - (uint32_t)__builtin_clzll(c->live);
+    return c->domain_size != 0 && first / c->domain_size != last / c->domain_size;
+}
+
 /* Windows or network: all slots choose the same. */
 static struct moe_status choose_transport(struct moe_session *s, uint64_t deadline)
 {
     const struct moe_session_config *c = &s->config;
-    bool reach = false;
-    if (s->transport == MOE_CUDA_TRANSPORT_NETWORK)
+    bool reach = false, apart = looks_like_several_hosts(c);
+    if (s->transport == MOE_CUDA_TRANSPORT_NETWORK ||
+        (apart && s->transport == MOE_CUDA_TRANSPORT_AUTO))
         return open_network(s, deadline);
-    MOE_TRY(moe_cuda_window_share(&s->window, &s->layout, &reach, deadline));
+    if (!apart)
+        MOE_TRY(moe_cuda_window_share(&s->window, &s->layout, &reach, deadline));
     MOE_TRY(agree_on_reach(s, reach, &reach));
     if (reach)
         return moe_cuda_window_read_bases(&s->window, c->live);
