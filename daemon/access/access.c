@@ -20,7 +20,10 @@ static const char group_name[] = "token:group", anonymous_name[] = "anonymous";
 
 struct moe_access {
     struct moe_access_config config;
-    struct moe_trusted_mark rules_mark, token_mark; /* of the refreshing thread */
+    struct moe_trusted_mark rules_mark; /* of the refreshing thread */
+
+    struct moe_mutex token_lock; /* held while the token's file is read */
+    MOE_GUARDED_BY(token_lock) struct moe_trusted_mark token_mark;
 
     struct moe_mutex lock;
     MOE_GUARDED_BY(lock) struct {
@@ -32,6 +35,53 @@ struct moe_access {
         uint64_t old_token_ns; /* it counts until then */
     };
 };
+
+/* ------------------------------------------------------------------ the group's token */
+
+static struct moe_status read_token(const struct moe_access *a, uint8_t hash[MOE_ACCESS_HASH_BYTES])
+{
+    char *token;
+    MOE_TRY(moe_token_read("--token-file", a->config.token_file, &token));
+    struct moe_status st = moe_access_hash(token, hash);
+    explicit_bzero(token, strlen(token));
+    free(token);
+    return st;
+}
+
+/* The old token counts for OLD_TOKEN_NS more: the group's daemons do not change at one instant. */
+static void take_token(struct moe_access *a, const uint8_t hash[MOE_ACCESS_HASH_BYTES],
+                       uint64_t now_ns)
+{
+    moe_mutex_lock(&a->lock);
+    bool other = CRYPTO_memcmp(a->token, hash, MOE_ACCESS_HASH_BYTES) != 0;
+    if (other) {
+        memcpy(a->old_token, a->token, sizeof a->old_token);
+        memcpy(a->token, hash, sizeof a->token);
+        a->has_old_token = true;
+        a->old_token_ns = now_ns + OLD_TOKEN_NS;
+    }
+    moe_mutex_unlock(&a->lock);
+    if (other)
+        moe_log_info("access: a new token; the one before counts for %d s more",
+                     (int)(OLD_TOKEN_NS / MOE_NS_PER_S));
+}
+
+static void refresh_token(struct moe_access *a, uint64_t now_ns)
+{
+    uint8_t hash[MOE_ACCESS_HASH_BYTES];
+    struct moe_status st = moe_ok();
+    if (a->config.access_file != NULL || a->config.token_file == NULL)
+        return;
+    moe_mutex_lock(&a->token_lock);
+    bool changed = moe_trusted_file_changed(a->config.token_file, &a->token_mark);
+    if (changed)
+        st = read_token(a, hash);
+    if (changed && !moe_failed(&st))
+        take_token(a, hash, now_ns);
+    moe_mutex_unlock(&a->token_lock);
+    if (moe_failed(&st))
+        moe_log_error("%s; the token read before stays in force", st.text);
+}
 
 /* ------------------------------------------------------------------ deciding */
 
@@ -126,6 +176,13 @@ struct moe_status moe_access_decide(struct moe_access *a, const struct moe_acces
         grant->roles = roles_of(a, a->rules, caller);
     }
     moe_mutex_unlock(&a->lock);
+    if (!known && a->config.access_file == NULL) {
+        /* A caller may have read the group's new token before this daemon looked at the file. */
+        refresh_token(a, moe_clock_ns());
+        moe_mutex_lock(&a->lock);
+        known = find_token(a, token, grant);
+        moe_mutex_unlock(&a->lock);
+    }
     if (policy == NULL)
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED, "no such method");
     if (policy->public)
@@ -169,16 +226,6 @@ static struct moe_status read_rules(const struct moe_access *a, struct moe_acces
     return st;
 }
 
-static struct moe_status read_token(const struct moe_access *a, uint8_t hash[MOE_ACCESS_HASH_BYTES])
-{
-    char *token;
-    MOE_TRY(moe_token_read("--token-file", a->config.token_file, &token));
-    struct moe_status st = moe_access_hash(token, hash);
-    explicit_bzero(token, strlen(token));
-    free(token);
-    return st;
-}
-
 static bool refresh_rules(struct moe_access *a)
 {
     struct moe_access_rules *rules = NULL;
@@ -196,31 +243,6 @@ static bool refresh_rules(struct moe_access *a)
     moe_mutex_unlock(&a->lock);
     moe_log_info("access: the rules were read anew");
     return true;
-}
-
-/* The old token counts for OLD_TOKEN_NS more: the group's daemons do not change at one instant. */
-static void refresh_token(struct moe_access *a, uint64_t now_ns)
-{
-    uint8_t hash[MOE_ACCESS_HASH_BYTES];
-    if (!a->has_token || !moe_trusted_file_changed(a->config.token_file, &a->token_mark))
-        return;
-    struct moe_status st = read_token(a, hash);
-    if (moe_failed(&st)) {
-        moe_log_error("%s; the token read before stays in force", st.text);
-        return;
-    }
-    moe_mutex_lock(&a->lock);
-    bool other = CRYPTO_memcmp(a->token, hash, sizeof hash) != 0;
-    if (other) {
-        memcpy(a->old_token, a->token, sizeof hash);
-        memcpy(a->token, hash, sizeof hash);
-        a->has_old_token = true;
-        a->old_token_ns = now_ns + OLD_TOKEN_NS;
-    }
-    moe_mutex_unlock(&a->lock);
-    if (other)
-        moe_log_info("access: a new token; the one before counts for %d s more",
-                     (int)(OLD_TOKEN_NS / MOE_NS_PER_S));
 }
 
 bool moe_access_refresh(struct moe_access *a, uint64_t now_ns)
@@ -262,7 +284,9 @@ struct moe_status moe_access_create(const struct moe_access_config *config, stru
     if (a == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for access");
     moe_mutex_init(&a->lock);
+    moe_mutex_init(&a->token_lock);
     moe_mutex_not_shared(&a->lock);
+    moe_mutex_not_shared(&a->token_lock);
     a->config = *config;
     if (config->access_file != NULL) {
         (void)moe_trusted_file_changed(config->access_file, &a->rules_mark);
@@ -285,8 +309,10 @@ void moe_access_destroy(struct moe_access *a)
     if (a == NULL)
         return;
     moe_mutex_not_shared(&a->lock);
+    moe_mutex_not_shared(&a->token_lock);
     moe_access_rules_free(a->rules);
     moe_access_rules_free(a->rules_before);
     moe_mutex_destroy(&a->lock);
+    moe_mutex_destroy(&a->token_lock);
     free(a);
 }

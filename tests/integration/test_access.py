@@ -289,6 +289,45 @@ class Tokens(unittest.TestCase):
                                         TOKENS["admin"]), REFUSALS)
             self.assertIn("the rules read before stay in force", d.text())
 
+    def test_a_hundred_new_access_files_under_load_cost_no_call(self):
+        """Each has the tokens that are in use, and another identity; every tenth is rubbish.
+        SIGHUP makes the daemon look at once."""
+        with daemons() as d:
+            rules = os.path.join(d.where, "access.json")
+            write(rules, access_file())
+            c = d.coordinator("--access-file", rules)
+            w = d.worker(c.endpoint, "w1", "--access-file", rules)
+            wait_until(lambda: "serving under epoch" in read(w.log), 30)
+            codes, stop = [], threading.Event()
+
+            def load():
+                with plain(w.endpoint) as channel:
+                    call = channel.unary_unary("/moe.v1.ExpertService/GetModel")
+                    while not stop.is_set():
+                        try:
+                            call(b"", timeout=10, metadata=[
+                                ("authorization", f"Bearer {TOKENS['client']}")])
+                            codes.append(grpc.StatusCode.OK)
+                        except grpc.RpcError as error:
+                            codes.append(error.code())
+
+            threads = [threading.Thread(target=load) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for i in range(100):
+                name = f"spiffe://moed/scraper-{i}"
+                write(rules, "rubbish" if i % 10 == 9 else access_file(
+                    identities={name: {"roles": ["metrics"]}}))
+                w.send_signal(signal.SIGHUP)
+                time.sleep(0.03)
+            stop.set()
+            for thread in threads:
+                thread.join()
+            read_anew = read(w.log).count("the rules were read anew")
+            print(len(codes), "calls,", read_anew, "files read")
+            self.assertEqual(set(codes), {grpc.StatusCode.OK})
+            self.assertGreater(read_anew, 50)
+
     def test_a_worker_speaks_for_the_ids_of_its_token_only(self):
         with daemons() as d:
             rules, token = os.path.join(d.where, "access.json"), os.path.join(d.where, "token")
@@ -350,6 +389,8 @@ class Tokens(unittest.TestCase):
             self.assertEqual(moectl("status", MOED_TOKEN_FILE=token).returncode, 0)
             for refused in (moectl("status"), moectl("status", "--token-file", other)):
                 self.assertEqual(refused.returncode, 6, refused.stderr)
+            write(token, "the-token-of-this-group-9876\n")  # counts at once, for all
+            self.assertEqual(moectl("status", "--token-file", token).returncode, 0)
             there = {"MOED_RUNTIME_DIR": outside["MOED_RUNTIME_DIR"], "MOED_TOKEN_FILE": token}
             with unittest.mock.patch.dict(os.environ, there):
                 y = moed.Client(w.endpoint).forward(0, np.ones((1, 64), np.float32))
