@@ -175,23 +175,13 @@ void moe_activations_note_empty(struct moe_activations *a, uint32_t layer, uint6
     read_bytes(a);
 }
 
-static void set_busy(struct moe_activations *a, const char *session, uint64_t id, bool busy)
+void moe_activations_set_use(struct moe_activations *a, const char *session, uint64_t id, bool used)
 {
-    moe_activation_index_set_busy(&a->index, session, id, busy);
-    a->in_use = busy;
+    moe_activation_index_set_busy(&a->index, session, id, used);
+    a->in_use = used;
     a->used_id = id;
     memset(a->used_session, 0, sizeof a->used_session);
     strncpy(a->used_session, session, MOE_TRAINING_NAME_MAX);
-}
-
-void moe_activations_begin_use(struct moe_activations *a, const char *session, uint64_t id)
-{
-    set_busy(a, session, id, true);
-}
-
-void moe_activations_end_use(struct moe_activations *a, const char *session, uint64_t id)
-{
-    set_busy(a, session, id, false);
 }
 
 void moe_activations_drop(struct moe_activations *a, const char *session, uint64_t id)

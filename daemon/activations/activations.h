@@ -65,10 +65,10 @@ void moe_activations_note(struct moe_activations *a, const struct moe_retained_s
  * as a success. */
 void moe_activations_note_empty(struct moe_activations *a, uint32_t layer, uint64_t name);
 
-/* The pass of the Backward (session, id) begins: its activations stay until moe_activations_end_use
- * (not recorded) or moe_activations_drop (recorded). */
-void moe_activations_begin_use(struct moe_activations *a, const char *session, uint64_t id);
-void moe_activations_end_use(struct moe_activations *a, const char *session, uint64_t id);
+/* With `used`, the pass of the Backward (session, id) begins: its activations stay until a call
+ * without (not recorded), or moe_activations_drop (recorded). */
+void moe_activations_set_use(struct moe_activations *a, const char *session, uint64_t id,
+                             bool used);
 void moe_activations_drop(struct moe_activations *a, const char *session, uint64_t id);
 /* Weights or trainers were replaced: drops all steps. No step runs. */
 void moe_activations_drop_all(struct moe_activations *a);

@@ -31,8 +31,6 @@
 
 enum { PEFT_NAME_MAX = MOE_MODEL_NAME_MAX + 48 };
 
-static const char *const metadata[] = {"format", "pt", NULL};
-
 static struct moe_status named(struct moe_status st, const char *name)
 {
     return moe_error_context(st, "adapter %s", name);
@@ -64,49 +62,23 @@ static struct moe_status module_name(const struct moe_checkpoint_context *c, siz
 
 /* ------------------------------------------------------------------ the part of one slot */
 
-struct part {
-    const struct moe_checkpoint_context *context;
-    struct moe_ckpt_tensors tensors; /* A and B of the slot's experts */
-};
-
-static struct moe_status list_part(struct part *p)
-{
-    size_t n = 0;
-    MOE_TRY(moe_ckpt__list(p->context, true, &p->tensors));
-    for (size_t i = 0; i < p->tensors.count; i++) {
-        const struct moe_ckpt_tensor *t = &p->tensors.list[i];
-        if (t->key.part != MOE_PART_WEIGHT && t->key.tensor == MOE_TRAIN_VALUE)
-            p->tensors.list[n++] = *t;
-    }
-    p->tensors.count = n;
-    return moe_ok();
-}
-
-static struct moe_status read_part(void *ctx, size_t i, void *to, uint64_t bytes)
-{
-    const struct part *p = ctx;
-    return moe_ckpt__read(p->context, &p->tensors.list[i], to, (size_t)bytes);
-}
-
+/* A and B of the slot's experts. */
 static struct moe_status write_part(const struct moe_checkpoint_context *c, int hidden,
                                     uint64_t *bytes)
 {
     char file[MOE_CKPT_FILE_MAX];
-    struct part p = {.context = c};
+    struct moe_ckpt_tensors tensors;
+    size_t n = 0;
     moe_ckpt__state_file(file, c->slot, "safetensors");
-    MOE_TRY(list_part(&p));
-    struct moe_st_out *out = calloc(p.tensors.count + 1, sizeof *out);
-    struct moe_status st = out != NULL ? moe_ok() : moe_ckpt__no_memory();
-    for (size_t i = 0; out != NULL && i < p.tensors.count; i++) {
-        const struct moe_ckpt_tensor *t = &p.tensors.list[i];
-        out[i] = (struct moe_st_out){
-            .name = t->name, .dtype = MOE_ST_F32, .rank = 2, .shape = {t->rows, t->columns}};
+    MOE_TRY(moe_ckpt__list(c, true, &tensors));
+    for (size_t i = 0; i < tensors.count; i++) {
+        const struct moe_ckpt_tensor *t = &tensors.list[i];
+        if (t->key.part != MOE_PART_WEIGHT && t->key.tensor == MOE_TRAIN_VALUE)
+            tensors.list[n++] = *t;
     }
-    if (!moe_failed(&st))
-        st = moe_st_write_at(hidden, file, out, p.tensors.count, metadata, read_part, &p, bytes,
-                             NULL);
-    free(out);
-    moe_ckpt__list_free(&p.tensors);
+    tensors.count = n;
+    struct moe_status st = moe_ckpt__write_tensors(c, hidden, file, &tensors, bytes, NULL);
+    moe_ckpt__list_free(&tensors);
     return st;
 }
 
@@ -361,9 +333,10 @@ static struct moe_status join_parts(const struct moe_checkpoint_context *c, int 
     struct moe_status st;
     MOE_TRY_GOTO(st, open_parts(&w, hidden), done);
     MOE_TRY_GOTO(st, list_whole(&w), done);
-    MOE_TRY_GOTO(
-        st, moe_st_write_at(hidden, ADAPTER_FILE, w.out, w.count, metadata, fill, &w, &bytes, NULL),
-        done);
+    MOE_TRY_GOTO(st,
+                 moe_st_write_at(hidden, ADAPTER_FILE, w.out, w.count, moe_ckpt__metadata, fill, &w,
+                                 &bytes, NULL),
+                 done);
     st = remove_parts(c, hidden);
 done:
     free_whole(&w);

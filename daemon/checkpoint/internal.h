@@ -121,6 +121,11 @@ struct moe_status moe_ckpt__list(const struct moe_checkpoint_context *c, bool wr
 struct moe_status moe_ckpt__list_copied(const struct moe_checkpoint_context *c,
                                         struct moe_ckpt_tensors *out) MOE_CHECKED;
 void moe_ckpt__list_free(struct moe_ckpt_tensors *t);
+/* Writes the file `file` of these tensors, synced; `*bytes` is its size. `sha256` may be NULL. */
+struct moe_status moe_ckpt__write_tensors(const struct moe_checkpoint_context *c, int at,
+                                          const char *file, const struct moe_ckpt_tensors *tensors,
+                                          uint64_t *bytes, char *sha256) MOE_CHECKED;
+extern const char *const moe_ckpt__metadata[]; /* of all files of tensors */
 /* Reads one tensor from the copy, or from its trainer (copy.c). */
 struct moe_status moe_ckpt__read(const struct moe_checkpoint_context *c,
                                  const struct moe_ckpt_tensor *t, float *to,
@@ -174,5 +179,7 @@ struct moe_status moe_ckpt__manifest_hash(const json_t *manifest,
 /* Reads an opened checkpoint's manifest and checks its hash and format. Errors:
  * DATA_LOSS/MALFORMED. */
 struct moe_status moe_ckpt__read_manifest(int directory, json_t **out) MOE_CHECKED;
+/* The same of directory `name` in the root. */
+struct moe_status moe_ckpt__read_manifest_of(int root, const char *name, json_t **out) MOE_CHECKED;
 
 #endif

@@ -103,3 +103,12 @@ struct moe_status moe_ckpt__read_manifest(int directory, json_t **out)
     *out = m;
     return st;
 }
+
+struct moe_status moe_ckpt__read_manifest_of(int root, const char *name, json_t **out)
+{
+    int fd = -1;
+    MOE_TRY(moe_ckpt__open_dir(root, name, &fd));
+    struct moe_status st = moe_ckpt__read_manifest(fd, out);
+    close(fd);
+    return st;
+}

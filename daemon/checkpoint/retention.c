@@ -90,15 +90,10 @@ static int newest_first(const void *a, const void *b)
 
 static bool read_kept(int root, const char *name, struct kept *out)
 {
-    int fd = -1;
     json_t *m = NULL;
     if (!moe_file_name_is_plain(name) || strlen(name) > MOE_CHECKPOINT_NAME_MAX)
         return false;
-    struct moe_status st = moe_ckpt__open_dir(root, name, &fd);
-    if (moe_failed(&st))
-        return false;
-    st = moe_ckpt__read_manifest(fd, &m);
-    close(fd);
+    struct moe_status st = moe_ckpt__read_manifest_of(root, name, &m);
     if (moe_failed(&st))
         return false;
     strcpy(out->name, name);
@@ -168,21 +163,6 @@ static struct moe_status remove_kept(int root, const char *name, bool *gone)
     return moe_ckpt__remove_tree(root, hidden);
 }
 
-/* The explicit loads in the manifest of `name`. */
-static struct moe_status read_loads_of(int root, const char *name,
-                                       struct moe_checkpoint_explicit_loads *out)
-{
-    int fd = -1;
-    json_t *m = NULL;
-    MOE_TRY(moe_ckpt__open_dir(root, name, &fd));
-    struct moe_status st = moe_ckpt__read_manifest(fd, &m);
-    close(fd);
-    MOE_TRY(st);
-    moe_ckpt__read_loads(m, out);
-    json_decref(m);
-    return st;
-}
-
 /* Marks the checkpoint and its parents, until one is missing, or with `stops` is spared. The list
  * is newest first, so a parent comes after its child; an earlier one is another checkpoint, which
  * got the parent's name later. */
@@ -238,7 +218,10 @@ struct moe_status moe_ckpt__keep_newest(const struct moe_checkpoint_context *c, 
     uint32_t counted = 0;
     MOE_TRY(moe_ckpt__open_root(c->root, &root));
     struct moe_checkpoint_explicit_loads loads;
-    struct moe_status st = read_loads_of(root, newest, &loads);
+    json_t *m = NULL;
+    struct moe_status st = moe_ckpt__read_manifest_of(root, newest, &m);
+    moe_ckpt__read_loads(m, &loads);
+    json_decref(m);
     if (!moe_failed(&st))
         st = list_kept(root, &list, &count);
     count = moe_failed(&st) ? 0 : count;

@@ -59,18 +59,14 @@ static void name_save(const struct moe_checkpoint_context *c, const struct moe_c
 static bool find_own(const struct moe_checkpoint_context *c, const char *name,
                      struct moe_checkpoint_state *s)
 {
-    int root = -1, fd = -1;
+    int root = -1;
     json_t *m = NULL;
     char save[SAVE_TEXT];
     struct moe_status st = moe_ckpt__open_root(c->root, &root);
-    if (!moe_failed(&st))
-        st = moe_ckpt__open_dir(root, name, &fd);
-    if (!moe_failed(&st))
-        st = moe_ckpt__read_manifest(fd, &m);
-    if (root >= 0)
+    if (!moe_failed(&st)) {
+        st = moe_ckpt__read_manifest_of(root, name, &m);
         close(root);
-    if (fd >= 0)
-        close(fd);
+    }
     if (moe_failed(&st))
         return false;
     name_save(c, s, save);
@@ -145,35 +141,12 @@ static struct moe_status write_weights(const struct moe_checkpoint_context *c, i
     return moe_ok();
 }
 
-struct state_source {
-    const struct moe_checkpoint_context *context;
-    const struct moe_ckpt_tensors *tensors;
-};
-
-static struct moe_status read_state(void *ctx, size_t i, void *to, uint64_t bytes)
-{
-    const struct state_source *s = ctx;
-    return moe_ckpt__read(s->context, &s->tensors->list[i], to, (size_t)bytes);
-}
-
 static struct moe_status write_state(const struct moe_checkpoint_context *c, int directory,
                                      const char *file, uint64_t *bytes, char *sha256)
 {
-    static const char *const metadata[] = {"format", "pt", NULL};
     struct moe_ckpt_tensors tensors;
     MOE_TRY(moe_ckpt__list(c, true, &tensors));
-    struct state_source source = {c, &tensors};
-    struct moe_st_out *out = calloc(tensors.count + 1, sizeof *out);
-    struct moe_status st = out != NULL ? moe_ok() : moe_ckpt__no_memory();
-    for (size_t i = 0; out != NULL && i < tensors.count; i++)
-        out[i] = (struct moe_st_out){.name = tensors.list[i].name,
-                                     .dtype = MOE_ST_F32,
-                                     .rank = 2,
-                                     .shape = {tensors.list[i].rows, tensors.list[i].columns}};
-    if (!moe_failed(&st))
-        st = moe_st_write_at(directory, file, out, tensors.count, metadata, read_state, &source,
-                             bytes, sha256);
-    free(out);
+    struct moe_status st = moe_ckpt__write_tensors(c, directory, file, &tensors, bytes, sha256);
     moe_ckpt__list_free(&tensors);
     return st;
 }

@@ -33,15 +33,28 @@ bool moe_ckpt__is_lowest(const struct moe_checkpoint_context *c)
     return c->live != 0 && c->slot == (uint32_t)__builtin_ctzll(c->live);
 }
 
-bool moe_ckpt__has_master(const struct moe_checkpoint_context *c, size_t layer,
-                          enum moe_weight weight)
+/* True if the trainer has the weight itself, or with `adapted` an adapter of it. */
+static bool has_param(const struct moe_checkpoint_context *c, size_t layer, enum moe_weight weight,
+                      bool adapted)
 {
     struct moe_train_param params[MOE_TRAIN_MAX_PARAMS];
     uint32_t n = moe_train_params(c->specs[layer], c->config, params);
     for (uint32_t i = 0; i < n; i++)
-        if (params[i].weight == weight && params[i].part == MOE_PART_WEIGHT)
+        if (params[i].weight == weight && (adapted || params[i].part == MOE_PART_WEIGHT))
             return true;
     return weight == MOE_WEIGHT_SELECT_BIAS;
+}
+
+bool moe_ckpt__has_master(const struct moe_checkpoint_context *c, size_t layer,
+                          enum moe_weight weight)
+{
+    return has_param(c, layer, weight, false);
+}
+
+bool moe_ckpt__has_value(const struct moe_checkpoint_context *c, size_t layer,
+                         enum moe_weight weight)
+{
+    return has_param(c, layer, weight, true);
 }
 
 /* True if this slot writes the expert: it has the first live copy. */
@@ -199,13 +212,36 @@ void moe_ckpt__list_free(struct moe_ckpt_tensors *t)
     *t = (struct moe_ckpt_tensors){0};
 }
 
-bool moe_ckpt__has_value(const struct moe_checkpoint_context *c, size_t layer,
-                         enum moe_weight weight)
+/* -------------------------------------------------------------------------- writing */
+
+const char *const moe_ckpt__metadata[] = {"format", "pt", NULL};
+
+struct source {
+    const struct moe_checkpoint_context *context;
+    const struct moe_ckpt_tensors *tensors;
+};
+
+static struct moe_status read_tensor(void *ctx, size_t i, void *to, uint64_t bytes)
 {
-    struct moe_train_param params[MOE_TRAIN_MAX_PARAMS];
-    uint32_t n = moe_train_params(c->specs[layer], c->config, params);
-    for (uint32_t i = 0; i < n; i++)
-        if (params[i].weight == weight)
-            return true;
-    return weight == MOE_WEIGHT_SELECT_BIAS;
+    const struct source *s = ctx;
+    return moe_ckpt__read(s->context, &s->tensors->list[i], to, (size_t)bytes);
+}
+
+struct moe_status moe_ckpt__write_tensors(const struct moe_checkpoint_context *c, int at,
+                                          const char *file, const struct moe_ckpt_tensors *tensors,
+                                          uint64_t *bytes, char *sha256)
+{
+    struct source source = {c, tensors};
+    struct moe_st_out *out = calloc(tensors->count + 1, sizeof *out);
+    if (out == NULL)
+        return moe_ckpt__no_memory();
+    for (size_t i = 0; i < tensors->count; i++)
+        out[i] = (struct moe_st_out){.name = tensors->list[i].name,
+                                     .dtype = MOE_ST_F32,
+                                     .rank = 2,
+                                     .shape = {tensors->list[i].rows, tensors->list[i].columns}};
+    struct moe_status st = moe_st_write_at(at, file, out, tensors->count, moe_ckpt__metadata,
+                                           read_tensor, &source, bytes, sha256);
+    free(out);
+    return st;
 }

@@ -36,6 +36,7 @@ struct moe_step_traits {
                             next reads */
     bool is_exclusive;   /* changes the state of training as a whole: runs alone */
     bool is_weight_update; /* changes the weights, so it waits while a Save copies them */
+    bool is_job;           /* a Save, Load or Export: several tickets, and steps run between them */
     bool passes_blocked; /* may overtake blocked calls: it changes no training state that they use.
                             (A Load is refused while a Save runs.) */
 };

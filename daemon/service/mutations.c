@@ -106,10 +106,10 @@ static struct moe_status check_service(const struct moe_training_service *s,
 {
     struct moe_train_state state;
     struct moe_standing worker;
-    bool is_job = kind == MOE_STEP_SAVE || kind == MOE_STEP_LOAD || kind == MOE_STEP_EXPORT;
     moe_service_read(s->config.service, &worker);
     moe_train_read_state(s->config.training, &state);
-    if (is_job && !worker.draining && worker.epoch == 0 && state.problem[0] != '\0')
+    if (moe_step_traits(kind)->is_job && !worker.draining && worker.epoch == 0 &&
+        state.problem[0] != '\0')
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
                          "the group does not serve: %.150s (`moectl training recover NAME`)",
                          state.problem);

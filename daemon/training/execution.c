@@ -191,8 +191,7 @@ static struct moe_status run(struct moe_train *t, struct moe_session *session,
 /* A Save or Export only reads. A Load changes state in its last part, which sets x->changes. */
 static bool changes_state(const struct moe_train_call *c)
 {
-    return c->merge ||
-           (c->kind != MOE_STEP_SAVE && c->kind != MOE_STEP_LOAD && c->kind != MOE_STEP_EXPORT);
+    return c->merge || !moe_step_traits(c->kind)->is_job;
 }
 
 struct moe_status moe_train__begin(struct moe_train *t, const struct moe_ticket *ticket,
@@ -214,7 +213,7 @@ struct moe_status moe_train__begin(struct moe_train *t, const struct moe_ticket 
                          (unsigned long long)ticket->seq);
     x->changes = x->run && changes_state(&x->call);
     if (x->run && is_backward)
-        moe_activations_begin_use(t->activations, x->call.session, x->call.id);
+        moe_activations_set_use(t->activations, x->call.session, x->call.id, true);
     return moe_ok();
 }
 
@@ -304,7 +303,7 @@ static void end_activations(struct moe_train *t, const struct moe_call_exec *x, 
     else if (c->kind == MOE_STEP_BACKWARD && done)
         moe_activations_drop(t->activations, c->session, c->id);
     else if (c->kind == MOE_STEP_BACKWARD && x->run)
-        moe_activations_end_use(t->activations, c->session, c->id);
+        moe_activations_set_use(t->activations, c->session, c->id, false);
 }
 
 struct moe_status moe_train__end(struct moe_train *t, const struct moe_ticket *ticket,

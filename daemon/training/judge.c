@@ -16,11 +16,6 @@ static struct moe_status wrong_lineage(uint64_t asked, uint64_t present)
                      (unsigned long long)asked, (unsigned long long)present);
 }
 
-static bool is_job(const struct moe_train_call *c)
-{
-    return c->kind == MOE_STEP_SAVE || c->kind == MOE_STEP_LOAD || c->kind == MOE_STEP_EXPORT;
-}
-
 /* The conditions of a new call. */
 static struct moe_status check_new(const struct moe_train *t, const struct moe_train_call *c)
     MOE_REQUIRES(t->lock)
@@ -35,7 +30,7 @@ static struct moe_status check_new(const struct moe_train *t, const struct moe_t
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_MISSING,
                          "gradients of %u Backward calls are expected; those of %u are there",
                          c->expected_backwards, t->backwards);
-    if (is_job(c) && !moe_job_may_begin(&t->machine))
+    if (moe_step_traits(c->kind)->is_job && !moe_job_may_begin(&t->machine))
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SAVE_RUNNING,
                          "a checkpoint is being written or loaded: one at a time (%s)",
                          moe_train__job_call(t, 0)->name);

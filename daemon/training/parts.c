@@ -128,7 +128,6 @@ static struct moe_status take_tensors(struct moe_train *t,
 {
     MOE_TRY(moe_checkpoint_load_take(context, name));
     uint32_t frozen = state->frozen | t->config.trainer.frozen;
-    MOE_TRY(moe_train__zero_grad(t));
     MOE_TRY(moe_train__set_frozen(t, frozen));
     moe_mutex_lock(&t->lock);
     struct moe_status st = moe_ledger_unpack(t->ledger, state->records, state->record_bytes);
