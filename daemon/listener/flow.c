@@ -5,8 +5,12 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 
-enum { SPARE_MAX = 8 }; /* buffers that an idle relay keeps */
+enum {
+    SPARE_MAX = 8,    /* buffers that an idle relay keeps */
+    ROOM_BYTES = 1024 /* for bytes that a look adds */
+};
 
 static struct moe_flow_buffer *borrow(struct moe_flow_pool *pool)
 {
@@ -42,17 +46,37 @@ void moe_flow_discard(struct moe_flow *f, struct moe_flow_pool *pool)
     if (f->buffer != NULL)
         give_back(pool, f->buffer);
     f->buffer = NULL;
-    f->at = f->length = 0;
+    f->at = f->ready = f->length = 0;
+    f->again = false;
+}
+
+/* Looks at what is new. The beginning of a frame's head leaves the buffer: a client that stops in
+ * the middle of one costs no buffer. */
+static bool look(struct moe_flow *f)
+{
+    enum moe_flow_look result = f->look(f);
+    f->again = result == MOE_FLOW_NO_ROOM;
+    if (result == MOE_FLOW_LOOKED) {
+        f->carried_length = f->length - f->ready;
+        MOE_INVARIANT(f->carried_length <= sizeof f->carried);
+        memcpy(f->carried, f->buffer->bytes + f->ready, f->carried_length);
+        f->length = f->ready;
+    }
+    return result != MOE_FLOW_REFUSED;
 }
 
 /* False on an error of the socket. */
 static bool fill(struct moe_flow *f, struct moe_flow_end *from)
 {
-    ssize_t n = recv(from->fd, f->buffer->bytes, sizeof f->buffer->bytes, MSG_DONTWAIT);
+    uint8_t *bytes = f->buffer->bytes;
+    const size_t room = sizeof f->buffer->bytes - f->carried_length - ROOM_BYTES;
+    ssize_t n = recv(from->fd, bytes + f->carried_length, room, MSG_DONTWAIT);
     if (n > 0) {
-        f->length = (size_t)n;
+        memcpy(bytes, f->carried, f->carried_length);
+        f->length = f->carried_length + (size_t)n;
+        f->carried_length = 0;
         /* A stream socket that gives less than asked for has no more: a later edge says so. */
-        if (f->length < sizeof f->buffer->bytes && !from->hung_up)
+        if ((size_t)n < room && !from->hung_up)
             from->readable = false;
     } else if (n == 0) {
         f->ended = true;
@@ -68,12 +92,10 @@ static bool fill(struct moe_flow *f, struct moe_flow_end *from)
 static bool empty(struct moe_flow *f, struct moe_flow_end *to)
 {
     ssize_t n =
-        send(to->fd, f->buffer->bytes + f->at, f->length - f->at, MSG_DONTWAIT | MSG_NOSIGNAL);
+        send(to->fd, f->buffer->bytes + f->at, f->ready - f->at, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n >= 0) {
         f->at += (size_t)n;
         f->moved += (uint64_t)n;
-        if (f->at == f->length)
-            f->at = f->length = 0;
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
         to->writable = false;
     } else if (errno != EINTR) {
@@ -82,37 +104,58 @@ static bool empty(struct moe_flow *f, struct moe_flow_end *to)
     return true;
 }
 
+/* All that was ready has gone: what found no room is looked at again. */
+static bool look_again(struct moe_flow *f)
+{
+    uint8_t *bytes = f->buffer->bytes;
+    f->length -= f->ready;
+    memmove(bytes, bytes + f->ready, f->length);
+    f->at = f->ready = 0;
+    return look(f);
+}
+
+/* Reads and looks. */
+static enum moe_flow_state take(struct moe_flow *f, struct moe_flow_end *from,
+                                struct moe_flow_pool *pool)
+{
+    f->at = f->ready = f->length = 0;
+    if (f->buffer == NULL && (f->buffer = borrow(pool)) == NULL)
+        return MOE_FLOW_SOURCE_FAILED;
+    if (!fill(f, from))
+        return MOE_FLOW_SOURCE_FAILED;
+    if (f->length > 0 && !look(f))
+        return MOE_FLOW_LOOK_FAILED;
+    return MOE_FLOW_GOES_ON;
+}
+
 enum moe_flow_state moe_flow_run(struct moe_flow *f, struct moe_flow_end *from,
                                  struct moe_flow_end *to, struct moe_flow_pool *pool, size_t budget)
 {
     const uint64_t turn_ends = f->moved + budget;
-    enum moe_flow_state state = MOE_FLOW_WAITS;
-    for (;;) {
-        if (f->at < f->length) {
+    enum moe_flow_state state = MOE_FLOW_GOES_ON;
+    while (state == MOE_FLOW_GOES_ON) {
+        if (f->at < f->ready) {
             if (!to->writable)
-                break;
-            if (!empty(f, to))
-                return MOE_FLOW_SINK_FAILED;
-            continue;
-        }
-        if (f->ended) {
+                state = MOE_FLOW_WAITS;
+            else if (!empty(f, to))
+                state = MOE_FLOW_SINK_FAILED;
+        } else if (f->again) {
+            if (!look_again(f))
+                state = MOE_FLOW_LOOK_FAILED;
+        } else if (f->ended) {
             if (!f->shut)
                 (void)shutdown(to->fd, SHUT_WR);
             f->shut = true;
+            state = MOE_FLOW_WAITS;
+        } else if (!from->readable) {
+            state = MOE_FLOW_WAITS;
+        } else if (f->moved >= turn_ends) {
             break;
+        } else {
+            state = take(f, from, pool);
         }
-        if (!from->readable)
-            break;
-        if (f->moved >= turn_ends) {
-            state = MOE_FLOW_GOES_ON;
-            break;
-        }
-        if (f->buffer == NULL && (f->buffer = borrow(pool)) == NULL)
-            return MOE_FLOW_SOURCE_FAILED;
-        if (!fill(f, from))
-            return MOE_FLOW_SOURCE_FAILED;
     }
-    if (f->at == f->length)
+    if (f->at == f->ready && !f->again)
         moe_flow_discard(f, pool);
     return state;
 }

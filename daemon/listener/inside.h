@@ -8,6 +8,7 @@
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "daemon/metrics.h"
+#include "listener/frames.h"
 #include "listener/listener.h"
 
 #include <pthread.h>
@@ -15,6 +16,10 @@
 #include <sys/queue.h>
 #include <sys/socket.h>
 #include <sys/types.h>
+
+/* The struct of which `member` is `pointer`. */
+#define MOE_LISTENER_OWNER(type, member, pointer)                                                  \
+    ((type *)((char *)(pointer)-offsetof(type, member)))
 
 /* ------------------------------------------------------------------ listening sockets */
 
@@ -71,13 +76,25 @@ struct moe_flow_end {
     bool hung_up; /* the peer has gone: reads until the end, without waiting for more */
 };
 
+/* What a look at new bytes says. */
+enum moe_flow_look {
+    MOE_FLOW_LOOKED,  /* bytes up to `ready` may go; the few behind wait for more */
+    MOE_FLOW_NO_ROOM, /* the rest is looked at again when these bytes have gone */
+    MOE_FLOW_REFUSED, /* the connection must end */
+};
+
 /* Bytes from one end to the other. */
 struct moe_flow {
     struct moe_flow_buffer *buffer; /* NULL while no byte waits */
-    size_t at, length;              /* bytes at..length wait */
-    bool ended;                     /* the source sends no more */
-    bool shut;                      /* ... and the sink knows */
-    uint64_t moved;                 /* bytes written to the sink */
+    size_t at, ready, length;       /* at..ready wait for the sink, ready..length for room */
+    bool again;                     /* the last look found no room */
+    uint8_t carried[MOE_FRAMES_HEAD_BYTES]; /* the beginning of a frame's head */
+    size_t carried_length;
+    bool ended;     /* the source sends no more */
+    bool shut;      /* ... and the sink knows */
+    uint64_t moved; /* bytes written to the sink */
+    /* Looks at bytes ready..length; sets `ready`, and `length` if it adds some. */
+    enum moe_flow_look (*look)(struct moe_flow *f);
 };
 
 enum moe_flow_state {
@@ -85,6 +102,7 @@ enum moe_flow_state {
     MOE_FLOW_GOES_ON,       /* its turn is over, but more may be done at once */
     MOE_FLOW_SOURCE_FAILED, /* nothing more can be read, or memory is exhausted */
     MOE_FLOW_SINK_FAILED,   /* nothing more can be written */
+    MOE_FLOW_LOOK_FAILED,   /* MOE_FLOW_REFUSED */
 };
 
 /* Moves up to `budget` bytes. */
@@ -106,6 +124,8 @@ enum moe_close_reason {
     MOE_CLOSE_DESCRIPTORS, /* no descriptor or memory is left */
     MOE_CLOSE_PREFACE,     /* it did not begin in time, or not with HTTP/2 */
     MOE_CLOSE_UNREAD,      /* it left its answers unread */
+    MOE_CLOSE_MALFORMED,   /* it does not speak HTTP/2 */
+    MOE_CLOSE_FLOOD,       /* too many frames of a sort, or too large headers */
     MOE_CLOSE_REASONS
 };
 
@@ -125,14 +145,17 @@ struct moe_connection {
     enum moe_connection_state state;
     enum moe_close_reason reason; /* of an ENDING connection */
     struct moe_flow_end client, server;
-    struct moe_flow up, down; /* client to server, server to client */
-    void *user;               /* from `opened` */
-    uint64_t deadline_ns;     /* of NEW and ENDING */
-    uint64_t stalled_ns;      /* since when `down` waits for the client; 0 = it does not */
-    uint64_t stalled_moved;   /* down.moved at that time */
-    bool ready;               /* in the list `ready` */
-    bool timed;               /* in the list `timed` */
-    bool gone;                /* in the list `gone` */
+    struct moe_flow up, down;           /* client to server, server to client */
+    void *user;                         /* from `opened` */
+    struct moe_frames frames;           /* of `up` */
+    struct moe_frames_back frames_back; /* of `down` */
+    uint64_t owes_ns;                   /* since when a header block is open; 0 = none is */
+    uint64_t deadline_ns;               /* of NEW and ENDING */
+    uint64_t stalled_ns;    /* since when `down` waits for the client; 0 = it does not */
+    uint64_t stalled_moved; /* down.moved at that time */
+    bool ready;             /* in the list `ready` */
+    bool timed;             /* in the list `timed` */
+    bool gone;              /* in the list `gone` */
     TAILQ_ENTRY(moe_connection) ready_link, timed_link, gone_link;
     TAILQ_ENTRY(moe_connection) order_link; /* while orders of other threads are carried out */
 };
@@ -176,10 +199,11 @@ struct moe_listener {
     uint32_t relay_count;     /* those that run */
 
     /* The first relay's thread only (accept.c). */
-    int reserve;         /* a descriptor to be given up for one that comes; -1 = lost */
-    uint32_t next_relay; /* gets the next connection */
-    uint64_t retry_ns;   /* when to try again to get the reserve; MOE_NEVER = it is there */
-    uint64_t warned_ns;  /* last line about refused connections */
+    int reserve;               /* a descriptor to be given up for one that comes; -1 = lost */
+    uint32_t next_relay;       /* gets the next connection */
+    uint64_t retry_ns;         /* when to try again to get the reserve; MOE_NEVER = it is there */
+    uint64_t warned_ns;        /* last line about refused connections */
+    _Atomic uint64_t flood_ns; /* last line about a flood; any relay */
 
     struct moe_counter *accepted, *closed[MOE_CLOSE_REASONS]; /* NULL without metrics */
     struct moe_gauge *open;

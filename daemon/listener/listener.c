@@ -27,10 +27,11 @@ static struct moe_status add_counter(struct moe_listener *l, struct moe_metric_d
 static struct moe_status add_metrics(struct moe_listener *l)
 {
     static const char *const reasons[MOE_CLOSE_REASONS] = {
-        [MOE_CLOSE_CLIENT] = "client",     [MOE_CLOSE_SERVER] = "server",
-        [MOE_CLOSE_SHUTDOWN] = "shutdown", [MOE_CLOSE_IDENTITY] = "identity",
-        [MOE_CLOSE_LIMIT] = "limit",       [MOE_CLOSE_DESCRIPTORS] = "descriptors",
-        [MOE_CLOSE_PREFACE] = "preface",   [MOE_CLOSE_UNREAD] = "unread",
+        [MOE_CLOSE_CLIENT] = "client",       [MOE_CLOSE_SERVER] = "server",
+        [MOE_CLOSE_SHUTDOWN] = "shutdown",   [MOE_CLOSE_IDENTITY] = "identity",
+        [MOE_CLOSE_LIMIT] = "limit",         [MOE_CLOSE_DESCRIPTORS] = "descriptors",
+        [MOE_CLOSE_PREFACE] = "preface",     [MOE_CLOSE_UNREAD] = "unread",
+        [MOE_CLOSE_MALFORMED] = "malformed", [MOE_CLOSE_FLOOD] = "flood",
     };
     struct moe_metric_desc open = {.name = "moe_rpc_connections", .help = "Open connections."};
     if (l->config.metrics == NULL)

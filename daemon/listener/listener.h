@@ -12,6 +12,7 @@
 
 #include "base/status.h"
 #include "daemon/identity.h"
+#include "listener/frames.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -32,7 +33,8 @@ struct moe_listener_config {
     uint32_t max_connections; /* 0 = 16384. Never more than the descriptors allow: each takes 3 */
     uint32_t max_per_peer;    /* connections of one name, or, of those without one, of one address;
                                  0 = three quarters of all */
-    uint32_t preface_ms;      /* time for a new connection to begin with HTTP/2; 0 = 10 s */
+    uint32_t preface_ms;      /* time for a new connection to begin with HTTP/2, and for a client to
+                                 send all of a header block; 0 = 10 s */
     uint32_t silence_ms;      /* a client that takes less of its waiting answers than 64 KiB/s over
                                  this long is closed; 0 = 10 s */
     struct moe_metrics *metrics; /* gets moe_rpc_connections...; may be NULL */
@@ -45,6 +47,9 @@ struct moe_listener_config {
     /* [a relay's thread] Once for each success of `opened`: the other end of `fd` is closed. */
     void (*closed)(void *ctx, void *connection);
     void *ctx;
+    const struct moe_frames_events *streams; /* learns of the streams of each connection, with the
+                                                pointer from `opened`; may be NULL. A relay's
+                                                thread; before the server reads the bytes */
 };
 
 /* Listens at all addresses; connections wait until moe_listener_run. Errors: INVALID_ARGUMENT /

@@ -6,6 +6,7 @@
  * turns, so that a large message does not keep small ones waiting. The thread sleeps when the list
  * is empty. */
 #include "base/thread.h"
+#include "daemon/log.h"
 #include "listener/inside.h"
 
 #include <errno.h>
@@ -18,6 +19,7 @@
 #define CHECK_EVERY_NS (250 * MOE_NS_PER_MS)
 #define ENDING_NS      MOE_NS_PER_S /* for the client to take the last bytes */
 #define LEAST_PER_S    UINT64_C(65536)
+#define WARN_EVERY_NS  (30 * MOE_NS_PER_S)
 
 enum {
     EVENTS = 64,
@@ -113,6 +115,65 @@ static void free_gone(struct moe_relay *r)
     }
 }
 
+/* ------------------------------------------------------------------ frames */
+
+static enum moe_flow_look look_up_stream(struct moe_flow *f)
+{
+    struct moe_connection *c = MOE_LISTENER_OWNER(struct moe_connection, up, f);
+    enum moe_frames_outcome outcome =
+        moe_frames_scan(&c->frames, f->buffer->bytes, &f->ready, &f->length,
+                        sizeof f->buffer->bytes, moe_clock_ns());
+    if (outcome != MOE_FRAMES_OK)
+        return MOE_FLOW_REFUSED;
+    return moe_frames_wants_room(&c->frames) ? MOE_FLOW_NO_ROOM : MOE_FLOW_LOOKED;
+}
+
+static enum moe_flow_look look_down_stream(struct moe_flow *f)
+{
+    struct moe_connection *c = MOE_LISTENER_OWNER(struct moe_connection, down, f);
+    moe_frames_follow(&c->frames_back, &c->frames, f->buffer->bytes + f->ready,
+                      f->length - f->ready, moe_clock_ns());
+    f->ready = f->length;
+    return c->frames.outcome == MOE_FRAMES_OK ? MOE_FLOW_LOOKED : MOE_FLOW_REFUSED;
+}
+
+static void warn_of_flood(struct moe_connection *c)
+{
+    struct moe_listener *l = c->relay->listener;
+    uint64_t now = moe_clock_ns(), last = atomic_load(&l->flood_ns);
+    if ((last == 0 || now >= last + WARN_EVERY_NS) &&
+        atomic_compare_exchange_strong(&l->flood_ns, &last, now))
+        moe_log_warn("a connection of %s was closed: too many %s",
+                     c->who.name[0] != '\0' ? c->who.name : c->who.address, c->frames.reason);
+}
+
+/* The frames of a client are not to be answered. The client learns why, if that is possible now. */
+static void refuse_frames(struct moe_connection *c)
+{
+    uint8_t goaway[MOE_FRAMES_GOAWAY_BYTES];
+    const bool flood = c->frames.outcome == MOE_FRAMES_FLOOD;
+    if (flood)
+        warn_of_flood(c);
+    if (flood && c->down.at == c->down.ready && moe_frames_at_border(&c->frames_back)) {
+        moe_frames_goaway(c->frames.last_stream, goaway);
+        (void)send(c->client.fd, goaway, sizeof goaway, MSG_DONTWAIT | MSG_NOSIGNAL);
+    }
+    close_now(c, flood                                       ? MOE_CLOSE_FLOOD
+                 : c->frames.outcome == MOE_FRAMES_NO_MEMORY ? MOE_CLOSE_DESCRIPTORS
+                                                             : MOE_CLOSE_MALFORMED);
+}
+
+/* Notes since when the client owes the rest of a header block. */
+static void note_headers(struct moe_connection *c)
+{
+    if (!moe_frames_owes_headers(&c->frames)) {
+        c->owes_ns = 0;
+    } else if (c->owes_ns == 0) {
+        c->owes_ns = moe_clock_ns();
+        make_timed(c);
+    }
+}
+
 /* ------------------------------------------------------------------ the start of a connection */
 
 static bool watch(struct moe_connection *c, int fd, enum moe_event_kind kind)
@@ -137,6 +198,10 @@ static bool open_server(struct moe_connection *c)
         return false;
     }
     c->user = config->opened(config->ctx, &c->who, pair[1]);
+    c->up.look = look_up_stream;
+    c->down.look = look_down_stream;
+    c->frames.events = config->streams;
+    c->frames.ctx = c->user;
     c->state = MOE_CONNECTION_OPEN;
     return c->user != NULL;
 }
@@ -175,7 +240,7 @@ static void arrive(struct moe_connection *c)
 /* Notes since when bytes wait for the client. */
 static void note_stall(struct moe_connection *c)
 {
-    if (c->down.at == c->down.length || c->client.writable) {
+    if (c->down.at == c->down.ready || c->client.writable) {
         c->stalled_ns = 0;
     } else if (c->stalled_ns == 0) {
         c->stalled_ns = moe_clock_ns();
@@ -184,33 +249,56 @@ static void note_stall(struct moe_connection *c)
     }
 }
 
-static void relay_bytes(struct moe_connection *c)
+/* True if the connection goes on. */
+static bool relay_up(struct moe_connection *c, enum moe_flow_state *state)
 {
     struct moe_flow_pool *pool = &c->relay->pool;
-    enum moe_flow_state up = MOE_FLOW_WAITS, down;
-    if (!c->up.shut) {
-        up = moe_flow_run(&c->up, &c->client, &c->server, pool, TURN_BYTES);
-        if (up == MOE_FLOW_SOURCE_FAILED) {
-            close_now(c, MOE_CLOSE_CLIENT);
-            return;
-        }
-        if (up == MOE_FLOW_SINK_FAILED) { /* its last bytes may still be there to read */
-            moe_flow_discard(&c->up, pool);
-            c->up.shut = true;
-        }
-    }
-    down = moe_flow_run(&c->down, &c->server, &c->client, pool, TURN_BYTES);
-    if (down == MOE_FLOW_SINK_FAILED) {
+    *state = MOE_FLOW_WAITS;
+    if (c->up.shut)
+        return true;
+    *state = moe_flow_run(&c->up, &c->client, &c->server, pool, TURN_BYTES);
+    if (*state == MOE_FLOW_SOURCE_FAILED) {
         close_now(c, MOE_CLOSE_CLIENT);
-        return;
+        return false;
     }
-    if (c->down.shut || down == MOE_FLOW_SOURCE_FAILED) {
+    if (*state == MOE_FLOW_LOOK_FAILED) {
+        refuse_frames(c);
+        return false;
+    }
+    if (*state == MOE_FLOW_SINK_FAILED) { /* the server's last bytes may still be there */
+        moe_flow_discard(&c->up, pool);
+        c->up.shut = true;
+    }
+    note_headers(c);
+    return true;
+}
+
+static bool relay_down(struct moe_connection *c, enum moe_flow_state *state)
+{
+    *state = moe_flow_run(&c->down, &c->server, &c->client, &c->relay->pool, TURN_BYTES);
+    if (*state == MOE_FLOW_LOOK_FAILED) {
+        refuse_frames(c);
+        return false;
+    }
+    if (*state == MOE_FLOW_SINK_FAILED) {
+        close_now(c, MOE_CLOSE_CLIENT);
+        return false;
+    }
+    if (c->down.shut || *state == MOE_FLOW_SOURCE_FAILED) {
         close_now(c, c->state == MOE_CONNECTION_ENDING ? c->reason
                      : c->up.ended                     ? MOE_CLOSE_CLIENT
                                                        : MOE_CLOSE_SERVER);
-        return;
+        return false;
     }
     note_stall(c);
+    return true;
+}
+
+static void relay_bytes(struct moe_connection *c)
+{
+    enum moe_flow_state up, down;
+    if (!relay_up(c, &up) || !relay_down(c, &down))
+        return;
     if (up == MOE_FLOW_GOES_ON || down == MOE_FLOW_GOES_ON)
         make_ready(c);
 }
@@ -236,9 +324,14 @@ static void run_ready(struct moe_relay *r)
 /* True while a limit of `c` runs. */
 static bool check_time(struct moe_connection *c, uint64_t now)
 {
-    const uint64_t window = c->relay->listener->config.silence_ms * MOE_NS_PER_MS;
+    const struct moe_listener_config *config = &c->relay->listener->config;
+    const uint64_t window = config->silence_ms * MOE_NS_PER_MS;
     if (c->state != MOE_CONNECTION_OPEN && now >= c->deadline_ns) {
         close_now(c, c->state == MOE_CONNECTION_NEW ? MOE_CLOSE_PREFACE : c->reason);
+        return true;
+    }
+    if (c->owes_ns != 0 && now >= c->owes_ns + config->preface_ms * MOE_NS_PER_MS) {
+        close_now(c, MOE_CLOSE_PREFACE);
         return true;
     }
     if (c->stalled_ns != 0 && now >= c->stalled_ns + window) {
@@ -249,7 +342,7 @@ static bool check_time(struct moe_connection *c, uint64_t now)
         c->stalled_ns = now;
         c->stalled_moved = c->down.moved;
     }
-    return c->state != MOE_CONNECTION_OPEN || c->stalled_ns != 0;
+    return c->state != MOE_CONNECTION_OPEN || c->stalled_ns != 0 || c->owes_ns != 0;
 }
 
 static void check_times(struct moe_relay *r, uint64_t now)

@@ -7,3 +7,5 @@ moe_fuzz(fuzz_rpc_details SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_rpc_details.c U
          MUTATIONS 200000)
 moe_fuzz(fuzz_rpc_unpack SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_rpc_unpack.c USES moe_rpc moe_proto
          MUTATIONS 200000)
+moe_fuzz(fuzz_frames SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_frames.c USES moe_listener
+         MUTATIONS 100000)

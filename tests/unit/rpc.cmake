@@ -8,4 +8,5 @@ foreach(name rpc_frame rpc_unpack rpc_calls rpc_admission rpc_unread rpc_service
   moe_test(test_${name} SOURCES test_${name}.c USES rpc_fixture TIMEOUT 120 LABELS rpc)
 endforeach()
 moe_test(test_rpc_budget SOURCES test_rpc_budget.c USES moe_uploads TIMEOUT 60 LABELS rpc)
+moe_test(test_frames SOURCES test_frames.c USES moe_listener LABELS rpc)
 moe_test(test_listener SOURCES test_listener.c USES moe_listener LABELS rpc)

@@ -221,12 +221,33 @@ static bool receive(int fd, void *bytes, size_t length)
     return true;
 }
 
+/* The listener passes nothing but HTTP/2: a preface, settings, and pings here. */
+static const char settings[] = "\0\0\0\4\0\0\0\0";         /* with the NUL: 9 bytes */
+static const char ping[] = "\0\0\10\6\0\0\0\0\0wonderful"; /* less one byte: 17 */
+enum { PING = 17 };
+
+/* The end of a preface, and what must follow. */
+static void go_on(int fd, size_t from)
+{
+    char back[PREFACE + sizeof settings];
+    say(fd, preface + from, PREFACE - from);
+    say(fd, settings, sizeof settings);
+    assert_true(receive(fd, back, sizeof back));
+    assert_memory_equal(back, preface, PREFACE);
+    assert_memory_equal(back + PREFACE, settings, sizeof settings);
+}
+
 static void begin(int fd)
 {
-    char back[PREFACE];
-    say(fd, preface, PREFACE);
-    assert_true(receive(fd, back, PREFACE));
-    assert_memory_equal(back, preface, PREFACE);
+    go_on(fd, 0);
+}
+
+static void check_alive(int fd)
+{
+    char back[PING];
+    say(fd, ping, PING);
+    assert_true(receive(fd, back, PING));
+    assert_memory_equal(back, ping, PING);
 }
 
 static bool is_over(int fd)
@@ -344,7 +365,7 @@ static void *send_flood(void *arg)
 
 static void bytes_arrive_whole_and_in_order_both_ways(void **state)
 {
-    enum { LENGTH = 48 << 20 };
+    enum { LENGTH = 48 << 20, FRAME = 1 << 14 };
     struct scene s = {.serving = ECHO};
     pthread_t thread;
     (void)state;
@@ -352,6 +373,11 @@ static void bytes_arrive_whole_and_in_order_both_ways(void **state)
     assert_non_null(bytes);
     assert_non_null(back);
     fill_random(bytes, LENGTH);
+    for (size_t at = 0; at < LENGTH; at += FRAME) {
+        static const uint8_t head[] = {
+            (FRAME - 9) >> 16, (FRAME - 9) >> 8 & 0xff, (FRAME - 9) & 0xff, 0, 0, 0, 0, 0, 1};
+        memcpy(bytes + at, head, sizeof head);
+    }
     start(&s, (struct moe_listener_config){0});
     for (int round = 0; round < 2; round++) {
         int fd = round == 0 ? come_tcp(&s) : come_unix(&s);
@@ -411,9 +437,7 @@ static void only_http2_gets_in_and_only_in_time(void **state)
         if (i == 3) { /* two parts */
             say(late, preface, 10);
         } else if (i == 5) {
-            char back[PREFACE];
-            say(late, preface + 10, PREFACE - 10);
-            assert_true(receive(late, back, PREFACE));
+            go_on(late, 10);
         }
     }
     assert_true(is_over(slow));
@@ -421,9 +445,7 @@ static void only_http2_gets_in_and_only_in_time(void **state)
     assert_true(moe_clock_ns() - began >= 500 * MOE_NS_PER_MS);
     assert_int_equal(s.opened, 1);
     assert_int_equal(closed_by(&s, "preface"), 3);
-    say(late, "x", 1); /* in time: no limit runs any more */
-    char byte;
-    assert_true(receive(late, &byte, 1));
+    check_alive(late); /* in time: no limit runs any more */
     close(other);
     close(slow);
     close(silent);
@@ -507,7 +529,6 @@ static bool is_unix(void *ctx, const struct moe_rpc_identity *who)
 static void connections_of_an_identity_can_be_ended(void **state)
 {
     struct scene s = {.serving = ECHO};
-    char byte;
     (void)state;
     start(&s, (struct moe_listener_config){0});
     int tcp = come_tcp(&s), local = come_unix(&s), young = come_unix(&s);
@@ -516,9 +537,8 @@ static void connections_of_an_identity_can_be_ended(void **state)
     moe_listener_disconnect(s.listener, is_unix, NULL);
     assert_true(is_over(local));
     assert_true(is_over(young));
-    assert_int_equal(closed_by(&s, "identity"), 2);
-    say(tcp, "x", 1);
-    assert_true(receive(tcp, &byte, 1));
+    await_figure(&s, "identity", 2);
+    check_alive(tcp);
     close(tcp);
     close(local);
     close(young);
@@ -566,9 +586,7 @@ static void without_descriptors_clients_are_refused_and_may_come_back(void **sta
     struct pollfd wait = {.fd = crowd[0], .events = POLLIN};
     (void)poll(&wait, 1, 100);
     assert_int_equal(setrlimit(RLIMIT_NOFILE, &before), 0);
-    char byte; /* the established connection goes on */
-    say(first, "x", 1);
-    assert_true(receive(first, &byte, 1));
+    check_alive(first); /* an established connection goes on */
     while (low_count > 0)
         close(low[--low_count]);
     int last = come_tcp(&s);
@@ -577,6 +595,54 @@ static void without_descriptors_clients_are_refused_and_may_come_back(void **sta
     close(first);
     for (int i = 0; i < CROWD; i++)
         close(crowd[i]);
+    finish(&s);
+}
+
+static void a_flood_learns_the_reason_and_is_closed(void **state)
+{
+    struct scene s = {.serving = ECHO};
+    uint8_t frame[17];
+    bool informed = false;
+    (void)state;
+    start(&s, (struct moe_listener_config){0});
+    int fd = come_tcp(&s), other = come_tcp(&s);
+    begin(fd);
+    begin(other);
+    while (send(fd, settings, sizeof settings, MSG_NOSIGNAL) > 0)
+        ;
+    while (!informed && receive(fd, frame, 9)) {
+        informed = frame[3] == 7;
+        assert_true(!informed || (receive(fd, frame + 9, 8) && frame[16] == 11));
+    }
+    print_message("  GOAWAY %s\n", informed ? "came" : "was lost with the connection");
+    await_figure(&s, "flood", 1);
+    check_alive(other);
+    close(fd);
+    close(other);
+    int bad = come_tcp(&s);
+    begin(bad);
+    say(bad, "\0\0\1\1\4\0\0\0\2\x83", 10); /* HEADERS on a stream of the server */
+    assert_true(is_over(bad));
+    await_figure(&s, "malformed", 1);
+    close(bad);
+    finish(&s);
+}
+
+static void a_header_block_must_end_in_time(void **state)
+{
+    struct scene s = {.serving = ECHO};
+    char back[9 + 1];
+    (void)state;
+    start(&s, (struct moe_listener_config){.preface_ms = 500});
+    int fd = come_tcp(&s);
+    begin(fd);
+    uint64_t began = moe_clock_ns();
+    say(fd, "\0\0\1\1\0\0\0\0\1\x83", 10);
+    assert_true(receive(fd, back, sizeof back));
+    assert_true(is_over(fd));
+    assert_true(moe_clock_ns() - began >= 500 * MOE_NS_PER_MS);
+    await_figure(&s, "preface", 1);
+    close(fd);
     finish(&s);
 }
 
@@ -593,6 +659,8 @@ int main(void)
         cmocka_unit_test(a_peer_has_so_many_connections_and_all_have_so_many),
         cmocka_unit_test(answers_left_unread_end_a_connection),
         cmocka_unit_test(connections_of_an_identity_can_be_ended),
+        cmocka_unit_test(a_flood_learns_the_reason_and_is_closed),
+        cmocka_unit_test(a_header_block_must_end_in_time),
         cmocka_unit_test(without_descriptors_clients_are_refused_and_may_come_back),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
