@@ -4,6 +4,7 @@
 
 #include "base/clock.h"
 
+#include <fcntl.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -32,6 +33,41 @@ void group_set(const struct moe_backend *backend, const char *option, const char
     group_settings[count] = (struct moe_backend_setting){o->name, value};
 }
 
+/* ------------------------------------------------------------------------ hosts */
+
+static struct moe_session_host hosts[MOE_MAX_SLOTS]; /* of slots; id: the namespace */
+static bool have_hosts;
+
+static void read_hosts(uint32_t slots)
+{
+    struct moe_session_host named[MOE_MAX_SLOTS] = {0};
+    const char *at = getenv("MOE_TEST_HOSTS");
+    uint32_t count = 0;
+    have_hosts = at != NULL && at[0] != '\0';
+    for (; have_hosts && *at != '\0'; count++) {
+        int used = 0;
+        MOE_INVARIANT(count < MOE_MAX_SLOTS);
+        MOE_INVARIANT(
+            sscanf(at, "%79[^=,]=%47[^,]%n", named[count].id, named[count].address, &used) == 2);
+        at += used;
+        at += *at == ',';
+    }
+    for (uint32_t s = 0; have_hosts && s < slots; s++)
+        hosts[s] = named[s * count / slots];
+}
+
+/* In a new process, before it has threads. */
+static void enter_host(uint32_t slot)
+{
+    char path[128];
+    (void)snprintf(path, sizeof path, "/var/run/netns/%s", hosts[slot].id);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    MOE_INVARIANT(fd >= 0 && setns(fd, CLONE_NEWNET) == 0);
+    close(fd);
+}
+
+/* ------------------------------------------------------------------------ group */
+
 void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), void *ctx)
 {
     *g = (struct group){.slots = slots};
@@ -41,6 +77,7 @@ void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), vo
     g->board->gather_ms = 20000;
     struct moe_status st = moe_backends_prepare(NULL);
     MOE_INVARIANT(!moe_failed(&st));
+    read_hosts(slots);
     fflush(NULL); /* or every member would print the buffer again */
     for (uint32_t s = 0; s < slots; s++) {
         g->pid[s] = fork();
@@ -48,6 +85,8 @@ void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), vo
         if (g->pid[s] > 0)
             continue;
         prctl(PR_SET_PDEATHSIG, SIGKILL);
+        if (have_hosts)
+            enter_host(s);
         struct member m = {.board = g->board,
                            .slot = s,
                            .slots = slots,
@@ -145,6 +184,7 @@ struct moe_session_config member_session(struct member *m, uint64_t epoch, uint3
                                        .wait_budget_ms = budget_ms,
                                        .settings = group_settings,
                                        .domain_size = group_domain_size,
+                                       .hosts = have_hosts ? hosts : NULL,
                                        .allgather = board_allgather,
                                        .allgather_ctx = m};
 }

@@ -43,7 +43,11 @@ struct group {
     pid_t pid[MOE_MAX_SLOTS];
 };
 
-/* Starts `slots` processes; each runs fn and exits with its result. */
+/* Starts `slots` processes; each runs fn and exits with its result.
+ *
+ * MOE_TEST_HOSTS="NAMESPACE=ADDRESS,..." puts them on several hosts: with n of these, process s
+ * runs in network namespace number s * n / slots (/var/run/netns), and its rows come to that
+ * address. */
 void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), void *ctx);
 /* Waits for all; kills those that still run after `seconds`. status[slot] as from waitpid. True if
  * every member returned 0. Frees the board. */

@@ -163,6 +163,41 @@ add(FAMILY, 2, 2)
 add(FAMILY, 4, 1)
 
 
+class Programs(unittest.TestCase):
+    """Programs of the conformance suite, with their processes on several hosts."""
+
+    def run_on(self, hosts, program, *arguments):
+        with netns.Network(hosts) as net:
+            where = ",".join("%s=%s" % (net.namespace(h), net.address(h)) for h in range(hosts))
+            done = subprocess.run(
+                [os.path.join(BUILD, "tests", "conformance", program), "--backend", "cpu",
+                 *arguments], env={**os.environ, "MOE_TEST_HOSTS": where},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+        self.assertEqual(done.returncode, 0, done.stdout[-3000:])
+        return done.stdout
+
+    def test_conformance(self):
+        bits = {}
+        for hosts in (2, 4):
+            output = self.run_on(hosts, "conformance", "--slots", "4", "--cases", "60",
+                                 "--seed", "4")
+            self.assertIn("shared memory and network" if hosts == 2 else "over network", output)
+            bits[hosts] = sorted(line.split("bits of y ")[1] for line in output.splitlines()
+                                 if "bits of y" in line)
+        self.assertEqual(bits[2], bits[4])
+
+    def test_training(self):
+        for hosts in (2, 4):
+            self.run_on(hosts, "conformance", "--slots", "4", "--cases", "20", "--seed", "4",
+                        "--training")
+            self.run_on(hosts, "golden_training", "--slots", "4", "--models",
+                        os.path.dirname(model_directory(FAMILY)))
+
+    def test_faults(self):
+        for hosts in (2, 4):
+            self.run_on(hosts, "faults", "--slots", "4")
+
+
 class Faults(Case):
     def test_status_shows_nodes_and_the_log_names_the_network(self):
         with hosts(2, FAMILY, 2) as group:

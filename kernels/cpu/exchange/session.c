@@ -61,11 +61,11 @@ static struct moe_status check_waiting(struct moe_session *s, uint32_t slot)
 {
     if (__atomic_load_n(&s->aborted, __ATOMIC_ACQUIRE))
         return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "the session was aborted");
+    /* A slot that leaves because it lost another says so first: look for the loss last. */
+    bool left = moe_cpu_peers_left(s->peers) >> slot & 1;
     if (moe_cpu_peers_lost(s->peers) != 0)
         return peer_lost(s, (uint32_t)moe_cpu_peers_first_lost(s->peers), "was lost");
-    if (moe_cpu_peers_left(s->peers) >> slot & 1)
-        return peer_lost(s, slot, "has left the session");
-    return moe_ok();
+    return left ? peer_lost(s, slot, "has left the session") : moe_ok();
 }
 
 /* The slot that blocks `slot`: follows the `waiting` fields of the windows from slot to slot, as
@@ -84,7 +84,7 @@ static uint32_t blocking_slot(const struct moe_session *s, uint32_t slot)
     return slot;
 }
 
-static void report_lost(struct moe_session *s, uint64_t slots)
+void moe_cpu_session_report_lost(struct moe_session *s, uint64_t slots)
 {
     moe_cpu_peers_report_lost(s->peers, slots);
     if (s->network != NULL)
@@ -94,7 +94,7 @@ static void report_lost(struct moe_session *s, uint64_t slots)
 static struct moe_status out_of_budget(struct moe_session *s, uint32_t slot)
 {
     uint32_t blocking = blocking_slot(s, slot);
-    report_lost(s, UINT64_C(1) << blocking);
+    moe_cpu_session_report_lost(s, UINT64_C(1) << blocking);
     struct moe_status st = peer_lost(s, blocking, "did not answer");
     return moe_error(st.code, st.reason, "%s within %u ms", st.text, s->config.wait_budget_ms);
 }
@@ -170,7 +170,7 @@ void moe_cpu_session_fail(struct moe_session *s, const struct moe_status *why)
 {
     bool ours = why->reason != MOE_REASON_PEER_LOST && why->code != MOE_ABORTED;
     if (ours && !s->failed)
-        report_lost(s, UINT64_C(1) << s->config.slot);
+        moe_cpu_session_report_lost(s, UINT64_C(1) << s->config.slot);
     s->failed = true;
 }
 

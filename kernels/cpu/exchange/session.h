@@ -64,6 +64,9 @@ struct moe_status moe_cpu_session_barrier(struct moe_session *s) MOE_CHECKED;
 /* Wakes the threads that sleep in `slot`, which has a mapped window. */
 void moe_cpu_session_wake(struct moe_session *s, uint32_t slot);
 
+/* Reports `slots` as lost to all slots. One thread at a time. */
+void moe_cpu_session_report_lost(struct moe_session *s, uint64_t slots);
+
 /* The failure that later calls of this session get, or success. */
 struct moe_status moe_cpu_session_usable(const struct moe_session *s) MOE_CHECKED;
 

@@ -4,10 +4,14 @@
 
 #include <stdlib.h>
 
-/* UCX must not catch the daemon's signals, replace its allocator or write to stdout. */
+/* UCX must not catch the daemon's signals, replace its allocator or write to stdout. A message is
+ * one segment, and goes to the socket from where it lies. */
 static const char *const defaults[][2] = {
-    {"UCX_HANDLE_ERRORS", "none"},     {"UCX_ERROR_SIGNALS", ""},  {"UCX_MEM_EVENTS", "n"},
-    {"UCX_WARN_UNUSED_ENV_VARS", "n"}, {"UCX_LOG_LEVEL", "fatal"}, {"UCX_LOG_FILE", "stderr"}};
+    {"UCX_HANDLE_ERRORS", "none"},   {"UCX_ERROR_SIGNALS", ""},
+    {"UCX_MEM_EVENTS", "n"},         {"UCX_WARN_UNUSED_ENV_VARS", "n"},
+    {"UCX_LOG_LEVEL", "fatal"},      {"UCX_LOG_FILE", "stderr"},
+    {"UCX_TCP_TX_SEG_SIZE", "192k"}, {"UCX_TCP_RX_SEG_SIZE", "192k"},
+    {"UCX_ZCOPY_THRESH", "16k"}};
 
 static struct moe_status set(const char *variable, const char *value, int override)
 {

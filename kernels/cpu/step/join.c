@@ -120,12 +120,16 @@ static struct moe_status check_join_records(const struct moe_session *s,
     return moe_ok();
 }
 
-/* Spinning pays only if every slot of the host has a core for itself. */
+/* Spinning pays only if every slot of the host has a core for itself, and its network thread, if it
+ * has one, has another. */
 static void choose_spinning(struct moe_session *s)
 {
     cpu_set_t cores;
     int n = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
-    bool enough = n >= __builtin_popcountll(s->config.live);
+    int slots = 0;
+    for (uint32_t p = 0; p < s->config.slots; p++)
+        slots += s->window[p].base != NULL;
+    bool enough = n >= (s->network != NULL ? 2 * slots : slots);
     s->spins = enough ? SPINS_WITH_A_CORE : SPINS_SHARING;
     s->yields = YIELDS;
 }
@@ -281,7 +285,6 @@ struct moe_status moe_cpu_session_join(struct moe_device *device,
     s->config = *config;
     s->layout = layout;
     s->missing = -1;
-    choose_spinning(s);
     int window_fd = -1;
     struct moe_status st;
     MOE_TRY_GOTO(st, moe_cpu_device_charge(device, layout.bytes), failed);
@@ -294,6 +297,7 @@ struct moe_status moe_cpu_session_join(struct moe_device *device,
     bool network_only = chosen[MOE_CPU_OPTION_TRANSPORT] == MOE_CPU_TRANSPORT_NETWORK;
     MOE_TRY_GOTO(st, connect_peers(s, network_only, window_fd), failed);
     s->config.hosts = NULL;
+    choose_spinning(s);
     MOE_TRY_GOTO(st, moe_cpu_steps_create(s, &s->steps), failed);
     close(window_fd);
     *out = s;
@@ -312,6 +316,9 @@ void moe_cpu_session_leave(struct moe_session *s)
     if (moe_cpu_session_own(s) != NULL)
         moe_cpu_session_abort(s); /* ends all waits */
     moe_cpu_steps_destroy(s->steps);
+    /* So that no slot takes this one, which leaves, for the cause. */
+    if (s->peers != NULL && moe_cpu_peers_lost(s->peers) != 0)
+        moe_cpu_session_report_lost(s, moe_cpu_peers_lost(s->peers));
     moe_cpu_network_close(s->network);
     moe_activation_cache_drop_session(moe_cpu_device_activation_cache(s->device), s);
     moe_cpu_peers_close(s->peers);
