@@ -13,6 +13,7 @@
 enum {
     MESSAGE_MAX_BYTES = 4 << 20, /* the largest ASSIGN stays well below */
     STREAMS_PER_CONNECTION = 64,
+    SESSIONS_PER_CONNECTION = 8, /* a worker has one, and another while it reconnects */
     ATTEMPTS_MAX = 8,
 };
 #define SHUTDOWN_NS    (60 * MOE_NS_PER_S)
@@ -201,6 +202,7 @@ static struct moe_status make_servers(struct moe_coordinator *c,
     if (config->control_listen != NULL) {
         struct moe_rpc_server_config control =
             server_config(config, config->control_listen, &session, 1);
+        control.max_concurrent_streams = SESSIONS_PER_CONNECTION;
         MOE_TRY(moe_guard_start_server(c->guard, &control, &c->control_server));
         sessions = &c->control_server;
     } else {

@@ -13,7 +13,7 @@ enum {
     SESSIONS_MAX = 256,
     BACKLOG_MAX = 256, /* messages that a worker may leave unread */
 };
-#define SILENCE_MAX_NS (10 * MOE_NS_PER_S) /* from the opening of a stream to its first message */
+#define SILENCE_MAX_NS MOE_NS_PER_S /* from the opening of a stream to its first message */
 
 /* ------------------------------------------------------------------ sending */
 

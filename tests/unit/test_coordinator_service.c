@@ -750,6 +750,21 @@ static size_t rubbish(const struct worker *w, uint8_t *bytes)
     return random_below(8) == 0 ? random_below((uint32_t)length) : length;
 }
 
+static void a_silent_stream_ends_soon(void **unused)
+{
+    (void)unused;
+    start_coordinator(SLOTS, 2000);
+    struct worker w = {.id = 1, .incarnation = 1};
+    uint64_t began = moe_clock_ns();
+    open_stream(&w);
+    assert_ptr_equal(queue_pop(w.inbox, time_limit()), &the_end);
+    print_message("  after %.1f s\n", (double)(moe_clock_ns() - began) / (double)MOE_NS_PER_S);
+    assert_int_equal(w.end.code, MOE_DEADLINE_EXCEEDED);
+    assert_true(moe_clock_ns() - began < 5 * MOE_NS_PER_S);
+    free_stream(&w);
+    quit_coordinator();
+}
+
 static void rubbish_costs_the_stream_and_nothing_else(void **unused)
 {
     (void)unused;
@@ -806,6 +821,7 @@ int main(void)
         SERVICE_TEST(a_model_may_have_as_many_layers_as_the_limit_says),
         SERVICE_TEST(a_lost_lease_ends_the_view),
         SERVICE_TEST(a_restarted_coordinator_goes_on_under_the_same_epoch),
+        SERVICE_TEST(a_silent_stream_ends_soon),
         SERVICE_TEST(rubbish_costs_the_stream_and_nothing_else),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
