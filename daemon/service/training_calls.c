@@ -154,6 +154,8 @@ static struct moe_backward_context context_of(struct moe_training_service *s)
     struct moe_backward_context c = {
         .info = &s->config.info, .staging = s->config.staging, .training = s->config.training};
     moe_service_read(s->config.service, &c.worker);
+    /* A Backward waits for no view: the next one may drop the forward pass that it names. */
+    c.worker.awaited = false;
     return c;
 }
 
