@@ -105,7 +105,7 @@ struct moe_status moe_digester__hash(struct moe_digester *d, enum moe_weight wei
                                      uint32_t expert, const struct moe_piece *p, const void *data,
                                      unsigned buffer)
 {
-    struct range *r;
+    struct range *r = NULL;
     MOE_TRY(add_range(d, weight, expert, p, &r));
     const struct job job = {data, (size_t)p->bytes, r->leaves};
     uint64_t items = (r->count + RUN_LEAVES - 1) / RUN_LEAVES;
@@ -161,7 +161,7 @@ struct moe_status moe_digester__watch(struct moe_digester *d, enum moe_weight we
                                       uint32_t expert, const struct moe_piece *p,
                                       struct moe_weight_source *source)
 {
-    struct range *r;
+    struct range *r = NULL;
     MOE_TRY(add_range(d, weight, expert, p, &r));
     r->done = calloc((size_t)r->count + 1, 1);
     if (r->done == NULL)

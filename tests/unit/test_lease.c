@@ -65,11 +65,11 @@ static void no_answer_revives_a_lease_that_has_ended(void **state)
  * to the bound. */
 static bool worker_ends_first(unsigned margin_percent, struct rng *r)
 {
-    const double bound = MOE_LEASE_DRIFT_PERCENT / 100.0;
+    const double bound = (double)MOE_LEASE_DRIFT_PERCENT / 100.0;
     double worker = 1 - bound + 2 * bound * (double)(rng_next(r) % 1001) / 1000;
     double coordinator = 1 - bound + 2 * bound * (double)(rng_next(r) % 1001) / 1000;
     double delay = (double)(rng_next(r) % 100) * 1e6;
-    double lease = COORDINATOR_MS * 1e6;
+    double lease = (double)COORDINATOR_MS * 1e6;
     double term = (double)moe_lease_term_ns((uint64_t)lease, margin_percent);
     return term / worker < delay + lease / coordinator;
 }

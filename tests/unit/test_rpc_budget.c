@@ -417,7 +417,7 @@ static void nothing_leaks_whatever_clients_do(void **unused)
         most = bytes > most ? bytes : most;
         assert_true(bytes <= BUDGET);
     }
-    print_message("  at most %.1f MiB of %d\n", (double)most / MIB, (int)(BUDGET / MIB));
+    print_message("  at most %.1f MiB of %d\n", (double)most / (double)MIB, (int)(BUDGET / MIB));
     for (uint32_t c = 0; c < CONNECTIONS; c++) {
         for (uint32_t s = 0; s < STREAMS; s++)
             if (calls[c][s].up != NULL)

@@ -147,7 +147,7 @@ static struct moe_status make_worker(struct moe_ucx *u, const ucp_config_t *conf
 static struct moe_status start_listening(struct moe_ucx *u, const char *address, uint16_t *port)
 {
     struct sockaddr_storage at;
-    socklen_t length;
+    socklen_t length = 0;
     MOE_TRY(read_address(address, 0, &at, &length));
     const ucp_listener_params_t params = {
         .field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER,
@@ -218,7 +218,7 @@ struct moe_status moe_ucx_dial(struct moe_ucx *u, const char *address, uint16_t 
                                moe_ucx_link *out)
 {
     struct sockaddr_storage to;
-    socklen_t length;
+    socklen_t length = 0;
     MOE_TRY(read_address(address, port, &to, &length));
     ucp_ep_params_t params = {.field_mask = UCP_EP_PARAM_FIELD_FLAGS | UCP_EP_PARAM_FIELD_SOCK_ADDR,
                               .flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER,
