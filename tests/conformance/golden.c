@@ -30,7 +30,7 @@ static void open_alone(struct golden_bench *b)
                                         .max_tokens = GOLDEN_BUCKET,
                                         .max_hidden = MOE_MAX_HIDDEN,
                                         .max_top_k = MOE_MAX_TOP_K,
-                                        .max_experts = MOE_MAX_EXPERTS,
+                                        .max_experts = GOLDEN_EXPERTS,
                                         .wait_budget_ms = GOLDEN_BUDGET_MS,
                                         .allgather = gather_alone};
     b->slots = 1;

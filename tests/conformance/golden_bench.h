@@ -16,6 +16,7 @@ enum {
     GOLDEN_TOKENS = 37, /* the longer of the two recorded batches; the other has one token */
     GOLDEN_HIDDEN = 64, /* the widest golden model */
     GOLDEN_BUCKET = 64,
+    GOLDEN_EXPERTS = 512, /* every backend allows so many */
     GOLDEN_BUDGET_MS = 20000
 };
 

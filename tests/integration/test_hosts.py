@@ -169,22 +169,32 @@ class Programs(unittest.TestCase):
     def run_on(self, hosts, program, *arguments):
         with netns.Network(hosts) as net:
             where = ",".join("%s=%s" % (net.namespace(h), net.address(h)) for h in range(hosts))
-            done = subprocess.run(
-                [os.path.join(BUILD, "tests", "conformance", program), "--backend", "cpu",
-                 *arguments], env={**os.environ, "MOE_TEST_HOSTS": where},
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+            return self.run_here(program, arguments, {"MOE_TEST_HOSTS": where})
+
+    def run_here(self, program, arguments, environment):
+        done = subprocess.run(
+            [os.path.join(BUILD, "tests", "conformance", program), "--backend", "cpu", *arguments],
+            env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, timeout=300)
         self.assertEqual(done.returncode, 0, done.stdout[-3000:])
         return done.stdout
 
     def test_conformance(self):
-        bits = {}
-        for hosts in (2, 4):
-            output = self.run_on(hosts, "conformance", "--slots", "4", "--cases", "60",
-                                 "--seed", "4")
-            self.assertIn("shared memory and network" if hosts == 2 else "over network", output)
-            bits[hosts] = sorted(line.split("bits of y ")[1] for line in output.splitlines()
-                                 if "bits of y" in line)
-        self.assertEqual(bits[2], bits[4])
+        """Hosts of one slot each give the bits of one host. Hosts of several slots add their sums
+        in another order: always the same one."""
+        arguments = ["--slots", "4", "--cases", "60", "--seed", "4"]
+
+        def bits(output):
+            return sorted(line.split("bits of y ")[1] for line in output.splitlines()
+                          if "bits of y" in line)
+
+        apart = self.run_on(4, "conformance", *arguments)
+        self.assertIn("over network", apart)
+        self.assertEqual(bits(apart), bits(self.run_here("conformance", arguments, {})))
+        pairs = [self.run_on(2, "conformance", *arguments) for _ in range(2)]
+        self.assertIn("shared memory and network", pairs[0])
+        self.assertEqual(bits(pairs[0]), bits(pairs[1]))
+        self.assertEqual(len(bits(pairs[0])), 4)
 
     def test_training(self):
         for hosts in (2, 4):
