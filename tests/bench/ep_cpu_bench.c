@@ -107,7 +107,7 @@ static void make_input(struct bench *b, const struct dealt *dealt)
             chosen |= UINT64_C(1) << e;
             slots |= UINT64_C(1) << dealt->slot[e];
             b->ids[t * TOP_K + k] = (int32_t)e;
-            b->weights[t * TOP_K + k++] = 1.0f / TOP_K;
+            b->weights[t * TOP_K + k++] = 1.0f / (float)TOP_K;
         }
         crossing += (uint64_t)__builtin_popcountll(slots & ~(UINT64_C(1) << b->member->slot));
     }

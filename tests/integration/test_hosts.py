@@ -37,7 +37,7 @@ class Hosts:
     host 0."""
 
     def __init__(self, net, family, per_host=1, extra=()):
-        self.net, self.family, self.extra = net, family, extra
+        self.net, self.family, self.extra, self.started = net, family, extra, 0
         self.state = tempfile.mkdtemp(prefix="moed-hosts-")
         net.enter(0)
         workers = net.hosts * per_host
@@ -48,7 +48,8 @@ class Hosts:
         self.workers = [self.start_worker(slot, slot // per_host) for slot in range(workers)]
 
     def start(self, host, program, *arguments):
-        name = "%s-%d.log" % (os.path.basename(program), len(os.listdir(self.state)))
+        self.started += 1
+        name = "%s-%d.log" % (os.path.basename(program), self.started)
         return self.net.popen(
             host, [program, "--log-file", os.path.join(self.state, name), *arguments])
 
@@ -215,8 +216,8 @@ class Faults(Case):
             rows = group.moectl("status").stdout.splitlines()
             nodes = [row.split()[2] for row in rows if row.lstrip()[:1].isdigit()]
             self.assertEqual([node.split(":")[0] for node in nodes], ["0", "0", "1", "1"], rows)
-            self.assertIn("rows travel over shared memory and network, here at %s"
-                          % group.net.address(0), group.logs())
+            line = "rows travel over shared memory and network, here at %s" % group.net.address(0)
+            wait_until(lambda: line in group.logs())
             self.assertIn("rows travel over the network without encryption", group.logs())
 
     def test_killed_worker(self):
