@@ -65,24 +65,30 @@ static bool is_loopback(const char *host)
     return strcmp(host, "localhost") == 0;
 }
 
-struct moe_status moe_endpoint_check_loopback(const char *text)
+const char *moe_endpoint_split(const char *text, char *host, size_t capacity)
 {
-    char host[256];
     const char *colon = strrchr(text, ':');
-    size_t length = colon != NULL ? (size_t)(colon - text) : strlen(text);
+    size_t length = colon != NULL ? (size_t)(colon - text) : 0;
     bool bracketed = length > 2 && text[0] == '[' && text[length - 1] == ']';
     if (bracketed) {
         text++;
         length -= 2;
     }
-    if (length < sizeof host) {
-        memcpy(host, text, length);
-        host[length] = '\0';
-        if (is_loopback(host))
-            return moe_ok();
-    }
+    if (colon == NULL || length >= capacity)
+        return NULL;
+    memcpy(host, text, length);
+    host[length] = '\0';
+    return colon + 1;
+}
+
+struct moe_status moe_endpoint_check_loopback(const char *text)
+{
+    char host[256];
+    const bool fits = moe_endpoint_split(text, host, sizeof host) != NULL;
+    if (fits && is_loopback(host))
+        return moe_ok();
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                     "%.*s is not a loopback address: listening there, without TLS, needs "
+                     "%.255s is not a loopback address: listening there, without TLS, needs "
                      "--insecure",
-                     length < sizeof host ? (int)length : (int)sizeof host, text);
+                     fits ? host : text);
 }

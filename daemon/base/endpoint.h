@@ -9,6 +9,8 @@
 
 #include "base/status.h"
 
+#include <stddef.h>
+
 /* An endpoint to connect to: a host name, an IPv4 address or a bracketed IPv6 address, and a port
  * from 1 to 65535 ("node7:7601", "[::1]:7601"). `setting` is its name for the user ("--endpoint");
  * the text of the error starts with it. Errors: MOE_INVALID_ARGUMENT, CONFIG_INVALID. */
@@ -21,5 +23,10 @@ struct moe_status moe_endpoint_check_listen(const char *setting, const char *tex
  * text names --insecure, which allows other addresses. Errors: MOE_INVALID_ARGUMENT,
  * CONFIG_INVALID. */
 struct moe_status moe_endpoint_check_loopback(const char *text) MOE_CHECKED;
+
+/* The host of "HOST:PORT" goes to `host`, without brackets and ended with a NUL. Returns the port's
+ * text, a part of `text`; NULL if there is no colon or the host does not fit `capacity`. Checks
+ * nothing else. */
+const char *moe_endpoint_split(const char *text, char *host, size_t capacity);
 
 #endif

@@ -38,31 +38,6 @@ static struct moe_status start_listening(struct moe_listen_socket *s, const char
 
 /* ------------------------------------------------------------------ TCP */
 
-/* "host:port", "[v6]:port"; the host without brackets goes to `host`, the port is the result. */
-static struct moe_status split_address(const char *address, char *host, size_t capacity,
-                                       const char **port)
-{
-    const char *colon = strrchr(address, ':');
-    size_t length = colon == NULL ? 0 : (size_t)(colon - address);
-    const char *from = address;
-    if (length >= 2 && from[0] == '[' && from[length - 1] == ']') {
-        from++;
-        length -= 2;
-    } else if (memchr(from, ':', length) != NULL) {
-        length = 0; /* an IPv6 address needs brackets */
-    }
-    if (length == 0 || length >= capacity)
-        return bad_address("is not host:port");
-    char *end;
-    unsigned long number = strtoul(colon + 1, &end, 10);
-    if (colon[1] < '0' || colon[1] > '9' || *end != '\0' || number > UINT16_MAX)
-        return bad_address("has no port between 0 and 65535");
-    memcpy(host, from, length);
-    host[length] = '\0';
-    *port = colon + 1;
-    return moe_ok();
-}
-
 static uint16_t bound_port(int fd)
 {
     struct sockaddr_in6 at = {0}; /* the port of IPv4 and of IPv6 is at the same place */
@@ -74,8 +49,10 @@ static struct moe_status listen_tcp(const char *address, bool insecure, struct m
                                     bool *local)
 {
     char host[256];
-    const char *port = NULL;
-    MOE_TRY(split_address(address, host, sizeof host, &port));
+    MOE_TRY(moe_endpoint_check_listen("listen address", address));
+    const char *port = moe_endpoint_split(address, host, sizeof host);
+    if (port == NULL)
+        return bad_address("has too long a host");
     struct moe_status st = moe_endpoint_check_loopback(address);
     *local = !moe_failed(&st);
     if (!*local && !insecure)

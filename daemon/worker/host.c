@@ -2,6 +2,7 @@
 /* See host.h. The id is a hash, because a machine's id is not for other programs. */
 #include "worker/host.h"
 
+#include "daemon/endpoint.h"
 #include "model/sha256.h"
 
 #include <arpa/inet.h>
@@ -96,13 +97,10 @@ static struct moe_status make_id(char *out, size_t size)
 static void find_address(const char *endpoint, char out[48])
 {
     char host[256];
-    const char *colon = strrchr(endpoint, ':');
-    size_t n = colon != NULL ? (size_t)(colon - endpoint) : strlen(endpoint);
-    bool brackets = n >= 2 && endpoint[0] == '[';
-    (void)snprintf(host, sizeof host, "%.*s", (int)(brackets ? n - 2 : n), endpoint + brackets);
     struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found = NULL;
     out[0] = '\0';
-    if (getaddrinfo(host, NULL, &hints, &found) == 0 && !print_address(found->ai_addr, out))
+    if (moe_endpoint_split(endpoint, host, sizeof host) != NULL &&
+        getaddrinfo(host, NULL, &hints, &found) == 0 && !print_address(found->ai_addr, out))
         out[0] = '\0';
     if (found != NULL)
         freeaddrinfo(found);
