@@ -15,27 +15,6 @@
 
 enum { MAX_NODE_COUNTS = 16, DRAWN_TOKENS = 1 << 16 };
 
-const struct model_shape model_shapes[] = {
-    {"deepseek-v3",
-     {.hidden = 7168,
-      .experts = 256,
-      .intermediate = 2048,
-      .shared_intermediate = 2048,
-      .router = {.score = MOE_SCORE_SIGMOID,
-                 .top_k = 8,
-                 .select_bias = true,
-                 .groups = 8,
-                 .topk_group = 4,
-                 .group_best = 2,
-                 .renorm = MOE_RENORM_SUM,
-                 .renorm_eps = 1e-20f,
-                 .scale = 2.5f}}},
-    {"qwen3-30b", {.hidden = 2048, .experts = 128, .intermediate = 768, .router = PLAIN_ROUTER(8)}},
-    {"mixtral-8x7b",
-     {.hidden = 4096, .experts = 8, .intermediate = 14336, .router = PLAIN_ROUTER(2)}},
-};
-const uint32_t model_shape_count = sizeof model_shapes / sizeof *model_shapes;
-
 /* Bandwidths of the task; rates of products and fixed times as measured on one host:
  * results/layer.md and results/exchange.md (two GPUs, 128 tokens of 4 KB, through windows and over
  * NCCL's network transport, less the bytes' time). */
@@ -50,7 +29,7 @@ static const struct model_rates standard_rates = {.nvlink = 350e9,
 
 struct options {
     const char *record, *routing;
-    const struct model_shape *shape;
+    const struct bench_shape *shape;
     uint32_t tokens, per_node, record_tokens;
     uint32_t nodes[MAX_NODE_COUNTS], node_counts;
     uint64_t seed;
@@ -60,11 +39,11 @@ struct options {
 
 /* ------------------------------------------------------------------------------ options */
 
-static const struct model_shape *find_shape(const char *name)
+static const struct bench_shape *find_shape(const char *name)
 {
-    for (uint32_t i = 0; i < model_shape_count; i++)
-        if (strcmp(model_shapes[i].name, name) == 0)
-            return &model_shapes[i];
+    for (uint32_t i = 0; i < bench_shape_count; i++)
+        if (strcmp(bench_shapes[i].name, name) == 0)
+            return &bench_shapes[i];
     return NULL;
 }
 
@@ -127,7 +106,7 @@ static bool parse_option(const char *name, const char *value, struct options *o)
 static bool parse(int argc, char **argv, struct options *o)
 {
     *o = (struct options){.routing = "uniform",
-                          .shape = &model_shapes[0],
+                          .shape = &bench_shapes[0],
                           .tokens = 4096,
                           .per_node = 8,
                           .record_tokens = DRAWN_TOKENS,
@@ -151,7 +130,7 @@ static bool parse(int argc, char **argv, struct options *o)
     return true;
 }
 
-static bool get_routing(const struct options *o, const struct model_shape *shape,
+static bool get_routing(const struct options *o, const struct bench_shape *shape,
                         struct routing *out)
 {
     double skew = 0;
@@ -181,7 +160,7 @@ static const struct measured {
 /* One line of the check; false if the bytes are more than 2 % off. */
 static bool check_one(const struct options *o, const struct measured *m)
 {
-    const struct model_shape *shape = find_shape(m->shape);
+    const struct bench_shape *shape = find_shape(m->shape);
     struct model_group g = {.nodes = 1,
                             .per_node = 4,
                             .tokens = m->tokens,

@@ -10,15 +10,9 @@
 #define MOE_DOMAIN_MODEL_H
 
 #include "common/dispatch_plan.h"
+#include "shapes.h"
 
 #include <stdbool.h>
-
-struct model_shape {
-    const char *name;
-    struct moe_layer_spec spec; /* its router decides recorded ids */
-};
-extern const struct model_shape model_shapes[];
-extern const uint32_t model_shape_count;
 
 /* Ids of `tokens` tokens, in the order of a batch. */
 struct routing {

@@ -3,7 +3,8 @@
  * both GEMMs, shared expert, combine, one process per slot.
  *
  * moe_bench.c           options, and the sequence on one slot
- * moe_bench_shape.c     presets of layers, random weights, uploading them
+ * shapes.c              layers of released models
+ * moe_bench_shape.c     random weights, uploading them
  * moe_bench_step.c      inputs and their routing, checking a step, timing it
  * moe_bench_backward.c  the same for backward passes
  * moe_bench_report.c    output: one table row and one line of JSON per measurement */
@@ -13,6 +14,7 @@
 #include "group.h"
 #include "moe/training.h"
 #include "plain_layer.h"
+#include "shapes.h"
 
 #include <stdio.h>
 
@@ -40,11 +42,6 @@ enum bench_routing {
 struct bench_pool {
     const uint16_t *values;
     size_t count;
-};
-
-struct bench_shape {
-    const char *name;
-    struct moe_layer_spec spec;
 };
 
 /* Kinds of backward passes, added up. ADDS: gradients add to others; else they begin as zeros, and
@@ -120,9 +117,6 @@ void *bench_alloc(const struct bench *b, size_t bytes);
 void bench_meet(struct bench *b);
 
 /* ------------------------------------------------------------------ shape */
-
-extern const struct bench_shape bench_shapes[];
-extern const uint32_t bench_shape_count;
 
 /* The pool for all presets; false without memory for it. */
 bool bench_pool_make(struct bench_pool *out);
