@@ -831,15 +831,21 @@ static void after_nonsense_from_the_coordinator_the_worker_reconnects(void **sta
     end_scene(&s);
 }
 
+/* Serving under epoch 7, with heartbeats answered. */
+static void start_with_a_lease(struct scene *s)
+{
+    start_scene(s);
+    atomic_store(&s->c.answers, true);
+    lead_to_serving(s, 7);
+    await_line(&s->w.did, "lease");
+}
+
 /* The lease runs from the heartbeat that was answered; a view goes on without one. */
 static void a_lease_lasts_as_long_as_heartbeats_are_answered(void **state)
 {
     (void)state;
     static struct scene s;
-    start_scene(&s);
-    atomic_store(&s.c.answers, true);
-    lead_to_serving(&s, 7);
-    await_line(&s.w.did, "lease");
+    start_with_a_lease(&s);
     assert_true(moe_lease_gate_held(&s.w.lease));
     moe_sleep_until(moe_clock_ns() + 600 * MOE_NS_PER_MS); /* two of its leases */
     assert_true(moe_lease_gate_held(&s.w.lease));
@@ -860,10 +866,7 @@ static void a_host_that_slept_has_no_lease(void **state)
 {
     (void)state;
     static struct scene s;
-    start_scene(&s);
-    atomic_store(&s.c.answers, true);
-    lead_to_serving(&s, 7);
-    await_line(&s.w.did, "lease");
+    start_with_a_lease(&s);
     atomic_store(&s.c.answers, false);
     atomic_fetch_add(&clock_jump_ns, 10 * MOE_NS_PER_S);
     assert_false(moe_lease_gate_held(&s.w.lease));
@@ -875,10 +878,7 @@ static void a_worker_without_a_free_slot_leaves_its_view(void **state)
 {
     (void)state;
     static struct scene s;
-    start_scene(&s);
-    atomic_store(&s.c.answers, true);
-    lead_to_serving(&s, 7);
-    await_line(&s.w.did, "lease");
+    start_with_a_lease(&s);
     close_session(&s.c, moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_SLOT_TAKEN, 100,
                                         "all 2 slots are taken"));
     await_line(&s.w.did, "no lease");
