@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* moectl bench: closed-loop load on one layer. Each of C clients sends a request, waits for the
  * answer and sends the next one: first in a warm-up that is not counted, then in the measured time.
- * A client is not a thread. It runs in callbacks of the library, so the figures show the service.
+ * A refused one waits as long as the answer asks. A client is not a thread. It runs in callbacks of
+ * the library, so the figures show the service.
  */
 #include "commands.h"
 #include "moectl/group/link.h"
@@ -17,6 +18,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/queue.h>
 
 enum {
     CONCURRENCY_MAX = 4096,
@@ -26,7 +28,7 @@ enum {
 
 struct bench {
     struct moectl_common common;
-    const char *dtype_name, *concurrency_list;
+    const char *dtype_name, *concurrency_list, *model_digest;
     uint64_t layer, tokens, seed, connections, spin_us;
     double duration_s;
     bool unary, stream, spread;
@@ -48,6 +50,7 @@ struct load {
     pthread_cond_t change;
     MOE_GUARDED_BY(lock) struct {
         uint32_t active;
+        SLIST_HEAD(, loop) pausing; /* refused, with a hint when to come again */
         uint64_t last_answer_ns;
         struct moe_status first_error;
     };
@@ -60,6 +63,8 @@ struct loop {
     struct moe_client_forward call;
     void *x, *y;
     uint64_t begin_ns, errors;
+    SLIST_ENTRY(loop) pause;
+    uint64_t resume_ns;
 };
 
 static void send_next(struct loop *l);
@@ -71,6 +76,7 @@ static void on_answer(void *ctx, struct moe_client_forward *f, struct moe_status
     uint64_t now = moe_clock_ns();
     l->errors += st.code != MOE_OK;
     bool again = now < load->end_ns && l->errors < ERRORS_MAX;
+    const bool pauses = again && st.code != MOE_OK && st.retry_after_ms > 0;
     moe_mutex_lock(&load->lock);
     if (st.code != MOE_OK) {
         if (load->run->errors++ == 0)
@@ -79,12 +85,15 @@ static void on_answer(void *ctx, struct moe_client_forward *f, struct moe_status
         moectl_bench_record(load->run, now - l->begin_ns, &f->stages);
         load->last_answer_ns = now;
     }
-    if (!again) {
-        load->active--;
-        pthread_cond_signal(&load->change);
+    if (pauses) {
+        l->resume_ns = now + st.retry_after_ms * MOE_NS_PER_MS;
+        SLIST_INSERT_HEAD(&load->pausing, l, pause);
     }
+    load->active -= !again;
+    if (pauses || !again)
+        pthread_cond_signal(&load->change);
     moe_mutex_unlock(&load->lock);
-    if (again)
+    if (again && !pauses)
         send_next(l);
 }
 
@@ -157,6 +166,39 @@ static struct moe_status make_loop(const struct bench *b, struct load *load, uin
     return b->stream ? moe_client_stream_open(b->client, &l->stream) : moe_ok();
 }
 
+/* Takes a loop out that has paused long enough, or NULL. *next: when the next one has. */
+static struct loop *take_rested(struct load *load, uint64_t *next) MOE_REQUIRES(load->lock)
+{
+    struct loop *l, *rested = NULL;
+    const uint64_t now = moe_clock_ns();
+    *next = MOE_NEVER;
+    SLIST_FOREACH(l, &load->pausing, pause)
+    {
+        if (l->resume_ns <= now)
+            rested = l;
+        *next = moe_earlier(*next, l->resume_ns);
+    }
+    if (rested != NULL)
+        SLIST_REMOVE(&load->pausing, rested, loop, pause);
+    return rested;
+}
+
+/* Waits for the ends of all loops, and lets those go on that have paused. */
+static void wait_for_ends(struct load *load) MOE_REQUIRES(load->lock)
+{
+    while (load->active > 0) {
+        uint64_t next;
+        struct loop *rested = take_rested(load, &next);
+        if (rested == NULL) {
+            (void)moe_wait_until(&load->change, &load->lock, next);
+            continue;
+        }
+        moe_mutex_unlock(&load->lock);
+        send_next(rested);
+        moe_mutex_lock(&load->lock);
+    }
+}
+
 /* Runs all loops and waits for their ends. */
 static void drive(struct load *load, struct loop *loops, double duration_s)
 {
@@ -173,8 +215,7 @@ static void drive(struct load *load, struct loop *loops, double duration_s)
     for (uint32_t i = 0; i < count; i++)
         send_next(&loops[i]);
     moe_mutex_lock(&load->lock);
-    while (load->active > 0)
-        moe_wait(&load->change, &load->lock);
+    wait_for_ends(load);
     const uint64_t last_ns = load->last_answer_ns;
     moe_mutex_unlock(&load->lock);
     if (moe_clock_ns() < load->end_ns && last_ns != 0) {
@@ -187,11 +228,10 @@ static void drive(struct load *load, struct loop *loops, double duration_s)
 
 static struct moe_status measure(struct bench *b, uint32_t concurrency)
 {
-    struct load load = {.client = b->client,
-                        .lock = MOE_MUTEX_INITIALIZER,
-                        .change = PTHREAD_COND_INITIALIZER,
-                        .first_error = moe_ok()};
+    struct load load = {
+        .client = b->client, .lock = MOE_MUTEX_INITIALIZER, .first_error = moe_ok()};
     struct loop *loops = calloc(concurrency, sizeof *loops);
+    moe_wait_init(&load.change);
     load.run = calloc(1, sizeof *load.run);
     if (loops == NULL || load.run == NULL) {
         free(loops);
@@ -243,6 +283,7 @@ static struct moe_status connect_to_group(struct bench *b)
         .size = sizeof config,
         .endpoint = endpoint,
         .spread = b->spread,
+        .model_digest = b->model_digest,
         .connections = (uint32_t)b->connections,
         .spin_us = (uint32_t)b->spin_us,
         .timeout_ms = moectl_timeout_ms(&b->common),
@@ -286,7 +327,7 @@ static int check(struct bench *b)
     if (!parse_list(b))
         return moectl_usage_error("--concurrency must be numbers from 1 to %d, as in 1,8,32",
                                   CONCURRENCY_MAX);
-    return MOECTL_OK;
+    return moectl_check_digest(b->model_digest);
 }
 
 static bool has_answers(const struct moectl_bench_report *r)
@@ -332,6 +373,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"dtype", 0, MOE_OPTION_STRING, &b.dtype_name, 0, 0, "f32|bf16", "dtype of x and y"},
         {"unary", 0, MOE_OPTION_BOOL, &b.unary, 0, 0, NULL, "one call per request (default)"},
         {"stream", 0, MOE_OPTION_BOOL, &b.stream, 0, 0, NULL, "one stream per client"},
+        {"model-digest", 0, MOE_OPTION_STRING, &b.model_digest, 0, 0, "HEX",
+         "fail unless the group serves the model with this digest (see moectl status)"},
         {"spread", 0, MOE_OPTION_BOOL, &b.spread, 0, 0, NULL,
          "send requests to all workers in turn, and split large batches"},
         {"connections", 0, MOE_OPTION_UINT, &b.connections, 1, 64, "N", "connections per worker"},

@@ -20,7 +20,7 @@ static struct moe_status ask(const struct moectl_common *common,
     ProtobufCMessage *answer = NULL;
     Moe__V1__ListCheckpointsRequest request = MOE__V1__LIST_CHECKPOINTS_REQUEST__INIT;
     uint64_t deadline = moectl_deadline(common);
-    MOE_TRY(moectl_worker_endpoint(common, deadline, endpoint));
+    MOE_TRY(moectl_training_endpoint(common, deadline, endpoint));
     MOE_TRY(moectl_link_open(endpoint, &link));
     struct moe_status st =
         moectl_link_call(link, "/moe.v1.TrainingService/ListCheckpoints", &request.base, deadline,

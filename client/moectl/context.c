@@ -2,10 +2,16 @@
 /* moectl context: names for groups. */
 #include "commands.h"
 
-#include "moectl/io/context.h"
-
 #include <stdio.h>
 #include <string.h>
+
+static json_t *describe(const struct moectl_context *c)
+{
+    json_t *item = json_pack("{s:s, s:s}", "name", c->name, "endpoint", c->endpoint);
+    for (int i = 0; i < MOECTL_TRUST_COUNT; i++)
+        json_object_set_new(item, moectl_trust_names[i].json, json_string(c->trust[i]));
+    return item;
+}
 
 static int list(const struct moectl_common *common, const struct moectl_contexts *contexts)
 {
@@ -15,10 +21,10 @@ static int list(const struct moectl_common *common, const struct moectl_contexts
         const struct moectl_context *c = &contexts->all[i];
         bool current = strcmp(c->name, contexts->current) == 0;
         if (!common->json)
-            moectl_put("%c %-24s %s%s\n", current ? '*' : ' ', c->name, c->endpoint,
-                       c->token_file[0] != '\0' ? " (with a token)" : "");
-        json_array_append_new(items, json_pack("{s:s, s:s, s:s}", "name", c->name, "endpoint",
-                                               c->endpoint, "tokenFile", c->token_file));
+            moectl_put("%c %-24s %s%s%s\n", current ? '*' : ' ', c->name, c->endpoint,
+                       c->trust[MOECTL_TLS_CA][0] != '\0' ? " (TLS)" : "",
+                       c->trust[MOECTL_TOKEN_FILE][0] != '\0' ? " (with a token)" : "");
+        json_array_append_new(items, describe(c));
     }
     json_object_set_new(document, "contexts", items);
     if (common->json)
@@ -64,14 +70,22 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_context = {
     .name = "context",
     .summary = "Lists the names of groups, or chooses the one that commands use.",
-    .usage = "[list | use NAME]\n"
+    .usage = "[ACTION]\n"
+             "\n"
+             "actions:\n"
+             "  list           list the contexts; * = the current one (default)\n"
+             "  use NAME       make NAME the current one\n"
              "\n"
              "The file is $XDG_CONFIG_HOME/moed/contexts, else ~/.config/moed/contexts:\n"
              "\n"
              "  [prod]\n"
              "  endpoint = 10.0.0.7:7700\n"
-             "  token-file = /home/me/prod.token\n"
+             "  tls-ca = /home/me/prod/ca.pem\n"
+             "  tls-certificate = /home/me/prod/me.pem\n"
+             "  tls-key = /home/me/prod/me.key\n"
              "\n"
+             "More settings are token-file and tls-server-name. Each is the option of the same\n"
+             "name, which has priority.\n"
              "The name local stands for the group of this host",
     .examples = "  moectl context use prod\n"
                 "  moectl status --context prod\n",

@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { CALL_LIMIT_MS = 5000, POLL_MS = 50, PROBE_MS = 200, NAMES_BYTES = 200 };
+enum { CALL_LIMIT_MS = 5000, POLL_MS = 50, PROBE_MS = 200, NAMES_BYTES = 200, GRACE_MS = 1000 };
 
 struct down {
     struct moectl_common common;
@@ -240,10 +240,41 @@ static struct moe_status check_orphans(const struct moectl_orphaned_group *r)
                      text);
 }
 
+static bool workers_run(const struct moectl_group *group)
+{
+    for (size_t i = 1; i < group->count; i++)
+        if (moectl_process_runs(group, i))
+            return true;
+    return false;
+}
+
+/* The coordinator ends when its members have left. A worker that had lost its slot, as one that was
+ * stopped for longer than its lease, is none, and would look for a coordinator for ever: it gets a
+ * signal. Members end at the same time as the coordinator, so they have a moment. */
+static bool await_members_and_others(int directory, const struct moectl_group *group,
+                                     uint64_t deadline_ns)
+{
+    uint64_t signal_ns = 0; /* 0: the coordinator runs */
+    for (bool gone = false; !gone && moe_clock_ns() < deadline_ns;) {
+        uint64_t now = moe_clock_ns();
+        if (signal_ns == 0 && !moectl_process_runs(group, 0))
+            signal_ns = now + GRACE_MS * MOE_NS_PER_MS;
+        if (signal_ns != 0 && now >= signal_ns) {
+            if (workers_run(group)) {
+                moectl_say("the coordinator has ended; SIGTERM to workers that had no slot");
+                signal_group(group, SIGTERM);
+            }
+            return moectl_state_wait_gone(directory, deadline_ns);
+        }
+        gone = moectl_state_wait_gone(directory, now + POLL_MS * MOE_NS_PER_MS);
+    }
+    return !moectl_state_is_alive(directory);
+}
+
 static struct moe_status await_gone(const struct down *d, int directory,
                                     const struct moectl_group *group, uint64_t deadline_ns)
 {
-    if (moectl_state_wait_gone(directory, deadline_ns))
+    if (await_members_and_others(directory, group, deadline_ns))
         return moe_ok();
     if (!d->force) {
         struct moe_status st = still_running(group);

@@ -19,7 +19,7 @@
 struct forward {
     struct moectl_common common;
     struct moectl_tensor_names names;
-    const char *input, *output, *dtype;
+    const char *input, *output, *dtype, *model_digest;
     uint64_t layer, repeat;
     bool return_routing, stream, spread;
 
@@ -160,6 +160,7 @@ static struct moe_status work(struct forward *o)
         .size = sizeof config,
         .endpoint = endpoint,
         .spread = o->spread,
+        .model_digest = o->model_digest,
         .timeout_ms = moectl_timeout_ms(&o->common),
     };
     MOE_TRY(moe_client_connect(&config, &o->client));
@@ -212,7 +213,7 @@ static int check(const struct forward *o)
         return moectl_usage_error("--dtype must be f32 or bf16, not '%s'", o->dtype);
     if (o->names.topk_weights != NULL && o->names.topk_ids == NULL)
         return moectl_usage_error("--topk-weights needs --topk-ids");
-    return MOECTL_OK;
+    return moectl_check_digest(o->model_digest);
 }
 
 static int run(const struct moectl_command *self, int argc, char **argv)
@@ -239,6 +240,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"repeat", 0, MOE_OPTION_UINT, &o.repeat, 1, 1000000, "N",
          "send N times; fail unless all answers are equal bit for bit"},
         {"stream", 0, MOE_OPTION_BOOL, &o.stream, 0, 0, NULL, "send on a stream"},
+        {"model-digest", 0, MOE_OPTION_STRING, &o.model_digest, 0, 0, "HEX",
+         "fail unless the group serves the model with this digest (see moectl status)"},
         {"spread", 0, MOE_OPTION_BOOL, &o.spread, 0, 0, NULL,
          "send requests to all workers in turn, and split large batches"},
     };

@@ -8,8 +8,9 @@
 #include <string.h>
 
 static const struct moectl_command *const commands[] = {
-    &moectl_up,      &moectl_down,  &moectl_status,   &moectl_wait,    &moectl_replace,
-    &moectl_forward, &moectl_bench, &moectl_training, &moectl_context, &moectl_version,
+    &moectl_up,      &moectl_down,    &moectl_status,  &moectl_wait,
+    &moectl_replace, &moectl_forward, &moectl_bench,   &moectl_training,
+    &moectl_model,   &moectl_context, &moectl_version,
 };
 enum { COMMAND_COUNT = sizeof commands / sizeof *commands };
 
@@ -25,9 +26,9 @@ static void print_help(FILE *to)
           "With 2 no daemon was contacted and nothing has changed. Errors of a daemon give 1, 4,\n"
           "5, 6 or 7.\n"
           "\n"
-          "environment: MOED_ENDPOINT, MOED_CONTEXT, MOED_TOKEN_FILE = defaults of --endpoint,\n"
-          "--context, --token-file; the default of --state-dir is $XDG_RUNTIME_DIR/moed, else\n"
-          "/tmp/moed-UID\n",
+          "environment: MOED_ENDPOINT, MOED_CONTEXT, MOED_TOKEN_FILE, MOED_TLS_CA,\n"
+          "MOED_TLS_CERTIFICATE, MOED_TLS_KEY, MOED_TLS_SERVER_NAME, MOED_INSECURE = defaults of\n"
+          "the options; the default of --state-dir is $XDG_RUNTIME_DIR/moed, else /tmp/moed-UID\n",
           to);
 }
 

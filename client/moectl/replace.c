@@ -155,6 +155,9 @@ static struct moe_status settle(struct replace *r, uint64_t deadline_ns)
             i++;
         if (i == r->group.count)
             return moe_ok();
+        if (moectl_state_down_waits(r->change_lock))
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                             "a `moectl down` ends the group");
         uint64_t now = moe_clock_ns();
         if (now >= deadline_ns)
             return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,

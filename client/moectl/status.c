@@ -82,6 +82,8 @@ static void print_table(const Moe__V1__GetStatusResponse *s)
     moectl_put("state    %s%s%s\n", state_name(s), s->reason[0] != '\0' ? ": " : "", s->reason);
     moectl_put("model    %s (%s), %zu MoE layer%s\n", s->model, s->family, s->n_layers,
                s->n_layers == 1 ? "" : "s");
+    if (s->model_digest[0] != '\0')
+        moectl_put("digest   %s\n", s->model_digest);
     if (s->epoch == 0)
         moectl_put("epoch    none\n");
     else

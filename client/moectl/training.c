@@ -115,7 +115,7 @@ static struct moe_status ask(const struct moectl_common *common,
     Moe__V1__GetServerInfoResponse *info = NULL;
     uint64_t deadline = moectl_deadline(common);
     *out = NULL;
-    MOE_TRY(moectl_worker_endpoint(common, deadline, endpoint));
+    MOE_TRY(moectl_training_endpoint(common, deadline, endpoint));
     MOE_TRY(moectl_link_open(endpoint, &link));
     struct moe_status st = moectl_link_server_info(link, deadline, &info);
     if (st.code == MOE_OK) {
@@ -171,7 +171,7 @@ static int recover(const struct moectl_common *common, const char *name)
     uint64_t deadline = moectl_deadline(common);
     request.name = (char *)(uintptr_t)(name != NULL ? name : "");
     request.as_loaded = name == NULL;
-    struct moe_status st = moectl_worker_endpoint(common, deadline, endpoint);
+    struct moe_status st = moectl_training_endpoint(common, deadline, endpoint);
     if (st.code == MOE_OK)
         st = moectl_link_open(endpoint, &link);
     if (st.code == MOE_OK)
@@ -412,7 +412,7 @@ static struct moe_status change(struct training *t, const struct action *a)
     reach.timeout_s = reach.timeout_s > 0 ? reach.timeout_s : (double)REACH_S;
     struct moe_client_config config = {
         .size = sizeof config, .endpoint = t->endpoint, .timeout_ms = moectl_timeout_ms(&reach)};
-    MOE_TRY(moectl_worker_endpoint(&t->common, moectl_deadline(&reach), t->endpoint));
+    MOE_TRY(moectl_training_endpoint(&t->common, moectl_deadline(&reach), t->endpoint));
     MOE_TRY(moe_client_connect(&config, &t->client));
     struct moectl_watch *watch = moectl_watch_begin(t->endpoint);
     t->pins_lineage = a->run == do_save || a->run == do_export;

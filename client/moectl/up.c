@@ -9,6 +9,7 @@
 #include "base/clock.h"
 #include "moectl/io/proto_json.h"
 
+#include <errno.h>
 #include <inttypes.h>
 #include <sched.h>
 #include <signal.h>
@@ -26,6 +27,14 @@ enum {
 
 static const char port_advice[] = "use another port with --port P, or --port 0 for any free port";
 
+/* Files that decide about trust: the options of all daemons, by the same names here. */
+enum { ACCESS_FILE, TOKEN_FILE, TLS_CERTIFICATE, TLS_KEY, TLS_CLIENT_CA, TLS_CA, TRUST_FILES };
+static const char *const trust_options[TRUST_FILES] = {
+    [ACCESS_FILE] = "--access-file",         [TOKEN_FILE] = "--token-file",
+    [TLS_CERTIFICATE] = "--tls-certificate", [TLS_KEY] = "--tls-key",
+    [TLS_CLIENT_CA] = "--tls-client-ca",     [TLS_CA] = "--tls-ca",
+};
+
 struct up {
     const struct moectl_command *command;
     struct moectl_common common;
@@ -36,6 +45,8 @@ struct up {
     char coordinator_program[MOECTL_PATH_MAX], worker_program[MOECTL_PATH_MAX];
     char state_path[MOECTL_PATH_MAX];
     char worker_config_path[MOECTL_PATH_MAX]; /* "" = none */
+    const char *trust[TRUST_FILES];           /* as given; NULL = none */
+    char trust_paths[TRUST_FILES][MOECTL_PATH_MAX];
     int directory, lock;
     struct moectl_daemons daemons;
     struct moectl_group group;
@@ -91,6 +102,18 @@ static struct moe_status log_path(const struct up *u, const char *daemon, char o
     return moe_ok();
 }
 
+/* Appends the options to a daemon's command line, from `n` on; returns its new length. */
+static size_t add_trust(const struct up *u, const char **argv, size_t n)
+{
+    for (int i = 0; i < TRUST_FILES; i++) {
+        if (u->trust[i] == NULL)
+            continue;
+        argv[n++] = trust_options[i];
+        argv[n++] = u->trust_paths[i];
+    }
+    return n;
+}
+
 static struct moe_status start_coordinator(struct up *u)
 {
     char listen[ARGUMENT_MAX], control[ARGUMENT_MAX], metrics[ARGUMENT_MAX], workers[ARGUMENT_MAX],
@@ -105,24 +128,33 @@ static struct moe_status start_coordinator(struct up *u)
                          "the name of the state directory is too long");
     if (mkdirat(u->directory, "coordinator", 0700) != 0 && access(state, W_OK) != 0)
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO, "cannot write to %s", state);
-    const char *argv[] = {u->coordinator_program,
-                          "--listen",
-                          listen,
-                          "--control-listen",
-                          control,
-                          "--workers",
-                          workers,
-                          "--state-dir",
-                          state,
-                          "--ready-fd",
-                          MOECTL_READY_FD,
-                          "--log-level",
-                          u->log_level,
-                          "--log-file",
-                          log,
-                          metrics[0] != '\0' ? "--metrics-listen" : NULL,
-                          metrics,
-                          NULL};
+    /* The operator has chosen the model: its digests begin a new record. */
+    char record[MOECTL_PATH_MAX];
+    if (snprintf(record, sizeof record, "%s/model.digests", state) >= (int)sizeof record ||
+        (unlink(record) != 0 && errno != ENOENT))
+        return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO, "cannot remove %s/model.digests",
+                         state);
+    enum { FIXED = 15 };
+    const char *argv[FIXED + 2 + 2 * TRUST_FILES + 1] = {u->coordinator_program,
+                                                         "--listen",
+                                                         listen,
+                                                         "--control-listen",
+                                                         control,
+                                                         "--workers",
+                                                         workers,
+                                                         "--state-dir",
+                                                         state,
+                                                         "--ready-fd",
+                                                         MOECTL_READY_FD,
+                                                         "--log-level",
+                                                         u->log_level,
+                                                         "--log-file",
+                                                         log};
+    size_t n = add_trust(u, argv, FIXED);
+    if (metrics[0] != '\0') {
+        argv[n++] = "--metrics-listen";
+        argv[n++] = metrics;
+    }
     return moectl_daemons_start(&u->daemons, "coordinator", u->coordinator_program, argv);
 }
 
@@ -155,8 +187,8 @@ static struct moe_status start_worker(struct up *u, uint64_t number)
         {u->worker_config_path[0] != '\0' ? "--config" : NULL, u->worker_config_path},
     };
     enum { COUNT = sizeof options / sizeof *options };
-    const char *argv[2 * COUNT + 2] = {u->worker_program};
-    for (size_t i = 0, n = 1; i < COUNT; i++) {
+    const char *argv[1 + 2 * TRUST_FILES + 2 * COUNT + 1] = {u->worker_program};
+    for (size_t i = 0, n = add_trust(u, argv, 1); i < COUNT; i++) {
         if (options[i][0] == NULL)
             continue;
         argv[n++] = options[i][0];
@@ -371,6 +403,10 @@ static struct moe_status prepare(struct up *u)
     if (u->worker_config != NULL && !find_file(u->worker_config, u->worker_config_path))
         return moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "--worker-config: there is no file '%s'",
                          u->worker_config);
+    for (int i = 0; i < TRUST_FILES; i++)
+        if (u->trust[i] != NULL && !find_file(u->trust[i], u->trust_paths[i]))
+            return moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "%s: there is no file '%s'",
+                             trust_options[i], u->trust[i]);
     MOE_TRY(moectl_daemons_find("moe-coordinator", u->coordinator_program));
     MOE_TRY(moectl_daemons_find("moe-worker", u->worker_program));
     MOE_TRY(moectl_state_open(u->common.state_dir, true, u->state_path, &u->directory));
@@ -440,11 +476,26 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"worker-config", 0, MOE_OPTION_STRING, &u.worker_config, 0, 0, "FILE",
          "more settings of the workers, one 'name = value' per line (see moe-worker --help); "
          "options of moectl override them"},
+        {"access-file", 0, MOE_OPTION_STRING, &u.trust[ACCESS_FILE], 0, 0, "FILE",
+         "for the daemons: roles of identities and tokens"},
+        {"token-file", 0, MOE_OPTION_STRING, &u.trust[TOKEN_FILE], 0, 0, "FILE",
+         "for the daemons, and for the calls of moectl up: the group's token, mode 0600"},
+        {"tls-certificate", 0, MOE_OPTION_STRING, &u.trust[TLS_CERTIFICATE], 0, 0, "FILE",
+         "for the daemons, as the next three: their certificate, then its chain"},
+        {"tls-key", 0, MOE_OPTION_STRING, &u.trust[TLS_KEY], 0, 0, "FILE", "its key, mode 0600"},
+        {"tls-client-ca", 0, MOE_OPTION_STRING, &u.trust[TLS_CLIENT_CA], 0, 0, "FILE",
+         "roots of clients' certificates"},
+        {"tls-ca", 0, MOE_OPTION_STRING, &u.trust[TLS_CA], 0, 0, "FILE",
+         "roots of the daemons' certificates"},
     };
     int code;
     if (!moectl_parse(self, options, sizeof options / sizeof *options, &u.common, argc, argv,
                       &code))
         return code;
+    /* Links read the variable. */
+    const char *variable = moectl_trust_names[MOECTL_TOKEN_FILE].variable;
+    if (u.trust[TOKEN_FILE] != NULL && setenv(variable, u.trust[TOKEN_FILE], 1) != 0)
+        return moectl_usage_error("out of memory");
     code = moectl_require(&(struct moectl_required){"model", u.model != NULL}, 1);
     if (code != MOECTL_OK)
         return code;

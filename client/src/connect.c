@@ -99,7 +99,18 @@ static void fill_info(struct moe_client *c)
         .worker_count = c->server->n_workers,
         .layers = c->layers,
         .layer_count = c->model->n_layers,
+        .model_digest = c->model->model_digest,
     };
+}
+
+/* A group that has not formed yet has no digest: then each forward is checked. */
+static struct moe_status check_digest(const struct moe_client *c)
+{
+    const char *served = c->model->model_digest;
+    if (c->model_digest[0] == '\0' || served[0] == '\0' || strcmp(c->model_digest, served) == 0)
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH,
+                     "the group serves the model with digest %.64s", served);
 }
 
 void moe_client_close_connection(struct moe_client_connection *connection)
@@ -116,7 +127,8 @@ struct moe_status moe_client_blame_connection(const struct moe_client_connection
     return st.code == MOE_UNAVAILABLE ? moe_error_context(st, "%s", connection->endpoint) : st;
 }
 
-struct moe_status moe_client_open_connection(const char *target, uint64_t max_message_bytes,
+struct moe_status moe_client_open_connection(const struct moe_client *c, const char *target,
+                                             uint64_t max_message_bytes,
                                              struct moe_client_connection *connection)
 {
     connection->endpoint = strdup(target);
@@ -127,10 +139,9 @@ struct moe_status moe_client_open_connection(const char *target, uint64_t max_me
         moe_client_close_connection(connection);
         return created;
     }
-    const char *token_file = getenv("MOED_TOKEN_FILE");
     struct moe_rpc_channel_config config = {
         .target = target,
-        .token_file = token_file != NULL && token_file[0] != '\0' ? token_file : NULL,
+        .trust = c->trust,
         .max_message_bytes =
             max_message_bytes <= INT32_MAX ? (uint32_t)max_message_bytes : INT32_MAX,
         .own_connection = true,
@@ -147,7 +158,7 @@ static struct moe_status learn(struct moe_client *c, const char *endpoint)
 {
     uint64_t deadline = moe_client_deadline(c, 0);
     struct moe_client_connection connection = {0};
-    MOE_TRY(moe_client_open_connection(endpoint, 0, &connection));
+    MOE_TRY(moe_client_open_connection(c, endpoint, 0, &connection));
     ProtobufCMessage *answer = NULL;
     struct moe_status st = ask(connection.channel, "/moe.v1.ExpertService/GetServerInfo", deadline,
                                &moe__v1__get_server_info_response__descriptor, &answer);
@@ -190,10 +201,25 @@ static struct moe_status open_connections(struct moe_client *c, const char *endp
         return out_of_memory();
     for (; c->connection_count < wanted; c->connection_count++) {
         struct moe_client_connection *connection = &c->connections[c->connection_count];
-        MOE_TRY(moe_client_open_connection(targets[c->connection_count % c->worker_count],
+        MOE_TRY(moe_client_open_connection(c, targets[c->connection_count % c->worker_count],
                                            c->info.max_message_bytes, connection));
         moe_rpc_client_set_spin(connection->rpc, c->config.spin_us * MOE_NS_PER_S / 1000000);
     }
+    return moe_ok();
+}
+
+/* Copies the wanted digest. */
+static struct moe_status read_digest(struct moe_client *c)
+{
+    const char *digest = c->config.model_digest;
+    c->config.model_digest = NULL;
+    if (digest == NULL)
+        return moe_ok();
+    if (strlen(digest) != sizeof c->model_digest - 1 ||
+        strspn(digest, "0123456789abcdef") != sizeof c->model_digest - 1)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "a model_digest has 64 digits of 0-9 a-f");
+    strcpy(c->model_digest, digest);
     return moe_ok();
 }
 
@@ -229,6 +255,38 @@ static void fill_defaults(struct moe_client *c, const struct moe_client_config *
     atomic_init(&c->next_connection, (uint32_t)(seed >> 32) & 0xffff);
 }
 
+/* The fields of the caller's struct, which may be shorter, then the environment. */
+static struct moe_status read_trust(struct moe_client *c)
+{
+    struct moe_client_config *f = &c->config;
+    struct moe_rpc_trust *t = &c->trust;
+    *t = (struct moe_rpc_trust){
+        .tls = {.certificate = f->tls_certificate, .key = f->tls_key, .ca = f->tls_ca},
+        .server_name = f->tls_server_name,
+        .token_file = f->token_file,
+        .insecure = f->insecure,
+    };
+    f->tls_certificate = f->tls_key = f->tls_ca = f->tls_server_name = f->token_file = NULL;
+    moe_rpc_trust_from_environment(t);
+    const char **const strings[] = {&t->tls.certificate, &t->tls.key, &t->tls.ca, &t->server_name,
+                                    &t->token_file};
+    bool copied = true;
+    for (size_t i = 0; i < sizeof strings / sizeof *strings; i++) {
+        const char *from = *strings[i];
+        *strings[i] = from != NULL ? strdup(from) : NULL;
+        copied = copied && (from == NULL || *strings[i] != NULL);
+    }
+    return copied ? moe_ok() : out_of_memory();
+}
+
+static void free_trust(struct moe_rpc_trust *t)
+{
+    const char *const strings[] = {t->tls.certificate, t->tls.key, t->tls.ca, t->server_name,
+                                   t->token_file};
+    for (size_t i = 0; i < sizeof strings / sizeof *strings; i++)
+        free((char *)(uintptr_t)strings[i]);
+}
+
 static struct moe_status name_session(struct moe_client *c)
 {
     uint64_t id;
@@ -248,12 +306,15 @@ struct moe_status moe_client_connect(const struct moe_client_config *config,
     pthread_cond_init(&c->idle, NULL);
     fill_defaults(c, config);
     struct moe_status st;
+    MOE_TRY_GOTO(st, read_trust(c), failed);
+    MOE_TRY_GOTO(st, read_digest(c), failed);
     MOE_TRY_GOTO(st, name_session(c), failed);
     MOE_TRY_GOTO(st, moe_client_timers_create(&c->timers), failed);
     MOE_TRY_GOTO(st, learn(c, config->endpoint), failed);
     MOE_TRY_GOTO(st, read_layers(c), failed);
     MOE_TRY_GOTO(st, check_workers(c), failed);
     fill_info(c);
+    MOE_TRY_GOTO(st, check_digest(c), failed);
     MOE_TRY_GOTO(st, open_connections(c, config->endpoint), failed);
     *out = c;
     return st;
@@ -281,6 +342,7 @@ void moe_client_close(struct moe_client *c)
         moe__v1__get_model_response__free_unpacked(c->model, NULL);
     free(c->connections);
     free(c->layers);
+    free_trust(&c->trust);
     pthread_cond_destroy(&c->idle);
     moe_mutex_destroy(&c->lock);
     free(c);

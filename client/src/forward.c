@@ -166,7 +166,7 @@ static void send_piece(struct piece *p)
     struct call *call = p->call;
     uint8_t head[MOE_CLIENT_HEAD_MAX];
     struct moe_rpc_out out;
-    moe_client_wire_pack(&p->rows, 0, head, part_released, call, &out);
+    moe_client_wire_pack(&p->rows, 0, call->client->model_digest, head, part_released, call, &out);
     atomic_fetch_add_explicit(&call->refs, (uint32_t)out.part_count, memory_order_relaxed);
     p->attempt++;
     struct moe_rpc_call_options options = {.deadline_ns = call->deadline_ns};

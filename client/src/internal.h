@@ -28,8 +28,12 @@ struct moe_client_connection {
     char *endpoint; /* owned */
 };
 
+enum { MOE_CLIENT_DIGEST_BYTES = 65 }; /* hexadecimal, with the final zero */
+
 struct moe_client {
-    struct moe_client_config config;        /* defaults filled in; endpoint is NULL */
+    struct moe_client_config config;        /* defaults filled in; endpoint is NULL, and so is what
+                                               `trust` has */
+    struct moe_rpc_trust trust;             /* owned strings */
     Moe__V1__GetServerInfoResponse *server; /* these two own the strings of `info` */
     Moe__V1__GetModelResponse *model;
     struct moe_client_info info;
@@ -41,7 +45,8 @@ struct moe_client {
     _Atomic uint32_t next_connection;
     _Atomic uint64_t jitter; /* state of the random generator for pauses between retries */
     struct moe_client_timers *timers;
-    char session[32]; /* of changes without a session; random */
+    char session[32];                           /* of changes without a session; random */
+    char model_digest[MOE_CLIENT_DIGEST_BYTES]; /* of the wanted model; "" = any */
 
     struct moe_mutex lock;
     pthread_cond_t idle;
@@ -56,7 +61,8 @@ void moe_client_leave(struct moe_client *c);
 size_t moe_client_take_connection(struct moe_client *c);
 
 /* Opens a connection to `target`. */
-struct moe_status moe_client_open_connection(const char *target, uint64_t max_message_bytes,
+struct moe_status moe_client_open_connection(const struct moe_client *c, const char *target,
+                                             uint64_t max_message_bytes,
                                              struct moe_client_connection *connection) MOE_CHECKED;
 /* Ignores a connection that is all zero (never opened). */
 void moe_client_close_connection(struct moe_client_connection *connection);

@@ -76,7 +76,7 @@ static struct moe_status ask_elsewhere(const struct moe_client *c,
     struct moe_status bad = space != NULL ? moe_endpoint_check("worker", space + 1) : st;
     if (moe_failed(&bad))
         return st;
-    MOE_TRY(moe_client_open_connection(space + 1, c->info.max_message_bytes, &connection));
+    MOE_TRY(moe_client_open_connection(c, space + 1, c->info.max_message_bytes, &connection));
     st = send_once(&connection, call);
     moe_client_close_connection(&connection);
     return st;

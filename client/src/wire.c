@@ -132,8 +132,9 @@ static Moe__V1__RoutingMode routing_mode(const struct moe_client_forward *f)
                                       : MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS;
 }
 
-void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id, uint8_t *head,
-                          void (*release)(void *owner), void *owner, struct moe_rpc_out *out)
+void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id, const char *model_digest,
+                          uint8_t *head, void (*release)(void *owner), void *owner,
+                          struct moe_rpc_out *out)
 {
     const struct moe_client_forward *f = rows->f;
     Moe__V1__ForwardStreamRequest q = MOE__V1__FORWARD_STREAM_REQUEST__INIT;
@@ -146,6 +147,7 @@ void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id, uint8
     q.return_routing = returns_routing(f);
     q.epoch = f->epoch;
     q.weights_version = f->weights_version;
+    q.model_digest = (char *)(uintptr_t)model_digest; /* packing only reads */
     if (f->topk_ids_in != NULL)
         q.topk_ids_dtype = MOE__V1__DATA_TYPE__DATA_TYPE_I32;
     q.request_id = id;

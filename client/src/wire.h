@@ -12,7 +12,7 @@
 #include "rpc/msg.h"
 
 enum {
-    MOE_CLIENT_HEAD_MAX = 256,        /* a request's head: small numbers and a session's name */
+    MOE_CLIENT_HEAD_MAX = 256, /* a request's head: small numbers, a session's name, a digest */
     MOE_CLIENT_FIELD_REQUEST_ID = 30, /* of a stream's messages */
 };
 
@@ -62,9 +62,11 @@ struct moe_status moe_client_wire_check_rows(const struct moe_client_info *info,
                                              const struct moe_client_rows *rows) MOE_CHECKED;
 
 /* Makes the message for `rows`. `head` has MOE_CLIENT_HEAD_MAX bytes. The parts point into the
- * caller's tensors; the transport calls `release(owner)` for each. `id` 0 = not on a stream. */
-void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id, uint8_t *head,
-                          void (*release)(void *owner), void *owner, struct moe_rpc_out *out);
+ * caller's tensors; the transport calls `release(owner)` for each. `id` 0 = not on a stream;
+ * `model_digest` "" = any. */
+void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id, const char *model_digest,
+                          uint8_t *head, void (*release)(void *owner), void *owner,
+                          struct moe_rpc_out *out);
 
 /* Moves the tensors of `m` into the caller's memory and checks that the answer fits the request.
  * The caller owns `m`. After a failure the contents of the caller's memory are undefined.

@@ -150,8 +150,8 @@ static struct moe_status refuse(const struct moe_access_caller *caller,
     if (strcmp(grant->who, anonymous_name) == 0 && caller->link == MOE_ACCESS_TCP)
         return moe_error(MOE_UNAUTHENTICATED, MOE_REASON_NONE,
                          "%s needs a role (%s), and this connection has no identity: on the "
-                         "daemon's host, run as the group's user; elsewhere use a token or a "
-                         "certificate",
+                         "daemon's host, run as the group's user (and with its MOED_RUNTIME_DIR, "
+                         "if it is set); elsewhere use a token or a certificate",
                          method, needs);
     if (strcmp(grant->who, anonymous_name) == 0)
         return moe_error(MOE_UNAUTHENTICATED, MOE_REASON_NONE,
@@ -169,7 +169,9 @@ struct moe_status moe_access_decide(struct moe_access *a, const struct moe_acces
     bool known = true;
     memset(grant, 0, sizeof *grant);
     moe_mutex_lock(&a->lock);
-    if (token[0] != '\0' && takes_tokens(a)) {
+    if (token == NULL) {
+        (void)snprintf(grant->who, sizeof grant->who, "%s", anonymous_name);
+    } else if (token[0] != '\0' && takes_tokens(a)) {
         known = find_token(a, token, grant);
     } else {
         name_of(caller, grant->who);
@@ -187,6 +189,10 @@ struct moe_status moe_access_decide(struct moe_access *a, const struct moe_acces
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED, "no such method");
     if (policy->public)
         return moe_ok();
+    if (token == NULL)
+        return moe_error(MOE_UNAUTHENTICATED, MOE_REASON_NONE,
+                         "the authorization header is malformed: send one, with the word Bearer, a "
+                         "blank, and a token of printable characters");
     if (!known)
         return moe_error(MOE_UNAUTHENTICATED, MOE_REASON_NONE, "the token is not known here");
     return (policy->roles & grant->roles) != 0 ? moe_ok() : refuse(caller, policy, grant);

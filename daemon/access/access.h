@@ -45,10 +45,11 @@ struct moe_access_grant {
         who[MOE_ACCESS_NAME_BYTES]; /* "uid:1000", "token:ops", a certificate's name, "anonymous" */
 };
 
-/* [any thread] Decides about one call. `token` is "" without one; a token decides alone, also where
- * the connection has roles. Fills `grant` in every case. Errors: MOE_UNIMPLEMENTED/UNSUPPORTED (a
- * method that the policy does not know), MOE_UNAUTHENTICATED (the token is not known; the caller
- * has no identity, and the method needs a role), MOE_PERMISSION_DENIED (it lacks the role). */
+/* [any thread] Decides about one call. `token` is "" without one, NULL for a malformed one; a token
+ * decides alone, also where the connection has roles. Fills `grant` in every case. Errors:
+ * MOE_UNIMPLEMENTED/UNSUPPORTED (a method that the policy does not know), MOE_UNAUTHENTICATED (the
+ * token is malformed or not known; the caller has no identity, and the method needs a role),
+ * MOE_PERMISSION_DENIED (it lacks the role). */
 struct moe_status moe_access_decide(struct moe_access *a, const struct moe_access_caller *caller,
                                     const char *path, const char *token,
                                     struct moe_access_grant *grant) MOE_CHECKED;

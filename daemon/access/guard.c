@@ -10,25 +10,44 @@
 #include "daemon/local.h"
 #include "daemon/log.h"
 #include "rpc/server.h"
+#include "tls/tls.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#define LOOK_NS (3 * MOE_NS_PER_S)
+#define LOOK_NS    (3 * MOE_NS_PER_S)
+#define REFUSED_NS (10 * MOE_NS_PER_S)
+
+enum {
+    REFUSED_LINES = 10, /* about single refused calls, in each REFUSED_NS */
+    LINE_BYTES = 768,
+};
+
+/* Lines about refused calls. A caller without rights can make any number of calls, but must not
+ * fill the disk: beyond some lines, calls are counted, and one line tells the number. */
+struct refusals {
+    uint64_t since_ns;
+    unsigned lines;
+    uint64_t counted;      /* without a line */
+    char last[LINE_BYTES]; /* of the last one that was counted */
+};
 
 struct moe_guard {
     const struct moe_daemon_settings *config;
     struct moe_access *access;
+    struct moe_tls *tls; /* NULL = plain TCP */
     pthread_t thread;
     bool running;
+    bool warned; /* of an address without TLS; the thread that starts servers */
 
     struct moe_mutex lock;
     pthread_cond_t changed;
     MOE_GUARDED_BY(lock) struct {
         struct moe_rpc_server *servers[MOE_GUARD_SERVERS_MAX];
         bool look_now, looking, quit;
+        struct refusals refusals;
     };
 };
 
@@ -36,7 +55,8 @@ struct moe_guard {
 
 static bool is_open(const struct moe_daemon_settings *c)
 {
-    return c->insecure && c->access_file == NULL && c->token_file == NULL;
+    return c->insecure && c->tls_certificate == NULL && c->access_file == NULL &&
+           c->token_file == NULL;
 }
 
 /* An address at which this host's processes reach the daemon by 127.0.0.1. */
@@ -97,19 +117,55 @@ static struct moe_status authorise(void *guard, const struct moe_rpc_identity *w
     return st;
 }
 
+/* Logs how many refused calls had no line, if any, once their time is over. */
+static void report_refusals(struct moe_guard *g, uint64_t now_ns, bool at_end)
+{
+    char last[LINE_BYTES];
+    moe_mutex_lock(&g->lock);
+    bool over = at_end || now_ns - g->refusals.since_ns >= REFUSED_NS;
+    uint64_t counted = over ? g->refusals.counted : 0;
+    memcpy(last, g->refusals.last, sizeof last);
+    if (over)
+        g->refusals = (struct refusals){.since_ns = now_ns};
+    moe_mutex_unlock(&g->lock);
+    if (counted > 0)
+        moe_log_warn("audit: %llu more calls were refused in %d s; the last one: %s",
+                     (unsigned long long)counted, (int)(REFUSED_NS / MOE_NS_PER_S), last);
+}
+
+/* True if the call is to have a line. */
+static bool count_refusal(struct moe_guard *g, const char *line)
+{
+    report_refusals(g, moe_clock_ns(), false);
+    moe_mutex_lock(&g->lock);
+    bool has_line = g->refusals.lines < REFUSED_LINES;
+    if (has_line) {
+        g->refusals.lines++;
+    } else {
+        g->refusals.counted++;
+        (void)snprintf(g->refusals.last, sizeof g->refusals.last, "%s", line);
+    }
+    moe_mutex_unlock(&g->lock);
+    return has_line;
+}
+
 /* For moe_rpc_server_config.finished. */
 static void record(void *guard, const struct moe_rpc_identity *who,
                    const struct moe_rpc_grant *grant, const char *path,
                    const struct moe_status *answer)
 {
     const struct moe_access_policy *policy = moe_access_policy_find(path);
-    (void)guard;
+    struct moe_guard *g = guard;
+    char line[LINE_BYTES];
     if (policy == NULL || !policy->audited)
         return;
     const char *reason = answer->reason != MOE_REASON_NONE ? moe_reason_name(answer->reason) : "";
-    moe_log_info("audit: %s by %s%s%s: %s%s%s", path + 1, grant->who,
-                 who->address[0] != '\0' ? " at " : "", who->address, moe_code_name(answer->code),
-                 reason[0] != '\0' ? "/" : "", reason);
+    (void)snprintf(line, sizeof line, "%s by %s%s%s: %s%s%s", path + 1, grant->who,
+                   who->address[0] != '\0' ? " at " : "", who->address, moe_code_name(answer->code),
+                   reason[0] != '\0' ? "/" : "", reason);
+    bool refused = answer->code == MOE_UNAUTHENTICATED || answer->code == MOE_PERMISSION_DENIED;
+    if (!refused || count_refusal(g, line))
+        moe_log_info("audit: %s", line);
 }
 
 bool moe_guard_speaks_for(struct moe_guard *g, const struct moe_rpc_grant *grant,
@@ -133,6 +189,8 @@ static bool has_lost(void *ctx, const struct moe_rpc_identity *who)
 
 static void look(struct moe_guard *g, struct moe_rpc_server *const *servers)
 {
+    if (g->tls != NULL)
+        (void)moe_tls_refresh(g->tls);
     if (!moe_access_refresh(g->access, moe_clock_ns()))
         return;
     for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
@@ -155,6 +213,7 @@ static void *guard_main(void *arg)
         g->looking = true;
         moe_mutex_unlock(&g->lock);
         look(g, servers);
+        report_refusals(g, moe_clock_ns(), false);
         moe_mutex_lock(&g->lock);
         g->looking = false;
         pthread_cond_broadcast(&g->changed);
@@ -174,6 +233,18 @@ static void add(struct moe_guard *g, struct moe_rpc_server *server)
     moe_mutex_unlock(&g->lock);
 }
 
+/* Once, for the first such address. */
+static void warn_if_readable(struct moe_guard *g, const char *listen)
+{
+    struct moe_status st = moe_endpoint_check_loopback(listen);
+    if (g->tls != NULL || !moe_failed(&st) || g->warned)
+        return;
+    g->warned = true;
+    moe_log_warn("%s has no TLS and is not loopback: tokens, session secrets and NCCL ids can be "
+                 "read on the network",
+                 listen);
+}
+
 struct moe_status moe_guard_start_server(struct moe_guard *g,
                                          const struct moe_rpc_server_config *config,
                                          struct moe_rpc_server **out)
@@ -184,13 +255,16 @@ struct moe_status moe_guard_start_server(struct moe_guard *g,
     MOE_TRY(list_addresses(g, config->listen, &addresses));
     struct moe_rpc_server_config guarded = *config;
     guarded.listen = addresses;
+    guarded.tls = g->tls;
     guarded.authorise = authorise;
     guarded.finished = record;
     guarded.authorise_ctx = g;
     struct moe_status st = moe_rpc_server_start(&guarded, out);
     free(addresses);
-    if (!moe_failed(&st))
+    if (!moe_failed(&st)) {
+        warn_if_readable(g, config->listen);
         add(g, *out);
+    }
     return st;
 }
 
@@ -229,13 +303,18 @@ struct moe_status moe_guard_create(const struct moe_daemon_settings *config, str
     g->config = config;
     /* A connection of this host is a client's; one from elsewhere is nothing until the access file
      * says so. */
-    bool plain = !config->insecure;
+    const bool plain = !config->insecure && config->tls_certificate == NULL;
+    const struct moe_rpc_tls_files files = {.certificate = config->tls_certificate,
+                                            .key = config->tls_key,
+                                            .ca = config->tls_client_ca};
     const struct moe_access_config access = {.open = is_open(config),
                                              .anonymous_roles = plain ? MOE_ROLE_CLIENT : 0,
                                              .access_file = config->access_file,
                                              .token_file = config->token_file,
                                              .own_uid = geteuid()};
     struct moe_status st = moe_access_create(&access, &g->access);
+    if (!moe_failed(&st) && files.certificate != NULL)
+        st = moe_tls_create(&files, &g->tls);
     if (!moe_failed(&st) && moe_thread_create(&g->thread, "moe-guard", guard_main, g) != 0)
         st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread");
     else
@@ -260,6 +339,8 @@ void moe_guard_destroy(struct moe_guard *g)
     moe_mutex_unlock(&g->lock);
     if (g->running)
         pthread_join(g->thread, NULL);
+    report_refusals(g, moe_clock_ns(), true);
+    moe_tls_destroy(g->tls);
     moe_access_destroy(g->access);
     pthread_cond_destroy(&g->changed);
     moe_mutex_destroy(&g->lock);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a daemon does about trust: local sockets, the decision about each call, the record of those
- * that change something, and files that are read anew.
+/* What a daemon does about trust: TLS, local sockets, the decision about each call, the record of
+ * those that change something, and files that are read anew.
  *
  * One thread looks at the files every few seconds, and at once after SIGHUP. A process has one
  * guard. */
@@ -13,14 +13,15 @@
 
 struct moe_guard;
 
-/* Uses `insecure`, `access_file` and `token_file` of the settings, which outlive the guard.
+/* Uses `insecure`, `access_file`, `token_file` and those of TLS servers of the settings, which
+ * outlive the guard.
  * From now on, SIGHUP also looks at the files. Errors: those of reading the files. */
 struct moe_status moe_guard_create(const struct moe_daemon_settings *settings,
                                    struct moe_guard **out) MOE_CHECKED;
 /* All servers are removed. NULL is ignored. */
 void moe_guard_destroy(struct moe_guard *g);
 
-/* moe_rpc_server_start with this guard: the local socket of this user's processes (where the
+/* moe_rpc_server_start with this guard: TLS, the local socket of this user's processes (where the
  * address is a loopback or wildcard one), a decision about each call, and a line in the log for
  * each call that the policy table wants recorded. From then on, connections of identities that lose
  * a role are ended. `config->listen` is one "host:port". `g` NULL: moe_rpc_server_start alone.

@@ -5,6 +5,7 @@
 #include "daemon/endpoint.h"
 #include "daemon/hangup.h"
 #include "daemon/log.h"
+#include "daemon/notify.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -43,6 +44,16 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
         {"token-file", 0, MOE_OPTION_STRING, &s->token_file, 0, 0, "FILE",
          "Token that this daemon shows to others, mode 0600. Without --access-file, a caller with "
          "the same token may do everything"},
+        {"tls-certificate", 0, MOE_OPTION_STRING, &s->tls_certificate, 0, 0, "FILE",
+         "PEM: this daemon's certificate, then its chain. All its TCP addresses use TLS; it shows "
+         "the certificate to other daemons too. Changes of this and the next three count within "
+         "10 s"},
+        {"tls-key", 0, MOE_OPTION_STRING, &s->tls_key, 0, 0, "FILE",
+         "PEM: the key of --tls-certificate, without a passphrase, mode 0600"},
+        {"tls-client-ca", 0, MOE_OPTION_STRING, &s->tls_client_ca, 0, 0, "FILE",
+         "PEM: roots of clients' certificates; a client may show one and gets its roles"},
+        {"tls-ca", 0, MOE_OPTION_STRING, &s->tls_ca, 0, 0, "FILE",
+         "PEM: roots of other daemons' certificates; this daemon calls them by TLS only"},
         {"ready-fd", 0, MOE_OPTION_UINT, &s->ready_fd, 0, INT32_MAX, "FD",
          "Write the address to this descriptor once listening; 0 = none"},
         {"config", 'c', MOE_OPTION_STRING, &s->config, 0, 0, "FILE",
@@ -99,9 +110,21 @@ static void raise_descriptor_limit(void)
         moe_log_warn("the limit of open files stays as it is: %s", strerror(errno));
 }
 
+/* NULL, or one line for the user. */
+static const char *check_tls(const struct moe_daemon_settings *s)
+{
+    if ((s->tls_certificate == NULL) != (s->tls_key == NULL))
+        return "--tls-certificate and --tls-key come together";
+    if (s->tls_client_ca != NULL && s->tls_certificate == NULL)
+        return "--tls-client-ca needs --tls-certificate and --tls-key";
+    return NULL;
+}
+
 static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s, const bool *given)
 {
     const char *wrong = d->check(d->ctx, given);
+    if (wrong == NULL)
+        wrong = check_tls(s);
     if (wrong != NULL)
         return usage(d, wrong);
     struct moe_status st = moe_ok();
@@ -125,7 +148,11 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN); /* writes over the file size limit fail with an error instead */
     raise_descriptor_limit();
+    st = moe_notify_open();
+    if (moe_failed(&st))
+        moe_log_warn("without a service manager: %s", st.text);
     st = d->run(s, d->ctx);
+    moe_notify_stopping();
     /* The process exits now: a further signal would only change the exit status. */
     signal(SIGTERM, SIG_IGN);
     signal(SIGINT, SIG_IGN);
@@ -163,6 +190,7 @@ int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
 struct moe_status moe_daemon_announce(const struct moe_daemon_settings *common,
                                       const char *endpoints)
 {
+    moe_notify_ready();
     if (common->ready_fd == 0)
         return moe_ok();
     char line[640];

@@ -16,6 +16,11 @@ struct moe_daemon_settings {
     bool insecure;              /* allow addresses that are not loopback without encryption */
     const char *access_file;    /* who may do what; NULL: none */
     const char *token_file;     /* what this daemon shows to others; NULL: nothing */
+    /* PEM files. The first two come together; the third needs them. */
+    const char *tls_certificate, *tls_key; /* its servers use TLS, and it shows the same certificate
+                                              to servers; NULL: plain TCP */
+    const char *tls_client_ca;             /* roots of its clients; NULL: it asks for none */
+    const char *tls_ca; /* roots of the servers that it calls, by TLS; NULL: plain TCP */
     /* Only for base/daemon.c. */
     const char *log_level, *log_format, *log_file, *config;
     uint64_t ready_fd;
@@ -42,8 +47,8 @@ struct moe_daemon {
 /* The exit status. Settings that are strings live until `run` has returned. */
 int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv);
 
-/* Writes `endpoints` (one, or several with a blank between) as a line to --ready-fd and closes it;
- * without that option, does nothing. */
+/* The daemon listens: tells the service manager (notify.h), and writes `endpoints` (one, or several
+ * with a blank between) as a line to --ready-fd and closes it, where that option is given. */
 struct moe_status moe_daemon_announce(const struct moe_daemon_settings *common,
                                       const char *endpoints) MOE_CHECKED;
 

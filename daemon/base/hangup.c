@@ -2,6 +2,7 @@
 #include "daemon/hangup.h"
 
 #include "daemon/log.h"
+#include "daemon/notify.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -44,6 +45,7 @@ static void on_readable(uv_poll_t *watch, int status, int events)
         came = true;
     if (!came)
         return;
+    moe_notify_reloading();
     if (called != NULL)
         called(called_ctx);
     struct moe_status st = moe_log_reopen();
@@ -53,6 +55,7 @@ static void on_readable(uv_poll_t *watch, int status, int events)
         moe_log_info("SIGHUP: the log file %s was opened anew", moe_log_path());
     else
         moe_log_info("SIGHUP: nothing to do, there is no --log-file");
+    moe_notify_ready();
 }
 
 struct moe_status moe_hangup_watch(uv_loop_t *loop, uv_poll_t *watch)

@@ -6,6 +6,7 @@
 #ifndef MOE_BASE_IDENTITY_H
 #define MOE_BASE_IDENTITY_H
 
+#include <stdbool.h>
 #include <stdint.h>
 
 enum moe_rpc_link {
@@ -35,6 +36,21 @@ struct moe_rpc_tls_files {
     const char *key;         /* private key of `certificate`, without a passphrase */
     const char *ca; /* roots that the other side's certificate must lead to; several may overlap
                        during a change. A server without it asks for no certificates */
+};
+
+/* What a client shows to servers, and which servers it believes. Zero: nothing, and all. A Unix
+ * socket uses none of it: there the user counts.
+ *
+ * All files are read again when they change. A state that does not validate is logged once, and the
+ * one before stays in use. New certificates count for calls that begin a second later; these take a
+ * new connection, and calls in flight keep theirs. */
+struct moe_rpc_trust {
+    struct moe_rpc_tls_files tls; /* with a `ca` connections use TLS, else they are plain. With
+                                     `certificate` and `key` the client shows who it is */
+    const char *server_name;      /* DNS name or IP address that a server's certificate must have;
+                                     NULL: the host of the target */
+    const char *token_file;       /* token for each call; NULL: none */
+    bool insecure; /* without TLS, send the token also to addresses that are not loopback */
 };
 
 #endif

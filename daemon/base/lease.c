@@ -3,6 +3,8 @@
 
 #include "base/clock.h"
 
+#include <time.h>
+
 uint64_t moe_lease_clock_ns(void)
 {
     struct timespec t;
@@ -29,11 +31,16 @@ static uint64_t later(uint64_t a, uint64_t b)
     return a > b ? a : b;
 }
 
-void moe_lease_on_answered(struct moe_lease *l, uint64_t sequence, uint64_t oldest_ns)
+uint64_t moe_lease_sent_ns(const struct moe_lease *l, uint64_t sequence)
 {
     if (sequence > l->sequence || l->sequence - sequence >= MOE_LEASE_UNANSWERED)
-        return;
-    uint64_t sent_ns = l->sent_ns[sequence % MOE_LEASE_UNANSWERED];
+        return 0;
+    return l->sent_ns[sequence % MOE_LEASE_UNANSWERED];
+}
+
+void moe_lease_on_answered(struct moe_lease *l, uint64_t sequence, uint64_t oldest_ns)
+{
+    uint64_t sent_ns = moe_lease_sent_ns(l, sequence);
     if (sent_ns == 0)
         return;
     uint64_t until_ns = sent_ns + l->term_ns;
@@ -76,6 +83,21 @@ bool moe_lease_gate_held(const struct moe_lease_gate *g)
 bool moe_lease_gate_covers_change(const struct moe_lease_gate *g)
 {
     return g == NULL || g->clock() + atomic_load(&g->ticket_ns) < atomic_load(&g->until_ns);
+}
+
+/* Counts pauses: a test may hold the clock. */
+bool moe_lease_gate_await_change(const struct moe_lease_gate *g)
+{
+    if (moe_lease_gate_covers_change(g))
+        return true;
+    uint64_t pauses =
+        atomic_load(&g->ticket_ns) * MOE_LEASE_TICKETS / MOE_LEASE_HEARTBEATS / MOE_NS_PER_MS;
+    for (uint64_t i = 0; i < pauses && i < MOE_LEASE_AWAIT_MS; i++) {
+        (void)nanosleep(&(struct timespec){.tv_nsec = MOE_NS_PER_MS}, NULL);
+        if (moe_lease_gate_covers_change(g))
+            return true;
+    }
+    return false;
 }
 
 bool moe_lease_gate_covers_group(const struct moe_lease_gate *g)

@@ -25,7 +25,8 @@ enum {
     MOE_LEASE_UNANSWERED = 32, /* heartbeats without an answer that are remembered */
     /* A change of training may take half a worker's lease: it begins only with that much left. */
     MOE_LEASE_TICKETS = 2,
-    MOE_LEASE_SLACKS = 20, /* in a worker's lease; see moe_lease_gate_covers_group */
+    MOE_LEASE_SLACKS = 20,     /* in a worker's lease; see moe_lease_gate_covers_group */
+    MOE_LEASE_AWAIT_MS = 1000, /* at most; see moe_lease_gate_await_change */
 };
 /* A fast coordinator's lease lasts at least as long as a slow worker's. */
 _Static_assert((100 + MOE_LEASE_MARGIN_PERCENT) * (100 - MOE_LEASE_DRIFT_PERCENT) >
@@ -52,6 +53,8 @@ uint64_t moe_lease_term_ns(uint64_t coordinator_ns, unsigned margin_percent);
 
 /* A heartbeat is about to be sent; take `now_ns` before sending. Returns its sequence, from 1. */
 uint64_t moe_lease_on_sent(struct moe_lease *l, uint64_t now_ns);
+/* When this heartbeat was sent, if it is one of the last MOE_LEASE_UNANSWERED, else 0. */
+uint64_t moe_lease_sent_ns(const struct moe_lease *l, uint64_t sequence);
 /* The heartbeat was answered. `oldest_ns`: for how long the coordinator had received nothing of the
  * member that had been silent for longest. Answers of unknown heartbeats change nothing. */
 void moe_lease_on_answered(struct moe_lease *l, uint64_t sequence, uint64_t oldest_ns);
@@ -75,6 +78,9 @@ void moe_lease_gate_set(struct moe_lease_gate *g, const struct moe_lease *l);
 bool moe_lease_gate_held(const struct moe_lease_gate *g);
 /* Its lease lasts for a change of training: it may begin one that the sequencer has issued. */
 bool moe_lease_gate_covers_change(const struct moe_lease_gate *g);
+/* The same; waits for it, at most as long as from one heartbeat to the next. When the coordinator
+ * answers again after a pause, the sequencer may know a moment before this worker. */
+bool moe_lease_gate_await_change(const struct moe_lease_gate *g);
 /* The leases of all members last, as far as this worker can know: the sequencer may issue a change.
  * The slack keeps a change from reaching a slot with a lease that has become too short meanwhile.
  */

@@ -3,16 +3,19 @@
 
 #include "daemon/endpoint.h"
 
+#include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { DIRECTORIES = 3 };
+enum { DIRECTORIES = 3, STALE_AFTER_S = 60 };
 
 /* Directory `index` of the list; false at its end. */
 static bool directory_at(unsigned index, char to[MOE_LOCAL_PATH_BYTES])
@@ -47,6 +50,53 @@ static bool name_socket(const char *directory, const char *port, char path[MOE_L
     return n > 0 && n < MOE_LOCAL_PATH_BYTES;
 }
 
+/* 0 if somebody listens at the path, else the error of connecting. */
+static int reach(const char *path)
+{
+    struct sockaddr_un at = {.sun_family = AF_UNIX};
+    memcpy(at.sun_path, path, strlen(path) + 1);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0)
+        return errno;
+    int error = connect(fd, (const struct sockaddr *)&at, sizeof at) == 0 ? 0 : errno;
+    close(fd);
+    return error == EAGAIN ? 0 : error; /* its queue is full: somebody listens */
+}
+
+/* Removes `name` if it is a socket that a killed daemon has left behind. A new daemon may take the
+ * name meanwhile: so the file is moved away, and back if it is another one. */
+static void remove_stale(int directory, const char *root, const char *name)
+{
+    struct stat file, moved;
+    char path[MOE_LOCAL_PATH_BYTES], away[32];
+    int n = snprintf(path, sizeof path, "%s/%s", root, name);
+    (void)snprintf(away, sizeof away, "away-%ld.sock", (long)getpid());
+    if (n <= 0 || (size_t)n >= sizeof path ||
+        fstatat(directory, name, &file, AT_SYMLINK_NOFOLLOW) != 0 || !S_ISSOCK(file.st_mode) ||
+        time(NULL) - file.st_mtime < STALE_AFTER_S || reach(path) != ECONNREFUSED ||
+        renameat(directory, name, directory, away) != 0)
+        return;
+    if (fstatat(directory, away, &moved, AT_SYMLINK_NOFOLLOW) == 0 && moved.st_ino == file.st_ino &&
+        moved.st_mtime == file.st_mtime)
+        (void)unlinkat(directory, away, 0);
+    else
+        (void)renameat(directory, away, directory, name);
+}
+
+/* No later daemon replaces the socket of a port that the kernel chose. */
+static void remove_all_stale(const char *root)
+{
+    DIR *d = opendir(root);
+    if (d == NULL)
+        return;
+    for (const struct dirent *e = readdir(d); e != NULL; e = readdir(d)) {
+        size_t length = strlen(e->d_name);
+        if (length > 5 && strcmp(e->d_name + length - 5, ".sock") == 0)
+            remove_stale(dirfd(d), root, e->d_name);
+    }
+    closedir(d);
+}
+
 struct moe_status moe_local_listen_path(char path[MOE_LOCAL_PATH_BYTES])
 {
     char directory[MOE_LOCAL_PATH_BYTES];
@@ -54,30 +104,19 @@ struct moe_status moe_local_listen_path(char path[MOE_LOCAL_PATH_BYTES])
                                      "MOED_RUNTIME_DIR is too long, or is no absolute path");
     for (unsigned i = 0; directory_at(i, directory); i++) {
         int error = mkdir(directory, S_IRWXU) == 0 || errno == EEXIST ? 0 : errno;
-        if (error == 0 && is_private(directory) && strchr(directory, ',') == NULL)
+        if (error == 0 && is_private(directory) && strchr(directory, ',') == NULL) {
+            remove_all_stale(directory);
             return name_socket(directory, "*", path)
                        ? moe_ok()
                        : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                                    "%s is too long for a socket's directory", directory);
+        }
         st =
             moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO,
                       "no directory for the local socket: %s: %s; set MOED_RUNTIME_DIR", directory,
                       error != 0 ? strerror(error) : "not a directory of this user with mode 0700");
     }
     return st;
-}
-
-/* False for a socket that a killed daemon has left behind. */
-static bool answers(const char *path)
-{
-    struct sockaddr_un at = {.sun_family = AF_UNIX};
-    memcpy(at.sun_path, path, strlen(path) + 1);
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    bool open = fd >= 0 && (connect(fd, (const struct sockaddr *)&at, sizeof at) == 0 ||
-                            errno == EAGAIN); /* its queue is full: somebody listens */
-    if (fd >= 0)
-        close(fd);
-    return open;
 }
 
 bool moe_local_find(const char *endpoint, char path[MOE_LOCAL_PATH_BYTES])
@@ -93,7 +132,7 @@ bool moe_local_find(const char *endpoint, char path[MOE_LOCAL_PATH_BYTES])
     for (unsigned i = 0; directory_at(i, directory); i++)
         if (is_private(directory) && name_socket(directory, colon + 1, path) &&
             lstat(path, &file) == 0 && S_ISSOCK(file.st_mode) && file.st_uid == geteuid() &&
-            answers(path))
+            reach(path) == 0)
             return true;
     return false;
 }

@@ -16,9 +16,10 @@
 enum { MOE_LOCAL_PATH_BYTES = 108 }; /* of sockaddr_un, with the final 0 */
 
 /* Makes the directory if it is missing, and writes the path of a daemon's socket with a '*' in
- * place of the port, which a listener fills in. Errors: MOE_FAILED_PRECONDITION/IO (no directory
- * can be used; the text says why of the last one), MOE_INVALID_ARGUMENT/CONFIG_INVALID (the path is
- * too long or has a comma). */
+ * place of the port, which a listener fills in. Removes sockets of daemons that were killed, if
+ * they are older than a minute. Errors: MOE_FAILED_PRECONDITION/IO (no directory can be used; the
+ * text says why of the last one), MOE_INVALID_ARGUMENT/CONFIG_INVALID (the path is too long or has
+ * a comma). */
 struct moe_status moe_local_listen_path(char path[MOE_LOCAL_PATH_BYTES]) MOE_CHECKED;
 
 /* True if `endpoint` ("127.0.0.1:7700", "localhost:7700", "[::1]:7700") has a socket of this user;

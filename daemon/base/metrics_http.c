@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "daemon/metrics_http.h"
 
+#include "base/clock.h"
+
 #include <errno.h>
 #include <microhttpd.h>
 #include <netdb.h>
@@ -13,6 +15,7 @@ enum {
     CONNECTIONS_MAX = 256,  /* the library stops accepting here; room for some that are closing */
     HEADER_SECONDS = 2,     /* without a byte, until the first whole request */
     IDLE_SECONDS = 10,      /* the same between two requests */
+    LIMIT_MS = 30000,       /* for a whole request, and for its answer to be taken */
     HOST_BYTES = 64,
     REQUEST_BYTES = 16384, /* memory that one connection may use for its request */
 };
@@ -24,7 +27,8 @@ enum {
  * oldest. */
 struct connection {
     struct connection *previous, *next;
-    int fd; /* of the library; -1: it has been shut down and is in no list */
+    int fd;            /* of the library; -1: it has been shut down and is in no list */
+    uint64_t since_ns; /* it came in, or its last complete request */
 };
 
 struct moe_metrics_http {
@@ -36,6 +40,7 @@ struct moe_metrics_http {
     /* Only on the HTTP thread: head of the ring of open connections. `next` is the oldest. */
     struct connection ring;
     size_t open; /* in the ring */
+    uint64_t limit_ns;
 };
 
 /* ------------------------------------------------------------------- connections */
@@ -52,6 +57,7 @@ static void link_youngest(struct moe_metrics_http *h, struct connection *c)
     c->previous = h->ring.previous;
     c->next = &h->ring;
     c->previous->next = c;
+    c->since_ns = moe_clock_ns();
     h->ring.previous = c;
     h->open++;
 }
@@ -63,6 +69,15 @@ static void shut_oldest(struct moe_metrics_http *h)
     unlink_connection(h, oldest);
     (void)shutdown(oldest->fd, SHUT_RDWR);
     oldest->fd = -1;
+}
+
+/* The library's time limits begin anew with each byte. So those who send or take a byte now and
+ * then are found here, when others come. */
+static void shut_slow(struct moe_metrics_http *h)
+{
+    uint64_t now = moe_clock_ns();
+    while (h->open > 0 && now - h->ring.next->since_ns > h->limit_ns)
+        shut_oldest(h);
 }
 
 static void on_opened(struct moe_metrics_http *h, struct MHD_Connection *from, void **place)
@@ -77,6 +92,7 @@ static void on_opened(struct moe_metrics_http *h, struct MHD_Connection *from, v
         return;
     }
     c->fd = info->connect_fd;
+    shut_slow(h);
     link_youngest(h, c);
     if (h->open > CONNECTIONS_KEPT)
         shut_oldest(h);
@@ -209,7 +225,10 @@ struct moe_status moe_metrics_http_start(const struct moe_metrics_http_config *c
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "metrics endpoint");
     }
     *h = (struct moe_metrics_http){
-        .metrics = config->metrics, .healthy = config->healthy, .ctx = config->ctx};
+        .metrics = config->metrics,
+        .healthy = config->healthy,
+        .ctx = config->ctx,
+        .limit_ns = (config->limit_ms > 0 ? config->limit_ms : LIMIT_MS) * MOE_NS_PER_MS};
     h->ring.previous = h->ring.next = &h->ring;
     unsigned flags = MHD_USE_AUTO_INTERNAL_THREAD | MHD_USE_ITC; /* wakes it up to be stopped */
     if (address->ai_family == AF_INET6)

@@ -4,7 +4,9 @@
  * reach it.
  *
  * The number of connections is bounded. Beyond the bound, the connection with the oldest last
- * complete request is closed, so a flood cannot lock out other clients. */
+ * complete request is closed, so a flood cannot lock out other clients. A request has at most 16
+ * KiB, and 2 s for each next byte. A client that takes too long for a whole request, or for its
+ * answer, is closed when another one comes. */
 #ifndef MOE_BASE_METRICS_HTTP_H
 #define MOE_BASE_METRICS_HTTP_H
 
@@ -18,6 +20,7 @@ struct moe_metrics_http_config {
     /* Answers /healthz, on the HTTP thread: true = 200, false = 503. NULL = always 200. */
     bool (*healthy)(void *ctx);
     void *ctx;
+    uint32_t limit_ms; /* for a whole request, and for its answer to be taken; 0 = 30 s */
 };
 
 /* Errors: MOE_INVALID_ARGUMENT (address), MOE_UNAVAILABLE/IO (cannot bind). */

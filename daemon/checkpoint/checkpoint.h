@@ -176,6 +176,21 @@ struct moe_status moe_checkpoint_list(const struct moe_checkpoint_context *c,
                                       struct moe_checkpoint_listed **list,
                                       size_t *count) MOE_CHECKED;
 
+/* Digests of the weights of a model directory, if that is a checkpoint: those that its manifest and
+ * the lists of its slots have. What is found:
+ *   MOE_CHECKPOINT_DIGESTS_NONE     no checkpoint of moed
+ *   MOE_CHECKPOINT_DIGESTS_UNKNOWN  a checkpoint without digests (of an earlier release), or
+ *                                   without its directory of training state
+ *   MOE_CHECKPOINT_DIGESTS_FOUND    `table` is complete
+ * Errors: DATA_LOSS/MALFORMED (manifest or lists are damaged), IO, OUT_OF_MEMORY. */
+enum moe_checkpoint_digests {
+    MOE_CHECKPOINT_DIGESTS_NONE,
+    MOE_CHECKPOINT_DIGESTS_UNKNOWN,
+    MOE_CHECKPOINT_DIGESTS_FOUND
+};
+struct moe_status moe_checkpoint_read_digests(const char *directory, struct moe_digest_table *table,
+                                              enum moe_checkpoint_digests *found) MOE_CHECKED;
+
 /* Adapters as PEFT reads them (adapter_model.safetensors, adapter_config.json) in a directory of
  * the root; phases as in save. Errors as there. */
 struct moe_status moe_checkpoint_export_begin(const struct moe_checkpoint_context *c,

@@ -20,7 +20,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { FILE_NAME = 32, TEXT = 24, TRIES = 100, PAUSE_NS = 10 * 1000 * 1000 };
+/* The number has all digits of 64 bits, so that a later one replaces all of it. */
+enum { FILE_NAME = 32, DIGITS = 20, TEXT = DIGITS + 1, TRIES = 100, PAUSE_NS = 10 * 1000 * 1000 };
 
 static struct moe_status lock_file(int fd)
 {
@@ -39,27 +40,43 @@ static struct moe_status lock_file(int fd)
                      "another process holds the fence of the training directory");
 }
 
+/* An empty file has epoch 0: its process ended, or found no room, before it had written. */
 static struct moe_status read_epoch(int fd, uint64_t *epoch)
 {
-    char text[TEXT] = "", *end;
-    ssize_t n = pread(fd, text, sizeof text - 1, 0);
+    char text[TEXT + 2] = "";
+    ssize_t n = pread(fd, text, TEXT + 1, 0);
+    *epoch = 0;
     if (n < 0)
         return moe_ckpt__io("reading the fence");
+    if (n == 0)
+        return moe_ok();
     errno = 0;
-    *epoch = strtoull(text, &end, 10);
-    if (errno != 0 || (n > 0 && (end == text || *end != '\n')))
+    if (n == TEXT && strspn(text, "0123456789") == DIGITS && text[DIGITS] == '\n')
+        *epoch = strtoull(text, NULL, 10);
+    else
+        errno = EINVAL;
+    if (errno != 0)
         return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED,
-                         "the fence file of the training directory is damaged");
+                         "the fence file of the training directory is damaged: remove it while "
+                         "all workers of the group are stopped");
     return moe_ok();
 }
 
-static struct moe_status write_epoch(int fd, uint64_t epoch)
+/* Only the first write needs room on the disk: without it the file stays empty. A later one
+ * replaces digits, and one that is cut short leaves no lower epoch than before. */
+static struct moe_status write_epoch(int fd, uint64_t epoch, uint64_t latest)
 {
-    char text[TEXT]; /* of one length, so that a shorter number leaves no digits behind it */
-    int n = snprintf(text, sizeof text, "%020" PRIu64 "\n", epoch);
-    if (pwrite(fd, text, (size_t)n, 0) != n)
-        return moe_ckpt__io("writing the fence");
-    return moe_ok();
+    char text[TEXT + 1];
+    snprintf(text, sizeof text, "%0*" PRIu64 "\n", DIGITS, epoch);
+    ssize_t n = pwrite(fd, text, TEXT, 0);
+    if (n == TEXT)
+        return moe_ok();
+    if (n >= 0)
+        errno = ENOSPC;
+    struct moe_status st = moe_ckpt__io("writing the fence");
+    if (latest == 0 && ftruncate(fd, 0) != 0)
+        moe_log_warn("the fence of the training directory is damaged: %s", strerror(errno));
+    return st;
 }
 
 static struct moe_status over(uint64_t epoch, uint64_t latest)
@@ -79,7 +96,9 @@ static struct moe_status open_fence(int root, uint64_t group, uint64_t epoch, in
     if (*fd < 0)
         return moe_ckpt__io("opening the fence");
     MOE_TRY(lock_file(*fd));
-    MOE_TRY(read_epoch(*fd, latest));
+    struct moe_status st = read_epoch(*fd, latest);
+    if (moe_failed(&st))
+        return moe_error_context(st, "%s", name);
     return *latest <= epoch ? moe_ok() : over(epoch, *latest);
 }
 
@@ -90,7 +109,7 @@ struct moe_status moe_checkpoint_raise_fence(const char *root, uint64_t group, u
     MOE_TRY(moe_ckpt__open_root(root, &directory));
     struct moe_status st = open_fence(directory, group, epoch, &fd, &latest);
     if (!moe_failed(&st) && latest < epoch)
-        st = write_epoch(fd, epoch);
+        st = write_epoch(fd, epoch, latest);
     if (fd >= 0)
         close(fd);
     close(directory);

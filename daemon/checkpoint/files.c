@@ -136,7 +136,7 @@ struct moe_status moe_ckpt__begin(const struct moe_checkpoint_context *c, const 
     }
     MOE_TRY_GOTO(st, moe_ckpt__show_writer(c, fd), done);
     MOE_TRY_GOTO(st, sweep(c, fd), done);
-    if (mkdirat(fd, directory, 0777) != 0) {
+    if (mkdirat(fd, directory, 0700) != 0) {
         st = moe_ckpt__io("making a directory");
         goto done;
     }

@@ -14,7 +14,9 @@
 #define MOE_CKPT_FORMAT   "moed checkpoint"
 #define MOE_CKPT_STATE    "optimizer" /* directory of the training state */
 #define MOE_CKPT_RECORDS  "records.bin"
-#define MOE_CKPT_LOADS    "told" /* the manifest's member for explicit loads */
+#define MOE_CKPT_LOADS    "told"         /* the manifest's member for explicit loads */
+#define MOE_CKPT_DIGESTS  "digests"      /* a slot's list: digests of the weights that it wrote */
+#define MOE_CKPT_DIGEST   "model_digest" /* the manifest's member: digest of all of them */
 
 enum {
     MOE_CKPT_FORMAT_VERSION = 1,
@@ -181,5 +183,13 @@ struct moe_status moe_ckpt__manifest_hash(const json_t *manifest,
 struct moe_status moe_ckpt__read_manifest(int directory, json_t **out) MOE_CHECKED;
 /* The same of directory `name` in the root. */
 struct moe_status moe_ckpt__read_manifest_of(int root, const char *name, json_t **out) MOE_CHECKED;
+
+/* ---------------------------------------------------------------------- digests (digests.c) */
+
+/* The table's units as JSON, for a slot's list; NULL without memory. */
+json_t *moe_ckpt__digests(const struct moe_digest_table *table);
+/* Puts the digest of the written model into the manifest, from the lists of its slots in the open
+ * directory `state`. Errors: DATA_LOSS/MALFORMED (a list is damaged). */
+struct moe_status moe_ckpt__add_model_digest(int state, json_t *manifest) MOE_CHECKED;
 
 #endif

@@ -41,7 +41,7 @@ static struct moe_status named(struct moe_status st, const char *name)
 static struct moe_status make_frame(const struct moe_checkpoint_context *c, int hidden)
 {
     uint64_t bytes;
-    if (mkdirat(hidden, MOE_CKPT_STATE, 0777) != 0)
+    if (mkdirat(hidden, MOE_CKPT_STATE, 0700) != 0)
         return moe_ckpt__io("making a directory");
     return moe_model_write_frame(c->model, hidden, MOE_CKPT_MANIFEST, &bytes);
 }
@@ -127,18 +127,39 @@ static struct moe_status note_range(void *ctx, const struct moe_model_range *ran
     return json_array_append_new(w->ranges, entry) == 0 ? moe_ok() : moe_ckpt__no_memory();
 }
 
-static struct moe_status write_weights(const struct moe_checkpoint_context *c, int hidden,
-                                       json_t *ranges, uint64_t *bytes)
+static struct moe_status write_layers(const struct moe_checkpoint_context *c, int hidden,
+                                      json_t *ranges, struct moe_digester *digester,
+                                      struct moe_digest_table *digests, uint64_t *bytes)
 {
     for (size_t i = 0; i < c->layer_count; i++) {
         struct write w = {.context = c, .layer = i, .ranges = ranges};
         uint32_t experts[MOE_MAX_EXPERTS];
         size_t n = moe_ckpt__experts(c, i, true, experts);
         MOE_TRY(moe_model_write_layer(c->model, hidden, i, moe_ckpt__is_lowest(c), experts, n,
-                                      read_weight, note_range, &w));
+                                      read_weight, note_range, &w, digester));
+        MOE_TRY(moe_digester_finish(digester, digests));
         *bytes += w.bytes;
     }
     return moe_ok();
+}
+
+/* `*digests`: of what was written, as JSON. */
+static struct moe_status write_weights(const struct moe_checkpoint_context *c, int hidden,
+                                       json_t *ranges, json_t **digests, uint64_t *bytes)
+{
+    struct moe_digest_table *table = NULL;
+    struct moe_digester *digester = NULL;
+    struct moe_status st;
+    MOE_TRY_GOTO(st, moe_digest_table_create(&table), done);
+    MOE_TRY_GOTO(st, moe_digester_create(c->model, 1, &digester), done);
+    MOE_TRY_GOTO(st, write_layers(c, hidden, ranges, digester, table, bytes), done);
+    *digests = moe_ckpt__digests(table);
+    if (*digests == NULL)
+        st = moe_ckpt__no_memory();
+done:
+    moe_digester_destroy(digester);
+    moe_digest_table_destroy(table);
+    return st;
 }
 
 static struct moe_status write_state(const struct moe_checkpoint_context *c, int directory,
@@ -157,16 +178,16 @@ static struct moe_status write_part(const struct moe_checkpoint_context *c, int 
     struct moe_status st;
     char file[MOE_CKPT_FILE_MAX], list[MOE_CKPT_FILE_MAX], sha256[MOE_SHA256_HEX];
     uint64_t state_bytes = 0;
-    json_t *ranges = json_array(), *part = NULL;
+    json_t *ranges = json_array(), *part = NULL, *digests = NULL;
     moe_ckpt__state_file(file, c->slot, "safetensors");
     moe_ckpt__state_file(list, c->slot, "json");
     if (ranges == NULL)
         return moe_ckpt__no_memory();
     *bytes = 0;
-    MOE_TRY_GOTO(st, write_weights(c, hidden, ranges, bytes), done);
+    MOE_TRY_GOTO(st, write_weights(c, hidden, ranges, &digests, bytes), done);
     MOE_TRY_GOTO(st, write_state(c, directory, file, &state_bytes, sha256), done);
-    part = json_pack("{s:s, s:I, s:s, s:O}", "file", file, "bytes", (json_int_t)state_bytes,
-                     "sha256", sha256, "weights", ranges);
+    part = json_pack("{s:s, s:I, s:s, s:O, s:O}", "file", file, "bytes", (json_int_t)state_bytes,
+                     "sha256", sha256, "weights", ranges, MOE_CKPT_DIGESTS, digests);
     if (part == NULL) {
         st = moe_ckpt__no_memory();
         goto done;
@@ -176,6 +197,7 @@ static struct moe_status write_part(const struct moe_checkpoint_context *c, int 
     st = moe_ckpt__sync(directory);
 done:
     json_decref(part);
+    json_decref(digests);
     json_decref(ranges);
     return st;
 }
@@ -244,6 +266,7 @@ static struct moe_status fill_manifest(const struct moe_checkpoint_context *c, j
     for (uint32_t slot = 0; slot < MOE_MAX_SLOTS; slot++)
         if ((c->live >> slot & 1) != 0)
             MOE_TRY(add_slot(c, json_object_get(m, "slots"), directory, slot));
+    MOE_TRY(moe_ckpt__add_model_digest(directory, m));
     struct moe_status st = moe_ckpt__file_sizes(hidden, &files); /* all files but the manifest */
     if (!moe_failed(&st) && json_object_set(m, "files", files) != 0)
         st = moe_ckpt__no_memory();

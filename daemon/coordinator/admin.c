@@ -117,6 +117,8 @@ static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_ca
     m.layers = layer_list;
     m.placement_version = moe_placement_version(moe_membership_placement(c->machine));
     m.backend = moe_coordinator__text(g.backend);
+    m.model_digest = moe_coordinator__text(
+        moe_weights_digest(c->weights, g.fingerprint[0] != '\0' ? g.fingerprint : NULL));
     m.uptime_ms = (moe_clock_ns() - c->started_ns) / MOE_NS_PER_MS;
     reply(call, &m.base);
     return moe_ok();
@@ -182,6 +184,18 @@ static struct moe_status shut_down(struct moe_coordinator *c, struct moe_rpc_cal
     return moe_ok();
 }
 
+static struct moe_status accept_model(struct moe_coordinator *c, struct moe_rpc_call *call,
+                                      const void *message)
+{
+    const Moe__V1__AcceptModelRequest *request = message;
+    Moe__V1__AcceptModelResponse m = MOE__V1__ACCEPT_MODEL_RESPONSE__INIT;
+    char forgotten[MOE_SHA256_HEX];
+    MOE_TRY(moe_coordinator__accept_model(c, request->reason, forgotten));
+    m.forgotten = forgotten;
+    reply(call, &m.base);
+    return moe_ok();
+}
+
 /* ------------------------------------------------------------------ calls */
 
 static void run_call(struct moe_coordinator *c, struct event *e)
@@ -195,6 +209,7 @@ static void run_call(struct moe_coordinator *c, struct event *e)
         [ADMIN_PLACEMENT] = {&moe__v1__get_placement_request__descriptor, get_placement},
         [ADMIN_DRAIN] = {&moe__v1__drain_worker_request__descriptor, drain_worker},
         [ADMIN_SHUTDOWN] = {&moe__v1__shutdown_request__descriptor, shut_down},
+        [ADMIN_ACCEPT] = {&moe__v1__accept_model_request__descriptor, accept_model},
     };
     struct admin_call *a = (struct admin_call *)((char *)e - offsetof(struct admin_call, event));
     struct moe_rpc_arena arena;
@@ -254,6 +269,7 @@ void moe_coordinator__admin_methods(struct moe_coordinator *c, struct moe_rpc_me
         [ADMIN_PLACEMENT] = "/moe.v1.AdminService/GetPlacement",
         [ADMIN_DRAIN] = "/moe.v1.AdminService/DrainWorker",
         [ADMIN_SHUTDOWN] = "/moe.v1.AdminService/Shutdown",
+        [ADMIN_ACCEPT] = "/moe.v1.AdminService/AcceptModel",
     };
     for (int i = 0; i < ADMIN_METHODS; i++) {
         c->admin[i] = (struct admin_context){.coordinator = c, .method = (enum admin_method)i};

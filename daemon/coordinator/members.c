@@ -234,7 +234,6 @@ static struct moe_status check_model(const struct moe_membership *m,
 {
     const char *differs =
         strcmp(m->fingerprint, r->fingerprint) != 0 ? "model fingerprint"
-        : strcmp(m->model, r->model) != 0           ? "model name"
         : strcmp(m->backend, r->backend) != 0       ? "backend"
         : strcmp(m->family, r->family) != 0         ? "model family"
         : m->layer_count != r->layer_count ||

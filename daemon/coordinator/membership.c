@@ -274,7 +274,7 @@ void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
     struct member *member = &m->members[slot];
-    bool ours = member->assigned && placement_version == moe_placement_version(m->placement);
+    bool ours = moe_membership_awaits(m, slot, placement_version);
     if (ours && error->code == MOE_OK) {
         member->loaded = true;
         member->load_failed = false;
@@ -283,6 +283,26 @@ void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_
         moe_membership__keep_error(member, error);
         moe_membership__log(m, MOE_LOG_ERROR, "slot %u cannot load: %s", slot, error->text);
     }
+    end_input(m);
+}
+
+void moe_membership_on_digests(struct moe_membership *m, uint64_t now_ns, uint64_t stream)
+{
+    uint32_t slot;
+    if (begin_member_input(m, now_ns, stream, &slot))
+        end_input(m);
+}
+
+void moe_membership_on_wrong_weights(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
+                                     const struct moe_status *why)
+{
+    uint32_t slot;
+    if (!begin_member_input(m, now_ns, stream, &slot))
+        return;
+    char what[MOE_STATUS_TEXT];
+    snprintf(what, sizeof what, "was refused: %.200s", why->text);
+    moe_membership__lose(m, slot, MOE_CAUSE_WRONG_WEIGHTS, what, *why);
+    moe_membership__keep_error(&m->members[slot], why);
     end_input(m);
 }
 

@@ -111,6 +111,12 @@ void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint
 /* `error`: code MOE_OK on success. */
 void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                               uint32_t placement_version, const struct moe_status *error);
+/* A member's message that concerns the caller alone; it renews the lease. */
+void moe_membership_on_digests(struct moe_membership *m, uint64_t now_ns, uint64_t stream);
+/* The member has other weights than the group, or has broken its protocol about them: it loses its
+ * slot, and its stream ends with `why`. */
+void moe_membership_on_wrong_weights(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
+                                     const struct moe_status *why);
 void moe_membership_on_blob(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                             uint64_t epoch, uint32_t round, const uint8_t *data, size_t length);
 void moe_membership_on_ready(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -210,6 +216,7 @@ enum moe_membership_cause {
     MOE_CAUSE_CANNOT_GO_BACK, /* an operator must choose the checkpoint to go back to */
     MOE_CAUSE_NOT_SAVED,      /* the state directory cannot be written */
     MOE_CAUSE_NO_TRANSPORT,   /* two members have no way to exchange rows: FAILED at once */
+    MOE_CAUSE_WRONG_WEIGHTS,  /* a member has other weights than the group */
     MOE_CAUSE_COUNT
 };
 const char *moe_membership_cause_name(enum moe_membership_cause cause);
@@ -219,7 +226,7 @@ struct moe_membership_group {
     char reason[MOE_MEMBERSHIP_REASON_BYTES];
     uint64_t epoch; /* in force; 0 = none */
     uint32_t slots, max_tokens_per_step;
-    const char *model, *family, *backend; /* "" until the first worker registered */
+    const char *model, *family, *backend, *fingerprint; /* "" until the first worker registered */
     const struct moe_membership_layer *layers;
     size_t layer_count;
     uint64_t last_epoch; /* highest that was announced */
@@ -235,12 +242,18 @@ struct moe_membership_worker {
     uint64_t incarnation;
     uint64_t lease_remaining_ns;          /* 0 when it has left */
     bool connected;                       /* its stream is open */
+    bool taken;                           /* the process has the slot */
     struct moe_membership_heartbeat last; /* epoch: as reported */
     const struct moe_status
         *error; /* last failure since a view came in force; code MOE_OK = none */
 };
 
 void moe_membership_group(const struct moe_membership *m, struct moe_membership_group *out);
+/* The slot of the process with this stream; false when it has none. */
+bool moe_membership_slot_of(const struct moe_membership *m, uint64_t stream, uint32_t *slot);
+/* True if the process in `slot` was asked to load this version of the placement. */
+bool moe_membership_awaits(const struct moe_membership *m, uint32_t slot,
+                           uint32_t placement_version);
 /* False when the slot was never taken. */
 bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
                            struct moe_membership_worker *out);

@@ -3,6 +3,7 @@
  * inputs, so a scrape never waits for the owner thread. */
 #include "base/build.h"
 #include "coordinator/service_state.h"
+#include "daemon/notify.h"
 
 #include <stdio.h>
 
@@ -20,13 +21,14 @@ static struct moe_status add_counter(struct moe_coordinator *c, const char *name
     return moe_metrics_add_counter(c->seen.registry, &d, out);
 }
 
+static const char *const states[] = {
+    [MOE_GROUP_WAITING] = "waiting",   [MOE_GROUP_LOADING] = "loading",
+    [MOE_GROUP_FORMING] = "forming",   [MOE_GROUP_SERVING] = "serving",
+    [MOE_GROUP_DEGRADED] = "degraded", [MOE_GROUP_DRAINING] = "draining",
+    [MOE_GROUP_FAILED] = "failed"};
+
 static struct moe_status add_group(struct moe_coordinator *c)
 {
-    static const char *const states[] = {
-        [MOE_GROUP_WAITING] = "waiting",   [MOE_GROUP_LOADING] = "loading",
-        [MOE_GROUP_FORMING] = "forming",   [MOE_GROUP_SERVING] = "serving",
-        [MOE_GROUP_DEGRADED] = "degraded", [MOE_GROUP_DRAINING] = "draining",
-        [MOE_GROUP_FAILED] = "failed"};
     struct observed *o = &c->seen;
     struct moe_gauge *info;
     const struct moe_metric_desc build = {
@@ -50,6 +52,17 @@ static struct moe_status add_group(struct moe_coordinator *c)
     return moe_ok();
 }
 
+static struct moe_status add_waited(struct moe_coordinator *c, const char *message,
+                                    struct moe_histogram **out)
+{
+    const struct moe_metric_desc d = {
+        .name = "moe_session_wait_seconds",
+        .help = "Time from the arrival of a worker's message to its turn in the coordinator.",
+        .labels = {{"message", message}}};
+    return moe_metrics_add_histogram(c->seen.registry, &d, moe_metrics_seconds_bounds,
+                                     MOE_METRIC_SECONDS_BOUNDS, out);
+}
+
 static struct moe_status add_all(struct moe_coordinator *c)
 {
     struct observed *o = &c->seen;
@@ -69,11 +82,8 @@ static struct moe_status add_all(struct moe_coordinator *c)
                         &o->malformed));
     MOE_TRY(add_counter(c, "moe_state_save_failures_total",
                         "Writes of the group state that failed.", NULL, NULL, &o->save_failures));
-    struct moe_metric_desc waited = {
-        .name = "moe_session_wait_seconds",
-        .help = "Time from the arrival of a worker's message to its turn in the coordinator."};
-    MOE_TRY(moe_metrics_add_histogram(o->registry, &waited, moe_metrics_seconds_bounds,
-                                      MOE_METRIC_SECONDS_BOUNDS, &o->waited_seconds));
+    MOE_TRY(add_waited(c, "heartbeat", &o->heartbeat_waited));
+    MOE_TRY(add_waited(c, "other", &o->others_waited));
     struct moe_metric_desc save = {.name = "moe_state_save_seconds",
                                    .help = "Time to make the group state durable."};
     return moe_metrics_add_histogram(o->registry, &save, moe_metrics_seconds_bounds,
@@ -82,6 +92,7 @@ static struct moe_status add_all(struct moe_coordinator *c)
 
 struct moe_status moe_coordinator__observe_start(struct moe_coordinator *c, const char *listen)
 {
+    c->seen.reported_state = -1;
     MOE_TRY(moe_metrics_create(&c->seen.registry));
     MOE_TRY(add_all(c));
     if (listen == NULL)
@@ -109,6 +120,11 @@ void moe_coordinator__observe(struct moe_coordinator *c)
         moe_gauge_set(o->lease[s], (double)w.lease_remaining_ns / (double)MOE_NS_PER_S);
     }
     moe_gauge_set(o->taken, taken);
+    if (o->reported_state == (int)g.state && o->reported_taken == taken)
+        return;
+    o->reported_state = (int)g.state;
+    o->reported_taken = taken;
+    moe_notify_status("%s: %u of %u workers", states[g.state], taken, g.slots);
 }
 
 void moe_coordinator__observe_stop(struct moe_coordinator *c)

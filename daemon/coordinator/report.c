@@ -7,8 +7,8 @@
 const char *moe_membership_cause_name(enum moe_membership_cause cause)
 {
     static const char *const names[MOE_CAUSE_COUNT] = {
-        "lease_expired", "replaced",       "peer_lost", "left",        "out_of_step",
-        "not_formed",    "cannot_go_back", "not_saved", "no_transport"};
+        "lease_expired", "replaced",       "peer_lost", "left",         "out_of_step",
+        "not_formed",    "cannot_go_back", "not_saved", "no_transport", "wrong_weights"};
     size_t i = (size_t)cause;
     return i < MOE_CAUSE_COUNT ? names[i] : "?";
 }
@@ -117,6 +117,7 @@ void moe_membership_group(const struct moe_membership *m, struct moe_membership_
                                          .model = m->model,
                                          .family = m->family,
                                          .backend = m->backend,
+                                         .fingerprint = m->fingerprint,
                                          .layers = m->layers,
                                          .layer_count = m->layer_count,
                                          .last_epoch = m->announced_epoch,
@@ -165,9 +166,21 @@ bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
         .incarnation = member->incarnation,
         .lease_remaining_ns = taken && end > m->now_ns ? end - m->now_ns : 0,
         .connected = taken && member->stream != 0,
+        .taken = taken,
         .last = member->last,
         .error = &member->error};
     return true;
+}
+
+bool moe_membership_slot_of(const struct moe_membership *m, uint64_t stream, uint32_t *slot)
+{
+    return moe_membership__find_stream(m, stream, slot);
+}
+
+bool moe_membership_awaits(const struct moe_membership *m, uint32_t slot,
+                           uint32_t placement_version)
+{
+    return m->members[slot].assigned && placement_version == moe_placement_version(m->placement);
 }
 
 const struct moe_placement *moe_membership_placement(const struct moe_membership *m)

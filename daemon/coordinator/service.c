@@ -5,6 +5,7 @@
 #include "coordinator/service_state.h"
 
 #include "daemon/hangup.h"
+#include "daemon/notify.h"
 #include "proto/descriptors.h"
 
 #include <signal.h>
@@ -12,8 +13,9 @@
 
 enum {
     MESSAGE_MAX_BYTES = 4 << 20, /* the largest ASSIGN stays well below */
+    READING_BYTES = 64 << 20,    /* of messages from workers and operators */
     STREAMS_PER_CONNECTION = 64,
-    SESSIONS_PER_CONNECTION = 8, /* a worker has one, and another while it reconnects */
+    CONTROL_DESCRIPTORS_PERCENT = 25,
     ATTEMPTS_MAX = 8,
 };
 #define SHUTDOWN_NS    (60 * MOE_NS_PER_S)
@@ -97,6 +99,7 @@ static void on_signal(uv_signal_t *s, int number)
     if (c->first_signal_ns == 0)
         c->first_signal_ns = now;
     moe_log_info("signal %d", number);
+    moe_notify_stopping();
     stop_once(c);
     settle(c);
 }
@@ -145,7 +148,10 @@ static struct moe_status make_loop(struct moe_coordinator *c, bool signals)
         r = uv_signal_start(&c->signals[1], on_signal, SIGINT);
     if (r != 0)
         return uv_error("event loop", r);
-    return signals ? moe_hangup_watch(&c->loop, &c->hangup) : moe_ok();
+    if (!signals)
+        return moe_ok();
+    MOE_TRY(moe_notify_watch(&c->loop, &c->watchdog));
+    return moe_hangup_watch(&c->loop, &c->hangup);
 }
 
 static struct moe_status make_machine(struct moe_coordinator *c,
@@ -169,21 +175,21 @@ static struct moe_status make_machine(struct moe_coordinator *c,
         .attempts_max = ATTEMPTS_MAX,
         .version = moe_build_version(),
     };
-    return moe_membership_create(&machine, &saved, moe_clock_ns(), &c->machine);
+    MOE_TRY(moe_membership_create(&machine, &saved, moe_clock_ns(), &c->machine));
+    return moe_coordinator__restore_weights(c);
 }
 
-static struct moe_rpc_server_config server_config(const struct moe_coordinator_config *config,
-                                                  const char *listen,
-                                                  const struct moe_rpc_method *methods,
-                                                  size_t count)
+static struct moe_rpc_server_config
+server_config(const struct moe_coordinator *c, const struct moe_coordinator_config *config,
+              const char *listen, const struct moe_rpc_method *methods, size_t count)
 {
     return (struct moe_rpc_server_config){
         .listen = listen,
         .insecure = config->insecure,
         .shards = 1,
         .max_message_bytes = MESSAGE_MAX_BYTES,
-        .max_reading_bytes = MESSAGE_MAX_BYTES,
-        .max_waiting_reads = STREAMS_PER_CONNECTION,
+        .max_reading_bytes = READING_BYTES,
+        .metrics = c->seen.registry,
         .max_concurrent_streams = STREAMS_PER_CONNECTION,
         .methods = methods,
         .method_count = count,
@@ -201,16 +207,20 @@ static struct moe_status make_servers(struct moe_coordinator *c,
     struct moe_rpc_server **sessions = &c->server;
     if (config->control_listen != NULL) {
         struct moe_rpc_server_config control =
-            server_config(config, config->control_listen, &session, 1);
+            server_config(c, config, config->control_listen, &session, 1);
+        control.name = "control";
         control.max_concurrent_streams = SESSIONS_PER_CONNECTION;
+        control.descriptors_percent = CONTROL_DESCRIPTORS_PERCENT;
         MOE_TRY(moe_guard_start_server(c->guard, &control, &c->control_server));
         sessions = &c->control_server;
     } else {
         methods[count++] = session;
     }
-    struct moe_rpc_server_config public = server_config(config, config->listen, methods, count);
+    struct moe_rpc_server_config public = server_config(c, config, config->listen, methods, count);
     public.descriptors = moe_proto_descriptors;
     public.descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors);
+    if (c->control_server != NULL)
+    public.descriptors_percent = 100 - CONTROL_DESCRIPTORS_PERCENT;
     MOE_TRY(moe_guard_start_server(c->guard, &public, &c->server));
     moe_rpc_server_set_health(c->server, "", true);
     moe_rpc_server_set_health(c->server, "moe.v1.AdminService", true);
@@ -293,6 +303,7 @@ void moe_coordinator_destroy(struct moe_coordinator *c)
     }
     moe_coordinator__observe_stop(c);
     moe_membership_destroy(c->machine);
+    moe_weights_destroy(c->weights);
     moe_store_close(c->store);
     moe_mutex_destroy(&c->inbox_lock);
     free(c);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Internal state of the service: service.c (life, loop), inbox.c (events of other threads),
- * session.c (streams of workers, actions), admin.c (operators), observe.c (metrics). Private to
- * these files.
+ * session.c (streams of workers, actions), agreement.c (on the weights), admin.c (operators),
+ * observe.c (metrics). Private to these files.
  *
  * The owner thread is the one in moe_coordinator_run. Functions without another mark run there. */
 #ifndef MOE_COORDINATOR_SERVICE_STATE_H
@@ -13,6 +13,7 @@
 #include "coordinator/membership.h"
 #include "coordinator/service.h"
 #include "coordinator/store.h"
+#include "coordinator/weights.h"
 #include "daemon/metrics.h"
 #include "daemon/metrics_http.h"
 #include "rpc/server.h"
@@ -22,6 +23,8 @@
 #include <protobuf-c/protobuf-c.h>
 #include <stdatomic.h>
 #include <uv.h>
+
+enum { SESSIONS_PER_CONNECTION = 8 }; /* a worker has one, and another while it reconnects */
 
 /* A message of a gRPC thread to the owner thread. Embedded in its stream or call, so that no
  * allocation can fail: a stream has at most one pending message, and a call ends once. */
@@ -40,7 +43,7 @@ struct session {
     struct moe_rpc_msg *received;    /* NULL: the worker has half-closed */
     uint64_t stream;                 /* its number in the machine */
     uint64_t opened_ns;
-    bool received_any; /* a message has arrived */
+    bool received_any; /* a message has arrived: a Register, as any other ends the stream */
     bool ended;        /* finish or fail was called; the machine no longer uses it */
 };
 
@@ -53,10 +56,19 @@ struct observed {
     struct moe_histogram *save_seconds;
     struct moe_counter *save_failures;
     struct moe_counter *messages, *malformed;
-    struct moe_histogram *waited_seconds; /* of messages, in the inbox */
+    int reported_state; /* to the service manager, with reported_taken workers; -1 = nothing */
+    uint32_t reported_taken;
+    struct moe_histogram *heartbeat_waited, *others_waited; /* seconds of messages in the inbox */
 };
 
-enum admin_method { ADMIN_STATUS, ADMIN_PLACEMENT, ADMIN_DRAIN, ADMIN_SHUTDOWN, ADMIN_METHODS };
+enum admin_method {
+    ADMIN_STATUS,
+    ADMIN_PLACEMENT,
+    ADMIN_DRAIN,
+    ADMIN_SHUTDOWN,
+    ADMIN_ACCEPT,
+    ADMIN_METHODS
+};
 
 /* Context of a method's handlers. */
 struct admin_context {
@@ -67,6 +79,8 @@ struct admin_context {
 struct moe_coordinator {
     struct moe_membership *machine;
     struct moe_store *store; /* NULL: no durable state */
+    struct moe_weights *weights;
+    bool weights_unsaved; /* their record has begun, and the store does not have it */
     uint32_t lease_ms;
     uint64_t started_ns;
     struct observed seen;
@@ -76,6 +90,7 @@ struct moe_coordinator {
     uv_timer_t timer;
     uv_signal_t signals[2];
     uv_poll_t hangup;
+    uv_timer_t watchdog;
     uint64_t first_signal_ns; /* 0 = none yet */
     bool loop_made, quit, exited;
     atomic_uint stops_requested; /* any thread */
@@ -89,7 +104,7 @@ struct moe_coordinator {
     struct moe_guard *guard; /* borrowed; NULL: every caller may do everything */
     struct moe_rpc_server *server, *control_server; /* the latter NULL: sessions use the former */
     struct admin_context admin[ADMIN_METHODS];
-    struct session *sessions;
+    struct session *sessions;  /* the youngest comes first */
     atomic_uint session_count; /* any thread */
     atomic_uint admin_calls;   /* any thread; calls in the inbox or in the owner thread */
     atomic_uint_fast64_t next_stream;
@@ -124,6 +139,22 @@ struct moe_rpc_method moe_coordinator__session_method(struct moe_coordinator *c)
 void moe_coordinator__end_sessions(struct moe_coordinator *c);
 /* Ends streams that have sent no message for too long after their opening. */
 void moe_coordinator__drop_silent(struct moe_coordinator *c, uint64_t now_ns);
+
+/* ------------------------------------------------------------------ agreement.c */
+
+/* Reads the record of the model's digests. */
+struct moe_status moe_coordinator__restore_weights(struct moe_coordinator *c) MOE_CHECKED;
+/* Writes the record if it has changed. */
+struct moe_status moe_coordinator__save_weights(struct moe_coordinator *c) MOE_CHECKED;
+/* Messages Digests and Loaded; inputs of the machine. */
+void moe_coordinator__receive_digests(struct moe_coordinator *c, uint64_t now_ns, uint64_t stream,
+                                      const uint8_t *part, size_t length);
+void moe_coordinator__receive_loaded(struct moe_coordinator *c, uint64_t now_ns, uint64_t stream,
+                                     uint32_t version, const struct moe_status *error);
+/* Forgets the record; `forgotten`: its digest, or "". Errors: MOE_INVALID_ARGUMENT (no reason),
+ * MOE_FAILED_PRECONDITION (a slot has a worker), those of the store. */
+struct moe_status moe_coordinator__accept_model(struct moe_coordinator *c, const char *reason,
+                                                char forgotten[MOE_SHA256_HEX]) MOE_CHECKED;
 
 /* ------------------------------------------------------------------ admin.c, observe.c */
 

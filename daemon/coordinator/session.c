@@ -10,8 +10,10 @@
 #include <stdlib.h>
 
 enum {
-    SESSIONS_MAX = 256,
-    BACKLOG_MAX = 256, /* messages that a worker may leave unread */
+    SESSIONS_MAX = 256,     /* beyond it, the oldest without a Register ends for a new one */
+    OPENED_MAX = 1024,      /* those included that have ended and are not gone yet */
+    BACKLOG_MAX = 256,      /* messages that a worker may leave unread */
+    MESSAGE_MAX = 32 << 10, /* bytes of a worker's message; the largest one is half of it */
 };
 #define SILENCE_MAX_NS MOE_NS_PER_S /* from the opening of a stream to its first message */
 
@@ -191,6 +193,8 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
     body.secret.len = sizeof c->secret;
     body.max_tokens_per_step = g.max_tokens_per_step;
     body.group_id = g.group_id;
+    body.model = moe_coordinator__text(g.model);
+    body.model_digest = moe_coordinator__text(moe_weights_digest(c->weights, g.fingerprint));
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_PREPARE;
     m.prepare = &body;
@@ -298,6 +302,8 @@ static void save(struct moe_coordinator *c, uint64_t sequence)
     struct moe_status st = moe_ok();
     uint64_t begun = moe_clock_ns();
     if (c->store != NULL)
+        st = moe_coordinator__save_weights(c);
+    if (c->store != NULL && !moe_failed(&st))
         st = moe_store_append(c->store, moe_membership_to_save(c->machine));
     uint64_t now = moe_clock_ns();
     moe_histogram_observe(c->seen.save_seconds, (double)(now - begun) / (double)MOE_NS_PER_S);
@@ -409,7 +415,11 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
     }
     case MOE__V1__SESSION_REQUEST__BODY_LOADED:
         st = status_of(m->loaded->error);
-        moe_membership_on_loaded(machine, now, stream, m->loaded->placement_version, &st);
+        moe_coordinator__receive_loaded(c, now, stream, m->loaded->placement_version, &st);
+        return true;
+    case MOE__V1__SESSION_REQUEST__BODY_DIGESTS:
+        moe_coordinator__receive_digests(c, now, stream, m->digests->part.data,
+                                         m->digests->part.len);
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_BLOB:
         moe_membership_on_blob(machine, now, stream, m->blob->epoch, m->blob->round,
@@ -435,6 +445,15 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
     }
 }
 
+static void observe_wait(struct moe_coordinator *c, const struct session *s,
+                         const Moe__V1__SessionRequest *m)
+{
+    bool heartbeat = m->body_case == MOE__V1__SESSION_REQUEST__BODY_HEARTBEAT;
+    uint64_t waited_ns = moe_clock_ns() - s->message_event.arrived_ns;
+    moe_histogram_observe(heartbeat ? c->seen.heartbeat_waited : c->seen.others_waited,
+                          (double)waited_ns / (double)MOE_NS_PER_S);
+}
+
 static void receive_bytes(struct moe_coordinator *c, struct session *s)
 {
     size_t length = 0;
@@ -445,9 +464,8 @@ static void receive_bytes(struct moe_coordinator *c, struct session *s)
     if (!moe_failed(&st))
         st = moe_rpc_unpack(&moe__v1__session_request__descriptor, c->received, length, NULL, &m);
     moe_counter_add(c->seen.messages, 1);
-    moe_histogram_observe(c->seen.waited_seconds,
-                          (double)(moe_clock_ns() - s->message_event.arrived_ns) /
-                              (double)MOE_NS_PER_S);
+    if (!moe_failed(&st))
+        observe_wait(c, s, m);
     if (!moe_failed(&st) && !receive(c, s, m))
         st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "not a SessionRequest");
     if (m != NULL)
@@ -477,6 +495,32 @@ static void run_message(struct moe_coordinator *c, struct event *e)
         moe_rpc_read_next(s->call);
 }
 
+static bool is_silent(const struct session *s)
+{
+    return !s->ended && !s->received_any;
+}
+
+/* Refuses `s`, or ends another session for it, when there are too many. A session that has sent no
+ * Register holds no place: so a caller who opens sessions and says nothing keeps no worker out. */
+static void limit_sessions(struct moe_coordinator *c, struct session *s)
+{
+    struct session *oldest = NULL;
+    unsigned open = 0, of_connection = 0;
+    struct moe_status st =
+        moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, 1000, "too many sessions");
+    for (struct session *each = c->sessions; each != NULL; each = each->next) {
+        open += !each->ended;
+        of_connection +=
+            !each->ended && moe_rpc_call_identity(each->call) == moe_rpc_call_identity(s->call);
+        if (is_silent(each))
+            oldest = each;
+    }
+    if (of_connection > SESSIONS_PER_CONNECTION)
+        end_session(s, &st);
+    else if (open > SESSIONS_MAX)
+        end_session(oldest, &st); /* `s` itself if all others are members */
+}
+
 static void run_opened(struct moe_coordinator *c, struct event *e)
 {
     struct session *s = (struct session *)((char *)e - offsetof(struct session, opened_event));
@@ -485,6 +529,7 @@ static void run_opened(struct moe_coordinator *c, struct event *e)
     if (s->next != NULL)
         s->next->previous = s;
     c->sessions = s;
+    limit_sessions(c, s);
 }
 
 static void run_done(struct moe_coordinator *c, struct event *e)
@@ -516,7 +561,7 @@ void moe_coordinator__drop_silent(struct moe_coordinator *c, uint64_t now_ns)
     struct moe_status st =
         moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "no Register came in time");
     for (struct session *s = c->sessions; s != NULL; s = s->next)
-        if (!s->received_any && now_ns - s->opened_ns > SILENCE_MAX_NS)
+        if (is_silent(s) && now_ns - s->opened_ns > SILENCE_MAX_NS)
             end_session(s, &st);
 }
 
@@ -526,7 +571,7 @@ static void on_started(struct moe_rpc_call *call, void *ctx)
 {
     struct moe_coordinator *c = ctx;
     struct session *s = NULL;
-    if (atomic_fetch_add(&c->session_count, 1) < SESSIONS_MAX)
+    if (atomic_fetch_add(&c->session_count, 1) < OPENED_MAX)
         s = calloc(1, sizeof *s);
     if (s == NULL) {
         atomic_fetch_sub(&c->session_count, 1);
@@ -566,6 +611,7 @@ struct moe_rpc_method moe_coordinator__session_method(struct moe_coordinator *c)
 {
     return (struct moe_rpc_method){.path = "/moe.v1.CoordinatorService/Session",
                                    .kind = MOE_RPC_STREAM,
+                                   .largest = MESSAGE_MAX,
                                    .started = on_started,
                                    .message = on_message,
                                    .done = on_done,

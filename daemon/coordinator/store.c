@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "coordinator/store.h"
+#include "coordinator/weights.h"
 
 #include "daemon/log.h"
 
@@ -27,7 +28,8 @@ enum {
 };
 
 static const uint8_t magic[8] = "moedlog\n";
-static const char log_name[] = "group.log", temp_name[] = "group.log.new", lock_name[] = "lock";
+static const char log_name[] = "group.log", temp_name[] = "group.log.new", lock_name[] = "lock",
+                  weights_temp_name[] = MOE_STORE_WEIGHTS ".new";
 
 struct moe_store {
     char *path; /* of the directory */
@@ -335,34 +337,84 @@ struct moe_status moe_store_append(struct moe_store *s, const struct moe_members
     return st;
 }
 
-static struct moe_status read_log(struct moe_store *s, struct moe_membership_saved *state)
+/* All of a file of at most `max` bytes; the caller frees `*image`. */
+static struct moe_status read_all(int fd, size_t max, uint8_t **image, size_t *length)
 {
-    uint8_t *image = malloc(FILE_MAX_BYTES + 1);
-    if (image == NULL)
+    uint8_t *bytes = malloc(max + 1);
+    if (bytes == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "group state");
-    struct moe_status st;
-    bool incomplete;
-    size_t length = 0;
-    ssize_t n;
-    while (length <= FILE_MAX_BYTES &&
-           (n = read(s->log, image + length, FILE_MAX_BYTES + 1 - length)) != 0) {
+    struct moe_status st = moe_ok();
+    ssize_t n = 1;
+    *length = 0;
+    while (*length <= max && n != 0) {
+        n = read(fd, bytes + *length, max + 1 - *length);
         if (n < 0 && errno == EINTR)
             continue;
         if (n < 0) {
             st = io_error("cannot read the group state");
-            goto out;
+            break;
         }
-        length += (size_t)n;
+        *length += (size_t)n;
     }
-    st = length > FILE_MAX_BYTES ? damaged("file too large")
-                                 : moe_store_decode(image, length, state, &incomplete);
-    s->bytes = length;
+    if (!moe_failed(&st) && *length > max)
+        st = damaged("file too large");
+    if (moe_failed(&st)) {
+        free(bytes);
+        return st;
+    }
+    *image = bytes;
+    return st;
+}
+
+static struct moe_status read_log(struct moe_store *s, struct moe_membership_saved *state)
+{
+    uint8_t *image = NULL;
+    bool incomplete;
+    MOE_TRY(read_all(s->log, FILE_MAX_BYTES, &image, &s->bytes));
+    struct moe_status st = moe_store_decode(image, s->bytes, state, &incomplete);
     /* Records of this format need a header of this format. */
     if (st.code == MOE_OK && (incomplete || image[sizeof magic] < FORMAT_VERSION))
         st = write_new(s, state);
-out:
     free(image);
     return st;
+}
+
+struct moe_status moe_store_read_weights(struct moe_store *s, uint8_t **image, size_t *length)
+{
+    *image = NULL;
+    *length = 0;
+    int fd = openat(s->dir, MOE_STORE_WEIGHTS, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (fd < 0)
+        return errno == ENOENT ? moe_ok() : io_error("cannot open " MOE_STORE_WEIGHTS);
+    struct moe_status st = read_all(fd, MOE_WEIGHTS_IMAGE_MAX_BYTES, image, length);
+    close(fd);
+    return moe_error_context(st, MOE_STORE_WEIGHTS);
+}
+
+static struct moe_status replace_weights(struct moe_store *s, const uint8_t *image, size_t length)
+{
+    struct moe_status st = moe_ok();
+    int fd = openat(s->dir, weights_temp_name,
+                    O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd < 0)
+        return io_error("cannot create " MOE_STORE_WEIGHTS);
+    if (!write_all(fd, image, length, 0) || fsync(fd) != 0)
+        st = io_error("cannot write " MOE_STORE_WEIGHTS);
+    close(fd);
+    if (!moe_failed(&st) &&
+        (renameat(s->dir, weights_temp_name, s->dir, MOE_STORE_WEIGHTS) != 0 || fsync(s->dir) != 0))
+        st = io_error("cannot replace " MOE_STORE_WEIGHTS);
+    return st;
+}
+
+struct moe_status moe_store_write_weights(struct moe_store *s, const uint8_t *image, size_t length)
+{
+    MOE_TRY(replace_removed(s));
+    if (image != NULL)
+        return replace_weights(s, image, length);
+    if (unlinkat(s->dir, MOE_STORE_WEIGHTS, 0) != 0 && errno != ENOENT)
+        return io_error("cannot remove " MOE_STORE_WEIGHTS);
+    return fsync(s->dir) == 0 ? moe_ok() : io_error("cannot remove " MOE_STORE_WEIGHTS);
 }
 
 static struct moe_status open_files(struct moe_store *s, struct moe_membership_saved *state)

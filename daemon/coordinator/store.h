@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The coordinator's durable state: one file in the state directory. Every change appends the whole
+/* The coordinator's durable state: a log in the state directory, and next to it the record of the
+ * model's digests, which is replaced as a whole. Every change of the log appends the whole
  * state (struct moe_membership_saved) with a checksum, and syncs before append returns. Opening it
  * never lowers an epoch: a bad end of the file is skipped, and other damage is refused.
  *
- * File: header, then records. All numbers little-endian, checksums CRC-32C.
+ * Log: header, then records. All numbers little-endian, checksums CRC-32C.
  *   header   8 bytes "moedlog\n", u32 format version, u32 checksum of the 12 bytes before
  *   record   u32 payload bytes, u32 kind, u32 checksum of payload, u32 checksum of the 12 bytes
  * before, payload */
@@ -29,6 +30,17 @@ struct moe_status moe_store_open(const char *directory, struct moe_store **out,
  * file. */
 struct moe_status moe_store_append(struct moe_store *s,
                                    const struct moe_membership_saved *state) MOE_CHECKED;
+
+/* The record of the model's digests (coordinator/weights.h), MOE_STORE_WEIGHTS. The caller frees
+ * `*image`, which is NULL without a record. Errors: MOE_DATA_LOSS (too large),
+ * MOE_UNAVAILABLE/IO, OUT_OF_MEMORY. */
+#define MOE_STORE_WEIGHTS "model.digests"
+struct moe_status moe_store_read_weights(struct moe_store *s, uint8_t **image,
+                                         size_t *length) MOE_CHECKED;
+/* Replaces the record, durably; at any moment the whole old or the whole new one exists. NULL
+ * removes it. Errors: MOE_UNAVAILABLE/IO. */
+struct moe_status moe_store_write_weights(struct moe_store *s, const uint8_t *image,
+                                          size_t length) MOE_CHECKED;
 
 /* NULL is ignored. */
 void moe_store_close(struct moe_store *s);

@@ -154,6 +154,7 @@ static struct moe_status admit_call(const struct moe_engine *e, const struct moe
     if (e->refusing)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, LEAVING_RETRY_MS,
                                "this worker is leaving");
+    MOE_TRY(e->suspended);
     if (has_rows && !moe_batcher_has(e->batcher, &key))
         return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "no MoE layer %u", w->layer);
     uint32_t most = e->session != NULL ? e->bucket_max : e->config.max_tokens_per_step;

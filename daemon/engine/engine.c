@@ -512,6 +512,7 @@ static struct moe_status admit(const struct moe_engine *e, const struct moe_work
 {
     if (e->refusing)
         return draining();
+    MOE_TRY(e->suspended);
     if (!moe_batcher_has(e->batcher, key))
         return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "no MoE layer %u", w->layer);
     if (w->tokens == 0)
@@ -602,6 +603,15 @@ void moe_engine_fail_queued(struct moe_engine *e, struct moe_status reason)
 {
     moe_mutex_lock(&e->lock);
     fail_queued(e, reason);
+    moe_mutex_unlock(&e->lock);
+}
+
+void moe_engine_suspend(struct moe_engine *e, struct moe_status reason)
+{
+    moe_mutex_lock(&e->lock);
+    e->suspended = reason;
+    if (moe_failed(&reason))
+        fail_queued(e, reason);
     moe_mutex_unlock(&e->lock);
 }
 

@@ -102,8 +102,12 @@ void moe_engine_run(struct moe_engine *e, const struct moe_ticket *ticket);
 
 /* Refuses new work from now on; true once nothing is queued or running, false at `deadline_ns`. */
 bool moe_engine_drain(struct moe_engine *e, uint64_t deadline_ns);
-/* Fails all waiting work with `reason` (a group that will not come back). */
+/* Fails all waiting work with `reason`. A training call that the sequencer knows stays: its ticket
+ * may be under way. */
 void moe_engine_fail_queued(struct moe_engine *e, struct moe_status reason);
+/* The same, and refuses new work with `reason` from now on, until the next call. MOE_OK: work is
+ * taken again. */
+void moe_engine_suspend(struct moe_engine *e, struct moe_status reason);
 
 struct moe_engine_counters {
     uint64_t tokens, steps, requests, failed_requests; /* since start */

@@ -68,6 +68,7 @@ struct moe_engine {
         uint32_t bucket_max;         /* of the view */
         bool stopping;               /* stop_view waits until the thread has released the session */
         bool refusing, quit;
+        struct moe_status suspended; /* why new work is refused for a while; MOE_OK: it is not */
         struct moe_ticket tickets[TICKETS_MAX]; /* a ring */
         size_t ticket_first, ticket_count;
         struct moe_engine_counters counters;

@@ -5,6 +5,7 @@
 #include "base/clock.h"
 #include "base/wait.h"
 #include "daemon/log.h"
+#include "daemon/metrics.h"
 #include "group/report.h"
 
 #include <stdlib.h>
@@ -88,6 +89,10 @@ void moe_group__show_lease(struct moe_group *g)
 
 void moe_group__on_heartbeat_answer(struct moe_group *g, const Moe__V1__HeartbeatAnswer *a)
 {
+    uint64_t sent_ns = moe_lease_sent_ns(&g->lease, a->sequence);
+    if (sent_ns != 0 && g->config.heartbeat_seconds != NULL)
+        moe_histogram_observe(g->config.heartbeat_seconds,
+                              (double)(g->config.lease->clock() - sent_ns) / (double)MOE_NS_PER_S);
     moe_lease_on_answered(&g->lease, a->sequence, a->oldest_ms * MOE_NS_PER_MS);
     moe_group__show_lease(g);
 }

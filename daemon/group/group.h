@@ -9,9 +9,11 @@
 #ifndef MOE_GROUP_GROUP_H
 #define MOE_GROUP_GROUP_H
 
+#include "daemon/identity.h"
 #include "moe/backend.h"
 
 struct moe_group;
+struct moe_histogram;
 struct moe_lease_gate;
 struct moe_rpc_client;
 
@@ -61,8 +63,10 @@ struct moe_group_view {
     uint32_t placement_version;
     uint64_t placement_hash;
     uint32_t max_tokens_per_step;
-    uint8_t secret[16]; /* of this epoch; see SequenceHello. Never logged */
-    uint64_t group_id;  /* the same for all views of the group */
+    uint8_t secret[16];       /* of this epoch; see SequenceHello. Never logged */
+    uint64_t group_id;        /* the same for all views of the group */
+    const char *model;        /* name for clients */
+    const char *model_digest; /* in hexadecimal; "" = not known */
     struct moe_group_member members[MOE_MAX_SLOTS];
 };
 
@@ -70,12 +74,20 @@ struct moe_group_numbers { /* moe.v1.Heartbeat */
     uint64_t loaded_bytes, total_bytes, tokens, steps;
 };
 
+/* Largest part of digests; one message of the session carries it. */
+enum { MOE_GROUP_PART_BYTES = 16384 };
+
+typedef struct moe_status (*moe_group_part_fn)(void *ctx, const uint8_t *part, size_t length);
+
 /* The worker's actions. Pointers in arguments are valid during the call. */
 struct moe_group_hooks {
     /* Called on the serial executor's thread, one at a time; may block. */
 
     /* Makes the assigned experts resident; does nothing if they already are. */
     struct moe_status (*load)(void *ctx, const struct moe_group_assignment *assignment);
+    /* Passes the digests of what is loaded to `add`, in parts of at most MOE_GROUP_PART_BYTES.
+     * Called after each successful `load`. */
+    struct moe_status (*digests)(void *ctx, moe_group_part_fn add, void *add_ctx);
     /* Leaves the previous view, joins the session of this one, and checks that all members agree.
      * `allgather` may be used until it returns. A failure leaves nothing behind. */
     struct moe_status (*form)(void *ctx, const struct moe_group_view *view,
@@ -107,12 +119,14 @@ struct moe_group_hooks {
 struct moe_group_config {
     struct moe_rpc_client *client; /* borrowed */
     const char *coordinator;       /* "host:port" */
-    const char *token_file;        /* shown to the coordinator; NULL: none */
+    struct moe_rpc_trust trust;    /* for the link to the coordinator; borrowed strings */
     struct moe_group_identity identity;
     uint32_t drain_ms;            /* limit of a drain, unless the coordinator sets one */
     uint32_t gather_ms;           /* limit of an all-gather */
     uint32_t reform_ms;           /* how long requests wait for a new view */
     struct moe_lease_gate *lease; /* initialised; the group writes it. Borrowed */
+    /* Seconds from each heartbeat to its answer. NULL: not measured. Borrowed */
+    struct moe_histogram *heartbeat_seconds;
     struct moe_group_hooks hooks;
 };
 

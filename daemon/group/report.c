@@ -83,6 +83,17 @@ void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch, uint64_
     send_message(stream, &q);
 }
 
+void moe_report_digests(struct moe_rpc_stream *stream, const uint8_t *part, size_t length)
+{
+    Moe__V1__Digests digests = MOE__V1__DIGESTS__INIT;
+    digests.part.data = (uint8_t *)part;
+    digests.part.len = length;
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_DIGESTS;
+    q.digests = &digests;
+    send_message(stream, &q);
+}
+
 void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version,
                        const struct moe_status *status)
 {

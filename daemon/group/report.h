@@ -18,6 +18,8 @@ void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_i
                          uint32_t wanted_slot_plus_one);
 void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t sequence,
                           const struct moe_group_numbers *numbers);
+/* `part`: at most MOE_GROUP_PART_BYTES. */
+void moe_report_digests(struct moe_rpc_stream *stream, const uint8_t *part, size_t length);
 void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version,
                        const struct moe_status *status);
 void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch,

@@ -5,6 +5,7 @@
 #include "base/clock.h"
 #include "base/thread.h"
 #include "base/wait.h"
+#include "daemon/local.h"
 #include "daemon/log.h"
 #include "group/report.h"
 
@@ -189,13 +190,15 @@ static struct moe_status reopen_channel(struct moe_group *g)
 {
     const struct moe_rpc_channel_config config = {
         .target = g->config.coordinator,
-        .token_file = g->config.token_file,
+        .trust = g->config.trust,
         .max_message_bytes = MESSAGE_BYTES_MAX,
         .own_connection = true,
         .reconnect_ms = RECONNECT_MS,
     };
+    char path[MOE_LOCAL_PATH_BYTES];
     moe_rpc_channel_close(g->channel);
     g->channel = NULL;
+    g->found_socket = moe_local_find(g->config.coordinator, path);
     return moe_rpc_channel_open(g->config.client, &config, &g->channel);
 }
 
@@ -238,6 +241,15 @@ static bool is_final(const struct moe_status *st)
     }
 }
 
+/* The coordinator began to listen between the look for its local socket and the connection, which
+ * so has no identity: the next one has. */
+static bool came_too_early(const struct moe_group *g, const struct moe_status *st)
+{
+    char path[MOE_LOCAL_PATH_BYTES];
+    return (st->code == MOE_PERMISSION_DENIED || st->code == MOE_UNAUTHENTICATED) &&
+           !g->found_socket && moe_local_find(g->config.coordinator, path);
+}
+
 /* Logs at once when the coordinator goes away, then every AWAY_LOG_INTERVAL_NS. */
 static void log_away(struct moe_group *g, const char *why)
 {
@@ -262,7 +274,7 @@ static void on_closed(struct moe_group *g, const struct event *e)
         moe_group__begin_leave(g, moe_ok());
         return;
     }
-    if (is_final(&e->status)) {
+    if (is_final(&e->status) && !came_too_early(g, &e->status)) {
         moe_group__begin_leave(g, moe_error_context(e->status, "refused by the coordinator"));
         return;
     }

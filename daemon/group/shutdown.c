@@ -5,12 +5,14 @@
 
 #include "base/clock.h"
 #include "daemon/log.h"
+#include "daemon/notify.h"
 #include "group/report.h"
 
 enum {
     DRAIN_ANSWER_MS = 1000, /* wait for the answer to DrainNotice before draining anyway */
     DRAIN_POLL_MS = 5,
-    LINGER_MS = 2000, /* a drained worker stays this long for others without a coordinator */
+    FREEING_MS = 20000, /* to free all memory after the drain; for the service manager */
+    LINGER_MS = 2000,   /* a drained worker stays this long for others without a coordinator */
 };
 
 void moe_group__begin_leave(struct moe_group *g, struct moe_status outcome)
@@ -33,6 +35,9 @@ void moe_group__begin_drain(struct moe_group *g, uint32_t limit_ms, const char *
     g->drain_limit_ns = now + (limit_ms != 0 ? limit_ms : g->config.drain_ms) * MOE_NS_PER_MS;
     g->shutdown_ns = now;
     moe_log_info("draining: %s", reason);
+    moe_notify_stopping();
+    moe_notify_status("draining: %s", reason);
+    moe_notify_extend((g->drain_limit_ns - now) / MOE_NS_PER_MS + FREEING_MS);
     g->config.hooks.drain(g->config.hooks.ctx);
     if (g->epoch == 0 && !g->committed)
         g->give_up_ns = now;

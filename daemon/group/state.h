@@ -23,12 +23,12 @@
 enum event_kind {
     EVENT_MESSAGE, /* bytes */
     EVENT_CLOSED,  /* status */
-    EVENT_LOADED,  /* number: placement version; status */
-    EVENT_FORMED,  /* number: epoch; status */
-    EVENT_SERVED,  /* number: epoch; status */
-    EVENT_LEFT,    /* the last task is done */
-    EVENT_LOST,    /* number: epoch; slots; status */
-    EVENT_DRAIN,   /* status.text: reason */
+    EVENT_LOADED, /* number: placement version; status; bytes: digests, of parts u32 length, part */
+    EVENT_FORMED, /* number: epoch; status */
+    EVENT_SERVED, /* number: epoch; status */
+    EVENT_LEFT,   /* the last task is done */
+    EVENT_LOST,   /* number: epoch; slots; status */
+    EVENT_DRAIN,  /* status.text: reason */
     EVENT_TRY_AGAIN,
 };
 
@@ -57,6 +57,7 @@ struct moe_group {
     struct moe_serial_executor *executor;
     struct moe_gather *gather;
     struct moe_rpc_channel *channel;
+    bool found_socket; /* the coordinator had a local socket when `channel` was opened */
 
     struct moe_mutex lock;
     pthread_cond_t wake;

@@ -5,6 +5,7 @@
 
 #include "base/clock.h"
 #include "daemon/log.h"
+#include "daemon/notify.h"
 #include "group/report.h"
 
 #include <stdlib.h>
@@ -25,6 +26,46 @@ struct moe_status moe_group__send_blob(void *ctx, uint64_t epoch, uint32_t round
     return st;
 }
 
+/* The digests for one Loaded. They are sent with it, on the same stream. */
+struct parts {
+    uint8_t *bytes;
+    size_t length, room;
+};
+
+static struct moe_status add_part(void *ctx, const uint8_t *part, size_t length)
+{
+    struct parts *p = ctx;
+    const uint32_t bytes = (uint32_t)length;
+    if (sizeof bytes + length > p->room - p->length) {
+        size_t room = 2 * (p->room + sizeof bytes + length);
+        uint8_t *larger = realloc(p->bytes, room);
+        if (larger == NULL)
+            return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                             "no memory for digests");
+        p->bytes = larger;
+        p->room = room;
+    }
+    memcpy(p->bytes + p->length, &bytes, sizeof bytes);
+    memcpy(p->bytes + p->length + sizeof bytes, part, length);
+    p->length += sizeof bytes + length;
+    return moe_ok();
+}
+
+static void post_loaded(struct moe_group *g, uint32_t version, struct moe_status status,
+                        const struct parts *parts)
+{
+    struct event *e = moe_group__new_event(EVENT_LOADED, parts->length);
+    if (e == NULL)
+        return;
+    e->number = version;
+    e->status = status;
+    if (parts->length > 0)
+        memcpy(e->bytes, parts->bytes, parts->length);
+    moe_mutex_lock(&g->lock);
+    moe_group__append_event(g, e);
+    moe_mutex_unlock(&g->lock);
+}
+
 struct load_task {
     uint32_t slot, slots;
     Moe__V1__SessionResponse *response; /* holds the assignment */
@@ -36,6 +77,7 @@ static void run_load(void *ctx, void *argument)
     struct load_task *task = argument;
     const Moe__V1__Assign *a = task->response->assign;
     struct moe_group_layer *layers = calloc(a->n_layers + 1, sizeof *layers);
+    struct parts parts = {0};
     struct moe_status st;
     if (layers == NULL) {
         st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
@@ -54,7 +96,10 @@ static void run_load(void *ctx, void *argument)
         };
         st = g->config.hooks.load(g->config.hooks.ctx, &assignment);
     }
-    moe_group__post(g, EVENT_LOADED, a->placement_version, 0, st);
+    if (!moe_failed(&st))
+        st = g->config.hooks.digests(g->config.hooks.ctx, add_part, &parts);
+    post_loaded(g, a->placement_version, st, &parts);
+    free(parts.bytes);
     free(layers);
     moe__v1__session_response__free_unpacked(task->response, NULL);
     free(task);
@@ -122,6 +167,8 @@ void moe_group__end_view(struct moe_group *g, const char *why)
     uint64_t epoch = g->forming != 0 ? g->forming : g->epoch;
     moe_log_write(g->shutdown == RUNNING ? MOE_LOG_WARN : MOE_LOG_INFO, "epoch %llu is over: %s",
                   (unsigned long long)epoch, why);
+    if (g->shutdown == RUNNING)
+        moe_notify_status("not serving: epoch %llu is over: %s", (unsigned long long)epoch, why);
     if (g->epoch != 0 || g->committed)
         g->give_up_ns = moe_clock_ns() + g->config.reform_ms * MOE_NS_PER_MS;
     if (g->shutdown != RUNNING)
@@ -178,6 +225,8 @@ static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Pre
         .placement_hash = p->placement_hash,
         .max_tokens_per_step = bucket,
         .group_id = p->group_id,
+        .model = p->model,
+        .model_digest = p->model_digest,
     };
     if (sound)
         memcpy(view->secret, p->secret.data, sizeof view->secret);
@@ -262,6 +311,12 @@ void moe_group__on_loaded(struct moe_group *g, const struct event *e)
     if (moe_failed(&e->status)) /* a worker that shuts down cancels its load */
         moe_log_write(g->shutdown == RUNNING ? MOE_LOG_ERROR : MOE_LOG_INFO, "cannot load: %s",
                       e->status.text);
+    uint32_t bytes;
+    for (size_t at = 0; !moe_failed(&e->status) && at < e->length; at += bytes) {
+        memcpy(&bytes, e->bytes + at, sizeof bytes);
+        at += sizeof bytes;
+        moe_report_digests(g->stream, e->bytes + at, bytes);
+    }
     moe_report_loaded(g->stream, (uint32_t)e->number, &e->status);
 }
 
@@ -289,5 +344,6 @@ void moe_group__on_served(struct moe_group *g, const struct event *e)
     g->committed = false;
     g->give_up_ns = MOE_NEVER;
     moe_log_info("serving under epoch %llu", (unsigned long long)g->epoch);
+    moe_notify_status("serving under epoch %llu", (unsigned long long)g->epoch);
     moe_group__send_heartbeat(g);
 }

@@ -4,13 +4,17 @@
  * engine and the rpc room are called with the lock held, and never call back from within. */
 #include "links/peers.h"
 
+#include "base/clock.h"
 #include "daemon/lease.h"
 #include "daemon/log.h"
+#include "daemon/metrics.h"
 #include "links/peers_state.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#define TIMED_STEP_NS MOE_NS_PER_S
 
 /* A peer's stream to this sequencer; the call's user state. */
 struct peer {
@@ -60,6 +64,7 @@ static void issue_tickets(struct moe_peers *p) MOE_REQUIRES(p->lock)
     moe_sequencer_allow(p->sequencer, moe_lease_gate_held(p->config.lease),
                         moe_lease_gate_covers_group(p->config.lease));
     while (moe_sequencer_next(p->sequencer, &t)) {
+        p->ticket_ns[t.seq % TICKETS_TIMED] = moe_clock_ns();
         send_ticket(p, &t);
         p->config.run(p->config.ctx, &t);
     }
@@ -142,11 +147,23 @@ static struct moe_status on_call(struct moe_peers *p, uint32_t slot, const Moe__
     return moe_sequencer_call(p->sequencer, slot, &call, n->tokens);
 }
 
+/* The way of a ticket and of its answer. Each time is a difference on one clock, so it holds across
+ * hosts; a step that takes long is left out, because two clocks do not agree on its length. */
+static void observe_ticket(struct moe_peers *p, const Moe__V1__StepDone *done) MOE_REQUIRES(p->lock)
+{
+    if (p->config.ticket_seconds == NULL || done->held_ns == 0 || done->held_ns > TIMED_STEP_NS)
+        return;
+    uint64_t total_ns = moe_clock_ns() - p->ticket_ns[done->seq % TICKETS_TIMED];
+    uint64_t way_ns = total_ns > done->held_ns ? total_ns - done->held_ns : 0;
+    moe_histogram_observe(p->config.ticket_seconds, (double)way_ns / (double)MOE_NS_PER_S);
+}
+
 static struct moe_status on_done(struct moe_peers *p, uint32_t slot, const Moe__V1__StepDone *done)
     MOE_REQUIRES(p->lock)
 {
     struct moe_status failure = moe_control_status(done->error);
     MOE_TRY(moe_sequencer_done(p->sequencer, slot, done->seq, !moe_failed(&failure)));
+    observe_ticket(p, done);
     if (moe_failed(&failure))
         moe_peers__lost(p, 0, moe_error_context(failure, "slot %u", slot));
     return moe_ok();

@@ -14,9 +14,11 @@
 #ifndef MOE_LINKS_PEERS_H
 #define MOE_LINKS_PEERS_H
 
+#include "daemon/identity.h"
 #include "links/eventcount.h"
 #include "schedule/ticket.h"
 
+struct moe_histogram;
 struct moe_lease_gate;
 struct moe_peers;
 struct moe_rpc_client;
@@ -24,7 +26,7 @@ struct moe_rpc_method;
 
 struct moe_peers_config {
     struct moe_rpc_client *client;     /* borrowed */
-    const char *token_file;            /* shown to the sequencer; borrowed. NULL: none */
+    struct moe_rpc_trust trust;        /* for the link to the sequencer; borrowed strings */
     uint64_t incarnation;              /* of this process */
     uint32_t training_permille;        /* see moe_sequencer_set_share; 0 = its default */
     struct moe_eventcount *eventcount; /* of the thread that calls moe_peers_listen; borrowed.
@@ -32,6 +34,9 @@ struct moe_peers_config {
     /* Of a group that trains: without a lease no ticket is issued, and none that changes anything
      * unless all members have one for long enough. NULL: none is needed. Borrowed. */
     const struct moe_lease_gate *lease;
+    /* Of the sequencer: seconds from a ticket to the StepDone of a slot, without the time that the
+     * slot had the ticket. NULL: not measured. Borrowed. */
+    struct moe_histogram *ticket_seconds;
     /* Run this ticket. Called in order of seq, from any thread, one at a time; must not call back.
      */
     void (*run)(void *ctx, const struct moe_ticket *ticket);

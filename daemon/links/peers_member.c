@@ -19,6 +19,12 @@ static struct moe_status not_a_ticket(void)
                      "the sequencer sent a message that is no ticket");
 }
 
+static void run_ticket(struct moe_peers *p, const struct moe_ticket *t) MOE_REQUIRES(p->lock)
+{
+    p->ticket_ns[t->seq % TICKETS_TIMED] = moe_clock_ns();
+    p->config.run(p->config.ctx, t);
+}
+
 /* One message of the sequencer. */
 static void read_ticket(struct moe_peers *p, uint32_t slot, const uint8_t *bytes, size_t length,
                         struct moe_rpc_arena *arena) MOE_REQUIRES(p->lock)
@@ -30,7 +36,7 @@ static void read_ticket(struct moe_peers *p, uint32_t slot, const uint8_t *bytes
     if (moe_failed(&st) || !moe_wire_read_ticket(message, &t))
         moe_peers__lose_slot(p, slot, not_a_ticket());
     else if (t.epoch == p->view.epoch)
-        p->config.run(p->config.ctx, &t);
+        run_ticket(p, &t);
 }
 
 void moe_peers__read_tickets(struct moe_peers *p)
@@ -159,6 +165,7 @@ void moe_peers__send_done(struct moe_peers *p, uint64_t seq, const struct moe_st
     Moe__V1__Error error;
     Moe__V1__StepDone done = MOE__V1__STEP_DONE__INIT;
     done.seq = seq;
+    done.held_ns = moe_clock_ns() - p->ticket_ns[seq % TICKETS_TIMED];
     if (moe_failed(status)) {
         moe_control_error(status, &error);
         done.error = &error;
@@ -181,7 +188,7 @@ static void on_response(struct moe_peers *p, const Moe__V1__SequenceResponse *r)
     } else if (!moe_wire_read_ticket(r, &t)) {
         moe_peers__lose_slot(p, p->sequencer_slot, not_a_ticket());
     } else if (t.epoch == p->view.epoch) {
-        p->config.run(p->config.ctx, &t);
+        run_ticket(p, &t);
     }
 }
 
@@ -218,7 +225,7 @@ struct moe_status moe_peers__open_stream(struct moe_peers *p)
 {
     const struct moe_rpc_channel_config channel = {
         .target = p->sequencer_endpoint,
-        .token_file = p->config.token_file,
+        .trust = p->config.trust,
         .own_connection = true, /* tickets must not queue behind other calls */
     };
     MOE_TRY(moe_rpc_channel_open(p->config.client, &channel, &p->channel));

@@ -10,7 +10,10 @@
 #include "links/wire.h"
 #include "schedule/sequencer.h"
 
-enum { ENDPOINT_BYTES = 256 };
+enum {
+    ENDPOINT_BYTES = 256,
+    TICKETS_TIMED = 2 * MOE_SEQUENCER_IN_FLIGHT, /* none in flight is overwritten */
+};
 
 enum phase {
     IDLE,
@@ -43,6 +46,8 @@ struct moe_peers {
         struct moe_peers_view view; /* without endpoints */
         char sequencer_endpoint[ENDPOINT_BYTES];
         uint32_t sequencer_slot;
+        /* When ticket n was sent (SEQUENCER), or came in (MEMBER): at [n % TICKETS_TIMED]. */
+        uint64_t ticket_ns[TICKETS_TIMED];
 
         /* SEQUENCER */
         struct moe_sequencer *sequencer;

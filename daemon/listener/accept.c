@@ -22,7 +22,10 @@
 #define WARN_EVERY_NS  (30 * MOE_NS_PER_S)
 #define RETRY_EVERY_NS (20 * MOE_NS_PER_MS)
 
-enum { PART = 64 }; /* connections that are accepted before others have their turn */
+enum {
+    PART = 64,  /* connections that are accepted before others have their turn */
+    LOOKS = 64, /* connections that are looked at to make a place */
+};
 
 static void warn(struct moe_listener *l, const char *why)
 {
@@ -104,12 +107,13 @@ static bool refuse_one(struct moe_listener *l, struct moe_listen_socket *s)
 
 /* ------------------------------------------------------------------ new connections */
 
-/* Who it is, as far as the kernel knows. */
+/* Who it is, as far as the kernel knows; TLS may give a name later. */
 static bool identify(const struct moe_listener *l, const struct moe_listen_socket *s, int fd,
                      const struct sockaddr_storage *from, socklen_t length,
                      struct moe_rpc_identity *who)
 {
-    *who = (struct moe_rpc_identity){.link = MOE_RPC_LINK_TCP};
+    *who = (struct moe_rpc_identity){.link = l->config.tls != NULL ? MOE_RPC_LINK_TLS
+                                                                   : MOE_RPC_LINK_TCP};
     if (s->is_unix) {
         struct ucred peer;
         socklen_t size = sizeof peer;
@@ -120,14 +124,40 @@ static bool identify(const struct moe_listener *l, const struct moe_listen_socke
         (void)snprintf(who->name, sizeof who->name, "uid:%u", peer.uid);
         return true;
     }
-    /* The core would do both. The second bounds how long the kernel keeps bytes
-     * for a peer that does not acknowledge them. */
+    /* The core would do both. The second bounds how long the kernel keeps bytes for a peer that
+     * does not acknowledge them, or has no room. The relay's limit for unread answers comes first.
+     */
     int yes = 1;
-    unsigned limit_ms = l->config.silence_ms;
+    unsigned limit_ms = 2 * l->config.silence_ms;
     (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
     (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, sizeof limit_ms);
     return getnameinfo((const struct sockaddr *)from, length, who->address, sizeof who->address,
                        NULL, 0, NI_NUMERICHOST) == 0;
+}
+
+/* Ends a connection that does not keep its place, about the oldest; of the peer `of`, unless that
+ * is NULL. False if none is found. So callers who hold places and say nothing that is allowed keep
+ * no member of the group out. Connections that are passed over go to the end of the line: the
+ * number of looks is bounded, and the next new connection looks at others. */
+static bool make_place(struct moe_listener *l, const struct moe_rpc_identity *of)
+    MOE_REQUIRES(l->lock)
+{
+    struct moe_connection *c;
+    for (int i = 0; i < LOOKS && (c = TAILQ_FIRST(&l->replaceable)) != NULL; i++) {
+        TAILQ_REMOVE(&l->replaceable, c, replaceable_link);
+        if ((of != NULL && !moe_peers_are_one(&c->who, of)) ||
+            (c->user != NULL && l->config.keeps(l->config.ctx, c->user))) {
+            TAILQ_INSERT_TAIL(&l->replaceable, c, replaceable_link);
+            continue;
+        }
+        c->replaceable = false;
+        c->doomed = c->replaced = c->relay->some_end = true;
+        moe_peers_leave(&l->peers, &c->who);
+        l->count--;
+        moe_relay_wake(c->relay);
+        return true;
+    }
+    return false;
 }
 
 /* NULL, with a reason, when there are too many. */
@@ -137,13 +167,22 @@ static const char *enter(struct moe_listener *l, struct moe_connection *c)
     moe_mutex_lock(&l->lock);
     if (l->closing)
         refusal = "the server shuts down";
-    else if (l->count >= l->config.max_connections)
+    else if (l->count >= l->config.max_connections && !make_place(l, NULL))
         refusal = "there are too many";
-    else if (!moe_peers_enter(&l->peers, &c->who, l->config.max_per_peer))
+    else if (!moe_peers_enter(&l->peers, &c->who, l->config.max_per_peer) &&
+             !(make_place(l, &c->who) &&
+               moe_peers_enter(&l->peers, &c->who, l->config.max_per_peer)))
         refusal = "one peer has too many";
     if (refusal == NULL) {
         l->count++;
+        if (l->accepted != NULL) { /* before the relay can end it */
+            moe_counter_add(l->accepted, 1);
+            moe_gauge_add(l->open, 1);
+        }
         TAILQ_INSERT_TAIL(&c->relay->arrivals, c, link);
+        c->replaceable = l->config.keeps != NULL;
+        if (c->replaceable)
+            TAILQ_INSERT_TAIL(&l->replaceable, c, replaceable_link);
     }
     moe_mutex_unlock(&l->lock);
     return refusal;
@@ -159,7 +198,8 @@ static void begin(struct moe_listener *l, const struct moe_listen_socket *s, int
         close(fd);
         return;
     }
-    c->relay = &l->relays[l->next_relay++ % l->relay_count];
+    struct moe_relay *relay = &l->relays[l->next_relay++ % l->relay_count];
+    c->relay = relay;
     c->client.fd = fd;
     c->server.fd = -1;
     const char *refusal = enter(l, c);
@@ -170,11 +210,7 @@ static void begin(struct moe_listener *l, const struct moe_listen_socket *s, int
         close(fd);
         return;
     }
-    if (l->accepted != NULL) {
-        moe_counter_add(l->accepted, 1);
-        moe_gauge_add(l->open, 1);
-    }
-    moe_relay_wake(c->relay);
+    moe_relay_wake(relay); /* it may have ended and freed `c` by now */
 }
 
 void moe_accept_ready(struct moe_listener *l, struct moe_listen_socket *s)

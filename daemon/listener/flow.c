@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Moves bytes from one socket to another. One buffer per direction bounds what waits: while the
+/* Moves bytes from one end to the other. One buffer per direction bounds what waits: while the
  * sink takes nothing, the source is not read, and its sender stops. */
 #include "listener/inside.h"
 
-#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -65,43 +64,30 @@ static bool look(struct moe_flow *f)
     return result != MOE_FLOW_REFUSED;
 }
 
-/* False on an error of the socket. */
+/* False if the end has failed. */
 static bool fill(struct moe_flow *f, struct moe_flow_end *from)
 {
     uint8_t *bytes = f->buffer->bytes;
     const size_t room = sizeof f->buffer->bytes - f->carried_length - ROOM_BYTES;
-    ssize_t n = recv(from->fd, bytes + f->carried_length, room, MSG_DONTWAIT);
-    if (n > 0) {
+    size_t count;
+    enum moe_end_result result = moe_end_read(from, bytes + f->carried_length, room, &count);
+    if (count > 0) {
         memcpy(bytes, f->carried, f->carried_length);
-        f->length = f->carried_length + (size_t)n;
+        f->length = f->carried_length + count;
         f->carried_length = 0;
-        /* A stream socket that gives less than asked for has no more: a later edge says so. */
-        if ((size_t)n < room && !from->hung_up)
-            from->readable = false;
-    } else if (n == 0) {
-        f->ended = true;
-        from->readable = false;
-    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-        from->readable = false;
-    } else if (errno != EINTR) {
-        return false;
     }
-    return true;
+    f->ended = result == MOE_END_OVER;
+    return result != MOE_END_FAILED;
 }
 
 static bool empty(struct moe_flow *f, struct moe_flow_end *to)
 {
-    ssize_t n =
-        send(to->fd, f->buffer->bytes + f->at, f->ready - f->at, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (n >= 0) {
-        f->at += (size_t)n;
-        f->moved += (uint64_t)n;
-    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-        to->writable = false;
-    } else if (errno != EINTR) {
-        return false;
-    }
-    return true;
+    size_t count;
+    enum moe_end_result result =
+        moe_end_write(to, f->buffer->bytes + f->at, f->ready - f->at, &count);
+    f->at += count;
+    f->moved += count;
+    return result != MOE_END_FAILED;
 }
 
 /* All that was ready has gone: what found no room is looked at again. */
@@ -144,7 +130,7 @@ enum moe_flow_state moe_flow_run(struct moe_flow *f, struct moe_flow_end *from,
                 state = MOE_FLOW_LOOK_FAILED;
         } else if (f->ended) {
             if (!f->shut)
-                (void)shutdown(to->fd, SHUT_WR);
+                moe_end_shut(to);
             f->shut = true;
             state = MOE_FLOW_WAITS;
         } else if (!from->readable) {

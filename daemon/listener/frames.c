@@ -22,6 +22,7 @@ enum {
     PREFACE = 24,
     PRIORITY_BYTES = 5,
     BLOCK_FRAMES = 16, /* HEADERS and its CONTINUATIONs */
+    PIECE_BYTES = 64,  /* the core needs as much for each frame of a message that is not whole */
     ENHANCE_YOUR_CALM = 11,
 };
 
@@ -39,6 +40,7 @@ static const struct {
     [MOE_FRAMES_SETTINGS] = {10, 100, 10, "SETTINGS frames"},
     [MOE_FRAMES_CONTROL] = {10000, 2000, 200, "PING, PRIORITY or empty DATA frames"},
     [MOE_FRAMES_WINDOWS] = {100000, 100000, 5000, "WINDOW_UPDATE frames"},
+    [MOE_FRAMES_PIECES] = {30000, 20000, 2000, "small DATA frames"},
     [MOE_FRAMES_HEADERS] = {64 << 20, 16 << 20, 1 << 20, "bytes of headers"},
 };
 
@@ -110,6 +112,10 @@ static void promise_field(struct moe_frames *f, uint8_t *head)
     if (!f->block_is_first || f->events == NULL || f->events->began == NULL)
         return;
     f->field_length = (uint32_t)f->events->began(f->ctx, f->stream, f->field);
+    if (f->field_length == MOE_FRAMES_TOO_MANY) {
+        too_many(f, "open streams");
+        return;
+    }
     if (f->field_length == 0 || f->field_length > MOE_FRAMES_FIELD_BYTES) {
         f->outcome = MOE_FRAMES_NO_MEMORY;
         return;
@@ -153,8 +159,8 @@ static void begin_kind(struct moe_frames *f, uint8_t *head)
         break;
     case CONTINUATION: begin_part_of_block(f, head); break;
     case DATA:
-        if (f->content == 0 && (f->flags & END_STREAM) == 0)
-            spend(f, MOE_FRAMES_CONTROL, 1);
+        if (f->content < PIECE_BYTES && (f->flags & END_STREAM) == 0)
+            spend(f, f->content == 0 ? MOE_FRAMES_CONTROL : MOE_FRAMES_PIECES, 1);
         break;
     case RST_STREAM: spend(f, MOE_FRAMES_RESETS, 1); break;
     case SETTINGS: spend(f, MOE_FRAMES_SETTINGS, 1); break;

@@ -17,7 +17,8 @@
 #include <stdint.h>
 
 enum {
-    MOE_FRAMES_FIELD_BYTES = 96,    /* an appended field */
+    MOE_FRAMES_FIELD_BYTES = 96, /* an appended field */
+    MOE_FRAMES_TOO_MANY = MOE_FRAMES_FIELD_BYTES + 1,
     MOE_FRAMES_HEAD_BYTES = 10,     /* a frame's head, and the length of its padding */
     MOE_FRAMES_BLOCK_BYTES = 65536, /* of one header block, sent or unfolded */
     MOE_HPACK_ENTRIES = 128,        /* a table of 4 KiB has no more: each counts 32 bytes */
@@ -33,7 +34,8 @@ enum moe_frames_outcome {
 /* What the owner learns. Every function may be NULL. */
 struct moe_frames_events {
     /* A stream begins. Writes a header field in HPACK, a literal that needs no table, to `field`
-     * (MOE_FRAMES_FIELD_BYTES). Returns its length; 0 = out of memory. */
+     * (MOE_FRAMES_FIELD_BYTES). Returns its length; 0 = out of memory; MOE_FRAMES_TOO_MANY = the
+     * client has too many open streams. */
     size_t (*began)(void *ctx, uint32_t stream, uint8_t *field);
     /* Bytes of DATA without padding, in any pieces. */
     void (*data)(void *ctx, uint32_t stream, const uint8_t *bytes, size_t length);
@@ -48,6 +50,7 @@ enum moe_frames_sort {
     MOE_FRAMES_SETTINGS,
     MOE_FRAMES_CONTROL, /* PING, PRIORITY, empty DATA, unknown frames */
     MOE_FRAMES_WINDOWS, /* WINDOW_UPDATE */
+    MOE_FRAMES_PIECES,  /* DATA of 1 to 63 bytes that others follow */
     MOE_FRAMES_HEADERS, /* bytes of unfolded headers */
     MOE_FRAMES_SORTS
 };

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the files of this room share: addresses.c (listening sockets), accept.c (new connections),
- * peers.c (how many each peer has), relay.c (threads and their events), flow.c (bytes of one
- * direction), listener.c (life). */
+ * peers.c (how many each peer has), handshake.c (TLS), relay.c (threads and their events), end.c
+ * (one end of a connection), flow.c (bytes of one direction), listener.c (life). */
 #ifndef MOE_LISTENER_INSIDE_H
 #define MOE_LISTENER_INSIDE_H
 
@@ -10,6 +10,7 @@
 #include "daemon/metrics.h"
 #include "listener/frames.h"
 #include "listener/listener.h"
+#include "tls/tls.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -52,6 +53,7 @@ struct moe_peers {
 /* Counts one more. False if the peer has `limit` already, or memory is exhausted. */
 bool moe_peers_enter(struct moe_peers *p, const struct moe_rpc_identity *who, uint32_t limit);
 void moe_peers_leave(struct moe_peers *p, const struct moe_rpc_identity *who);
+bool moe_peers_are_one(const struct moe_rpc_identity *a, const struct moe_rpc_identity *b);
 
 /* ------------------------------------------------------------------ flow of bytes */
 
@@ -72,9 +74,28 @@ void moe_flow_pool_destroy(struct moe_flow_pool *pool);
  * of epoll sets them, a refusal clears them. */
 struct moe_flow_end {
     int fd;
+    struct moe_tls_session *tls; /* NULL = plain */
     bool readable, writable;
-    bool hung_up; /* the peer has gone: reads until the end, without waiting for more */
+    bool read_needs_room; /* TLS: readable again when it is writable */
+    bool hung_up;         /* the peer has gone: reads until the end, without waiting for more */
 };
+
+enum moe_end_result {
+    MOE_END_MOVED, /* some bytes */
+    MOE_END_WAITS, /* for an event, unless the flags say that it may go on */
+    MOE_END_OVER,  /* the peer sends no more */
+    MOE_END_FAILED,
+};
+enum moe_end_result moe_end_read(struct moe_flow_end *e, void *bytes, size_t room, size_t *count);
+enum moe_end_result moe_end_write(struct moe_flow_end *e, const void *bytes, size_t length,
+                                  size_t *count);
+/* The first bytes of all, without taking them. MOVED only when they are complete; `*count` have
+ * come in any case. */
+enum { MOE_END_PEEK_BYTES = 24 };
+enum moe_end_result moe_end_peek(struct moe_flow_end *e, uint8_t bytes[MOE_END_PEEK_BYTES],
+                                 size_t *count);
+/* The peer learns that nothing follows. */
+void moe_end_shut(struct moe_flow_end *e);
 
 /* What a look at new bytes says. */
 enum moe_flow_look {
@@ -122,6 +143,7 @@ enum moe_close_reason {
     MOE_CLOSE_IDENTITY,    /* moe_listener_disconnect */
     MOE_CLOSE_LIMIT,       /* too many connections */
     MOE_CLOSE_DESCRIPTORS, /* no descriptor or memory is left */
+    MOE_CLOSE_HANDSHAKE,   /* TLS: no session, or not in time */
     MOE_CLOSE_PREFACE,     /* it did not begin in time, or not with HTTP/2 */
     MOE_CLOSE_UNREAD,      /* it left its answers unread */
     MOE_CLOSE_MALFORMED,   /* it does not speak HTTP/2 */
@@ -130,30 +152,34 @@ enum moe_close_reason {
 };
 
 enum moe_connection_state {
-    MOE_CONNECTION_NEW,    /* its preface has not arrived */
-    MOE_CONNECTION_OPEN,   /* relayed */
-    MOE_CONNECTION_ENDING, /* the server's last bytes go to the client */
+    MOE_CONNECTION_HANDSHAKE, /* TLS: no session yet */
+    MOE_CONNECTION_NEW,       /* its preface has not arrived */
+    MOE_CONNECTION_OPEN,      /* relayed */
+    MOE_CONNECTION_ENDING,    /* the server's last bytes go to the client */
 };
 
 struct moe_connection {
     struct moe_relay *relay;
-    struct moe_rpc_identity who;
+    struct moe_rpc_identity who;      /* changes once, at the end of a handshake, under the lock */
     TAILQ_ENTRY(moe_connection) link; /* arrivals, then connections; guarded by the lock */
     bool doomed;                      /* moe_listener_disconnect; guarded by the lock */
+    bool replaced;                    /* doomed for a newer connection; guarded by the lock */
+    bool replaceable;                 /* in the list `replaceable`; guarded by the lock */
+    TAILQ_ENTRY(moe_connection) replaceable_link;
 
     /* The relay's thread only. */
     enum moe_connection_state state;
-    enum moe_close_reason reason; /* of an ENDING connection */
+    enum moe_close_reason reason; /* of an ENDING connection, or of a failed handshake */
     struct moe_flow_end client, server;
     struct moe_flow up, down;           /* client to server, server to client */
     void *user;                         /* from `opened` */
     struct moe_frames frames;           /* of `up` */
     struct moe_frames_back frames_back; /* of `down` */
     uint64_t owes_ns;                   /* since when a header block is open; 0 = none is */
-    uint64_t deadline_ns;               /* of NEW and ENDING */
+    uint64_t deadline_ns;               /* of all states but OPEN */
     uint64_t stalled_ns;    /* since when `down` waits for the client; 0 = it does not */
     uint64_t stalled_moved; /* down.moved at that time */
-    bool ready;             /* in the list `ready` */
+    bool ready;             /* in the list `ready`, or `handshakes` in that state */
     bool timed;             /* in the list `timed` */
     bool gone;              /* in the list `gone` */
     TAILQ_ENTRY(moe_connection) ready_link, timed_link, gone_link;
@@ -168,7 +194,9 @@ struct moe_relay {
     pthread_t thread;
     int epoll, wake; /* `wake` is an eventfd */
     struct moe_flow_pool pool;
-    struct moe_connections ready; /* their turn was over before their work */
+    struct moe_connections ready;      /* their turn was over before their work */
+    struct moe_connections handshakes; /* those that wait for a step of their handshake */
+    uint64_t handshakes_ns; /* when handshakes will have had no more than their share of time */
     struct moe_connections timed; /* those with a time limit that runs */
     struct moe_connections gone;  /* closed; freed when no event can name them */
     uint64_t next_check_ns;       /* of `timed` */
@@ -204,17 +232,34 @@ struct moe_listener {
     uint64_t retry_ns;         /* when to try again to get the reserve; MOE_NEVER = it is there */
     uint64_t warned_ns;        /* last line about refused connections */
     _Atomic uint64_t flood_ns; /* last line about a flood; any relay */
+    _Atomic uint64_t handshake_warned_ns; /* last line about a handshake; any relay */
 
     struct moe_counter *accepted, *closed[MOE_CLOSE_REASONS]; /* NULL without metrics */
+    struct moe_counter *handshakes_failed[MOE_TLS_FAILURES];  /* NULL without TLS, too. The first
+                                                                 one counts those out of time */
     struct moe_gauge *open;
 
     struct moe_mutex lock;
     MOE_GUARDED_BY(lock) struct {
         struct moe_peers peers;
-        uint32_t count; /* connections */
+        uint32_t count; /* connections without those that are being replaced */
+        /* All of them, if some may be replaced. Those looked at lately, and new ones, come last. */
+        struct moe_connections replaceable;
         bool closing;
     };
 };
+
+/* ------------------------------------------------------------------ handshakes */
+
+enum moe_handshake_outcome {
+    MOE_HANDSHAKE_WAITS, /* for an event of the client */
+    MOE_HANDSHAKE_DONE,  /* `who` has the name of the certificate */
+    MOE_HANDSHAKE_FAILED /* counted; the connection ends with its `reason` */
+};
+/* One step; it may take a millisecond of computing. */
+enum moe_handshake_outcome moe_handshake_step(struct moe_connection *c);
+/* Counts one that ran out of time. */
+void moe_handshake_late(struct moe_connection *c);
 
 /* [any thread] Counts the end of a connection, or one that never began. */
 void moe_listener_count_closed(struct moe_listener *l, enum moe_close_reason reason);

@@ -24,14 +24,32 @@ static struct moe_status add_counter(struct moe_listener *l, struct moe_metric_d
     return moe_metrics_add_counter(l->config.metrics, &desc, out);
 }
 
+static struct moe_status add_handshake_metrics(struct moe_listener *l)
+{
+    static const char *const reasons[MOE_TLS_FAILURES] = {
+        [MOE_TLS_NO_FAILURE] = "time",
+        [MOE_TLS_PROTOCOL] = "protocol",
+        [MOE_TLS_CERTIFICATE] = "certificate",
+        [MOE_TLS_NAME] = "name",
+        [MOE_TLS_LEFT] = "left",
+    };
+    const struct moe_metric_desc desc = {
+        .name = "moe_rpc_handshakes_failed_total",
+        .help = "TLS handshakes that did not come to an end, by reason."};
+    for (size_t i = 0; i < MOE_TLS_FAILURES; i++)
+        MOE_TRY(add_counter(l, desc, reasons[i], &l->handshakes_failed[i]));
+    return moe_ok();
+}
+
 static struct moe_status add_metrics(struct moe_listener *l)
 {
     static const char *const reasons[MOE_CLOSE_REASONS] = {
         [MOE_CLOSE_CLIENT] = "client",       [MOE_CLOSE_SERVER] = "server",
         [MOE_CLOSE_SHUTDOWN] = "shutdown",   [MOE_CLOSE_IDENTITY] = "identity",
         [MOE_CLOSE_LIMIT] = "limit",         [MOE_CLOSE_DESCRIPTORS] = "descriptors",
-        [MOE_CLOSE_PREFACE] = "preface",     [MOE_CLOSE_UNREAD] = "unread",
-        [MOE_CLOSE_MALFORMED] = "malformed", [MOE_CLOSE_FLOOD] = "flood",
+        [MOE_CLOSE_HANDSHAKE] = "handshake", [MOE_CLOSE_PREFACE] = "preface",
+        [MOE_CLOSE_UNREAD] = "unread",       [MOE_CLOSE_MALFORMED] = "malformed",
+        [MOE_CLOSE_FLOOD] = "flood",
     };
     struct moe_metric_desc open = {.name = "moe_rpc_connections", .help = "Open connections."};
     if (l->config.metrics == NULL)
@@ -48,7 +66,7 @@ static struct moe_status add_metrics(struct moe_listener *l)
             (struct moe_metric_desc){.name = "moe_rpc_connections_closed_total",
                                      .help = "Connections that ended or were refused, by reason."},
             reasons[i], &l->closed[i]));
-    return moe_ok();
+    return l->config.tls != NULL ? add_handshake_metrics(l) : moe_ok();
 }
 
 void moe_listener_count_closed(struct moe_listener *l, enum moe_close_reason reason)
@@ -65,21 +83,23 @@ static uint32_t or_default(uint32_t value, uint32_t otherwise)
 }
 
 /* A connection that cannot get its descriptors would be accepted in vain. */
-static uint32_t affordable(uint32_t connections)
+static uint32_t affordable(uint32_t connections, uint32_t percent)
 {
     struct rlimit files;
     if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur == RLIM_INFINITY)
         return connections;
     rlim_t spare =
         files.rlim_cur > DESCRIPTORS_OF_OTHERS ? files.rlim_cur - DESCRIPTORS_OF_OTHERS : 0;
-    rlim_t most = spare / DESCRIPTORS_PER_CONNECTION;
+    rlim_t most = spare / 100 * percent / DESCRIPTORS_PER_CONNECTION;
     return most < 1 ? 1 : most < connections ? (uint32_t)most : connections;
 }
 
 static void set_defaults(struct moe_listener_config *config)
 {
     config->relays = or_default(config->relays, 1);
-    config->max_connections = affordable(or_default(config->max_connections, CONNECTIONS));
+    config->descriptors_percent = or_default(config->descriptors_percent, 100);
+    config->max_connections =
+        affordable(or_default(config->max_connections, CONNECTIONS), config->descriptors_percent);
     config->max_per_peer =
         or_default(config->max_per_peer, config->max_connections - config->max_connections / 4);
     config->preface_ms = or_default(config->preface_ms, LIMIT_MS);
@@ -101,11 +121,13 @@ struct moe_status moe_listener_open(const struct moe_listener_config *config,
     l->retry_ns = MOE_NEVER;
     l->reserve = -1;
     moe_mutex_init(&l->lock);
+    moe_mutex_not_shared(&l->lock);
+    TAILQ_INIT(&l->replaceable);
     set_defaults(&l->config);
     MOE_TRY_GOTO(st, add_metrics(l), fail);
     MOE_TRY_GOTO(st,
-                 moe_listen_open(config->addresses, config->insecure, l->sockets, &l->socket_count,
-                                 &l->port, &l->local),
+                 moe_listen_open(config->addresses, config->insecure || config->tls != NULL,
+                                 l->sockets, &l->socket_count, &l->port, &l->local),
                  fail);
     l->reserve = moe_accept_reserve();
     *out = l;

@@ -2,7 +2,8 @@
 /* Accepts connections, finds out who they are, and relays their bytes to and from a server.
  *
  * A listener owns the listening sockets and the sockets of clients. The server behind it gets one
- * end of a socketpair per connection, and plain bytes only. So it is this room that bounds what a
+ * end of a socketpair per connection, and plain bytes only: TLS ends here. So it is this room that
+ * bounds what a
  * connection may cost before a server sees it: how many there are, how long one may take to begin,
  * and how long it may leave its answers unread.
  *
@@ -20,6 +21,7 @@
 
 struct moe_listener;
 struct moe_metrics;
+struct moe_tls;
 
 enum { MOE_LISTENER_ADDRESSES_MAX = 4 };
 
@@ -28,15 +30,18 @@ struct moe_listener_config {
      * "unix:/absolute/path". A path's socket has mode 0600; a stale one is replaced. A '*' in the
      * path stands for the port of the first address, which must be a TCP one. */
     const char *addresses;
-    bool insecure;            /* allow TCP addresses that are not loopback */
+    struct moe_tls *tls;      /* of all TCP addresses; outlives the listener. NULL = plain TCP */
+    bool insecure;            /* allow TCP addresses that are not loopback without TLS */
     uint32_t relays;          /* threads that move bytes; 0 = 1 */
     uint32_t max_connections; /* 0 = 16384. Never more than the descriptors allow: each takes 3 */
-    uint32_t max_per_peer;    /* connections of one name, or, of those without one, of one address;
-                                 0 = three quarters of all */
-    uint32_t preface_ms;      /* time for a new connection to begin with HTTP/2, and for a client to
-                                 send all of a header block; 0 = 10 s */
-    uint32_t silence_ms;      /* a client that takes less of its waiting answers than 64 KiB/s over
-                                 this long is closed; 0 = 10 s */
+    uint32_t descriptors_percent; /* share of this process's descriptors that these connections may
+                                     take; 0 = 100. The shares of its listeners add up to 100 */
+    uint32_t max_per_peer; /* connections of one name, or, of those without one, of one address;
+                              loopback addresses count as one. 0 = three quarters of all */
+    uint32_t preface_ms;   /* time for a new connection to begin with HTTP/2, after TLS, and for a
+                              client to send all of a header block; 0 = 10 s */
+    uint32_t silence_ms;   /* a client that takes less of its waiting answers than 64 KiB/s over
+                              this long is closed; 0 = 10 s */
     struct moe_metrics *metrics; /* gets moe_rpc_connections...; may be NULL */
     const char *name;            /* label `server` of the metrics; static */
 
@@ -44,6 +49,10 @@ struct moe_listener_config {
      * from now on. Returns its own pointer for `closed`, or NULL (then it has closed `fd`): the
      * connection ends. `who` is valid until `closed`. */
     void *(*opened)(void *ctx, const struct moe_rpc_identity *who, int fd);
+    /* [any thread] True if this connection keeps its place now. At a limit, an old one that does
+     * not is closed for a new one. Runs under a lock: it must not call this room. NULL: all keep
+     * their places, and a new connection is closed instead. */
+    bool (*keeps)(void *ctx, void *connection);
     /* [a relay's thread] Once for each success of `opened`: the other end of `fd` is closed. */
     void (*closed)(void *ctx, void *connection);
     void *ctx;

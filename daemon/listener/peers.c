@@ -12,9 +12,19 @@ struct moe_peer {
     char key[]; /* name or address */
 };
 
+/* Any process of this host can use any of its loopback addresses. */
 static const char *key_of(const struct moe_rpc_identity *who)
 {
-    return who->name[0] != '\0' ? who->name : who->address;
+    if (who->name[0] != '\0')
+        return who->name;
+    bool loopback = strncmp(who->address, "127.", 4) == 0 || strcmp(who->address, "::1") == 0 ||
+                    strncmp(who->address, "::ffff:127.", 11) == 0;
+    return loopback ? "loopback" : who->address;
+}
+
+bool moe_peers_are_one(const struct moe_rpc_identity *a, const struct moe_rpc_identity *b)
+{
+    return (a->name[0] != '\0') == (b->name[0] != '\0') && strcmp(key_of(a), key_of(b)) == 0;
 }
 
 /* FNV-1a. A peer that fills one bucket needs many names or addresses; caps bound their number. */

@@ -4,7 +4,11 @@
  * Each connection has two sockets in one epoll set, with edges: an edge sets a flag of its end, and
  * a refused read or write clears it. Connections with work stand in the list `ready` and take
  * turns, so that a large message does not keep small ones waiting. The thread sleeps when the list
- * is empty. */
+ * is empty.
+ *
+ * A step of a TLS handshake may compute for a millisecond. So handshakes stand in a second
+ * list: between two rounds of turns there is one step, and all steps together get a quarter of the
+ * thread's time. */
 #include "base/thread.h"
 #include "daemon/log.h"
 #include "listener/inside.h"
@@ -16,28 +20,35 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#define CHECK_EVERY_NS (250 * MOE_NS_PER_MS)
-#define ENDING_NS      MOE_NS_PER_S /* for the client to take the last bytes */
-#define LEAST_PER_S    UINT64_C(65536)
-#define WARN_EVERY_NS  (30 * MOE_NS_PER_S)
+#define CHECK_EVERY_NS        (250 * MOE_NS_PER_MS)
+#define ENDING_NS             MOE_NS_PER_S /* for the client to take the last bytes */
+#define LEAST_PER_S           UINT64_C(65536)
+#define WARN_EVERY_NS         (30 * MOE_NS_PER_S)
+#define HANDSHAKES_ACCOUNT_NS (200 * MOE_NS_PER_MS) /* a quarter of it may be used at once */
 
 enum {
     EVENTS = 64,
+    HANDSHAKES_SHARE = 4,   /* one part in so many of the thread's time */
     TURN_BYTES = 1 << 20,   /* of one direction before others have their turn */
     SOCKET_BYTES = 1 << 20, /* wish for the buffers between relay and server */
-    PREFACE_BYTES = 24,
 };
 
 static const char preface[] = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+_Static_assert(sizeof preface - 1 == MOE_END_PEEK_BYTES, "a peek sees all of the preface");
 
 /* ------------------------------------------------------------------ lists */
+
+static struct moe_connections *turns_of(const struct moe_connection *c)
+{
+    return c->state == MOE_CONNECTION_HANDSHAKE ? &c->relay->handshakes : &c->relay->ready;
+}
 
 static void make_ready(struct moe_connection *c)
 {
     if (c->ready || c->gone)
         return;
     c->ready = true;
-    TAILQ_INSERT_TAIL(&c->relay->ready, c, ready_link);
+    TAILQ_INSERT_TAIL(turns_of(c), c, ready_link);
 }
 
 static void make_timed(struct moe_connection *c)
@@ -57,14 +68,19 @@ static void leave_lists(struct moe_connection *c)
 {
     struct moe_relay *r = c->relay;
     if (c->ready)
-        TAILQ_REMOVE(&r->ready, c, ready_link);
+        TAILQ_REMOVE(turns_of(c), c, ready_link);
     if (c->timed)
         TAILQ_REMOVE(&r->timed, c, timed_link);
     c->ready = c->timed = false;
     moe_mutex_lock(&r->listener->lock);
     TAILQ_REMOVE(&r->connections, c, link);
-    moe_peers_leave(&r->listener->peers, &c->who);
-    r->listener->count--;
+    if (c->replaceable)
+        TAILQ_REMOVE(&r->listener->replaceable, c, replaceable_link);
+    c->replaceable = false;
+    if (!c->replaced) {
+        moe_peers_leave(&r->listener->peers, &c->who);
+        r->listener->count--;
+    }
     moe_mutex_unlock(&r->listener->lock);
 }
 
@@ -77,6 +93,7 @@ static void close_now(struct moe_connection *c, enum moe_close_reason reason)
     moe_listener_count_closed(l, reason);
     moe_flow_discard(&c->up, &r->pool);
     moe_flow_discard(&c->down, &r->pool);
+    moe_tls_close(c->client.tls);
     close(c->client.fd);
     if (c->server.fd >= 0)
         close(c->server.fd);
@@ -91,7 +108,7 @@ static void close_now(struct moe_connection *c, enum moe_close_reason reason)
 /* The server gets the end of the connection now; the client what the server has sent by then. */
 static void end(struct moe_connection *c, enum moe_close_reason reason)
 {
-    if (c->state == MOE_CONNECTION_NEW) {
+    if (c->state < MOE_CONNECTION_OPEN) {
         close_now(c, reason);
         return;
     }
@@ -155,8 +172,9 @@ static void refuse_frames(struct moe_connection *c)
     if (flood)
         warn_of_flood(c);
     if (flood && c->down.at == c->down.ready && moe_frames_at_border(&c->frames_back)) {
+        size_t count; /* if it does not fit, the client learns nothing */
         moe_frames_goaway(c->frames.last_stream, goaway);
-        (void)send(c->client.fd, goaway, sizeof goaway, MSG_DONTWAIT | MSG_NOSIGNAL);
+        (void)moe_end_write(&c->client, goaway, sizeof goaway, &count);
     }
     close_now(c, flood                                       ? MOE_CLOSE_FLOOD
                  : c->frames.outcome == MOE_FRAMES_NO_MEMORY ? MOE_CLOSE_DESCRIPTORS
@@ -197,7 +215,10 @@ static bool open_server(struct moe_connection *c)
         close(pair[1]);
         return false;
     }
-    c->user = config->opened(config->ctx, &c->who, pair[1]);
+    void *user = config->opened(config->ctx, &c->who, pair[1]);
+    moe_mutex_lock(&c->relay->listener->lock); /* make_place looks at it */
+    c->user = user;
+    moe_mutex_unlock(&c->relay->listener->lock);
     c->up.look = look_up_stream;
     c->down.look = look_down_stream;
     c->frames.events = config->streams;
@@ -209,26 +230,22 @@ static bool open_server(struct moe_connection *c)
 /* The preface stays in the socket until it is whole: a client that waits costs no buffer. */
 static void read_preface(struct moe_connection *c)
 {
-    char text[PREFACE_BYTES];
+    uint8_t text[MOE_END_PEEK_BYTES];
+    size_t count;
     if (!c->client.readable)
         return;
-    ssize_t n = recv(c->client.fd, text, sizeof text, MSG_DONTWAIT | MSG_PEEK);
-    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) {
-        c->client.readable = errno == EINTR;
-        return;
-    }
-    if (n <= 0 || (c->client.hung_up && n < PREFACE_BYTES))
+    enum moe_end_result result = moe_end_peek(&c->client, text, &count);
+    if (result == MOE_END_OVER || result == MOE_END_FAILED)
         close_now(c, MOE_CLOSE_CLIENT);
-    else if (memcmp(text, preface, (size_t)n) != 0)
+    else if (memcmp(text, preface, count) != 0)
         close_now(c, MOE_CLOSE_PREFACE);
-    else if (n < PREFACE_BYTES)
-        c->client.readable = false;
-    else if (!open_server(c))
+    else if (result == MOE_END_MOVED && !open_server(c))
         close_now(c, MOE_CLOSE_DESCRIPTORS);
 }
 
 static void arrive(struct moe_connection *c)
 {
+    c->state = c->who.link == MOE_RPC_LINK_TLS ? MOE_CONNECTION_HANDSHAKE : MOE_CONNECTION_NEW;
     c->deadline_ns = moe_clock_ns() + c->relay->listener->config.preface_ms * MOE_NS_PER_MS;
     make_timed(c);
     if (!watch(c, c->client.fd, MOE_EVENT_CLIENT))
@@ -303,6 +320,35 @@ static void relay_bytes(struct moe_connection *c)
         make_ready(c);
 }
 
+/* When handshakes have less than their account in use. */
+static uint64_t next_handshake_ns(const struct moe_relay *r)
+{
+    return r->handshakes_ns > HANDSHAKES_ACCOUNT_NS ? r->handshakes_ns - HANDSHAKES_ACCOUNT_NS : 0;
+}
+
+/* One step of the handshake that has waited longest, if it is time for one. */
+static void run_handshake(struct moe_relay *r)
+{
+    struct moe_connection *c = TAILQ_FIRST(&r->handshakes);
+    if (c == NULL)
+        return;
+    const uint64_t began = moe_clock_ns();
+    if (began < next_handshake_ns(r))
+        return;
+    TAILQ_REMOVE(&r->handshakes, c, ready_link);
+    c->ready = false;
+    enum moe_handshake_outcome outcome = moe_handshake_step(c);
+    const uint64_t start = r->handshakes_ns > began ? r->handshakes_ns : began;
+    r->handshakes_ns = start + HANDSHAKES_SHARE * (moe_clock_ns() - began);
+    if (outcome == MOE_HANDSHAKE_FAILED) {
+        close_now(c, c->reason);
+    } else if (outcome == MOE_HANDSHAKE_DONE) {
+        c->state = MOE_CONNECTION_NEW;
+        c->client.readable = true; /* the session may have read on */
+        make_ready(c);
+    }
+}
+
 /* One turn for each connection that is ready now. */
 static void run_ready(struct moe_relay *r)
 {
@@ -327,7 +373,11 @@ static bool check_time(struct moe_connection *c, uint64_t now)
     const struct moe_listener_config *config = &c->relay->listener->config;
     const uint64_t window = config->silence_ms * MOE_NS_PER_MS;
     if (c->state != MOE_CONNECTION_OPEN && now >= c->deadline_ns) {
-        close_now(c, c->state == MOE_CONNECTION_NEW ? MOE_CLOSE_PREFACE : c->reason);
+        if (c->state == MOE_CONNECTION_HANDSHAKE)
+            moe_handshake_late(c);
+        close_now(c, c->state == MOE_CONNECTION_HANDSHAKE ? MOE_CLOSE_HANDSHAKE
+                     : c->state == MOE_CONNECTION_NEW     ? MOE_CLOSE_PREFACE
+                                                          : c->reason);
         return true;
     }
     if (c->owes_ns != 0 && now >= c->owes_ns + config->preface_ms * MOE_NS_PER_MS) {
@@ -367,6 +417,8 @@ static int sleep_ms(const struct moe_relay *r)
         until = moe_earlier(until, r->listener->retry_ns);
     if (!TAILQ_EMPTY(&r->ready))
         return 0;
+    if (!TAILQ_EMPTY(&r->handshakes))
+        until = moe_earlier(until, next_handshake_ns(r));
     if (until == MOE_NEVER)
         return -1;
     uint64_t now = moe_clock_ns();
@@ -419,7 +471,9 @@ static void on_wake(struct moe_relay *r)
     TAILQ_FOREACH(c, &started, ready_link)
     arrive(c);
     TAILQ_FOREACH(c, &ended, order_link)
-    if (!c->gone)
+    if (!c->gone && c->replaced)
+        close_now(c, MOE_CLOSE_LIMIT);
+    else if (!c->gone)
         end(c, closing ? MOE_CLOSE_SHUTDOWN : MOE_CLOSE_IDENTITY);
 }
 
@@ -442,6 +496,10 @@ static void on_event(struct moe_relay *r, const struct epoll_event *event)
     e->readable |= (event->events & (EPOLLIN | over)) != 0;
     e->writable |= (event->events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) != 0;
     e->hung_up |= (event->events & over) != 0;
+    if (e->read_needs_room && e->writable) {
+        e->read_needs_room = false;
+        e->readable = true;
+    }
     make_ready(c);
 }
 
@@ -464,6 +522,7 @@ static void *relay_main(void *arg)
         for (int i = 0; i < n; i++)
             on_event(r, &events[i]);
         run_ready(r);
+        run_handshake(r);
         uint64_t now = moe_clock_ns();
         check_times(r, now);
         if (r == r->listener->relays)
@@ -490,6 +549,7 @@ struct moe_status moe_relay_start(struct moe_listener *l, struct moe_relay *r)
     r->listener = l;
     SLIST_INIT(&r->pool.spare);
     TAILQ_INIT(&r->ready);
+    TAILQ_INIT(&r->handshakes);
     TAILQ_INIT(&r->timed);
     TAILQ_INIT(&r->gone);
     TAILQ_INIT(&r->arrivals);

@@ -426,6 +426,14 @@ static bool take_unit(struct rest *r, struct moe_digest_table *t, const struct l
     return true;
 }
 
+struct moe_status moe_digest_part_layer(const uint8_t *part, size_t length, uint32_t *layer,
+                                        uint32_t *experts)
+{
+    struct rest r = {part, length};
+    return take_number(&r, layer) && take_number(&r, experts) ? moe_ok()
+                                                              : malformed("a part is cut");
+}
+
 struct moe_status moe_digest_table_unpack(struct moe_digest_table *t, const uint8_t *part,
                                           size_t length)
 {

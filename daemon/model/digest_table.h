@@ -87,6 +87,10 @@ struct moe_digest_cursor {
  * (>= MOE_DIGEST_PART_MIN_BYTES). Returns its length; 0 when nothing is left. */
 size_t moe_digest_table_pack(const struct moe_digest_table *t, struct moe_digest_cursor *at,
                              uint8_t *part, size_t capacity);
+/* The layer of a part from outside, and its number of experts. Errors:
+ * MOE_INVALID_ARGUMENT/MALFORMED (the part is too short). */
+struct moe_status moe_digest_part_layer(const uint8_t *part, size_t length, uint32_t *layer,
+                                        uint32_t *experts) MOE_CHECKED;
 /* Adds the units of a part from outside. Errors: MOE_INVALID_ARGUMENT/MALFORMED, as for add_layer,
  * OUT_OF_MEMORY; some units may have been added then. */
 struct moe_status moe_digest_table_unpack(struct moe_digest_table *t, const uint8_t *part,

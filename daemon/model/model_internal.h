@@ -28,8 +28,8 @@ struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer
                                          const uint32_t *experts, size_t expert_count,
                                          moe_piece_visitor visit, void *ctx) MOE_CHECKED;
 
-/* For loader.c: the hashing of one layer (digester.c). Ranges of a unit are added one after the
- * other; a range that is the same as the last one is added once. */
+/* For loader.c and writer.c: the hashing of one layer (digester.c). Ranges of a unit are added one
+ * after the other; a range that is the same as the last one is added once. */
 
 /* Forgets the layer before. */
 void moe_digester__begin(struct moe_digester *d, size_t layer);

@@ -34,14 +34,16 @@ struct moe_model_range {
 typedef struct moe_status (*moe_range_sink)(void *ctx, const struct moe_model_range *range);
 
 /* Writes weights of layer `i` into a frame: those of `experts` (ascending), and with `replicated`
- * also all weights that do not belong to an expert. Rounds to nearest even into BF16 and F16 files,
- * which is exact for values read from such a file. Calls `written` for every range; both callbacks
- * get `ctx`. Errors: those of the callbacks, IO, disk full as above, OUT_OF_MEMORY; MOE_DATA_LOSS
- * if a file of the frame has changed its length. */
+ * also all weights that do not belong to an expert. `digester` hashes what is written, for
+ * moe_digester_finish, as if it had been loaded; NULL = none. Rounds to nearest even into BF16 and
+ * F16 files, which is exact for values read from such a file. Calls `written` for every range; both
+ * callbacks get `ctx`. Errors: those of the callbacks, IO, disk full as above, OUT_OF_MEMORY;
+ * MOE_DATA_LOSS if a file of the frame has changed its length. */
 struct moe_status moe_model_write_layer(const struct moe_model *m, int to, size_t i,
                                         bool replicated, const uint32_t *experts,
                                         size_t expert_count, moe_weight_source source,
-                                        moe_range_sink written, void *ctx) MOE_CHECKED;
+                                        moe_range_sink written, void *ctx,
+                                        struct moe_digester *digester) MOE_CHECKED;
 
 enum { MOE_MODEL_NAME_MAX = 192 };
 /* Name of the tensor of a weight; a fused one contains others, too (below). */

@@ -26,6 +26,9 @@ struct writer {
     char *raw;    /* the range being assembled */
     float *value; /* one canonical weight */
     size_t raw_bytes, value_bytes;
+    struct moe_digester *digester; /* NULL: none */
+    enum moe_weight weight;        /* of `last` */
+    uint32_t expert;
     struct moe_piece last; /* of which `filled` bytes are in `raw`; 0 = none */
     uint64_t filled;
     const char *shard; /* the file of `fd`, or NULL */
@@ -163,7 +166,13 @@ static struct moe_status flush(struct writer *w)
     w->filled = 0;
     MOE_TRY(open_shard(w, &p->at));
     MOE_TRY(write_at(w->fd, w->raw, p->bytes, range.offset));
-    MOE_TRY(moe_sha256_of(w->raw, (size_t)p->bytes, range.sha256));
+    if (w->digester != NULL)
+        MOE_TRY(moe_digester__hash(w->digester, w->weight, w->expert, p, w->raw, 0));
+    struct moe_status st = moe_sha256_of(w->raw, (size_t)p->bytes, range.sha256);
+    struct moe_status digested =
+        w->digester != NULL ? moe_digester__wait(w->digester, 0) : moe_ok();
+    MOE_TRY(st);
+    MOE_TRY(digested);
     return w->written(w->ctx, &range);
 }
 
@@ -192,6 +201,8 @@ static struct moe_status write_piece(void *ctx, enum moe_weight weight, uint32_t
         MOE_TRY(flush(w));
         MOE_TRY(grow((void **)&w->raw, &w->raw_bytes, (size_t)p->bytes));
         w->last = *p;
+        w->weight = weight;
+        w->expert = expert;
     }
     MOE_TRY(grow((void **)&w->value, &w->value_bytes, bytes));
     MOE_TRY(w->source(w->ctx, weight, expert, w->value, count));
@@ -203,10 +214,18 @@ static struct moe_status write_piece(void *ctx, enum moe_weight weight, uint32_t
 struct moe_status moe_model_write_layer(const struct moe_model *m, int to, size_t i,
                                         bool replicated, const uint32_t *experts,
                                         size_t expert_count, moe_weight_source source,
-                                        moe_range_sink written, void *ctx)
+                                        moe_range_sink written, void *ctx,
+                                        struct moe_digester *digester)
 {
     struct moe_status st;
-    struct writer w = {.directory = to, .source = source, .written = written, .ctx = ctx, .fd = -1};
+    struct writer w = {.directory = to,
+                       .source = source,
+                       .written = written,
+                       .ctx = ctx,
+                       .digester = digester,
+                       .fd = -1};
+    if (digester != NULL)
+        moe_digester__begin(digester, i);
     MOE_TRY_GOTO(
         st, moe_model__visit_layer(m, i, replicated, experts, expert_count, write_piece, &w), done);
     MOE_TRY_GOTO(st, flush(&w), done);

@@ -64,7 +64,12 @@ static void settle(struct moe_rpc_call *c)
         return;
     MOE_INVARIANT(!c->over);
     c->over = true;
+    if (c->keeps)
+        atomic_fetch_sub(&c->connection->keepers, 1);
     drop_queue(c);
+    if (c->upload != NULL)
+        moe_rpc_upload_release(c->upload);
+    c->upload = NULL;
     report_end(c);
     if (c->introduced && c->entry->method.done != NULL)
         c->entry->method.done(c, c->entry->method.ctx);
@@ -73,14 +78,57 @@ static void settle(struct moe_rpc_call *c)
 
 /* ------------------------------------------------------------------ reading */
 
+/* [any thread] Starts the read that ask() has counted. */
 static void start_read(struct moe_rpc_call *c)
 {
     grpc_op op = {.op = GRPC_OP_RECV_MESSAGE};
     op.data.recv_message.recv_message = &c->received;
-    if (c->permit == MOE_RPC_PERMIT_GRANTED)
-        moe_rpc_limit_start(&c->shard->reading, &c->reading);
-    c->batches++;
     MOE_RPC_START(c->core, &op, 1, &c->on_received);
+}
+
+void moe_rpc_start_granted(void *call)
+{
+    struct moe_rpc_call *c = call;
+    start_read(c);
+    moe_rpc_call_unref(c);
+}
+
+/* Reads the next message as soon as the budget allows it. So the core never has a read before the
+ * message is announced: it would open the window for a message of any length. */
+static void ask(struct moe_rpc_call *c)
+{
+    bool now;
+    struct moe_status st = moe_rpc_upload_next(c->upload, &now);
+    if (moe_failed(&st)) {
+        moe_rpc_fail(c, st);
+        return;
+    }
+    c->reads = true;
+    c->batches++;
+    if (now)
+        start_read(c);
+    else if (c->entry->method.kind == MOE_RPC_UNARY)
+        moe_rpc_limit_start(&c->shard->reading, &c->reading);
+}
+
+/* The call ends: a read that has not started does not start any more. */
+static void stop_asking(struct moe_rpc_call *c)
+{
+    if (!c->reads || !moe_rpc_upload_forget(c->upload))
+        return;
+    moe_rpc_limit_stop(&c->shard->reading, &c->reading);
+    c->reads = false;
+    c->batches--;
+}
+
+/* A call that was allowed keeps its connection's place at a limit, from its first message to its
+ * end. Health checks are open to all, so they do not count. */
+static void keep_place(struct moe_rpc_call *c)
+{
+    if (c->keeps || c->entry->built_in)
+        return;
+    c->keeps = true;
+    atomic_fetch_add(&c->connection->keepers, 1);
 }
 
 static void deliver(struct moe_rpc_call *c, struct moe_rpc_msg *m)
@@ -97,46 +145,54 @@ static void deliver(struct moe_rpc_call *c, struct moe_rpc_msg *m)
     }
     c->half_closed = m == NULL;
     atomic_store(&c->read_outstanding, false);
+    if (m != NULL)
+        keep_place(c);
     method->message(c, m, method->ctx);
+}
+
+/* The handler wants the next message. While it still gets one, that one is not delivered yet. */
+static void apply_read(struct moe_rpc_call *c)
+{
+    if (c->closed || c->half_closed || c->end_started)
+        return;
+    if (c->delivers)
+        c->reads_on = true;
+    else
+        ask(c);
 }
 
 static void on_received(struct moe_rpc_tag *tag, bool ok)
 {
     struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, on_received, tag);
     grpc_byte_buffer *message = c->received;
+    const bool whole = ok && message != NULL;
+    const uint64_t length = whole ? grpc_byte_buffer_length(message) : 0;
     c->received = NULL;
+    c->reads = false;
     moe_rpc_limit_stop(&c->shard->reading, &c->reading);
+    c->delivers = true;
     /* A failed read (broken connection, message over the limit) also closes the call. */
     if (ok)
         deliver(c, moe_rpc_msg_from_buffer(message));
     else if (message != NULL)
         grpc_byte_buffer_destroy(message);
-    if (c->permit == MOE_RPC_PERMIT_GRANTED)
-        moe_rpc_admission_leave(&c->shard->server->admission, c);
+    c->delivers = false;
+    if (whole)
+        moe_rpc_upload_delivered(c->upload, length);
+    if (c->reads_on)
+        apply_read(c);
+    c->reads_on = false;
     c->batches--;
     settle(c);
-}
-
-static void read_first(struct moe_rpc_call *c)
-{
-    const struct moe_rpc_method *method = &c->entry->method;
-    bool now = true;
-    if (method->large && method->kind == MOE_RPC_UNARY) {
-        struct moe_status st = moe_rpc_admission_enter(&c->shard->server->admission, c, &now);
-        if (moe_failed(&st)) {
-            moe_rpc_fail(c, st);
-            return;
-        }
-    }
-    if (now)
-        start_read(c);
 }
 
 void moe_rpc_reading_passed(struct moe_rpc_limit *reading)
 {
     struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, reading, reading);
+    if (moe_rpc_upload_has_begun(c->upload))
+        return; /* its rate counts */
     moe_rpc_fail(c, moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
-                              "the request did not arrive whole within %llu ms",
+                              "no request has arrived within %llu ms",
                               (unsigned long long)(c->shard->reading.length_ns / MOE_NS_PER_MS)));
 }
 
@@ -252,7 +308,7 @@ static void on_closed(struct moe_rpc_tag *tag, bool ok)
     struct moe_rpc_call *c = MOE_RPC_OWNER(struct moe_rpc_call, on_closed, tag);
     (void)ok;
     c->closed = true;
-    moe_rpc_admission_forget(&c->shard->server->admission, c);
+    stop_asking(c);
     if (c->core_cancelled) {
         atomic_store(&c->cancelled, true);
         if (c->introduced && c->entry->method.cancelled != NULL)
@@ -271,8 +327,10 @@ static void copy_text(grpc_slice from, char *to, size_t capacity)
     to[length] = '\0';
 }
 
-/* The text behind "authorization: Bearer "; "" unless there is exactly one of a legal length. */
-static void find_token(const grpc_metadata_array *metadata, char token[TOKEN_BYTES])
+/* The text behind "authorization: Bearer ", with the scheme in any case; "" without that header.
+ * NULL if there are two, or one that is no token: a caller who tries to show one has no rights by
+ * other ways. */
+static const char *find_token(const grpc_metadata_array *metadata, char token[TOKEN_BYTES])
 {
     static const char scheme[] = "Bearer ";
     size_t found = 0;
@@ -284,14 +342,31 @@ static void find_token(const grpc_metadata_array *metadata, char token[TOKEN_BYT
         size_t length = GRPC_SLICE_LENGTH(m->value);
         const char *value = (const char *)GRPC_SLICE_START_PTR(m->value);
         if (++found > 1 || length < sizeof scheme || length - sizeof scheme + 1 >= TOKEN_BYTES ||
-            strncasecmp(value, scheme, sizeof scheme - 1) != 0) {
-            token[0] = '\0';
-            return;
-        }
+            strncasecmp(value, scheme, sizeof scheme - 1) != 0)
+            return NULL;
         length -= sizeof scheme - 1;
         memcpy(token, value + sizeof scheme - 1, length);
         token[length] = '\0';
+        for (size_t k = 0; k < length; k++)
+            if (token[k] <= ' ' || token[k] > '~')
+                return NULL;
     }
+    return token;
+}
+
+/* The upload that the listener has made for the call's stream. The field that names it comes last:
+ * no client can know its name. */
+static struct moe_rpc_upload *find_upload(struct moe_rpc_call *c)
+{
+    const uint32_t largest = c->entry->method.largest != 0 ? c->entry->method.largest
+                                                           : c->shard->server->max_message_bytes;
+    for (size_t i = c->metadata.count; i-- > 0;) {
+        const grpc_metadata *m = &c->metadata.metadata[i];
+        if (grpc_slice_str_cmp(m->key, moe_rpc_upload_field_name()) == 0)
+            return moe_rpc_upload_find(c->connection->uploads, GRPC_SLICE_START_PTR(m->value),
+                                       GRPC_SLICE_LENGTH(m->value), c, largest);
+    }
+    return NULL;
 }
 
 /* False when the server drains. */
@@ -320,9 +395,8 @@ static struct moe_status authorise(struct moe_rpc_call *c)
         return moe_ok();
     }
     copy_text(c->details.method, path, sizeof path);
-    find_token(&c->metadata, token);
-    struct moe_status st =
-        server->authorise(server->authorise_ctx, &c->connection->who, path, token, &c->grant);
+    struct moe_status st = server->authorise(server->authorise_ctx, &c->connection->who, path,
+                                             find_token(&c->metadata, token), &c->grant);
     explicit_bzero(token, sizeof token);
     return st;
 }
@@ -336,6 +410,9 @@ static void started(struct moe_rpc_call *c)
     MOE_RPC_START(c->core, &op, 1, &c->on_closed);
 
     struct moe_status st = authorise(c);
+    c->upload = find_upload(c);
+    if (!moe_failed(&st) && c->upload == NULL)
+        st = moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "the client has left");
     if (!moe_failed(&st) && c->entry->unknown)
         st = moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED, "the server has no such method");
     if (!moe_failed(&st) && !admit(c))
@@ -348,7 +425,7 @@ static void started(struct moe_rpc_call *c)
     if (method->started != NULL)
         method->started(c, method->ctx);
     if (!atomic_load(&c->ended))
-        read_first(c);
+        ask(c);
 }
 
 static const struct moe_rpc_entry *find_entry(const struct moe_rpc_server *server, grpc_slice path)
@@ -386,7 +463,6 @@ static struct moe_rpc_call *call_create(struct moe_rpc_connection *connection)
     atomic_fetch_add(&connection->references, 1);
     c->end_op = (struct moe_rpc_op){.kind = MOE_RPC_OP_END, .call = c};
     c->read_op = (struct moe_rpc_op){.kind = MOE_RPC_OP_READ, .call = c};
-    c->grant_op = (struct moe_rpc_op){.kind = MOE_RPC_OP_GRANT, .call = c};
     c->queue_end = &c->queue;
     c->on_accepted.fn = on_accepted;
     c->on_closed.fn = on_closed;
@@ -443,14 +519,6 @@ static void apply_send(struct moe_rpc_call *c, struct moe_rpc_op *op)
     pump(c);
 }
 
-static void apply_grant(struct moe_rpc_call *c)
-{
-    if (c->closed || atomic_load(&c->ended))
-        moe_rpc_admission_leave(&c->shard->server->admission, c);
-    else
-        start_read(c);
-}
-
 void moe_rpc_apply(struct moe_rpc_op *op)
 {
     struct moe_rpc_call *c = op->call;
@@ -458,14 +526,10 @@ void moe_rpc_apply(struct moe_rpc_op *op)
     case MOE_RPC_OP_SEND: apply_send(c, op); break;
     case MOE_RPC_OP_END:
         c->ending = true;
-        moe_rpc_admission_forget(&c->shard->server->admission, c);
+        stop_asking(c);
         pump(c);
         break;
-    case MOE_RPC_OP_READ:
-        if (!c->closed && !c->half_closed && !c->end_started)
-            start_read(c);
-        break;
-    case MOE_RPC_OP_GRANT: apply_grant(c); break;
+    case MOE_RPC_OP_READ: apply_read(c); break;
     }
     moe_rpc_call_unref(c);
 }

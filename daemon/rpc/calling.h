@@ -7,6 +7,7 @@
 #include "daemon/trusted_file.h"
 #include "rpc/client.h"
 #include "rpc/core.h"
+#include "tls/pem.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -15,6 +16,7 @@
 /* A call of either kind while the core knows it. */
 struct moe_rpc_in_flight {
     struct moe_rpc_client *client;
+    struct moe_rpc_route *route;
     grpc_call *core;   /* NULL once the call is over */
     bool asked_to_end; /* this side cancelled the call */
     bool starting;     /* the function that starts it has not returned: the client must stay */
@@ -30,6 +32,8 @@ struct moe_rpc_client {
     MOE_GUARDED_BY(lock) struct {
         TAILQ_HEAD(, moe_rpc_in_flight) calls; /* unfinished, or still starting */
         bool closing;                          /* new calls are cancelled at once */
+        char *pem_paths;                       /* channel.c: the files of `pem`; NULL: none */
+        struct moe_tls_pem pem;                /* valid contents, for channels that find others */
     };
 };
 
@@ -49,11 +53,27 @@ void moe_rpc_token_close(struct moe_rpc_token *t);
 /* One reference for the caller. */
 grpc_slice moe_rpc_token_header(struct moe_rpc_token *t);
 
+/* channel.c. A channel of the core, with one state of the files of TLS. Calls hold it until
+ * they are over, so a new certificate breaks none. */
+struct moe_rpc_route {
+    atomic_uint references; /* one of each call, and one of its channel while it is the current */
+    enum moe_rpc_link link;
+    grpc_channel *core;
+};
+
 struct moe_rpc_channel {
     struct moe_rpc_client *client;
-    grpc_channel *core;
     struct moe_rpc_token *token; /* NULL: none */
+    char *target;
+    uint32_t max_message_bytes, reconnect_ms;
+    bool own_connection, local; /* a Unix socket */
+    struct moe_rpc_tls *tls;    /* NULL: plain */
+    struct moe_mutex lock;
+    MOE_GUARDED_BY(lock) struct moe_rpc_route *route;
 };
+/* The route for a call that begins now; one reference for the caller. */
+struct moe_rpc_route *moe_rpc_channel_route(struct moe_rpc_channel *ch);
+void moe_rpc_route_drop(struct moe_rpc_route *route);
 
 bool moe_rpc_client_is_this_thread(const struct moe_rpc_client *c);
 

@@ -1,17 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* gRPC client: one completion queue and its thread, channels, and unary calls. Streams are in
- * stream.c. Callers retry: a retry inside the core would keep references to tensors. */
+/* gRPC client: one completion queue and its thread, and unary calls. Channels are in channel.c,
+ * streams in stream.c. Callers retry: a retry inside the core would keep references to tensors. */
 #include "rpc/client.h"
 
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "base/thread.h"
 #include "base/wait.h"
-#include "daemon/local.h"
 #include "rpc/calling.h"
-#include "uploads/budget.h"
 
-#include <limits.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -109,6 +106,9 @@ void moe_rpc_client_destroy(struct moe_rpc_client *c)
     pthread_join(c->thread, NULL);
     grpc_completion_queue_destroy(c->queue);
     pthread_cond_destroy(&c->idle);
+    moe_mutex_not_shared(&c->lock);
+    moe_tls_pem_free(&c->pem);
+    free(c->pem_paths);
     moe_mutex_destroy(&c->lock);
     moe_rpc_library_unref();
     free(c);
@@ -121,7 +121,8 @@ void moe_rpc_in_flight_begin(struct moe_rpc_in_flight *f, struct moe_rpc_channel
 {
     struct moe_rpc_client *c = ch->client;
     f->client = c;
-    f->core = grpc_channel_create_call(ch->core, NULL, GRPC_PROPAGATE_DEFAULTS, c->queue,
+    f->route = moe_rpc_channel_route(ch);
+    f->core = grpc_channel_create_call(f->route->core, NULL, GRPC_PROPAGATE_DEFAULTS, c->queue,
                                        grpc_slice_from_static_string(path), NULL,
                                        moe_rpc_time_to_core(deadline_ns), NULL);
     f->starting = true;
@@ -164,8 +165,29 @@ void moe_rpc_in_flight_started(struct moe_rpc_in_flight *f)
     moe_mutex_unlock(&c->lock);
 }
 
+/* What a user can do about the words of the core or of OpenSSL; NULL: they say it themselves. */
+static const char *hint_for(const char *cause, enum moe_rpc_link link)
+{
+    static const char *const ends[] = {"Socket closed", "reset by peer", "Endpoint read failed"};
+    bool ends_early = false;
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++)
+        ends_early = ends_early || strstr(cause, ends[i]) != NULL;
+    if (strstr(cause, "certificate verify failed") != NULL)
+        return "the server's certificate does not lead to the CA of this client, or its dates do "
+               "not hold";
+    if (strstr(cause, "is not in peer certificate") != NULL)
+        return "the server's certificate is not for the host of the endpoint";
+    if (strstr(cause, "wrong version number") != NULL)
+        return "the server does not use TLS there";
+    if (ends_early && link == MOE_RPC_LINK_TLS)
+        return "the server closed the connection; it may not accept the certificate of this client";
+    if (ends_early && link == MOE_RPC_LINK_TCP)
+        return "the server closed the connection; it may expect TLS";
+    return NULL;
+}
+
 /* The cause at the end of the core's text ("...; last error: UNKNOWN: ...: Connection refused"). */
-static struct moe_status in_plain_words(struct moe_status st)
+static struct moe_status in_plain_words(struct moe_status st, enum moe_rpc_link link)
 {
     static const char no_address[] = "failed to connect to all addresses";
     static const char no_name[] = "DNS resolution failed";
@@ -174,7 +196,9 @@ static struct moe_status in_plain_words(struct moe_status st)
                    strncmp(st.text, no_name, sizeof no_name - 1) == 0;
     if (st.code != MOE_UNAVAILABLE || !wrapped || cause == NULL)
         return st;
-    return moe_error(MOE_UNAVAILABLE, st.reason, "cannot connect:%s", cause + 1);
+    const char *hint = hint_for(cause + 1, link);
+    return hint != NULL ? moe_error(MOE_UNAVAILABLE, st.reason, "cannot connect: %s", hint)
+                        : moe_error(MOE_UNAVAILABLE, st.reason, "cannot connect:%s", cause + 1);
 }
 
 struct moe_status moe_rpc_in_flight_status(struct moe_rpc_in_flight *f, grpc_status_code code,
@@ -187,12 +211,13 @@ struct moe_status moe_rpc_in_flight_status(struct moe_rpc_in_flight *f, grpc_sta
     if (code == GRPC_STATUS_CANCELLED && !ours && trailing->count == 0)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_NONE, RETRY_MS,
                                "the server dropped the call");
-    return in_plain_words(moe_rpc_status_from_core(code, text, trailing));
+    return in_plain_words(moe_rpc_status_from_core(code, text, trailing), f->route->link);
 }
 
 void moe_rpc_in_flight_end(struct moe_rpc_in_flight *f)
 {
     struct moe_rpc_client *c = f->client;
+    struct moe_rpc_route *route = f->route;
     moe_mutex_lock(&c->lock);
     grpc_call *core = f->core;
     f->core = NULL;
@@ -200,6 +225,7 @@ void moe_rpc_in_flight_end(struct moe_rpc_in_flight *f)
         leave_list(c, f);
     moe_mutex_unlock(&c->lock);
     grpc_call_unref(core);
+    moe_rpc_route_drop(route);
 }
 
 grpc_op moe_rpc_open_op(struct moe_rpc_channel *ch, const struct moe_rpc_call_options *options,
@@ -222,86 +248,6 @@ grpc_op moe_rpc_open_op(struct moe_rpc_channel *ch, const struct moe_rpc_call_op
 void moe_rpc_open_done(grpc_metadata *header)
 {
     grpc_slice_unref(header->value);
-}
-
-/* ------------------------------------------------------------------ channels */
-
-enum { TARGET_BYTES = 512 };
-
-/* A daemon of this user is reached by its socket, where it knows the user. */
-static struct moe_status find_target(const char *endpoint, char target[TARGET_BYTES], bool *local)
-{
-    char path[MOE_LOCAL_PATH_BYTES];
-    *local = moe_local_find(endpoint, path);
-    int n = *local ? snprintf(target, TARGET_BYTES, "unix:%s", path)
-                   : snprintf(target, TARGET_BYTES, "%s", endpoint);
-    return n > 0 && n < TARGET_BYTES ? moe_ok()
-                                     : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                                                 "the address is too long");
-}
-
-struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
-                                       const struct moe_rpc_channel_config *config,
-                                       struct moe_rpc_channel **out)
-{
-    /* Reconnect within seconds after a restart of the group; the core's default is two minutes. */
-    enum { FIRST_BACKOFF_MS = 100, LONGEST_BACKOFF_MS = 5000 };
-    uint32_t largest = config->max_message_bytes, longest = config->reconnect_ms;
-    if (longest == 0 || longest > LONGEST_BACKOFF_MS)
-        longest = LONGEST_BACKOFF_MS;
-    *out = NULL;
-    if (largest == 0)
-        largest = MOE_RPC_DEFAULT_MESSAGE_BYTES;
-    if (largest > INT_MAX)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "largest message must be below 2 GiB");
-    grpc_arg args[] = {
-        moe_rpc_int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, (int)largest),
-        moe_rpc_int_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, (int)largest),
-        moe_rpc_int_arg(GRPC_ARG_MAX_METADATA_SIZE, MOE_RPC_METADATA_BYTES),
-        moe_rpc_int_arg(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, MOE_RPC_FRAME_BYTES),
-        moe_rpc_int_arg(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, MOE_RPC_LOOKAHEAD_BYTES),
-        moe_rpc_int_arg(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, config->own_connection),
-        moe_rpc_int_arg(GRPC_ARG_ENABLE_RETRIES, 0),
-        moe_rpc_int_arg(GRPC_ARG_ENABLE_HTTP_PROXY, 0),
-        moe_rpc_int_arg(GRPC_ARG_ENABLE_CHANNELZ, 0),
-        moe_rpc_int_arg(GRPC_COMPRESSION_CHANNEL_ENABLED_ALGORITHMS_BITSET, 1),
-        moe_rpc_int_arg(GRPC_ARG_KEEPALIVE_TIME_MS, MOE_RPC_KEEPALIVE_MS),
-        moe_rpc_int_arg(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, MOE_RPC_KEEPALIVE_WAIT_MS),
-        moe_rpc_int_arg(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1),
-        moe_rpc_int_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
-        moe_rpc_int_arg(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, FIRST_BACKOFF_MS),
-        moe_rpc_int_arg(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, (int)longest),
-    };
-    char target[TARGET_BYTES];
-    bool local;
-    struct moe_rpc_token *token = NULL;
-    MOE_TRY(find_target(config->target, target, &local));
-    if (config->token_file != NULL && !local)
-        MOE_TRY(moe_rpc_token_open(config->token_file, &token));
-    struct moe_rpc_channel *ch = calloc(1, sizeof *ch);
-    if (ch == NULL) {
-        moe_rpc_token_close(token);
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                         "out of memory for a channel");
-    }
-    ch->token = token;
-    grpc_channel_credentials *plain = grpc_insecure_credentials_create();
-    ch->client = c;
-    ch->core = grpc_channel_create(
-        target, plain, &(grpc_channel_args){.num_args = sizeof args / sizeof *args, .args = args});
-    grpc_channel_credentials_release(plain);
-    *out = ch;
-    return moe_ok();
-}
-
-void moe_rpc_channel_close(struct moe_rpc_channel *ch)
-{
-    if (ch == NULL)
-        return;
-    grpc_channel_destroy(ch->core); /* calls in flight keep their references */
-    moe_rpc_token_close(ch->token);
-    free(ch);
 }
 
 /* ------------------------------------------------------------------ unary calls */

@@ -6,6 +6,7 @@
 #ifndef MOE_RPC_CLIENT_H
 #define MOE_RPC_CLIENT_H
 
+#include "daemon/identity.h"
 #include "rpc/msg.h"
 
 struct moe_rpc_client;
@@ -20,18 +21,27 @@ void moe_rpc_client_destroy(struct moe_rpc_client *c);
  * keeps a core busy. 0, the default: never. */
 void moe_rpc_client_set_spin(struct moe_rpc_client *c, uint64_t spin_ns);
 
+/* Takes MOED_TLS_CA, MOED_TLS_CERTIFICATE, MOED_TLS_KEY, MOED_TLS_SERVER_NAME, MOED_TOKEN_FILE for
+ * what is NULL, and MOED_INSECURE=1. The strings are those of the environment. */
+void moe_rpc_trust_from_environment(struct moe_rpc_trust *t);
+
+/* Reads and checks the files of TLS, and keeps their contents for channels that are opened later
+ * while the files are not valid. For the start of a daemon. */
+struct moe_status moe_rpc_trust_check(struct moe_rpc_client *c,
+                                      const struct moe_rpc_trust *trust) MOE_CHECKED;
+
 struct moe_rpc_channel_config {
-    const char *target;     /* "host:port", or "unix:/path". For a loopback port, the socket of a
-                               daemon of this user if there is one (daemon/local.h) */
-    const char *token_file; /* token for each call, read again when it changes; NULL = none. A
-                               local socket gets none: there the user counts */
+    const char *target; /* "host:port", or "unix:/path". For a loopback port, the socket of a daemon
+                           of this user if there is one (daemon/local.h) */
+    struct moe_rpc_trust trust; /* copied */
     uint32_t max_message_bytes; /* 0 = 256 MiB */
     bool own_connection;        /* do not share a connection with other channels to the target */
     uint32_t
         reconnect_ms; /* longest pause between two attempts to connect, at most 5000; 0 = 5000 */
 };
 
-/* Connects lazily. */
+/* Connects lazily. Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID; MOE_FAILED_PRECONDITION
+ * /CONFIG_INVALID (a token would be sent without encryption); those of the files of `trust`. */
 struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
                                        const struct moe_rpc_channel_config *config,
                                        struct moe_rpc_channel **out) MOE_CHECKED;

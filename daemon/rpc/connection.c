@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Connections: the part of the core behind each client that the listener has let in. */
+#include "base/clock.h"
 #include "rpc/serving.h"
 
 #include <grpc/grpc_posix.h>
@@ -8,8 +9,10 @@
 
 void moe_rpc_connection_unref(struct moe_rpc_connection *c)
 {
-    if (atomic_fetch_sub_explicit(&c->references, 1, memory_order_acq_rel) == 1)
-        free(c);
+    if (atomic_fetch_sub_explicit(&c->references, 1, memory_order_acq_rel) != 1)
+        return;
+    moe_rpc_uploads_free(c->uploads);
+    free(c);
 }
 
 /* [shard thread] Its channel is closed. Calls may still be in the hands of handlers. */
@@ -36,7 +39,11 @@ void *moe_rpc_connection_opened(void *ctx, const struct moe_rpc_identity *who, i
 {
     struct moe_rpc_server *server = ctx;
     struct moe_rpc_connection *c = calloc(1, sizeof *c);
-    if (c == NULL) {
+    struct moe_status st = c != NULL
+                               ? moe_rpc_uploads_open(&server->memory.budget, who, &c->uploads)
+                               : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, " ");
+    if (moe_failed(&st)) {
+        free(c);
         close(fd);
         return NULL;
     }
@@ -45,6 +52,7 @@ void *moe_rpc_connection_opened(void *ctx, const struct moe_rpc_identity *who, i
     c->who = *who;
     c->on_shut_down.fn = on_shut_down;
     atomic_init(&c->references, 1);
+    atomic_init(&c->keepers, 0);
     c->core = grpc_server_create(
         &(grpc_channel_args){.num_args = server->arg_count, .args = server->args}, NULL);
     grpc_server_register_completion_queue(c->core, c->shard->queue, NULL);
@@ -64,8 +72,56 @@ void *moe_rpc_connection_opened(void *ctx, const struct moe_rpc_identity *who, i
     return c;
 }
 
+bool moe_rpc_connection_keeps(void *ctx, void *connection)
+{
+    struct moe_rpc_connection *c = connection;
+    (void)ctx;
+    return atomic_load(&c->keepers) > 0;
+}
+
 void moe_rpc_connection_closed(void *ctx, void *connection)
 {
+    struct moe_rpc_connection *c = connection;
     (void)ctx;
-    shut_down(connection);
+    moe_rpc_uploads_close(c->uploads);
+    shut_down(c);
 }
+
+/* ------------------------------------------------------------------ streams */
+
+/* The core bounds a client's streams only once the client has acknowledged the server's SETTINGS.
+ * Until these have come, an honest client opens 100 at most. */
+enum { EARLY_STREAMS = 100 };
+
+static size_t stream_began(void *ctx, uint32_t stream, uint8_t *field)
+{
+    struct moe_rpc_connection *c = ctx;
+    if (!moe_rpc_uploads_has_room(c->uploads, c->shard->server->max_streams + EARLY_STREAMS))
+        return MOE_FRAMES_TOO_MANY;
+    return moe_rpc_upload_begin(c->uploads, stream, field);
+}
+
+static void stream_data(void *ctx, uint32_t stream, const uint8_t *bytes, size_t length)
+{
+    struct moe_rpc_connection *c = ctx;
+    moe_rpc_upload_data(c->uploads, stream, bytes, length, moe_clock_ns());
+}
+
+static void stream_half_closed(void *ctx, uint32_t stream)
+{
+    struct moe_rpc_connection *c = ctx;
+    moe_rpc_upload_half_close(c->uploads, stream);
+}
+
+static void stream_ended(void *ctx, uint32_t stream)
+{
+    struct moe_rpc_connection *c = ctx;
+    moe_rpc_upload_end(c->uploads, stream);
+}
+
+_Static_assert((int)MOE_FRAMES_FIELD_BYTES >= (int)MOE_RPC_UPLOAD_FIELD_BYTES,
+               "the field of an upload finds no room");
+const struct moe_frames_events moe_rpc_connection_streams = {.began = stream_began,
+                                                             .data = stream_data,
+                                                             .half_closed = stream_half_closed,
+                                                             .ended = stream_ended};

@@ -29,7 +29,7 @@ static struct moe_rpc_op *oldest_first(struct moe_rpc_op *newest)
 }
 
 /* Applies all operations in the order of posting. An operation may post another one to this inbox
- * (a granted permit, an answer from a part's release); it runs after those already taken out. */
+ * (an answer from a part's release); it runs after those already taken out. */
 static void drain_inbox(struct moe_rpc_shard *shard)
 {
     struct moe_rpc_op *op;

@@ -5,7 +5,6 @@
 #include "base/clock.h"
 #include "base/wait.h"
 #include "rpc/serving.h"
-#include "uploads/budget.h"
 
 #include <grpc/impl/codegen/grpc_types.h>
 #include <limits.h>
@@ -13,7 +12,7 @@
 #include <string.h>
 
 /* Defaults. */
-enum { STREAMS = 128, TIME_LIMIT_MS = 60000 };
+enum { STREAMS = 128, STREAMS_MAX = 1 << 20, TIME_LIMIT_MS = 60000 };
 
 /* ------------------------------------------------------------------ configuration */
 
@@ -28,13 +27,11 @@ static struct moe_status check_config(const struct moe_rpc_server_config *config
 static void set_core_args(struct moe_rpc_server *s, const struct moe_rpc_server_config *config)
 {
     int largest = (int)config->max_message_bytes;
-    uint32_t streams = config->max_concurrent_streams;
-    streams = streams == 0 ? STREAMS : streams > INT_MAX ? INT_MAX : streams;
     int silence = config->silence_ms == 0 ? MOE_RPC_KEEPALIVE_WAIT_MS : (int)config->silence_ms;
     const grpc_arg args[] = {
         moe_rpc_int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, largest),
         moe_rpc_int_arg(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, largest),
-        moe_rpc_int_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, (int)streams),
+        moe_rpc_int_arg(GRPC_ARG_MAX_CONCURRENT_STREAMS, (int)s->max_streams),
         moe_rpc_int_arg(GRPC_ARG_MAX_METADATA_SIZE, MOE_RPC_METADATA_BYTES),
         moe_rpc_int_arg(GRPC_ARG_HTTP2_MAX_FRAME_SIZE, MOE_RPC_FRAME_BYTES),
         moe_rpc_int_arg(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, MOE_RPC_LOOKAHEAD_BYTES),
@@ -48,8 +45,9 @@ static void set_core_args(struct moe_rpc_server *s, const struct moe_rpc_server_
                         MOE_RPC_KEEPALIVE_MS / 3),
         moe_rpc_int_arg(GRPC_ARG_ENABLE_CHANNELZ, 0),
         /* Windows would grow with the bandwidth-delay product. That helps on routed links only, and
-         * would exceed the memory bound of the permits. */
+         * would exceed the memory bound of the budget. */
         moe_rpc_int_arg(GRPC_ARG_HTTP2_BDP_PROBE, moe_listener_is_local(s->listener) ? 0 : 1),
+        moe_rpc_memory_arg(&s->memory),
     };
     _Static_assert(sizeof args / sizeof *args <= MOE_RPC_CORE_ARGS_MAX, "too many arguments");
     s->arg_count = sizeof args / sizeof *args;
@@ -111,15 +109,19 @@ static struct moe_status open_listener(struct moe_rpc_server *s,
 {
     return moe_listener_open(
         &(struct moe_listener_config){.addresses = config->listen,
+                                      .tls = config->tls,
                                       .insecure = config->insecure,
                                       .relays = config->shards,
                                       .max_connections = config->max_connections,
+                                      .descriptors_percent = config->descriptors_percent,
                                       .max_per_peer = config->max_connections_per_peer,
                                       .silence_ms = config->silence_ms,
                                       .metrics = config->metrics,
                                       .name = config->name,
                                       .opened = moe_rpc_connection_opened,
+                                      .keeps = moe_rpc_connection_keeps,
                                       .closed = moe_rpc_connection_closed,
+                                      .streams = &moe_rpc_connection_streams,
                                       .ctx = s},
         &s->listener);
 }
@@ -133,7 +135,7 @@ static void server_free(struct moe_rpc_server *s)
     free(s->entries);
     moe_rpc_health_destroy(s->health);
     moe_rpc_reflection_destroy(s->reflection);
-    moe_rpc_admission_destroy(&s->admission);
+    moe_rpc_memory_end(&s->memory);
     pthread_cond_destroy(&s->changed);
     moe_mutex_destroy(&s->lock);
     free(s);
@@ -150,9 +152,9 @@ static struct moe_rpc_server *server_create(const struct moe_rpc_server_config *
     struct moe_rpc_server *s = calloc(1, sizeof *s);
     if (s == NULL)
         return NULL;
-    uint64_t permits = config->max_reading_bytes / config->max_message_bytes;
-    permits = permits < 1 ? 1 : permits > UINT32_MAX ? UINT32_MAX : permits;
-    moe_rpc_admission_init(&s->admission, (uint32_t)permits, config->max_waiting_reads);
+    s->max_message_bytes = config->max_message_bytes;
+    const uint32_t streams = config->max_concurrent_streams;
+    s->max_streams = streams == 0 ? STREAMS : streams > STREAMS_MAX ? STREAMS_MAX : streams;
     s->read_limit_ns = time_limit(config->max_read_ms);
     s->send_limit_ns = time_limit(config->max_send_ms);
     s->spin_ns = config->spin_ns;
@@ -163,6 +165,7 @@ static struct moe_rpc_server *server_create(const struct moe_rpc_server_config *
     moe_wait_init(&s->changed);
     moe_mutex_init(&s->lock);
     moe_rpc_library_ref();
+    moe_rpc_memory_init(&s->memory, config);
     return s;
 }
 
@@ -175,6 +178,8 @@ struct moe_status moe_rpc_server_start(const struct moe_rpc_server_config *confi
     struct moe_rpc_server *s = server_create(config);
     if (s == NULL)
         return no_memory();
+    MOE_TRY_GOTO(st, moe_rpc_upload_prepare(), fail);
+    MOE_TRY_GOTO(st, moe_rpc_memory_add_metrics(&s->memory, config), fail);
     MOE_TRY_GOTO(st, open_listener(s, config), fail);
     set_core_args(s, config);
     MOE_TRY_GOTO(st, create_entries(s, config), fail);

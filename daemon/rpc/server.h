@@ -19,6 +19,7 @@
 struct moe_rpc_server;
 struct moe_rpc_call;
 struct moe_metrics;
+struct moe_tls;
 
 enum moe_rpc_kind {
     MOE_RPC_UNARY,  /* one request, one answer */
@@ -28,10 +29,10 @@ enum moe_rpc_kind {
 struct moe_rpc_method {
     const char *path; /* "/moe.v1.ExpertService/Forward" */
     enum moe_rpc_kind kind;
-    bool large;   /* unary: requests may reach the size limit, and a read needs a permit. Streams
-                     read when their handler asks, without a permit. */
-    bool endless; /* a stream that clients never end; a drain sends its queued messages, then
-                     fails it */
+    uint32_t largest; /* bytes of a received message; a longer one fails its call before it is read,
+                         with RESOURCE_EXHAUSTED / TOO_LARGE. 0 = the server's limit */
+    bool endless;     /* a stream that clients never end; a drain sends its queued messages, then
+                         fails it */
     /* Headers arrived. May be NULL. After moe_rpc_fail here, no message is read. */
     void (*started)(struct moe_rpc_call *call, void *ctx);
     /* A message; the handler owns it. Unary: called once. Stream: the next message is read after
@@ -48,25 +49,33 @@ struct moe_rpc_method {
 };
 
 struct moe_rpc_server_config {
-    const char *listen;       /* 1 to 4 addresses, separated by commas: "host:port" (port 0 =
-                                 any), "unix:/absolute/path" (mode 0600) */
-    bool insecure;            /* allow an address that is not loopback without TLS */
-    uint32_t max_connections; /* 0 = 16384, or fewer where the descriptors do not allow it */
+    const char *listen;           /* 1 to 4 addresses, separated by commas: "host:port" (port 0 =
+                                     any), "unix:/absolute/path" (mode 0600) */
+    struct moe_tls *tls;          /* of all TCP addresses; outlives the server. NULL = plain TCP */
+    bool insecure;                /* allow an address that is not loopback without TLS */
+    uint32_t max_connections;     /* 0 = 16384, or fewer where the descriptors do not allow it */
+    uint32_t descriptors_percent; /* share of this process's descriptors for connections; 0 = 100.
+                                     The shares of its servers add up to 100 */
     uint32_t max_connections_per_peer; /* of one name, or, without one, of one address; 0 = three
                                           quarters of all */
     uint32_t shards;                   /* threads that run handlers; 0 = 1 */
     uint32_t max_message_bytes;        /* both directions */
-    uint64_t max_reading_bytes;        /* bound on bytes of large messages that are read at once */
-    uint32_t max_waiting_reads;        /* large calls that may wait for a permit; more fail with
-                                          RESOURCE_EXHAUSTED / QUEUE_FULL */
-    uint32_t max_read_ms;              /* time for a large message to arrive; then its call fails
-                                          with DEADLINE_EXCEEDED. 0 = one minute */
-    uint32_t max_send_ms;              /* time for the client to take a message or the final status;
-                                          then its call ends. 0 = one minute */
-    uint32_t silence_ms;               /* a connection ends when its client acknowledges nothing for
-                                          this long, or takes less than 64 KiB/s of the answers that
-                                          wait for it; at most INT_MAX. 0 = 10 s */
-    uint32_t max_concurrent_streams;   /* calls per connection; 0 = 128 */
+    uint64_t max_reading_bytes;        /* bound on bytes of messages that have been announced and
+                                          not handled (daemon/uploads); at least 16 MiB */
+    uint32_t max_waiting_reads;        /* messages over 1 MiB that may wait to be read; more fail
+                                          with RESOURCE_EXHAUSTED / QUEUE_FULL */
+    uint64_t max_core_bytes;         /* the core's memory for received bytes, as a last line: above
+                                        it, the core ends connections. 0 = 256 MiB over the others
+                                        */
+    uint32_t max_read_ms;            /* time for a unary call to bring a message; then it fails
+                                        with DEADLINE_EXCEEDED. 0 = one minute */
+    uint32_t max_send_ms;            /* time for the client to take a message or the final status;
+                                        then its call ends. 0 = one minute */
+    uint32_t silence_ms;             /* a connection ends when its client acknowledges nothing for
+                                        this long, or takes less than 64 KiB/s of the answers that
+                                        wait for it; at most INT_MAX. 0 = 10 s */
+    uint32_t max_concurrent_streams; /* calls per connection; 0 = 128, at most 2^20. A
+                                        client that opens 100 more is disconnected */
     uint64_t spin_ns; /* time that a shard polls without sleep after each event, which keeps a
                          core busy; 0 = never */
     const struct moe_rpc_method *methods; /* copied; the server adds health and reflection */
@@ -76,7 +85,8 @@ struct moe_rpc_server_config {
     size_t descriptors_length;
     struct moe_metrics *metrics; /* gets moe_rpc_connections, ...; may be NULL */
     const char *name;            /* label `server` of the metrics; static. NULL = "data" */
-    /* Whether `who` may call `path` with this token: the text after "authorization: Bearer", or "".
+    /* Whether `who` may call `path` with this token: the text after "authorization: Bearer", or "";
+     * NULL if there is such a header, but not exactly one with printable characters.
      * Called on the call's shard before `started`, for every call: health, reflection and unknown
      * methods too. A failure is the answer to the call. `grant`, zero before, stays with the call.
      * NULL = everything is allowed. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the files of the server share: server.c (life), connection.c (one per client), shard.c
  * (threads), call.c (calls), references.c (memory of calls), inbox.c (operations of other threads),
- * admission.c (permits for large messages), limits.c (time limits of clients), health.c and
+ * budget.c (memory for received messages), limits.c (time limits of clients), health.c and
  * reflection.c (built-in services).
  *
  * The state of a call belongs to its shard's thread. Other threads push operations to the shard's
@@ -13,6 +13,7 @@
 #include "listener/listener.h"
 #include "rpc/core.h"
 #include "rpc/server.h"
+#include "uploads/upload.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -48,10 +49,9 @@ uint64_t moe_rpc_limits_expire(struct moe_rpc_limits *list);
 /* ------------------------------------------------------------------ calls */
 
 enum moe_rpc_op_kind {
-    MOE_RPC_OP_SEND,  /* one message to the send queue */
-    MOE_RPC_OP_END,   /* end with end_status (and end_message) */
-    MOE_RPC_OP_READ,  /* read the next message */
-    MOE_RPC_OP_GRANT, /* a waiting call has got a permit to read */
+    MOE_RPC_OP_SEND, /* one message to the send queue */
+    MOE_RPC_OP_END,  /* end with end_status (and end_message) */
+    MOE_RPC_OP_READ, /* read the next message */
 };
 
 struct moe_rpc_op {
@@ -60,8 +60,6 @@ struct moe_rpc_op {
     struct moe_rpc_call *call; /* one reference */
     grpc_byte_buffer *message; /* MOE_RPC_OP_SEND */
 };
-
-enum moe_rpc_permit { MOE_RPC_PERMIT_NONE, MOE_RPC_PERMIT_WAITING, MOE_RPC_PERMIT_GRANTED };
 
 struct moe_rpc_entry {
     struct moe_rpc_method method;
@@ -76,6 +74,7 @@ struct moe_rpc_call {
     struct moe_rpc_grant grant;            /* set before `started` */
     const struct moe_rpc_entry *entry;     /* NULL until the call was accepted */
     grpc_call *core;                       /* the same */
+    struct moe_rpc_upload *upload;         /* from its start until it is over */
     grpc_metadata_array metadata;
     grpc_call_details details;
     uint64_t deadline_ns;
@@ -89,7 +88,7 @@ struct moe_rpc_call {
     atomic_bool cancelled;
     atomic_bool read_outstanding;
     atomic_size_t backlog;
-    struct moe_rpc_op end_op, read_op, grant_op;
+    struct moe_rpc_op end_op, read_op;
 
     /* Shard thread only. */
     unsigned batches;    /* in flight; the call is over when `closed` and this is 0 */
@@ -99,19 +98,19 @@ struct moe_rpc_call {
     bool end_started;    /* the status batch has been started */
     bool headers_sent;   /* initial metadata is part of a batch */
     bool half_closed;    /* the client sends no more */
+    bool reads;          /* a read is in `batches`; the core or the budget has it */
+    bool delivers;       /* the handler is getting a message ... */
+    bool reads_on;       /* ... and wants the next one */
     int core_cancelled;  /* written by the core */
     bool introduced;     /* `started` has run, so `done` must */
     bool counted;        /* in the server's `active` */
+    bool keeps;          /* in its connection's `keepers` */
     bool linked_endless; /* in the server's list of endless calls */
     grpc_byte_buffer *received;
     struct moe_rpc_op *queue, **queue_end, *sending;
     struct moe_rpc_tag on_accepted, on_closed, on_received, on_sent, on_ended;
-    struct moe_rpc_limit reading; /* runs while a read uses a permit */
+    struct moe_rpc_limit reading; /* runs while a unary call has no message */
     struct moe_rpc_limit taking;  /* runs while a message or the status is with the core */
-
-    /* Guarded by the admission's lock while WAITING, else shard thread only. */
-    enum moe_rpc_permit permit;
-    TAILQ_ENTRY(moe_rpc_call) waiting;
 
     TAILQ_ENTRY(moe_rpc_call) endless; /* guarded by the server's lock */
 };
@@ -125,32 +124,45 @@ void moe_rpc_accept(struct moe_rpc_connection *connection);
 struct moe_status moe_rpc_draining(void) MOE_CHECKED;
 /* Runs `op` and drops its reference to the call. Never runs a handler. Shard thread. */
 void moe_rpc_apply(struct moe_rpc_op *op);
-/* Ends a call that reads, or leaves sent data unread, for too long. */
+/* For the budget: the read that a call has asked for may start, and drops the reference of `hold`.
+ * Any thread. */
+void moe_rpc_start_granted(void *call);
+/* Ends a call that brings no message, or leaves sent data unread, for too long. */
 void moe_rpc_reading_passed(struct moe_rpc_limit *reading);
 void moe_rpc_taking_passed(struct moe_rpc_limit *taking);
 
-/* ------------------------------------------------------------------ admission */
+/* ------------------------------------------------------------------ memory */
 
-/* Permits to read large messages: `limit` at a time; other calls wait in order of arrival. */
-struct moe_rpc_admission {
-    struct moe_mutex lock;
-    MOE_GUARDED_BY(lock) struct {
-        uint32_t limit, active;
-        uint32_t max_waiting, waiting;
-        struct moe_rpc_calls queue;
-    };
+/* Figures of the budget, for the metrics. */
+struct moe_rpc_figures {
+    struct moe_gauge *bytes, *reading, *waiting, *oldest;
+    struct moe_counter *refused[MOE_RPC_REFUSALS];
+    uint64_t reported[MOE_RPC_REFUSALS]; /* refusals that are counted in `refused` */
 };
 
-void moe_rpc_admission_init(struct moe_rpc_admission *a, uint32_t limit, uint32_t max_waiting);
-void moe_rpc_admission_destroy(struct moe_rpc_admission *a);
-/* Grants a permit at once (`*now` = true), or queues the call (MOE_RPC_OP_GRANT follows).
- * Errors: RESOURCE_EXHAUSTED/QUEUE_FULL. */
-struct moe_status moe_rpc_admission_enter(struct moe_rpc_admission *a, struct moe_rpc_call *call,
-                                          bool *now) MOE_CHECKED;
-/* Removes the call from the queue, if it still waits. */
-void moe_rpc_admission_forget(struct moe_rpc_admission *a, struct moe_rpc_call *call);
-/* Returns a GRANTED permit and passes it to the call that has waited longest. */
-void moe_rpc_admission_leave(struct moe_rpc_admission *a, struct moe_rpc_call *call);
+/* The bytes of received messages, and the core's memory around them. */
+struct moe_rpc_memory {
+    struct moe_rpc_budget budget;
+    grpc_resource_quota *quota;
+    struct moe_rpc_figures figures; /* NULL without metrics */
+    /* Thread of the first shard. */
+    uint64_t next_check_ns;
+    uint64_t quiet_since_ns; /* after a peak; 0 = there was none since memory was given back */
+};
+
+/* Makes the budget and the quota. */
+void moe_rpc_memory_init(struct moe_rpc_memory *m, const struct moe_rpc_server_config *config);
+/* Errors: OUT_OF_MEMORY, ALREADY_EXISTS (two servers of one name). */
+struct moe_status
+moe_rpc_memory_add_metrics(struct moe_rpc_memory *m,
+                           const struct moe_rpc_server_config *config) MOE_CHECKED;
+/* The quota as an argument of the core. */
+grpc_arg moe_rpc_memory_arg(const struct moe_rpc_memory *m);
+/* No connection is left. */
+void moe_rpc_memory_end(struct moe_rpc_memory *m);
+/* At least once a second: ends slow uploads, tells the metrics, and gives memory back to the system
+ * some time after a peak. Returns the time of the next check. */
+uint64_t moe_rpc_memory_check(struct moe_rpc_memory *m);
 
 /* ------------------------------------------------------------------ shards */
 
@@ -192,15 +204,20 @@ struct moe_rpc_connection {
     struct moe_rpc_shard *shard;
     grpc_server *core;
     struct moe_rpc_identity who;
+    struct moe_rpc_uploads *uploads;
     atomic_uint references; /* core until it is shut down: 1; each call: 1 */
     atomic_uint accepting;  /* accepts posted */
+    atomic_uint keepers;    /* calls that keep its place at a limit; see keep_place */
     struct moe_rpc_tag on_shut_down;
 };
 
 void moe_rpc_connection_unref(struct moe_rpc_connection *c);
 /* For moe_listener_config; `ctx` is the server. */
 void *moe_rpc_connection_opened(void *ctx, const struct moe_rpc_identity *who, int fd);
+bool moe_rpc_connection_keeps(void *ctx, void *connection);
 void moe_rpc_connection_closed(void *ctx, void *connection);
+/* Its streams; `ctx` is the connection. */
+extern const struct moe_frames_events moe_rpc_connection_streams;
 
 /* ------------------------------------------------------------------ server */
 
@@ -215,8 +232,10 @@ struct moe_rpc_server {
     atomic_uint next_shard;        /* gets the next connection */
     struct moe_rpc_entry *entries; /* the last one stands for unknown methods */
     size_t entry_count;
-    struct moe_rpc_admission admission;
-    uint64_t read_limit_ns; /* how long a call may use a permit */
+    struct moe_rpc_memory memory;
+    uint32_t max_message_bytes;
+    uint32_t max_streams;   /* of a connection */
+    uint64_t read_limit_ns; /* how long a unary call may bring no message */
     uint64_t send_limit_ns; /* how long a client may leave sent data unread */
     uint64_t spin_ns;       /* how long shards poll without sleep after an event */
     struct moe_rpc_health *health;

@@ -21,14 +21,23 @@ static grpc_event next_event(struct moe_rpc_shard *shard, uint64_t at)
     return event;
 }
 
+/* Does what is due, and returns when something is due again. The first shard does the server's
+ * part. */
+static uint64_t do_timed(struct moe_rpc_shard *shard)
+{
+    struct moe_rpc_server *server = shard->server;
+    uint64_t next = moe_rpc_limits_expire(&shard->reading);
+    next = moe_earlier(next, moe_rpc_limits_expire(&shard->taking));
+    return shard == server->shards ? moe_earlier(next, moe_rpc_memory_check(&server->memory))
+                                   : next;
+}
+
 static void *shard_main(void *arg)
 {
     struct moe_rpc_shard *shard = arg;
     moe_rpc_inbox_enter(shard);
     for (;;) {
-        uint64_t reading = moe_rpc_limits_expire(&shard->reading);
-        uint64_t taking = moe_rpc_limits_expire(&shard->taking);
-        grpc_event event = next_event(shard, reading < taking ? reading : taking);
+        grpc_event event = next_event(shard, do_timed(shard));
         if (event.type == GRPC_QUEUE_SHUTDOWN)
             return NULL;
         if (event.type == GRPC_OP_COMPLETE)

@@ -8,10 +8,19 @@
 #include <stddef.h>
 #include <stdint.h>
 
+enum { MOE_SERVICE_NAME_BYTES = 128 }; /* of a model, with the final zero */
+
+/* The model as clients know it. Constant: a group with another name gets another struct. */
+struct moe_served_model {
+    const char *name;
+    const char *digest; /* in hexadecimal; "" = not known yet */
+};
+
 /* Constant while the worker runs. Strings and specs are borrowed and outlive the service. */
 struct moe_service_info {
-    const char *model, *family;                 /* see moe_model_name, moe_model_family */
-    const char *backend;                        /* "cpu", "cuda" */
+    const char *model, *family; /* see moe_model_name, moe_model_family; `model` is the name until
+                                   the group has one */
+    const char *backend;        /* "cpu", "cuda" */
     const struct moe_layer_spec *const *layers; /* ascending by layer */
     size_t layer_count;
     uint32_t slot;

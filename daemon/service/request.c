@@ -141,6 +141,7 @@ static struct moe_status check_state(struct parse *p, const Head *h)
                          "the request wants weights version %llu; it is %llu",
                          (unsigned long long)h->weights_version,
                          (unsigned long long)c->weights_version);
+    MOE_TRY(moe_request_check_digest(&c->worker, h->model_digest));
     return moe_request_check_worker(&c->worker);
 }
 
@@ -273,8 +274,9 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
                            &message));
     const Head *h = message;
     p->request->id = h->request_id;
-    MOE_TRY(moe_request_find_layer(p->context->info, h->model, h->layer, (int)h->dtype,
-                                   &p->request->spec, &p->request->work.dtype));
+    MOE_TRY(moe_request_check_model(p->context->worker.model, h->model));
+    MOE_TRY(moe_request_find_layer(p->context->info, h->layer, (int)h->dtype, &p->request->spec,
+                                   &p->request->work.dtype));
     MOE_TRY(check_shape(p, h));
     MOE_TRY(check_routing(p, h));
     MOE_TRY(check_retain(p, h));

@@ -25,13 +25,29 @@ struct moe_status moe_request_take(const struct moe_service_info *info, struct m
     return moe_ok();
 }
 
-struct moe_status moe_request_find_layer(const struct moe_service_info *info, const char *model,
-                                         uint32_t layer, int dtype,
-                                         const struct moe_layer_spec **spec, enum moe_dtype *rows)
+struct moe_status moe_request_check_model(const struct moe_served_model *served, const char *name)
 {
-    if (model[0] != '\0' && strcmp(model, info->model) != 0)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
-                         "this worker serves the model %s only", info->model);
+    if (name[0] == '\0' || strcmp(name, served->name) == 0)
+        return moe_ok();
+    return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
+                     "this worker serves the model %s only", served->name);
+}
+
+struct moe_status moe_request_check_digest(const struct moe_standing *worker, const char *digest)
+{
+    const char *served = worker->model->digest;
+    if (digest[0] == '\0' || strcmp(digest, served) == 0 ||
+        (served[0] == '\0' && worker->epoch == 0))
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH,
+                     "the request wants another model than the one with digest %s",
+                     served[0] != '\0' ? served : "(not known)");
+}
+
+struct moe_status moe_request_find_layer(const struct moe_service_info *info, uint32_t layer,
+                                         int dtype, const struct moe_layer_spec **spec,
+                                         enum moe_dtype *rows)
+{
     *spec = NULL;
     for (size_t i = 0; i < info->layer_count && *spec == NULL; i++)
         if (info->layers[i]->layer == layer)

@@ -15,11 +15,13 @@ struct moe_status moe_request_take(const struct moe_service_info *info, struct m
                                    size_t length, struct moe_buffer **buffer,
                                    void **dst) MOE_CHECKED;
 
+/* Checks the name of a model; "" = any. Errors: MODEL_NOT_FOUND. */
+struct moe_status moe_request_check_model(const struct moe_served_model *served,
+                                          const char *name) MOE_CHECKED;
 /* Finds the requested layer, and the dtype of its rows; `dtype` is a moe.v1.DataType. Errors:
- * MODEL_NOT_FOUND, LAYER_NOT_FOUND, DTYPE_UNSUPPORTED. */
-struct moe_status moe_request_find_layer(const struct moe_service_info *info, const char *model,
-                                         uint32_t layer, int dtype,
-                                         const struct moe_layer_spec **spec,
+ * LAYER_NOT_FOUND, DTYPE_UNSUPPORTED. */
+struct moe_status moe_request_find_layer(const struct moe_service_info *info, uint32_t layer,
+                                         int dtype, const struct moe_layer_spec **spec,
                                          enum moe_dtype *rows) MOE_CHECKED;
 
 /* Checks for at least one row, of the layer's width. Errors: MOE_INVALID_ARGUMENT/SHAPE_MISMATCH.
@@ -59,12 +61,17 @@ struct moe_standing {
     bool draining;
     bool awaited;    /* a view has ended a short while ago: requests may wait for the next one */
     bool lease_lost; /* the group trains, and this worker has no lease */
+    const struct moe_served_model *model;
 };
 
 /* Checks that the worker takes requests: it is not leaving, has a lease where one is needed, and
  * serves a view or waits for the next. The same rule for all requests: those in flight when a view
  * ends wait as long as those that come later. */
 struct moe_status moe_request_check_worker(const struct moe_standing *worker) MOE_CHECKED;
+/* Checks the digest of a model that a request wants; "" = any. Before the first view none is known:
+ * moe_request_check_worker then refuses the request. Errors: MODEL_MISMATCH. */
+struct moe_status moe_request_check_digest(const struct moe_standing *worker,
+                                           const char *digest) MOE_CHECKED;
 /* The refusal without a lease. */
 struct moe_status moe_request_lease_lost(void) MOE_CHECKED;
 

@@ -16,6 +16,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+/* A name and digest that were served. Requests may use them at any time, so they stay. */
+struct served {
+    struct moe_served_model model; /* points into `text` */
+    struct served *next;
+    char text[];
+};
+
 struct moe_service {
     struct moe_service_info info; /* as given; `slot` is the first value of the one below */
     struct moe_engine *engine;
@@ -27,11 +34,14 @@ struct moe_service {
     _Atomic bool draining;
     _Atomic bool awaited;               /* see struct moe_standing */
     const struct moe_lease_gate *lease; /* NULL: none is needed */
-    struct moe_mutex lock;              /* of the endpoints */
+    _Atomic(const struct moe_served_model *) model;
+    struct moe_mutex lock; /* of the endpoints and names */
     MOE_GUARDED_BY(lock) struct {
-        char **workers; /* [worker_count], by slot */
+        struct served *served; /* each pair once; the group has few in its life */
+        char **workers;        /* [worker_count], by slot */
         size_t worker_count;
         char *coordinator;
+        char *training_endpoint;
     };
 };
 
@@ -427,27 +437,25 @@ static void server_info_message(struct moe_rpc_call *call, struct moe_rpc_msg *m
     answer.n_workers = s->worker_count;
     answer.workers = s->workers;
     answer.coordinator = s->coordinator != NULL ? s->coordinator : none;
+    answer.training_endpoint = s->training_endpoint != NULL ? s->training_endpoint : none;
     moe_service_reply(call, &answer.base);
     moe_mutex_unlock(&s->lock);
 }
 
-static struct moe_status check_model(const struct moe_service *s, struct moe_rpc_msg *m)
+static struct moe_status check_model(const struct moe_served_model *served, struct moe_rpc_msg *m)
 {
     struct moe_rpc_arena arena;
     void *message;
     MOE_TRY(moe_rpc_msg_unpack(m, &moe__v1__get_model_request__descriptor, &arena, &message));
-    const Moe__V1__GetModelRequest *q = message;
-    if (q->model[0] != '\0' && strcmp(q->model, s->info.model) != 0)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
-                         "this worker serves the model %s only", s->info.model);
-    return moe_ok();
+    return moe_request_check_model(served, ((const Moe__V1__GetModelRequest *)message)->model);
 }
 
 static void model_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
 {
     struct moe_service *s = ctx;
     size_t n = s->info.layer_count;
-    struct moe_status st = check_model(s, m);
+    const struct moe_served_model *served = atomic_load(&s->model);
+    struct moe_status st = check_model(served, m);
     moe_rpc_msg_free(m);
     Moe__V1__LayerInfo *layers = calloc(n + 1, sizeof *layers);
     Moe__V1__LayerInfo **list = calloc(n + 1, sizeof *list);
@@ -463,7 +471,8 @@ static void model_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void
     }
     Moe__V1__GetModelResponse answer;
     moe__v1__get_model_response__init(&answer);
-    answer.model = (char *)(uintptr_t)s->info.model;
+    answer.model = (char *)(uintptr_t)served->name;
+    answer.model_digest = (char *)(uintptr_t)served->digest;
     answer.family = (char *)(uintptr_t)s->info.family;
     answer.n_layers = n;
     answer.layers = list;
@@ -482,14 +491,12 @@ void moe_service_methods(struct moe_service *s, struct moe_rpc_method out[MOE_SE
     const struct moe_rpc_method methods[MOE_SERVICE_METHODS] = {
         {.path = "/moe.v1.ExpertService/Forward",
          .kind = MOE_RPC_UNARY,
-         .large = true,
          .message = unary_message,
          .cancelled = unary_cancelled,
          .done = unary_done,
          .ctx = s},
         {.path = "/moe.v1.ExpertService/ForwardStream",
          .kind = MOE_RPC_STREAM,
-         .large = true,
          .endless = true, /* a drain ends it after the answers of all its requests */
          .started = stream_started,
          .message = stream_message,
@@ -530,6 +537,11 @@ struct moe_status moe_service_create(const struct moe_service_config *config,
         return st;
     }
     moe_mutex_init(&s->lock);
+    st = moe_service_set_model(s, s->info.model, "");
+    if (moe_failed(&st)) {
+        moe_service_destroy(s);
+        return st;
+    }
     *out = s;
     return st;
 }
@@ -548,6 +560,11 @@ void moe_service_destroy(struct moe_service *s)
     moe_mutex_not_shared(&s->lock);
     free_strings(s->workers, s->worker_count);
     free(s->coordinator);
+    free(s->training_endpoint);
+    for (struct served *next, *each = s->served; each != NULL; each = next) {
+        next = each->next;
+        free(each);
+    }
     moe_service_metrics_destroy(s->metrics);
     moe_mutex_destroy(&s->lock);
     free(s);
@@ -578,17 +595,56 @@ struct moe_status moe_service_set_view(struct moe_service *s, uint64_t epoch,
     return moe_ok();
 }
 
-struct moe_status moe_service_set_coordinator(struct moe_service *s, const char *endpoint)
+static struct served *new_served(const char *name, const char *digest)
 {
-    char *copy = strdup(endpoint);
+    size_t name_bytes = strlen(name) + 1, digest_bytes = strlen(digest) + 1;
+    struct served *each = malloc(sizeof *each + name_bytes + digest_bytes);
+    if (each == NULL)
+        return NULL;
+    memcpy(each->text, name, name_bytes);
+    memcpy(each->text + name_bytes, digest, digest_bytes);
+    each->model = (struct moe_served_model){each->text, each->text + name_bytes};
+    return each;
+}
+
+struct moe_status moe_service_set_model(struct moe_service *s, const char *name, const char *digest)
+{
+    moe_mutex_lock(&s->lock);
+    struct served *each = s->served;
+    while (each != NULL &&
+           (strcmp(each->model.name, name) != 0 || strcmp(each->model.digest, digest) != 0))
+        each = each->next;
+    if (each == NULL && (each = new_served(name, digest)) != NULL) {
+        each->next = s->served;
+        s->served = each;
+    }
+    if (each != NULL)
+        atomic_store(&s->model, &each->model);
+    moe_mutex_unlock(&s->lock);
+    return each != NULL ? moe_ok() : moe_service_out_of_memory();
+}
+
+static struct moe_status replace(struct moe_service *s, char **text, const char *by)
+{
+    char *copy = strdup(by);
     if (copy == NULL)
         return moe_service_out_of_memory();
     moe_mutex_lock(&s->lock);
-    char *old = s->coordinator;
-    s->coordinator = copy;
+    char *old = *text;
+    *text = copy;
     moe_mutex_unlock(&s->lock);
     free(old);
     return moe_ok();
+}
+
+struct moe_status moe_service_set_coordinator(struct moe_service *s, const char *endpoint)
+{
+    return replace(s, &s->coordinator, endpoint);
+}
+
+struct moe_status moe_service_set_training_endpoint(struct moe_service *s, const char *endpoint)
+{
+    return replace(s, &s->training_endpoint, endpoint);
 }
 
 void moe_service_set_slot(struct moe_service *s, uint32_t slot)
@@ -616,7 +672,8 @@ void moe_service_read(const struct moe_service *s, struct moe_standing *out)
     *out = (struct moe_standing){.epoch = atomic_load(&s->epoch),
                                  .draining = atomic_load(&s->draining),
                                  .awaited = atomic_load(&s->awaited),
-                                 .lease_lost = !moe_service_may_answer(s)};
+                                 .lease_lost = !moe_service_may_answer(s),
+                                 .model = atomic_load(&s->model)};
 }
 
 struct moe_service_metrics *moe_service_counts(struct moe_service *s)

@@ -60,11 +60,17 @@ void moe_service_worker(struct moe_service *s, uint32_t slot, char *out, size_t 
  * endpoints by slot ("" = empty slot); copied. */
 struct moe_status moe_service_set_view(struct moe_service *s, uint64_t epoch,
                                        const char *const *workers, size_t count) MOE_CHECKED;
+/* [any thread] The model's name and digest ("" = not known) for clients; copied. */
+struct moe_status moe_service_set_model(struct moe_service *s, const char *name,
+                                        const char *digest) MOE_CHECKED;
 /* [any thread] No view has come in time: requests are refused from now on, until one comes. */
 void moe_service_give_up(struct moe_service *s);
 /* [any thread] Endpoint of the group's coordinator; copied. */
 struct moe_status moe_service_set_coordinator(struct moe_service *s,
                                               const char *endpoint) MOE_CHECKED;
+/* [any thread] Endpoint for trainers, if it is not that for clients; copied. */
+struct moe_status moe_service_set_training_endpoint(struct moe_service *s,
+                                                    const char *endpoint) MOE_CHECKED;
 /* [any thread] The slot that the coordinator assigned; info.slot until then. */
 void moe_service_set_slot(struct moe_service *s, uint32_t slot);
 /* [any thread] From now on new requests are refused with UNAVAILABLE/DRAINING. */

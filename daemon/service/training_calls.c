@@ -243,7 +243,6 @@ void moe_training_service__calls(struct moe_training_service *s,
         s->methods[i] = (struct moe_training_method){s, &kinds[i]};
         out[i] = (struct moe_rpc_method){.path = kinds[i].path,
                                          .kind = MOE_RPC_UNARY,
-                                         .large = kinds[i].step == MOE_STEP_BACKWARD,
                                          .message = on_message,
                                          .cancelled = on_cancelled,
                                          .done = on_done,

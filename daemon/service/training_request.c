@@ -206,7 +206,8 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
     double aux_coeff = 0;
     MOE_TRY(moe_rpc_unpack(&moe__v1__backward_request__descriptor, head, length, &arena, &message));
     const Head *h = message;
-    MOE_TRY(moe_request_find_layer(p->context->info, h->model, h->layer, (int)h->dtype, &r->spec,
+    MOE_TRY(moe_request_check_model(p->context->worker.model, h->model));
+    MOE_TRY(moe_request_find_layer(p->context->info, h->layer, (int)h->dtype, &r->spec,
                                    &r->work.dtype));
     r->work.layer = h->layer;
     MOE_TRY(check_shape(p, h));

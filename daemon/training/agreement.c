@@ -13,6 +13,8 @@ void moe_train_read_digest(struct moe_train *t, struct moe_train_digest *out)
         return;
     moe_mutex_lock(&t->lock);
     out->config = t->config_hash;
+    out->group = t->last_group;
+    out->epoch = t->last_epoch;
     out->lineage = t->lineage;
     out->weights_version = t->weights_version;
     out->calls = moe_ledger_count(t->ledger);
@@ -85,6 +87,8 @@ static struct moe_status restart(struct moe_train *t, const struct moe_train_rec
 void moe_train_in_force(struct moe_train *t)
 {
     moe_mutex_lock(&t->lock);
+    t->last_group = t->group;
+    t->last_epoch = t->epoch;
     t->has_target = false;
     bool went_back = t->went_back;
     bool to_model = t->checkpoint[0] == '\0';

@@ -257,7 +257,7 @@ static struct moe_status begin(void *ctx, const struct moe_ticket *ticket,
     struct moe_trainer *trainer;
     /* The sequencer issues no ticket that would come here without a lease, as far as it can know.
      * Nothing has changed on this slot yet. */
-    if (!moe_lease_gate_covers_change(t->config.lease))
+    if (!moe_lease_gate_await_change(t->config.lease))
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_LEASE_LOST,
                          "this worker's lease is too short for ticket %llu",
                          (unsigned long long)ticket->seq);

@@ -23,15 +23,17 @@ static bool knows_state(const struct moe_train_digest *d)
     return d->checkpoint[0] != '\0' || d->explicit_load != 0;
 }
 
-/* Groups that began apart have random lineages: a new one may exceed that of a group with a
- * checkpoint. So a known state counts first. Then the slot with most calls of the latest lineage
- * knows the latest checkpoint. Of two with the same calls, only one may have noted a checkpoint: a
- * view can end between. The remaining comparisons make the choice independent of the slots' order.
- */
+/* A known state counts first: a member without one has nothing to go back to. Then the latest view
+ * of the group: changes under it were taken after those of an earlier view. In it, the slot with
+ * most calls of the latest lineage knows the latest checkpoint. Of two with the same calls, only
+ * one may have noted a checkpoint: a view can end between. The remaining comparisons make the
+ * choice independent of the slots' order. */
 static bool knows_more(const struct moe_train_digest *a, const struct moe_train_digest *b)
 {
     const int by[] = {
         compare(knows_state(a), knows_state(b)),
+        compare(a->group, b->group),
+        compare(a->epoch, b->epoch),
         compare(a->lineage, b->lineage),
         compare(a->calls, b->calls),
         compare(b->unsaved, a->unsaved),
@@ -59,6 +61,31 @@ static uint64_t max_unsaved(const struct moe_train_digest *digests, uint64_t liv
             most = d->unsaved;
     }
     return most;
+}
+
+/* Epochs of two groups cannot be compared: a member of another group with another known state than
+ * that of `best`; NULL if there is none. */
+static const struct moe_train_digest *find_apart(const struct moe_train_digest *digests,
+                                                 uint64_t live, const struct moe_train_digest *best)
+{
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
+        const struct moe_train_digest *d = &digests[s];
+        if ((live >> s & 1) != 0 && knows_state(d) && d->group != best->group &&
+            strcmp(d->checkpoint, best->checkpoint) != 0)
+            return d;
+    }
+    return NULL;
+}
+
+static struct moe_status refuse_apart(const struct moe_train_digest *digests,
+                                      const struct moe_train_digest *a,
+                                      const struct moe_train_digest *b)
+{
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CANNOT_GO_BACK,
+                     "slots %d and %d come from groups that began apart: %s or %s?",
+                     (int)((a < b ? a : b) - digests), (int)((a < b ? b : a) - digests),
+                     moe_train_recovery_name((a < b ? a : b)->checkpoint),
+                     moe_train_recovery_name((a < b ? b : a)->checkpoint));
 }
 
 enum { FIRST_LINEAGE_BITS = 32, LINEAGE_STEP_BITS = 16 };
@@ -109,6 +136,9 @@ struct moe_status moe_train_choose_recovery(const struct moe_train_digest *diges
     out->explicit_load = best->explicit_load != 0;
     if (same && lineage != 0)
         return moe_ok();
+    const struct moe_train_digest *apart = find_apart(digests, live, best);
+    if (apart != NULL && named == NULL)
+        return refuse_apart(digests, best, apart);
     out->lineage = next_lineage(lineage, first->nonce);
     out->restart = !untouched;
     if (!out->restart)

@@ -14,6 +14,8 @@
  * fields are 0. */
 struct moe_train_digest {
     uint64_t config; /* hash of the trainers' configuration */
+    /* The last view that was in force here: the group's random number, and the epoch. 0 = none */
+    uint64_t group, epoch;
     uint64_t lineage, weights_version;
     uint64_t nonce;                             /* random, of this process */
     uint64_t calls, record;                     /* of the ledger: number of calls, and their hash */
@@ -40,7 +42,8 @@ struct moe_train_recovery {
  * short, and a number in JSON. A new lineage exceeds the highest known one by a random number,
  * because clients may know a higher one from a lost member. Errors:
  * MOE_FAILED_PRECONDITION/CONFIG_INVALID (workers were started with different training),
- * CANNOT_GO_BACK (operators chose different targets). */
+ * CANNOT_GO_BACK (operators chose different targets; members come from groups that began apart,
+ * each with a state to go back to, and no operator has chosen one). */
 struct moe_status moe_train_choose_recovery(const struct moe_train_digest *digests, uint64_t live,
                                             struct moe_train_recovery *out) MOE_CHECKED;
 /* A checkpoint's name for people; "" is the model as loaded. */

@@ -46,8 +46,9 @@ struct moe_train {
     struct moe_checkpoint_explicit_loads explicit_loads;
     uint32_t slot, slots;
     uint64_t live;
-    uint64_t group, epoch;     /* of the view; see moe_train_fence */
-    struct moe_train_job *job; /* the Save, Load or Export under way; NULL = none */
+    uint64_t group, epoch;           /* of the view; see moe_train_fence */
+    uint64_t last_group, last_epoch; /* of the last view that was in force; 0 = none */
+    struct moe_train_job *job;       /* the Save, Load or Export under way; NULL = none */
 
     MOE_GUARDED_BY(lock) struct {
         char checkpoint[MOE_TRAINING_NAME_MAX + 1]; /* latest one of this state; "" = none */

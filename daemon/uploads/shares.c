@@ -2,6 +2,8 @@
 /* Bytes of a server's messages: who may have how many, and the line of large ones. */
 #include "uploads/state.h"
 
+#include <inttypes.h>
+
 enum {
     SHARE = 4,     /* one connection or identity may have 1/SHARE */
     RETRY_MS = 50, /* hint while none waits: about the time to read a large message */
@@ -20,6 +22,7 @@ void moe_rpc_budget_init(struct moe_rpc_budget *b, uint64_t bytes, uint32_t max_
         .max_waiting = max_waiting};
     moe_mutex_init(&b->lock);
     TAILQ_INIT(&b->line);
+    TAILQ_INIT(&b->reading);
     LIST_INIT(&b->payers);
 }
 
@@ -34,9 +37,14 @@ struct moe_rpc_budget_use moe_rpc_budget_use(struct moe_rpc_budget *b)
     const struct moe_rpc_upload *oldest = TAILQ_FIRST(&b->line);
     struct moe_rpc_budget_use use = {.bytes =
                                          b->all.bytes[MOE_RPC_SMALL] + b->all.bytes[MOE_RPC_LARGE],
+                                     .peak = b->peak,
+                                     .connections = b->connections,
+                                     .open = b->open,
                                      .large = b->large,
                                      .waiting = b->all.waiting,
                                      .oldest_ns = oldest != NULL ? oldest->since_ns : 0};
+    for (int i = 0; i < MOE_RPC_REFUSALS; i++)
+        use.refused[i] = b->refused[i];
     moe_mutex_unlock(&b->lock);
     return use;
 }
@@ -72,6 +80,8 @@ static void add(struct moe_rpc_budget *b, struct moe_rpc_upload *up, enum moe_rp
     up->of->account.bytes[sort] += bytes;
     if (payer != NULL)
         payer->bytes[sort] += bytes;
+    uint64_t used = b->all.bytes[MOE_RPC_SMALL] + b->all.bytes[MOE_RPC_LARGE];
+    b->peak = used > b->peak ? used : b->peak;
 }
 
 static void take_back(struct moe_rpc_budget *b, struct moe_rpc_upload *up, enum moe_rpc_sort sort,
@@ -85,9 +95,17 @@ static void take_back(struct moe_rpc_budget *b, struct moe_rpc_upload *up, enum 
         payer->bytes[sort] -= bytes;
 }
 
+/* What a connection has may be half of what was left, at most. */
+static bool leaves_room(const struct moe_rpc_budget *b, const struct moe_rpc_upload *up,
+                        uint64_t bytes) MOE_REQUIRES(b->lock)
+{
+    uint64_t used = b->all.bytes[MOE_RPC_SMALL], limit = b->limit[MOE_RPC_SMALL];
+    return used < limit && up->of->account.bytes[MOE_RPC_SMALL] + bytes <= (limit - used) / 2;
+}
+
 bool moe_rpc__charge_small(struct moe_rpc_budget *b, struct moe_rpc_upload *up, uint64_t bytes)
 {
-    if (!fits_all(b, MOE_RPC_SMALL, bytes) || !fits_owner(b, up, MOE_RPC_SMALL, bytes))
+    if (!leaves_room(b, up, bytes) || !fits_owner(b, up, MOE_RPC_SMALL, bytes))
         return false;
     add(b, up, MOE_RPC_SMALL, bytes);
     return true;
@@ -113,30 +131,47 @@ void moe_rpc__give_back_large(struct moe_rpc_budget *b, struct moe_rpc_upload *u
     b->large--;
 }
 
+/* ------------------------------------------------------------------ refusals */
+
+void moe_rpc__refuse(struct moe_rpc_budget *b, enum moe_rpc_refusal why)
+{
+    b->refused[why]++;
+}
+
+uint32_t moe_rpc__retry_ms(const struct moe_rpc_budget *b)
+{
+    uint32_t hint = RETRY_MS * (1 + b->all.waiting / WAITING_PER_RETRY);
+    return hint < RETRY_MAX_MS ? hint : RETRY_MAX_MS;
+}
+
+struct moe_status moe_rpc__refusal(enum moe_rpc_refusal why, uint32_t retry_ms, uint64_t length,
+                                   uint64_t largest)
+{
+    if (why == MOE_RPC_TOO_LARGE)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_TOO_LARGE,
+                         "the message has %" PRIu64 " bytes; at most %" PRIu64 " are allowed",
+                         length, largest);
+    if (why == MOE_RPC_TOO_SLOW)
+        return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                         "the message came in more slowly than %d KiB/s", MOE_RPC_LEAST_RATE >> 10);
+    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, retry_ms,
+                           "too many requests are waiting to be read");
+}
+
 /* ------------------------------------------------------------------ line */
 
 static bool has_place(uint32_t places, uint32_t taken)
 {
-    return taken <= (places > 0 ? places : 1);
+    return taken < (places > 0 ? places : 1);
 }
 
-static struct moe_status refuse(const struct moe_rpc_budget *b) MOE_REQUIRES(b->lock)
-{
-    uint32_t hint = RETRY_MS * (1 + b->all.waiting / WAITING_PER_RETRY);
-    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL,
-                           hint < RETRY_MAX_MS ? hint : RETRY_MAX_MS,
-                           "too many requests are waiting to be read");
-}
-
-struct moe_status moe_rpc__refused_small(struct moe_rpc_budget *b)
-{
-    return refuse(b);
-}
-
-static void join_line(struct moe_rpc_budget *b, struct moe_rpc_upload *up, uint64_t now_ns)
-    MOE_REQUIRES(b->lock)
+bool moe_rpc__join_line(struct moe_rpc_budget *b, struct moe_rpc_upload *up, uint64_t now_ns)
 {
     struct moe_rpc_account *payer = moe_rpc__payer_account(up);
+    const uint32_t share = b->max_waiting / SHARE;
+    if (!has_place(b->max_waiting, b->all.waiting) || !has_place(share, up->of->account.waiting) ||
+        (payer != NULL && !has_place(share, payer->waiting)))
+        return false;
     up->in_line = true;
     up->wanted = up->length;
     up->since_ns = now_ns;
@@ -145,6 +180,7 @@ static void join_line(struct moe_rpc_budget *b, struct moe_rpc_upload *up, uint6
     if (payer != NULL)
         payer->waiting++;
     TAILQ_INSERT_TAIL(&b->line, up, line);
+    return true;
 }
 
 void moe_rpc__leave_line(struct moe_rpc_budget *b, struct moe_rpc_upload *up)
@@ -160,49 +196,70 @@ void moe_rpc__leave_line(struct moe_rpc_budget *b, struct moe_rpc_upload *up)
     TAILQ_REMOVE(&b->line, up, line);
 }
 
+/* Its large message is the next one, the call asks for it, and the client goes on with it. */
+static bool asks(const struct moe_rpc_upload *up)
+{
+    return up->waits && up->begun == up->read + 1 && moe_rpc__is_filled(up);
+}
+
 void moe_rpc__grant_line(struct moe_rpc_budget *b, struct moe_rpc_woken *woken)
 {
     struct moe_rpc_upload *up = TAILQ_FIRST(&b->line);
     while (up != NULL && woken->count < MOE_RPC_WOKEN_MAX) {
         struct moe_rpc_upload *next = TAILQ_NEXT(up, line);
-        if (fits_owner(b, up, MOE_RPC_LARGE, up->wanted)) {
+        if (asks(up) && fits_owner(b, up, MOE_RPC_LARGE, up->wanted)) {
             if (!fits_all(b, MOE_RPC_LARGE, up->wanted))
                 return; /* those behind it must not starve it */
             moe_rpc__leave_line(b, up);
             grant(b, up);
-            moe_rpc__take_waiter(b, up, woken);
+            moe_rpc__let_read(b, up);
+            moe_rpc__answer(b, up, MOE_RPC_READ, woken);
         }
         up = next;
     }
 }
 
-struct moe_status moe_rpc__enter_line(struct moe_rpc_budget *b, struct moe_rpc_upload *up,
-                                      uint64_t now_ns, struct moe_rpc_woken *woken)
+/* ------------------------------------------------------------------ calls */
+
+void moe_rpc__let_read(struct moe_rpc_budget *b, struct moe_rpc_upload *up)
 {
-    const struct moe_rpc_account *payer = moe_rpc__payer_account(up);
-    join_line(b, up, now_ns);
-    moe_rpc__grant_line(b, woken);
-    if (up->charged[MOE_RPC_LARGE] > 0 ||
-        (has_place(b->max_waiting, b->all.waiting) &&
-         has_place(b->max_waiting / SHARE, up->of->account.waiting) &&
-         (payer == NULL || has_place(b->max_waiting / SHARE, payer->waiting))))
-        return moe_ok();
-    moe_rpc__leave_line(b, up);
-    return refuse(b);
+    up->waits = false;
+    up->reads = true;
+    up->rate.checked_ns = 0;
+    TAILQ_INSERT_TAIL(&b->reading, up, reading);
 }
 
-void moe_rpc__take_waiter(struct moe_rpc_budget *b, struct moe_rpc_upload *up,
-                          struct moe_rpc_woken *woken)
+void moe_rpc__stop_reading(struct moe_rpc_budget *b, struct moe_rpc_upload *up)
 {
-    if (up->waiter == NULL)
+    if (!up->reads)
+        return;
+    up->reads = false;
+    TAILQ_REMOVE(&b->reading, up, reading);
+}
+
+void moe_rpc__answer(struct moe_rpc_budget *b, const struct moe_rpc_upload *up, int answer,
+                     struct moe_rpc_woken *woken)
+{
+    enum { PREFIX = sizeof up->prefix };
+    if (up == woken->asker)
         return;
     b->waiters.hold(up->waiter);
-    woken->waiters[woken->count++] = up->waiter;
-    up->waiter = NULL;
+    woken->retry_ms = moe_rpc__retry_ms(b);
+    woken->list[woken->count].waiter = up->waiter;
+    woken->list[woken->count].answer = answer;
+    woken->list[woken->count].length = up->length - PREFIX;
+    woken->list[woken->count++].largest = up->largest;
 }
 
 void moe_rpc__wake(const struct moe_rpc_budget *b, const struct moe_rpc_woken *woken)
 {
-    for (uint32_t i = 0; i < woken->count; i++)
-        b->waiters.wake(woken->waiters[i]);
+    for (uint32_t i = 0; i < woken->count; i++) {
+        if (woken->list[i].answer == MOE_RPC_READ)
+            b->waiters.read(woken->list[i].waiter);
+        else
+            b->waiters.fail(woken->list[i].waiter,
+                            moe_rpc__refusal((enum moe_rpc_refusal)woken->list[i].answer,
+                                             woken->retry_ms, woken->list[i].length,
+                                             woken->list[i].largest));
+    }
 }

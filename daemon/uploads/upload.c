@@ -110,8 +110,9 @@ struct moe_status moe_rpc_uploads_open(struct moe_rpc_budget *b, const struct mo
     }
     u->budget = b;
     u->references = 1;
+    moe_mutex_lock(&b->lock);
+    b->connections++;
     if (spare != NULL) {
-        moe_mutex_lock(&b->lock);
         u->payer = find_payer(b, who);
         if (u->payer == NULL) {
             u->payer = spare;
@@ -121,9 +122,9 @@ struct moe_status moe_rpc_uploads_open(struct moe_rpc_budget *b, const struct mo
             spare = NULL;
         }
         u->payer->connections++;
-        moe_mutex_unlock(&b->lock);
-        free(spare);
     }
+    moe_mutex_unlock(&b->lock);
+    free(spare);
     *out = u;
     return moe_ok();
 }
@@ -131,9 +132,9 @@ struct moe_status moe_rpc_uploads_open(struct moe_rpc_budget *b, const struct mo
 static void drop_connection(struct moe_rpc_budget *b, struct moe_rpc_uploads *u)
     MOE_REQUIRES(b->lock)
 {
-    (void)b; /* its lock is held */
     if (--u->references > 0)
         return;
+    b->connections--;
     if (u->payer != NULL && --u->payer->connections == 0) {
         LIST_REMOVE(u->payer, link);
         free(u->payer);
@@ -162,14 +163,49 @@ static void drop_upload(struct moe_rpc_budget *b, struct moe_rpc_upload *up) MOE
     free(up);
 }
 
+/* What a call that asks may do now: MOE_RPC_READ, a refusal, or WAIT. */
+enum { WAIT = MOE_RPC_READ + 1 };
+
+static int decide(const struct moe_rpc_upload *up)
+{
+    const bool is_next = up->begun == up->read + 1;
+    if (up->too_large_at != 0 && up->too_large_at <= up->read + 1)
+        return MOE_RPC_TOO_LARGE;
+    if (!up->listed)
+        return MOE_RPC_READ; /* the end */
+    if (up->refused)
+        return MOE_RPC_QUEUE_FULL;
+    if (up->begun == up->read)
+        return up->half_closed ? MOE_RPC_READ : WAIT;
+    /* A message that others follow has come in whole, so it was small, or has been read. */
+    return is_next && up->in_line ? WAIT : MOE_RPC_READ;
+}
+
+/* Something has changed for a call that may have asked. */
+static void review(struct moe_rpc_budget *b, struct moe_rpc_upload *up, struct moe_rpc_woken *woken)
+    MOE_REQUIRES(b->lock)
+{
+    const int answer = up->waits ? decide(up) : WAIT;
+    if (answer == WAIT)
+        return;
+    if (answer == MOE_RPC_READ) {
+        moe_rpc__let_read(b, up);
+    } else {
+        up->waits = false;
+        moe_rpc__refuse(b, (enum moe_rpc_refusal)answer);
+    }
+    moe_rpc__answer(b, up, answer, woken);
+}
+
 static void unlist(struct moe_rpc_budget *b, struct moe_rpc_upload *up, struct moe_rpc_woken *woken)
     MOE_REQUIRES(b->lock)
 {
     LIST_REMOVE(up, link);
+    up->of->open--;
+    b->open--;
     up->listed = false;
-    up->half_closed = true; /* a call that waits for a message reads the end instead */
     moe_rpc__leave_line(b, up);
-    moe_rpc__take_waiter(b, up, woken);
+    review(b, up, woken);
     drop_upload(b, up);
 }
 
@@ -178,7 +214,7 @@ void moe_rpc_uploads_close(struct moe_rpc_uploads *u)
     struct moe_rpc_budget *b = u->budget;
     bool more = true;
     while (more) {
-        struct moe_rpc_woken woken = {0};
+        struct moe_rpc_woken woken = {.count = 0};
         moe_mutex_lock(&b->lock);
         for (size_t i = 0; i < MOE_RPC_UPLOAD_BUCKETS; i++)
             while (!LIST_EMPTY(&u->streams[i]) && woken.count < MOE_RPC_WOKEN_MAX)
@@ -189,6 +225,11 @@ void moe_rpc_uploads_close(struct moe_rpc_uploads *u)
         moe_mutex_unlock(&b->lock);
         moe_rpc__wake(b, &woken);
     }
+}
+
+void moe_rpc_uploads_free(struct moe_rpc_uploads *u)
+{
+    struct moe_rpc_budget *b = u->budget;
     moe_mutex_lock(&b->lock);
     drop_connection(b, u);
     moe_mutex_unlock(&b->lock);
@@ -204,33 +245,51 @@ size_t moe_rpc_upload_begin(struct moe_rpc_uploads *u, uint32_t stream, uint8_t 
     up->stream = stream;
     up->references = 1;
     up->listed = true;
+    up->largest = UINT64_MAX;
     moe_mutex_lock(&b->lock);
     u->references++;
+    u->open++;
+    b->open++;
     LIST_INSERT_HEAD(&u->streams[(stream >> 1) % MOE_RPC_UPLOAD_BUCKETS], up, link);
     moe_mutex_unlock(&b->lock);
     return put_field(stream, field);
 }
 
+bool moe_rpc_uploads_has_room(struct moe_rpc_uploads *u, uint32_t most)
+{
+    struct moe_rpc_budget *b = u->budget;
+    moe_mutex_lock(&b->lock);
+    const uint32_t left = b->open < MOE_RPC_STREAMS_MAX ? MOE_RPC_STREAMS_MAX - b->open : 0;
+    const bool room = u->open < most && (u->open < MOE_RPC_STREAMS_LEAST || u->open < left / 2);
+    moe_mutex_unlock(&b->lock);
+    return room;
+}
+
 /* The prefix of a message is here. */
-static void message_begun(struct moe_rpc_budget *b, struct moe_rpc_upload *up,
+static void message_begun(struct moe_rpc_budget *b, struct moe_rpc_upload *up, uint64_t now_ns,
                           struct moe_rpc_woken *woken) MOE_REQUIRES(b->lock)
 {
     const uint8_t *p = up->prefix;
     up->left = (uint64_t)p[1] << 24 | (uint64_t)p[2] << 16 | (uint64_t)p[3] << 8 | p[4];
     up->length = up->left + sizeof up->prefix;
+    up->longest = up->length > up->longest ? up->length : up->longest;
     up->prefix_length = 0;
     up->begun++;
-    if (up->begun - up->read > UNREAD_MAX ||
-        (up->length <= MOE_RPC_LOOKAHEAD_BYTES && !moe_rpc__charge_small(b, up, up->length)))
+    if (up->too_large_at == 0 && up->length - sizeof up->prefix > up->largest)
+        up->too_large_at = up->begun;
+    /* One that is already in line: its client has broken its window. */
+    if (up->begun - up->read > UNREAD_MAX || up->in_line ||
+        (up->length <= MOE_RPC_LOOKAHEAD_BYTES ? !moe_rpc__charge_small(b, up, up->length)
+                                               : !moe_rpc__join_line(b, up, now_ns)))
         up->refused = true;
-    moe_rpc__take_waiter(b, up, woken);
+    review(b, up, woken);
 }
 
 void moe_rpc_upload_data(struct moe_rpc_uploads *u, uint32_t stream, const uint8_t *bytes,
-                         size_t length)
+                         size_t length, uint64_t now_ns)
 {
     struct moe_rpc_budget *b = u->budget;
-    struct moe_rpc_woken woken = {0};
+    struct moe_rpc_woken woken = {.count = 0};
     moe_mutex_lock(&b->lock);
     struct moe_rpc_upload *up = find(u, stream);
     if (up != NULL)
@@ -238,15 +297,18 @@ void moe_rpc_upload_data(struct moe_rpc_uploads *u, uint32_t stream, const uint8
     while (up != NULL && length > 0 && !up->refused) {
         if (up->left > 0) {
             size_t some = length < up->left ? length : (size_t)up->left;
+            const bool was_filled = moe_rpc__is_filled(up);
             up->left -= some;
             bytes += some;
             length -= some;
+            if (up->in_line && !was_filled && moe_rpc__is_filled(up))
+                moe_rpc__grant_line(b, &woken);
             continue;
         }
         up->prefix[up->prefix_length++] = *bytes++;
         length--;
         if (up->prefix_length == sizeof up->prefix)
-            message_begun(b, up, &woken);
+            message_begun(b, up, now_ns, &woken);
     }
     moe_mutex_unlock(&b->lock);
     moe_rpc__wake(b, &woken);
@@ -255,13 +317,12 @@ void moe_rpc_upload_data(struct moe_rpc_uploads *u, uint32_t stream, const uint8
 void moe_rpc_upload_half_close(struct moe_rpc_uploads *u, uint32_t stream)
 {
     struct moe_rpc_budget *b = u->budget;
-    struct moe_rpc_woken woken = {0};
+    struct moe_rpc_woken woken = {.count = 0};
     moe_mutex_lock(&b->lock);
     struct moe_rpc_upload *up = find(u, stream);
     if (up != NULL) {
         up->half_closed = true;
-        if (!up->in_line)
-            moe_rpc__take_waiter(b, up, &woken);
+        review(b, up, &woken);
     }
     moe_mutex_unlock(&b->lock);
     moe_rpc__wake(b, &woken);
@@ -270,7 +331,7 @@ void moe_rpc_upload_half_close(struct moe_rpc_uploads *u, uint32_t stream)
 void moe_rpc_upload_end(struct moe_rpc_uploads *u, uint32_t stream)
 {
     struct moe_rpc_budget *b = u->budget;
-    struct moe_rpc_woken woken = {0};
+    struct moe_rpc_woken woken = {.count = 0};
     moe_mutex_lock(&b->lock);
     struct moe_rpc_upload *up = find(u, stream);
     if (up != NULL) {
@@ -284,13 +345,18 @@ void moe_rpc_upload_end(struct moe_rpc_uploads *u, uint32_t stream)
 /* ------------------------------------------------------------------ calls */
 
 struct moe_rpc_upload *moe_rpc_upload_find(struct moe_rpc_uploads *u, const uint8_t *value,
-                                           size_t length)
+                                           size_t length, void *waiter, uint64_t largest)
 {
     struct moe_rpc_budget *b = u->budget;
     moe_mutex_lock(&b->lock);
     struct moe_rpc_upload *up = find(u, get_stream(value, length));
-    if (up != NULL)
+    if (up != NULL) {
         up->references++;
+        up->waiter = waiter;
+        up->largest = largest;
+        if (up->longest > sizeof up->prefix && up->longest - sizeof up->prefix > largest)
+            up->too_large_at = 1;
+    }
     moe_mutex_unlock(&b->lock);
     return up;
 }
@@ -298,9 +364,12 @@ struct moe_rpc_upload *moe_rpc_upload_find(struct moe_rpc_uploads *u, const uint
 void moe_rpc_upload_release(struct moe_rpc_upload *up)
 {
     struct moe_rpc_budget *b = up->of->budget;
-    struct moe_rpc_woken woken = {0};
+    struct moe_rpc_woken woken = {.count = 0};
     moe_mutex_lock(&b->lock);
     up->waiter = NULL;
+    up->waits = false;
+    up->refused = true; /* what still comes is dropped by the core */
+    moe_rpc__stop_reading(b, up);
     moe_rpc__leave_line(b, up);
     moe_rpc__give_back_small(b, up, up->charged[MOE_RPC_SMALL]);
     moe_rpc__give_back_large(b, up);
@@ -310,70 +379,60 @@ void moe_rpc_upload_release(struct moe_rpc_upload *up)
     moe_rpc__wake(b, &woken);
 }
 
-/* The next message is the last one that has begun, is longer than the look-ahead, and has no bytes
- * yet. (One that others follow has come in whole, so it was small, or has been read.) */
-static bool is_large(const struct moe_rpc_upload *up)
-{
-    return up->begun == up->read + 1 && up->length > MOE_RPC_LOOKAHEAD_BYTES;
-}
-
-static struct moe_status decide(struct moe_rpc_budget *b, struct moe_rpc_upload *up,
-                                uint64_t largest, uint64_t now_ns, struct moe_rpc_woken *woken,
-                                bool *now) MOE_REQUIRES(b->lock)
-{
-    *now = true;
-    if (up->charged[MOE_RPC_LARGE] > 0)
-        return moe_ok();
-    if (up->refused)
-        return moe_rpc__refused_small(b);
-    if (up->begun == up->read) {
-        *now = up->half_closed;
-        return moe_ok();
-    }
-    if (up->begun == up->read + 1 && up->length - sizeof up->prefix > largest)
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_TOO_LARGE,
-                         "the message has %" PRIu64 " bytes; at most %" PRIu64 " are allowed",
-                         up->length - sizeof up->prefix, largest);
-    if (!is_large(up))
-        return moe_ok();
-    if (!up->in_line && up->listed)
-        MOE_TRY(moe_rpc__enter_line(b, up, now_ns, woken));
-    *now = up->charged[MOE_RPC_LARGE] > 0 || !up->listed;
-    return moe_ok();
-}
-
-struct moe_status moe_rpc_upload_next(struct moe_rpc_upload *up, void *waiter, uint64_t largest,
-                                      uint64_t now_ns, bool *now)
+struct moe_status moe_rpc_upload_next(struct moe_rpc_upload *up, bool *now)
 {
     struct moe_rpc_budget *b = up->of->budget;
-    struct moe_rpc_woken woken = {0};
+    struct moe_rpc_woken woken = {.asker = up};
+    struct moe_status st = moe_ok();
     moe_mutex_lock(&b->lock);
-    struct moe_status st = decide(b, up, largest, now_ns, &woken, now);
-    *now = *now && !moe_failed(&st);
-    up->waiter = moe_failed(&st) || *now ? NULL : waiter;
+    const int answer = decide(up);
+    *now = answer == MOE_RPC_READ;
+    if (*now) {
+        moe_rpc__let_read(b, up);
+    } else if (answer == WAIT) {
+        up->waits = true;
+        moe_rpc__grant_line(b, &woken);
+        *now = up->reads;
+    } else {
+        moe_rpc__refuse(b, (enum moe_rpc_refusal)answer);
+        st = moe_rpc__refusal((enum moe_rpc_refusal)answer, moe_rpc__retry_ms(b),
+                              up->length - sizeof up->prefix, up->largest);
+    }
     moe_mutex_unlock(&b->lock);
     moe_rpc__wake(b, &woken);
     return st;
 }
 
-void moe_rpc_upload_forget(struct moe_rpc_upload *up)
+bool moe_rpc_upload_forget(struct moe_rpc_upload *up)
 {
     struct moe_rpc_budget *b = up->of->budget;
-    struct moe_rpc_woken woken = {0};
+    struct moe_rpc_woken woken = {.count = 0};
     moe_mutex_lock(&b->lock);
-    up->waiter = NULL;
+    const bool forgotten = !up->reads;
+    up->waits = false;
     moe_rpc__leave_line(b, up);
     moe_rpc__grant_line(b, &woken); /* its bytes may have kept others waiting */
     moe_mutex_unlock(&b->lock);
     moe_rpc__wake(b, &woken);
+    return forgotten;
+}
+
+bool moe_rpc_upload_has_begun(struct moe_rpc_upload *up)
+{
+    struct moe_rpc_budget *b = up->of->budget;
+    moe_mutex_lock(&b->lock);
+    const bool begun = up->begun > 0;
+    moe_mutex_unlock(&b->lock);
+    return begun;
 }
 
 void moe_rpc_upload_delivered(struct moe_rpc_upload *up, uint64_t length)
 {
     struct moe_rpc_budget *b = up->of->budget;
-    struct moe_rpc_woken woken = {0};
+    struct moe_rpc_woken woken = {.count = 0};
     moe_mutex_lock(&b->lock);
     up->read++;
+    moe_rpc__stop_reading(b, up);
     if (up->charged[MOE_RPC_LARGE] > 0)
         moe_rpc__give_back_large(b, up);
     else
@@ -385,31 +444,65 @@ void moe_rpc_upload_delivered(struct moe_rpc_upload *up, uint64_t length)
 
 /* ------------------------------------------------------------------ rate */
 
-static uint64_t bytes_of(struct moe_rpc_upload *up)
-{
-    struct moe_rpc_budget *b = up->of->budget;
-    moe_mutex_lock(&b->lock);
-    uint64_t bytes = up->bytes;
-    moe_mutex_unlock(&b->lock);
-    return bytes;
-}
-
-void moe_rpc_rate_start(struct moe_rpc_rate *rate, struct moe_rpc_upload *up, uint64_t now_ns)
-{
-    *rate = (struct moe_rpc_rate){
-        .checked_ns = now_ns, .bytes = bytes_of(up), .credit_ns = (int64_t)MOE_NS_PER_S};
-}
-
-bool moe_rpc_rate_check(struct moe_rpc_rate *rate, struct moe_rpc_upload *up, uint64_t now_ns)
+/* True if the message that is read comes in fast enough. The first check begins its time. */
+static bool is_fast(struct moe_rpc_upload *up, uint64_t now_ns)
 {
     const int64_t most = 5 * (int64_t)MOE_NS_PER_S;
-    uint64_t bytes = bytes_of(up), come = bytes - rate->bytes;
-    uint64_t enough = 2 * (uint64_t)MOE_RPC_LEAST_RATE * 5; /* more changes nothing */
-    int64_t paid = (int64_t)((come < enough ? come : enough) * MOE_NS_PER_S / MOE_RPC_LEAST_RATE);
-    rate->credit_ns += paid - (int64_t)(now_ns - rate->checked_ns);
-    if (rate->credit_ns > most)
-        rate->credit_ns = most;
-    rate->checked_ns = now_ns;
-    rate->bytes = bytes;
-    return rate->credit_ns >= 0;
+    const uint64_t enough = 2 * (uint64_t)MOE_RPC_LEAST_RATE * 5; /* more changes nothing */
+    const uint64_t longest = 2 * MOE_NS_PER_S; /* a late check is not the client's fault */
+    uint64_t passed = now_ns - up->rate.checked_ns, come = up->bytes - up->rate.bytes;
+    if (up->rate.checked_ns == 0) {
+        up->rate.credit_ns = (int64_t)MOE_NS_PER_S;
+        passed = come = 0;
+    }
+    passed = passed < longest ? passed : longest;
+    come = come < enough ? come : enough;
+    up->rate.credit_ns += (int64_t)(come * MOE_NS_PER_S / MOE_RPC_LEAST_RATE) - (int64_t)passed;
+    if (up->rate.credit_ns > most)
+        up->rate.credit_ns = most;
+    up->rate.checked_ns = now_ns;
+    up->rate.bytes = up->bytes;
+    return up->rate.credit_ns >= 0;
+}
+
+/* Fails the call of `up` if its client is too slow. */
+static void check_rate(struct moe_rpc_budget *b, struct moe_rpc_upload *up, uint64_t now_ns,
+                       struct moe_rpc_woken *woken) MOE_REQUIRES(b->lock)
+{
+    if (up->slow || up->waiter == NULL || !up->listed || is_fast(up, now_ns))
+        return;
+    up->slow = true;
+    up->waits = false;
+    moe_rpc__refuse(b, MOE_RPC_TOO_SLOW);
+    moe_rpc__answer(b, up, MOE_RPC_TOO_SLOW, woken);
+}
+
+/* True if some have not been looked at. */
+static bool check_some(struct moe_rpc_budget *b, uint64_t now_ns, struct moe_rpc_woken *woken)
+    MOE_REQUIRES(b->lock)
+{
+    struct moe_rpc_upload *up;
+    TAILQ_FOREACH(up, &b->reading, reading)
+    {
+        const bool whole = up->begun != up->read + 1 || up->left == 0;
+        if (!whole && woken->count < MOE_RPC_WOKEN_MAX)
+            check_rate(b, up, now_ns, woken);
+    }
+    TAILQ_FOREACH(up, &b->line, line)
+    if (!moe_rpc__is_filled(up) && woken->count < MOE_RPC_WOKEN_MAX)
+        check_rate(b, up, now_ns, woken);
+    return woken->count == MOE_RPC_WOKEN_MAX;
+}
+
+void moe_rpc_budget_check(struct moe_rpc_budget *b, uint64_t now_ns)
+{
+    bool more = true;
+    while (more) {
+        struct moe_rpc_woken woken = {.count = 0};
+        moe_mutex_lock(&b->lock);
+        more = check_some(b, now_ns, &woken);
+        b->peak = b->all.bytes[MOE_RPC_SMALL] + b->all.bytes[MOE_RPC_LARGE];
+        moe_mutex_unlock(&b->lock);
+        moe_rpc__wake(b, &woken);
+    }
 }

@@ -33,14 +33,19 @@ struct moe_status moe_rpc_uploads_open(struct moe_rpc_budget *b, const struct mo
                                        struct moe_rpc_uploads **out) MOE_CHECKED;
 /* The connection is over. Its streams end; calls keep theirs until they release them. */
 void moe_rpc_uploads_close(struct moe_rpc_uploads *u);
+/* After close, or when no stream has begun. No call looks for its upload any more. */
+void moe_rpc_uploads_free(struct moe_rpc_uploads *u);
 /* The first HEADERS of a stream. Writes the field to append to the header block, in HPACK as a
  * literal that needs no table: `field` holds MOE_RPC_UPLOAD_FIELD_BYTES. Returns its length; 0 =
  * out of memory. */
 size_t moe_rpc_upload_begin(struct moe_rpc_uploads *u, uint32_t stream, uint8_t *field);
+/* Whether another stream may begin: the connection has fewer than `most` open ones, and no more
+ * than half of what the server has left, or fewer than MOE_RPC_STREAMS_LEAST. */
+bool moe_rpc_uploads_has_room(struct moe_rpc_uploads *u, uint32_t most);
 /* Bytes of DATA frames without padding, in any pieces, before they go to the core. Streams that
  * have not begun are ignored, here and below. */
 void moe_rpc_upload_data(struct moe_rpc_uploads *u, uint32_t stream, const uint8_t *bytes,
-                         size_t length);
+                         size_t length, uint64_t now_ns);
 /* The client has ended its side (END_STREAM). */
 void moe_rpc_upload_half_close(struct moe_rpc_uploads *u, uint32_t stream);
 /* The stream is over: RST_STREAM of either side, or END_STREAM of the server. */
@@ -50,36 +55,24 @@ void moe_rpc_upload_end(struct moe_rpc_uploads *u, uint32_t stream);
 
 /* The name of the header field; a string. */
 const char *moe_rpc_upload_field_name(void);
-/* The upload that a field's value names, with a reference for the call. NULL if it is over or
- * `value` names none. */
+/* The upload that a field's value names, with a reference for the call: `waiter`. A message of it
+ * has at most `largest` bytes. NULL if it is over or `value` names none. */
 struct moe_rpc_upload *moe_rpc_upload_find(struct moe_rpc_uploads *u, const uint8_t *value,
-                                           size_t length);
+                                           size_t length, void *waiter, uint64_t largest);
 /* The call is over: gives the upload, and what is charged for it, back. */
 void moe_rpc_upload_release(struct moe_rpc_upload *up);
 
-/* The call wants its next message, of at most `largest` bytes. *now: read it; the answer holds
- * until moe_rpc_upload_delivered. Else `waiter` is woken when it is worth to ask again.
- * Errors: MOE_RESOURCE_EXHAUSTED with TOO_LARGE (announced as longer than `largest`) or with
- * QUEUE_FULL and a retry hint that grows with the line. */
-struct moe_status moe_rpc_upload_next(struct moe_rpc_upload *up, void *waiter, uint64_t largest,
-                                      uint64_t now_ns, bool *now) MOE_CHECKED;
-/* The waiter is not woken any more. */
-void moe_rpc_upload_forget(struct moe_rpc_upload *up);
+/* The call wants its next message. *now: it may read it, or the end; this holds until
+ * moe_rpc_upload_delivered. Else the budget's waiters answer later.
+ * Errors: MOE_RESOURCE_EXHAUSTED with TOO_LARGE, or with QUEUE_FULL and a retry hint that grows
+ * with the line. */
+struct moe_status moe_rpc_upload_next(struct moe_rpc_upload *up, bool *now) MOE_CHECKED;
+/* The call does not want it any more. False if it may be read already, and so `read` was or will be
+ * called. */
+bool moe_rpc_upload_forget(struct moe_rpc_upload *up);
+/* True if a message was announced. */
+bool moe_rpc_upload_has_begun(struct moe_rpc_upload *up);
 /* The handler has the message, of `length` bytes. */
 void moe_rpc_upload_delivered(struct moe_rpc_upload *up, uint64_t length);
-
-/* ------------------------------------------------------------------ rate */
-
-/* The least rate of a message that is being read: 64 KiB a second, from one second on. A faster
- * sender collects credit for up to five seconds without a byte. */
-enum { MOE_RPC_LEAST_RATE = 64 << 10 };
-struct moe_rpc_rate {
-    uint64_t checked_ns, bytes;
-    int64_t credit_ns;
-};
-/* A message has begun and is being read. */
-void moe_rpc_rate_start(struct moe_rpc_rate *rate, struct moe_rpc_upload *up, uint64_t now_ns);
-/* False if the message comes in too slowly. Call it about once a second. */
-bool moe_rpc_rate_check(struct moe_rpc_rate *rate, struct moe_rpc_upload *up, uint64_t now_ns);
 
 #endif

@@ -19,7 +19,7 @@ struct moe_status moe_worker_find_interface(const char *wanted,
                                             struct moe_worker_interface *out) MOE_CHECKED;
 
 /* Describes this host. `network_address`: numeric; NULL = the address of the host in `endpoint`.
- * `out->domain` stays empty: no device property tells it. `name` becomes the host's name.
+ * `out->domain` stays empty. `name` becomes the host's name.
  * Errors: MOE_UNAVAILABLE/IO. */
 struct moe_status moe_worker_describe_host(const char *network_address, const char *endpoint,
                                            struct moe_session_host *out, char *name,

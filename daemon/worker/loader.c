@@ -6,6 +6,7 @@
 #include "base/clock.h"
 #include "base/cores.h"
 #include "daemon/log.h"
+#include "daemon/notify.h"
 
 #include <inttypes.h>
 #include <stdatomic.h>
@@ -210,11 +211,13 @@ static void log_progress(struct moe_loader *l, uint64_t now, uint64_t loaded)
     print_bytes((uint64_t)rate, rate_text);
     if (loaded >= total) {
         moe_log_info("loaded %s in %.2f s (%s/s)", total_text, seconds, rate_text);
+        moe_notify_status("loaded; the group forms");
         return;
     }
-    moe_log_info("loading: %s of %s (%.0f %%), %s/s, %.0f s left", loaded_text, total_text,
-                 100 * (double)loaded / (double)total, rate_text,
-                 rate > 0 ? (double)(total - loaded) / rate : 0);
+    double percent = 100 * (double)loaded / (double)total;
+    moe_log_info("loading: %s of %s (%.0f %%), %s/s, %.0f s left", loaded_text, total_text, percent,
+                 rate_text, rate > 0 ? (double)(total - loaded) / rate : 0);
+    moe_notify_status("loading: %s of %s (%.0f %%)", loaded_text, total_text, percent);
 }
 
 /* moe_load_progress; `read_bytes` counts within the layer. Weights that the backend reads itself

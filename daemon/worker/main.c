@@ -10,6 +10,7 @@
 #include "daemon/hangup.h"
 #include "daemon/log.h"
 #include "daemon/metrics_http.h"
+#include "daemon/notify.h"
 #include "rpc/msg.h"
 #include "worker/host.h"
 #include "worker/worker.h"
@@ -26,7 +27,8 @@ enum { ANY_SLOT = MOE_MAX_SLOTS };
 #define ECHO_NS (100 * MOE_NS_PER_MS)
 
 struct settings {
-    const char *model, *coordinator, *listen, *control_listen, *advertise, *backend, *worker_id;
+    const char *model, *coordinator, *listen, *control_listen, *admin_listen, *advertise, *backend,
+        *worker_id;
     uint64_t device, threads, slot;
     uint64_t max_message_bytes, max_bytes_in_flight;
     uint64_t max_tokens_per_request, max_tokens_per_step, max_queued_tokens;
@@ -150,12 +152,29 @@ static const struct moe_backend_setting *settings_of(const struct moe_backend *b
     return own;
 }
 
+/* May start the driver of a GPU, which has threads. */
+static struct moe_status choose_backend(const char *name, const struct moe_backend **out)
+{
+    if (strcmp(name, "auto") != 0) {
+        struct moe_status st = moe_backend_find(name, out);
+        if (!moe_failed(&st))
+            st = (*out)->available();
+        return moe_error_context(st, "--backend %s", name);
+    }
+    struct moe_status why;
+    *out = moe_backend_auto(&why);
+    if (moe_failed(&why))
+        moe_log_info("--backend auto takes the CPU: %s", why.text);
+    return moe_ok();
+}
+
 /* ------------------------------------------------------------------------ running */
 
 struct run {
     uv_loop_t loop;
     uv_signal_t signals[2];
     uv_poll_t hangup;
+    uv_timer_t watchdog;
     uv_async_t ended;
     struct moe_worker *worker;
     unsigned signals_seen;
@@ -219,6 +238,7 @@ static struct moe_status watch(struct run *run)
         run->signals[i].data = run;
         MOE_TRY(check_uv(uv_signal_start(&run->signals[i], on_signal, signums[i])));
     }
+    MOE_TRY(moe_notify_watch(&run->loop, &run->watchdog));
     return moe_hangup_watch(&run->loop, &run->hangup);
 }
 
@@ -275,6 +295,16 @@ static uint64_t spin_of(const struct settings *s, bool cuda)
     return us * MOE_NS_PER_MS / 1000;
 }
 
+/* Without --tls-ca, links to other daemons are plain, and show no certificate. */
+static struct moe_rpc_trust trust_of(const struct moe_daemon_settings *s)
+{
+    struct moe_rpc_trust trust = {.token_file = s->token_file, .insecure = s->insecure};
+    if (s->tls_ca != NULL)
+        trust.tls = (struct moe_rpc_tls_files){
+            .certificate = s->tls_certificate, .key = s->tls_key, .ca = s->tls_ca};
+    return trust;
+}
+
 static struct moe_status run_worker(const struct moe_daemon_settings *common, void *ctx)
 {
     const struct settings *s = ctx;
@@ -285,11 +315,8 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     if (s->net_interface != NULL)
         MOE_TRY(moe_worker_find_interface(s->net_interface, &interface));
     MOE_TRY(moe_backends_prepare(interface.name[0] != '\0' ? interface.name : NULL));
-    const struct moe_backend *backend = moe_backend_find(s->backend);
-    if (backend == NULL)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
-                         "this build has no backend \"%s\"; --backend cpu serves on the processor",
-                         s->backend);
+    const struct moe_backend *backend;
+    MOE_TRY(choose_backend(s->backend, &backend));
     struct run run = {0};
     struct moe_metrics *metrics = NULL;
     struct moe_worker_config config = {
@@ -301,9 +328,10 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .coordinator = s->coordinator,
         .listen = s->listen,
         .control_listen = s->control_listen,
+        .admin_listen = s->admin_listen,
         .advertise = s->advertise,
         .insecure = common->insecure,
-        .token_file = common->token_file,
+        .trust = trust_of(common),
         .worker_id = s->worker_id,
         .wanted_slot_plus_one = s->slot == ANY_SLOT ? 0 : (uint32_t)s->slot + 1,
         .max_message_bytes = (uint32_t)s->max_message_bytes,
@@ -329,8 +357,6 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     MOE_TRY_GOTO(st, moe_guard_create(common, &config.guard), out);
     config.metrics = metrics;
     st = moe_worker_start(&config, &run.worker);
-    if (moe_failed(&st) && moe_backend_find("auto") != backend && strcmp(s->backend, "cuda") == 0)
-        st = moe_error_context(st, "no usable GPU here; --backend cpu serves on the processor");
     if (moe_failed(&st))
         goto out;
     st = serve_until_ended(&run, common, metrics);
@@ -376,6 +402,8 @@ static const struct moe_option first_options[] = {
      "Address for clients; port 0 = any free port"},
     {"control-listen", 0, MOE_OPTION_STRING, &settings.control_listen, 0, 0, "HOST:PORT",
      "Address for peers; default: the host of --listen and any free port"},
+    {"admin-listen", 0, MOE_OPTION_STRING, &settings.admin_listen, 0, 0, "HOST:PORT",
+     "Address for trainers and operators: all services; --listen then refuses training"},
     {"advertise", 0, MOE_OPTION_STRING, &settings.advertise, 0, 0, "HOST:PORT",
      "Address to give to clients; default: the address of --listen"},
     {"backend", 'b', MOE_OPTION_CHOICE, &settings.backend, 0, 0, "cpu|cuda|auto",
@@ -537,6 +565,8 @@ static const char *check_settings(const void *ctx, const bool *given)
         wrong = moe_endpoint_check_listen("--listen", s->listen);
     if (!moe_failed(&wrong) && s->control_listen != NULL)
         wrong = moe_endpoint_check_listen("--control-listen", s->control_listen);
+    if (!moe_failed(&wrong) && s->admin_listen != NULL)
+        wrong = moe_endpoint_check_listen("--admin-listen", s->admin_listen);
     if (!moe_failed(&wrong) && s->advertise != NULL)
         wrong = moe_endpoint_check("--advertise", s->advertise);
     return moe_failed(&wrong) ? wrong.text : NULL;

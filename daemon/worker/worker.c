@@ -14,6 +14,7 @@
 #include "links/eventcount.h"
 #include "rpc/client.h"
 #include "rpc/server.h"
+#include "service/request_checks.h"
 #include "service/training_service.h"
 #include "training/training.h"
 
@@ -133,6 +134,8 @@ static void lease_changed(void *ctx, bool held)
     show_lease(w);
     if (w->train == NULL)
         return;
+    /* What waits is refused, as what comes from now on is. */
+    moe_engine_suspend(w->engine, held ? moe_ok() : moe_request_lease_lost());
     if (held) /* the sequencer may issue tickets that waited */
         moe_eventcount_notify(moe_engine_eventcount(w->engine));
     moe_worker__show_health(w);
@@ -290,13 +293,15 @@ static struct moe_status create_service(struct moe_worker *w)
 static struct moe_status create_peers(struct moe_worker *w)
 {
     MOE_TRY(moe_rpc_client_create(&w->client));
+    MOE_TRY(moe_rpc_trust_check(w->client, &w->config.trust));
     const struct moe_peers_config peers = {
         .client = w->client,
-        .token_file = w->config.token_file,
+        .trust = w->config.trust,
         .incarnation = w->incarnation,
         .training_permille = w->config.training_permille,
         .eventcount = moe_engine_eventcount(w->engine),
         .lease = gate_of(w),
+        .ticket_seconds = w->ticket_seconds,
         .run = run_ticket,
         .lost = lost,
         .ctx = w,
@@ -309,10 +314,13 @@ static struct moe_status start_group(struct moe_worker *w)
     const struct moe_worker_config *c = &w->config;
     MOE_TRY(moe_worker_describe_host(c->network_address, w->endpoint, &w->host, w->host_name,
                                      sizeof w->host_name));
+    struct moe_device_info device = {0};
+    c->backend->device_info(w->device, &device);
+    memcpy(w->host.domain, device.domain, sizeof w->host.domain);
     struct moe_group_config group = {
         .client = w->client,
         .coordinator = c->coordinator,
-        .token_file = c->token_file,
+        .trust = c->trust,
         .identity =
             {
                 .worker_id = w->worker_id,
@@ -336,9 +344,11 @@ static struct moe_status start_group(struct moe_worker *w)
         .gather_ms = c->wait_budget_ms * GATHER_BUDGETS,
         .reform_ms = REFORM_MS,
         .lease = &w->lease,
+        .heartbeat_seconds = w->heartbeat_seconds,
         .hooks =
             {
                 .load = moe_worker__load,
+                .digests = moe_worker__digests,
                 .form = moe_worker__form,
                 .serve = moe_worker__serve,
                 .leave = moe_worker__leave_view,
@@ -376,7 +386,17 @@ static struct moe_status add_metrics(struct moe_worker *w)
     const struct moe_metric_desc lease = {
         .name = "moe_lease_remaining_seconds",
         .help = "Time left of this worker's lease; 0 = none. A group that trains stops without."};
-    return moe_metrics_add_gauge(w->config.metrics, &lease, &w->lease_gauge);
+    MOE_TRY(moe_metrics_add_gauge(w->config.metrics, &lease, &w->lease_gauge));
+    const struct moe_metric_desc heartbeat = {
+        .name = "moe_heartbeat_seconds",
+        .help = "Time from a heartbeat of this worker to the coordinator's answer."};
+    MOE_TRY(moe_metrics_add_histogram(w->config.metrics, &heartbeat, moe_metrics_seconds_bounds,
+                                      MOE_METRIC_SECONDS_BOUNDS, &w->heartbeat_seconds));
+    const struct moe_metric_desc ticket = {
+        .name = "moe_ticket_seconds",
+        .help = "Way of a ticket to a slot and of its answer to this sequencer, without the step."};
+    return moe_metrics_add_histogram(w->config.metrics, &ticket, moe_metrics_seconds_bounds,
+                                     MOE_METRIC_SECONDS_BOUNDS, &w->ticket_seconds);
 }
 
 struct moe_status moe_worker_start(const struct moe_worker_config *config, struct moe_worker **out)

@@ -5,6 +5,7 @@
 #ifndef MOE_WORKER_WORKER_H
 #define MOE_WORKER_WORKER_H
 
+#include "daemon/identity.h"
 #include "daemon/metrics.h"
 #include "moe/training.h"
 
@@ -19,10 +20,12 @@ struct moe_worker_config {
     const char *coordinator;         /* "host:port" */
     const char *listen;              /* "host:port"; port 0 = any */
     const char *control_listen;      /* "host:port" for peers; NULL = host of `listen`, any port */
+    const char *admin_listen;        /* "host:port" for trainers and operators: all services. Then
+                                        `listen` refuses TrainingService. NULL = `listen` has all */
     const char *advertise;           /* "host:port" for clients; NULL = `listen`. Its host is also
                                         for peers if theirs is a wildcard address */
     bool insecure;                   /* allow an address that is not loopback without TLS */
-    const char *token_file;          /* shown to the coordinator and to peers; NULL: none */
+    struct moe_rpc_trust trust;      /* for links to the coordinator and to peers */
     struct moe_guard *guard;         /* who may do what; NULL: every caller may do everything */
     const char *worker_id;           /* NULL = host name and port */
     uint32_t wanted_slot_plus_one;

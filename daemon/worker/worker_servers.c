@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The worker's two servers and its names. Clients and peers have nothing in common: each server has
+/* The worker's servers and its names. Clients and peers have nothing in common: each server has
  * its own listener, threads and memory, so that clients cannot delay a ticket. */
 #include "access/guard.h"
 #include "base/clock.h"
+#include "daemon/log.h"
 #include "links/peers.h"
 #include "proto/descriptors.h"
 #include "rpc/server.h"
@@ -16,14 +17,16 @@
 enum {
     METHODS = MOE_SERVICE_METHODS + MOE_TRAINING_SERVICE_METHODS,
     SHARDS = 2,
-    WAITING_READS = 256, /* large calls that may wait to be read */
+    WAITING_READS = 128, /* messages over 1 MiB that may wait to be read */
     STREAMS_MAX = 256,   /* calls per connection */
-    READ_MS = 15000,     /* a request that takes longer to arrive loses its permit */
+    READ_MS = 15000,     /* for a call to bring a message */
     LAST_ANSWERS_MS = 1000,
     /* Of peers. The largest message is a ticket with the descriptor of a training call. */
     PEER_MESSAGE_BYTES = 4096,
     PEER_STREAMS_MAX = 8,
-    PEER_READING_BYTES = 1 << 20,
+    PEER_READING_BYTES = 64 << 20,
+    ADMIN_DESCRIPTORS_PERCENT = 25,
+    PEER_DESCRIPTORS_PERCENT = 25, /* of those for connections; clients have the rest */
 };
 
 /* ------------------------------------------------------------------ names */
@@ -56,6 +59,9 @@ static struct moe_status name_endpoints(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
     const char *control = c->control_listen != NULL ? c->control_listen : c->listen;
+    if (c->advertise != NULL && is_wildcard(c->advertise))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "--advertise: clients cannot reach the wildcard address %s", c->advertise);
     if (c->advertise == NULL && (is_wildcard(c->listen) || is_wildcard(control)))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "peers cannot reach a wildcard address: set --advertise");
@@ -77,11 +83,24 @@ struct moe_status moe_worker__name_coordinator(struct moe_worker *w, uint32_t ad
     return moe_service_set_coordinator(w->service, endpoint);
 }
 
+/* Tells clients where to train, if that is another address. */
+static struct moe_status name_training_endpoint(struct moe_worker *w)
+{
+    const char *host = w->config.admin_listen;
+    char endpoint[MOE_WORKER_ENDPOINT_BYTES];
+    if (w->admin_server == NULL || w->training_service == NULL)
+        return moe_ok();
+    MOE_TRY(join(is_wildcard(host) ? w->endpoint : host, moe_rpc_server_port(w->admin_server),
+                 endpoint));
+    return moe_service_set_training_endpoint(w->service, endpoint);
+}
+
 static struct moe_status name_worker(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
     char name[128] = "worker";
     MOE_TRY(name_endpoints(w));
+    MOE_TRY(name_training_endpoint(w));
     if (c->worker_id == NULL && gethostname(name, sizeof name - 1) != 0)
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "the host has no name: set --worker-id");
     int n = c->worker_id != NULL ? snprintf(w->worker_id, sizeof w->worker_id, "%s", c->worker_id)
@@ -110,26 +129,30 @@ static struct moe_status start_control(struct moe_worker *w)
         .max_message_bytes = PEER_MESSAGE_BYTES,
         .max_reading_bytes = PEER_READING_BYTES,
         .max_concurrent_streams = PEER_STREAMS_MAX,
+        .descriptors_percent = PEER_DESCRIPTORS_PERCENT,
         .spin_ns = c->spin_ns,
+        .metrics = c->metrics,
+        .name = "control",
         .methods = &method,
         .method_count = 1,
     };
     return moe_guard_start_server(c->guard, &server, &w->control_server);
 }
 
-/* For clients. */
-static struct moe_status start_data(struct moe_worker *w)
+/* For clients, with TrainingService if `trains`. */
+static struct moe_status start_data(struct moe_worker *w, const char *listen, bool trains,
+                                    uint32_t descriptors_percent, struct moe_rpc_server **out)
 {
     const struct moe_worker_config *c = &w->config;
     struct moe_rpc_method methods[METHODS];
     size_t count = MOE_SERVICE_METHODS;
     moe_service_methods(w->service, methods);
-    if (w->training_service != NULL) {
+    if (trains) {
         moe_training_service_methods(w->training_service, &methods[count]);
         count += MOE_TRAINING_SERVICE_METHODS;
     }
     const struct moe_rpc_server_config server = {
-        .listen = c->listen,
+        .listen = listen,
         .insecure = c->insecure,
         .shards = SHARDS,
         .max_message_bytes = c->max_message_bytes,
@@ -137,19 +160,36 @@ static struct moe_status start_data(struct moe_worker *w)
         .max_waiting_reads = WAITING_READS,
         .max_read_ms = READ_MS,
         .max_concurrent_streams = STREAMS_MAX,
+        .descriptors_percent = descriptors_percent,
         .spin_ns = c->spin_ns,
+        .metrics = c->metrics,
+        .name = out == &w->admin_server ? "admin" : "data",
         .methods = methods,
         .method_count = count,
         .descriptors = moe_proto_descriptors,
         .descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors),
     };
-    return moe_guard_start_server(c->guard, &server, &w->server);
+    return moe_guard_start_server(c->guard, &server, out);
+}
+
+/* One for all callers, or another one for trainers. */
+static struct moe_status start_public(struct moe_worker *w)
+{
+    const struct moe_worker_config *c = &w->config;
+    const uint32_t rest = 100 - PEER_DESCRIPTORS_PERCENT;
+    bool trains = w->training_service != NULL;
+    if (c->admin_listen == NULL)
+        return start_data(w, c->listen, trains, rest, &w->server);
+    MOE_TRY(start_data(w, c->listen, false, rest - ADMIN_DESCRIPTORS_PERCENT, &w->server));
+    MOE_TRY(start_data(w, c->admin_listen, trains, ADMIN_DESCRIPTORS_PERCENT, &w->admin_server));
+    moe_log_info("trainers use port %u", moe_rpc_server_port(w->admin_server));
+    return moe_ok();
 }
 
 struct moe_status moe_worker__start_servers(struct moe_worker *w)
 {
     MOE_TRY(start_control(w));
-    MOE_TRY(start_data(w));
+    MOE_TRY(start_public(w));
     moe_worker__show_health(w);
     return name_worker(w);
 }
@@ -166,5 +206,6 @@ static void stop(const struct moe_worker *w, struct moe_rpc_server *server)
 void moe_worker__stop_servers(struct moe_worker *w)
 {
     stop(w, w->server);
+    stop(w, w->admin_server);
     stop(w, w->control_server);
 }

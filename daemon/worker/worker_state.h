@@ -7,6 +7,7 @@
 #include "daemon/lease.h"
 #include "group/group.h"
 #include "links/peers.h"
+#include "model/sha256.h"
 #include "service/service.h"
 #include "worker/loader.h"
 #include "worker/worker.h"
@@ -41,18 +42,21 @@ struct moe_worker {
     struct moe_peers *peers;
     struct moe_rpc_client *client;
     struct moe_rpc_server *server, *control_server; /* for clients; for peers */
+    struct moe_rpc_server *admin_server;            /* for trainers; NULL: they use `server` */
     struct moe_group *group;
     struct moe_lease_gate lease; /* the group writes it */
     struct moe_mutex wake_lock;
     MOE_GUARDED_BY(wake_lock)
     bool may_wake_group; /* `group` exists; a client's recovery choice may reach it */
     struct moe_gauge *epoch_gauge, *lease_gauge;
+    struct moe_histogram *heartbeat_seconds, *ticket_seconds;
 
     /* Jobs thread only. */
     struct moe_session *session; /* formed; NULL = none */
     struct {
         uint64_t epoch;
         uint32_t slots, max_tokens;
+        char model[MOE_SERVICE_NAME_BYTES], model_digest[MOE_SHA256_HEX];
         char endpoints[MOE_MAX_SLOTS][MOE_WORKER_ENDPOINT_BYTES]; /* "" = empty slot */
     } view;                                                       /* of the session */
 
@@ -61,6 +65,7 @@ struct moe_worker {
 };
 
 /* Hooks of the group (group/group.h), on the serial executor; ctx is the worker. */
+struct moe_status moe_worker__digests(void *ctx, moe_group_part_fn add, void *add_ctx) MOE_CHECKED;
 struct moe_status moe_worker__load(void *ctx,
                                    const struct moe_group_assignment *assignment) MOE_CHECKED;
 struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,

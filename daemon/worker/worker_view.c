@@ -3,6 +3,7 @@
  * group/group.h for when. */
 #include "worker/worker_state.h"
 
+#include "checkpoint/checkpoint.h"
 #include "daemon/log.h"
 #include "rpc/server.h"
 #include "training/training.h"
@@ -16,12 +17,20 @@ static bool is_healthy(const struct moe_worker *w)
            moe_lease_gate_held(w->train != NULL ? &w->lease : NULL);
 }
 
+static void set_health_of(struct moe_rpc_server *server, bool trains, bool serving)
+{
+    moe_rpc_server_set_health(server, "", serving);
+    moe_rpc_server_set_health(server, "moe.v1.ExpertService", serving);
+    if (trains) /* else unknown to health checks */
+        moe_rpc_server_set_health(server, "moe.v1.TrainingService", serving);
+}
+
 static void set_health(struct moe_worker *w, bool serving)
 {
-    moe_rpc_server_set_health(w->server, "", serving);
-    moe_rpc_server_set_health(w->server, "moe.v1.ExpertService", serving);
-    if (w->training_service != NULL) /* else unknown to health checks */
-        moe_rpc_server_set_health(w->server, "moe.v1.TrainingService", serving);
+    bool trains = w->training_service != NULL;
+    set_health_of(w->server, trains && w->admin_server == NULL, serving);
+    if (w->admin_server != NULL)
+        set_health_of(w->admin_server, trains, serving);
 }
 
 /* Two threads may do this at the same time: the last to set it looks again. */
@@ -94,6 +103,31 @@ static struct moe_status attach_training(struct moe_worker *w)
     return moe_train_attach(w->train, layers, moe_loader_placements(w->loader));
 }
 
+static struct moe_status compare_with_manifest(struct moe_worker *w, struct moe_digest_table *want)
+{
+    struct moe_digest_difference d;
+    enum moe_checkpoint_digests found;
+    MOE_TRY(moe_checkpoint_read_digests(w->config.model, want, &found));
+    if (found == MOE_CHECKPOINT_DIGESTS_UNKNOWN)
+        moe_log_info("%s is a checkpoint without digests: its weights are not checked",
+                     moe_model_name(w->model));
+    if (found == MOE_CHECKPOINT_DIGESTS_FOUND &&
+        moe_digest_table_differs(moe_loader_digests(w->loader), want, &d))
+        return moe_error(MOE_DATA_LOSS, MOE_REASON_MODEL_MISMATCH,
+                         "%.150s has other bytes than the checkpoint's manifest says", d.name);
+    return moe_ok();
+}
+
+/* The weights of a checkpoint that is served as a model are those that were saved. */
+static struct moe_status check_manifest(struct moe_worker *w)
+{
+    struct moe_digest_table *want;
+    MOE_TRY(moe_digest_table_create(&want));
+    struct moe_status st = compare_with_manifest(w, want);
+    moe_digest_table_destroy(want);
+    return st;
+}
+
 struct moe_status moe_worker__load(void *ctx, const struct moe_group_assignment *assignment)
 {
     struct moe_worker *w = ctx;
@@ -104,12 +138,27 @@ struct moe_status moe_worker__load(void *ctx, const struct moe_group_assignment 
         moe_worker__leave_view(w);
     }
     if (moe_loader_holds(w->loader, assignment) &&
-        (w->train == NULL || moe_train_attached(w->train)))
-        return moe_loader_load(w->loader, assignment);
+        (w->train == NULL || moe_train_attached(w->train))) {
+        MOE_TRY(moe_loader_load(w->loader, assignment));
+        return check_manifest(w);
+    }
     if (w->train != NULL)
         moe_train_detach(w->train);
     MOE_TRY(moe_loader_load(w->loader, assignment));
+    MOE_TRY(check_manifest(w));
     return attach_training(w);
+}
+
+struct moe_status moe_worker__digests(void *ctx, moe_group_part_fn add, void *add_ctx)
+{
+    const struct moe_worker *w = ctx;
+    const struct moe_digest_table *digests = moe_loader_digests(w->loader);
+    uint8_t part[MOE_GROUP_PART_BYTES];
+    struct moe_digest_cursor at = {0};
+    size_t length;
+    while ((length = moe_digest_table_pack(digests, &at, part, sizeof part)) > 0)
+        MOE_TRY(add(add_ctx, part, length));
+    return moe_ok();
 }
 
 static struct moe_status keep_view(struct moe_worker *w, const struct moe_group_view *v)
@@ -117,6 +166,12 @@ static struct moe_status keep_view(struct moe_worker *w, const struct moe_group_
     w->view.epoch = v->epoch;
     w->view.slots = v->slots;
     w->view.max_tokens = v->max_tokens_per_step;
+    if (strlen(v->model) >= sizeof w->view.model ||
+        strlen(v->model_digest) >= sizeof w->view.model_digest)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
+                         "the name or digest of the model is too long");
+    strcpy(w->view.model, v->model);
+    strcpy(w->view.model_digest, v->model_digest);
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
         const char *endpoint = v->live >> s & 1 ? v->members[s].endpoint : "";
         if (strlen(endpoint) >= MOE_WORKER_ENDPOINT_BYTES)
@@ -304,6 +359,7 @@ struct moe_status moe_worker__serve(void *ctx)
     MOE_INVARIANT(w->session != NULL);
     moe_engine_start_view(w->engine, w->session, w->view.epoch, w->view.max_tokens);
     MOE_TRY(moe_peers_start(w->peers));
+    MOE_TRY(moe_service_set_model(w->service, w->view.model, w->view.model_digest));
     MOE_TRY(update_service(w, w->view.epoch));
     set_epoch(w, w->view.epoch);
     if (w->train != NULL)

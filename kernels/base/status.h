@@ -47,7 +47,8 @@ struct moe_status moe_error_context(struct moe_status s, const char *fmt, ...)
 
 /* An invariant of this project's code, always checked: logs file, line and condition, then aborts.
  * Never for input, sizes, or results of a library or peer. */
-#define MOE_INVARIANT(cond) ((cond) ? (void)0 : moe_invariant_failed(__FILE__, __LINE__, #cond))
+#define MOE_INVARIANT(cond)                                                                        \
+    ((cond) ? (void)0 : moe_invariant_failed(__FILE_NAME__, __LINE__, #cond))
 __attribute__((noreturn)) void moe_invariant_failed(const char *file, int line, const char *cond);
 
 #ifdef __cplusplus

@@ -14,11 +14,12 @@ extern "C" {
 
 /* What each slot says of itself. */
 struct moe_reach_slot {
-    uint64_t host;   /* moe_reach_host; equal: the slots may share memory */
-    uint32_t domain; /* slots of one host with other numbers do not share (tests) */
-    uint32_t user;   /* effective user id */
-    bool network;    /* its build has a network transport */
-    bool loopback;   /* its network address is that of its host alone */
+    uint64_t host;    /* moe_reach_host; equal: the slots may share memory */
+    uint64_t machine; /* moe_reach_machine */
+    uint32_t domain;  /* slots of one host with other numbers do not share (tests) */
+    uint32_t user;    /* effective user id */
+    bool network;     /* its build has a network transport */
+    bool loopback;    /* its network address is that of its host alone */
 };
 
 struct moe_reach {
@@ -26,8 +27,10 @@ struct moe_reach {
     bool network;                    /* at least one pair needs the network */
 };
 
-/* Number of a host's name (struct moe_session_host). */
+/* Numbers of a host's name (struct moe_session_host), and of the machine in it: of the part before
+ * the network namespace. */
 uint64_t moe_reach_host(const char *id);
+uint64_t moe_reach_machine(const char *id);
 
 /* slot [slots]; entries of slots that are not live are ignored. `network_only`: no pair shares.
  * Errors: MOE_FAILED_PRECONDITION/UNSUPPORTED, which trying again does not mend. The text names the

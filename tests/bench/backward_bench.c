@@ -232,9 +232,9 @@ int main(int argc, char **argv)
     int first, status[MOE_MAX_SLOTS] = {0};
     must(moe_options_parse(options, sizeof options / sizeof *options, NULL, argc, argv, &first,
                            &parsed));
-    b.backend = moe_backend_find(backend);
-    if (b.backend == NULL || b.backend->training == NULL) {
-        fprintf(stderr, "this build has no such backend, or it cannot train\n");
+    must(moe_backend_find(backend, &b.backend));
+    if (b.backend->training == NULL) {
+        fprintf(stderr, "this backend cannot train\n");
         return 2;
     }
     group_start(&group, 1, run_member, &b);

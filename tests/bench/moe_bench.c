@@ -226,15 +226,12 @@ int main(int argc, char **argv)
     struct moe_options parsed;
     int first;
     struct moe_status st = moe_options_parse(options, count, NULL, argc, argv, &first, &parsed);
-    /* "auto" would query the driver; processes forked after that could not use it. */
-    if (moe_failed(&st) || strcmp(backend, "auto") == 0 ||
-        (plan.backend = moe_backend_find(backend)) == NULL ||
-        (plan.backward && plan.backend->training == NULL) || !parse_lengths(lengths, &plan) ||
-        !names_something(&plan) || first != argc) {
+    if (!moe_failed(&st))
+        st = moe_backend_find(backend, &plan.backend);
+    if (moe_failed(&st) || (plan.backward && plan.backend->training == NULL) ||
+        !parse_lengths(lengths, &plan) || !names_something(&plan) || first != argc) {
         fprintf(stderr, "%s\n",
-                moe_failed(&st)        ? st.text
-                : plan.backend == NULL ? "this build has no such backend"
-                                       : "a list names nothing, or a token count is impossible");
+                moe_failed(&st) ? st.text : "a list names nothing, or a token count is impossible");
         moe_options_print(stderr, options, count);
         return 2;
     }

@@ -1,9 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Cost of gRPC and our framing over a plain TCP socket: echo of 16 and 64 MiB tensors and of 256
- * bytes, between two processes on loopback. Raw and gRPC alternate within every round, because the
- * machine's speed drifts. The ratio is the median over the rounds.
+/* Cost of gRPC and our framing over a plain TCP socket, and of TLS: echo of tensors of 1 to 64 MiB
+ * and of 256 bytes, between two processes on loopback. All kinds alternate within every round,
+ * because the machine's speed drifts. The ratio is the median over the rounds.
  *
- *     rpc_bench [ROUNDS [SPIN_US]]        default 5 and 0: how long gRPC's threads spin
+ *     rpc_bench [ROUNDS [SPIN_US [DIRECTORY]]]
+ *
+ * 5 rounds by default. SPIN_US, default 0: how long gRPC's threads spin. DIRECTORY holds ca.pem,
+ * and server.pem and server.key for 127.0.0.1: with it, TLS is measured too, and the server tells
+ * how much processor time its relays took.
  *
  * Both sides work as the product does: they send tensors by reference from existing memory, and
  * copy them once, from the core's slices, when they arrive. */
@@ -13,8 +17,10 @@
 #include "rpc/client.h"
 #include "rpc/server.h"
 #include "support/median.h"
+#include "tls/tls.h"
 
 #include <arpa/inet.h>
+#include <dirent.h>
 #include <netinet/tcp.h>
 #include <pthread.h>
 #include <signal.h>
@@ -29,8 +35,10 @@
 #define STREAM "/moe.v1.ExpertService/ForwardStream"
 
 enum { LARGEST = 64 << 20, PING = 256, TENSOR = 15, BUFFERS = 4, ROUNDS_MAX = 101 };
+enum { PORTS = 3 /* plain, raw, TLS */, PATH_BYTES = 512 };
 
 static uint64_t spin_ns;
+static const char *certificates; /* the directory, or NULL */
 
 static void die(const char *what)
 {
@@ -189,13 +197,48 @@ static int raw_listen(uint16_t *port)
     return fd;
 }
 
-/* Writes both ports to `tell` and serves until the other end closes `stop`. */
-static void serve(int tell, int stop)
+static void name_file(char path[PATH_BYTES], const char *name)
 {
-    struct moe_rpc_method methods[] = {
-        {.path = UNARY, .kind = MOE_RPC_UNARY, .large = true, .message = echo},
-        {.path = STREAM, .kind = MOE_RPC_STREAM, .message = echo, .ctx = methods}};
+    (void)snprintf(path, PATH_BYTES, "%s/%s", certificates, name);
+}
+
+/* Processor time of one thread if it is a relay, in ticks. */
+static unsigned long relay_ticks(const char *thread)
+{
+    char path[PATH_BYTES], line[512];
+    unsigned long user = 0, kernel = 0;
+    (void)snprintf(path, sizeof path, "/proc/self/task/%s/stat", thread);
+    FILE *file = fopen(path, "r");
+    if (file == NULL || fgets(line, sizeof line, file) == NULL)
+        line[0] = '\0';
+    if (file != NULL)
+        fclose(file);
+    const char *rest = strstr(line, "(moe-relay) ");
+    if (rest != NULL) /* state, ten numbers, then these two */
+        (void)sscanf(rest, "(moe-relay) %*c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %lu %lu", &user,
+                     &kernel);
+    return user + kernel;
+}
+
+/* Processor time of all relays of this process, in seconds. */
+static double relay_seconds(void)
+{
+    unsigned long ticks = 0;
+    DIR *threads = opendir("/proc/self/task");
+    if (threads == NULL)
+        die("/proc/self/task");
+    for (const struct dirent *e = readdir(threads); e != NULL; e = readdir(threads))
+        ticks += relay_ticks(e->d_name);
+    closedir(threads);
+    return (double)ticks / (double)sysconf(_SC_CLK_TCK);
+}
+
+/* A server with TLS, or without if `tls` is NULL. */
+static struct moe_rpc_server *start_server(const struct moe_rpc_method *methods,
+                                           struct moe_tls *tls, uint16_t *port)
+{
     struct moe_rpc_server_config config = {.listen = "127.0.0.1:0",
+                                           .tls = tls,
                                            .max_message_bytes = LARGEST + 4096,
                                            .max_reading_bytes = 4ull * LARGEST,
                                            .max_waiting_reads = 16,
@@ -204,29 +247,66 @@ static void serve(int tell, int stop)
                                            .methods = methods,
                                            .method_count = 2};
     struct moe_rpc_server *server;
-    uint16_t ports[2];
+    must(moe_rpc_server_start(&config, &server));
+    *port = moe_rpc_server_port(server);
+    return server;
+}
+
+static void stop_server(struct moe_rpc_server *server)
+{
+    if (server == NULL)
+        return;
+    moe_rpc_server_drain(server, moe_clock_ns() + MOE_NS_PER_S);
+    moe_rpc_server_stop(server);
+}
+
+static struct moe_tls *create_tls(void)
+{
+    char certificate[PATH_BYTES], key[PATH_BYTES];
+    struct moe_tls *tls;
+    name_file(certificate, "server.pem");
+    name_file(key, "server.key");
+    must(moe_tls_create(&(struct moe_rpc_tls_files){certificate, key, NULL}, &tls));
+    return tls;
+}
+
+/* Writes the ports to `tell` and serves until the other end closes `stop`. For each byte before, it
+ * writes the relays' processor time. */
+static void serve(int tell, int stop)
+{
+    struct moe_rpc_method methods[] = {
+        {.path = UNARY, .kind = MOE_RPC_UNARY, .message = echo},
+        {.path = STREAM, .kind = MOE_RPC_STREAM, .message = echo, .ctx = methods}};
+    struct moe_rpc_server *plain, *encrypted = NULL;
+    struct moe_tls *tls = certificates != NULL ? create_tls() : NULL;
+    uint16_t ports[PORTS] = {0};
     pthread_t thread;
     char byte;
     moe_rpc_tune_allocator();
     for (size_t i = 0; i < BUFFERS; i++)
         pool_put(touched(LARGEST));
-    must(moe_rpc_server_start(&config, &server));
-    ports[0] = moe_rpc_server_port(server);
+    plain = start_server(methods, NULL, &ports[0]);
+    if (tls != NULL)
+        encrypted = start_server(methods, tls, &ports[2]);
     int listening = raw_listen(&ports[1]);
     if (pthread_create(&thread, NULL, raw_echo, &listening) != 0)
         die("thread");
     write_all(tell, ports, sizeof ports);
-    if (read(stop, &byte, 1) < 0)
-        die("read");
+    while (read(stop, &byte, 1) > 0) {
+        double seconds = relay_seconds();
+        write_all(tell, &seconds, sizeof seconds);
+    }
     pthread_join(thread, NULL);
-    moe_rpc_server_drain(server, moe_clock_ns() + MOE_NS_PER_S);
-    moe_rpc_server_stop(server);
+    stop_server(plain);
+    stop_server(encrypted);
+    moe_tls_destroy(tls);
 }
 
 /* ------------------------------------------------------------------ client process */
 
 struct bench {
     int raw;
+    int ask, answers_at; /* to and from the server process */
     struct moe_rpc_channel *channel;
     struct moe_rpc_stream *stream;
     uint8_t *x, *y;
@@ -317,24 +397,52 @@ static double measure(struct bench *b, once_fn once, size_t length, size_t repea
     return median(seconds, repeats);
 }
 
-static void compare(struct bench *b, const char *what, once_fn once, size_t length, size_t repeats,
-                    size_t rounds)
+static void print_line(const char *what, size_t length, const char *kind, double seconds,
+                       double ratio)
 {
-    double raw[ROUNDS_MAX], rpc[ROUNDS_MAX], ratio[ROUNDS_MAX];
+    if (length >= 1 << 20)
+        printf("%-8s %9zu B   %-5s %7.2f GB/s   %.2f of raw\n", what, length, kind,
+               2 * (double)length / seconds / 1e9, ratio);
+    else
+        printf("%-8s %9zu B   %-5s %7.1f us     %.1f times raw\n", what, length, kind,
+               seconds * 1e6, 1 / ratio);
+}
+
+/* Processor time of the server's relays so far. */
+static double ask_relays(const struct bench *b)
+{
+    double seconds;
+    write_all(b->ask, "", 1);
+    if (!read_all(b->answers_at, &seconds, sizeof seconds))
+        die("server");
+    return seconds;
+}
+
+/* `kinds` of benches: plain, and TLS. */
+static void compare(struct bench *b, size_t kinds, const char *what, once_fn once, size_t length,
+                    size_t repeats, size_t rounds)
+{
+    static const char *const names[] = {"gRPC", "TLS"};
+    double raw[ROUNDS_MAX], rpc[2][ROUNDS_MAX], ratio[2][ROUNDS_MAX], relays[2] = {0};
     once_raw(b, length);
-    once(b, length);
+    for (size_t k = 0; k < kinds; k++)
+        once(&b[k], length);
     for (size_t i = 0; i < rounds; i++) {
         raw[i] = measure(b, once_raw, length, repeats);
-        rpc[i] = measure(b, once, length, repeats);
-        ratio[i] = raw[i] / rpc[i];
+        for (size_t k = 0; k < kinds; k++) {
+            double before = ask_relays(b);
+            rpc[k][i] = measure(&b[k], once, length, repeats);
+            ratio[k][i] = raw[i] / rpc[k][i];
+            relays[k] += ask_relays(b) - before;
+        }
     }
-    double r = median(raw, rounds), g = median(rpc, rounds);
-    if (length > 1 << 20)
-        printf("%-8s %9zu B   raw %6.2f GB/s   gRPC %6.2f GB/s   %.2f of raw\n", what, length,
-               2 * (double)length / r / 1e9, 2 * (double)length / g / 1e9, median(ratio, rounds));
-    else
-        printf("%-8s %9zu B   raw %6.1f us     gRPC %6.1f us     %.1f times raw\n", what, length,
-               r * 1e6, g * 1e6, 1 / median(ratio, rounds));
+    print_line(what, length, "raw", median(raw, rounds), 1);
+    for (size_t k = 0; k < kinds; k++) {
+        print_line(what, length, names[k], median(rpc[k], rounds), median(ratio[k], rounds));
+        if (length >= 1 << 20 && relays[k] > 0)
+            printf("%36s relay: %.2f GB/s per core\n", "",
+                   2 * (double)(length * repeats * rounds) / relays[k] / 1e9);
+    }
     fflush(stdout);
 }
 
@@ -349,45 +457,65 @@ static int raw_connect(uint16_t port)
     return fd;
 }
 
-static void run(const uint16_t ports[2], size_t rounds)
+static void open_bench(struct bench *b, struct moe_rpc_client *client, uint16_t port, bool tls)
 {
-    struct bench b = {.raw = raw_connect(ports[1]), .x = touched(LARGEST), .y = touched(LARGEST)};
+    char target[32], ca[PATH_BYTES] = "";
+    struct moe_rpc_channel_config config = {.target = target};
+    if (tls) {
+        name_file(ca, "ca.pem");
+        config.trust.tls.ca = ca;
+    }
+    moe_mutex_init(&b->lock);
+    pthread_cond_init(&b->changed, NULL);
+    snprintf(target, sizeof target, "127.0.0.1:%u", port);
+    must(moe_rpc_channel_open(client, &config, &b->channel));
+    must(moe_rpc_stream_open(
+        b->channel, STREAM, &(struct moe_rpc_call_options){.deadline_ns = MOE_NEVER},
+        &(struct moe_rpc_stream_events){.message = stream_message, .closed = stream_closed}, b,
+        &b->stream));
+}
+
+static void run(const uint16_t ports[PORTS], int ask, int answers_at, size_t rounds)
+{
+    static const struct {
+        size_t length, repeats;
+    } sizes[] = {{PING, 2000}, {1 << 20, 100}, {16 << 20, 10}, {LARGEST, 4}};
+    const size_t kinds = certificates != NULL ? 2 : 1;
+    struct bench b[2] = {{.raw = raw_connect(ports[1]),
+                          .ask = ask,
+                          .answers_at = answers_at,
+                          .x = touched(LARGEST),
+                          .y = touched(LARGEST)}};
     struct moe_rpc_client *client;
-    char target[32];
+    b[1] = b[0];
     moe_rpc_tune_allocator();
     for (size_t i = 0; i < BUFFERS; i++)
         pool_put(touched(LARGEST));
-    moe_mutex_init(&b.lock);
-    pthread_cond_init(&b.changed, NULL);
-    snprintf(target, sizeof target, "127.0.0.1:%u", ports[0]);
     must(moe_rpc_client_create(&client));
     moe_rpc_client_set_spin(client, spin_ns);
-    must(moe_rpc_channel_open(client, &(struct moe_rpc_channel_config){.target = target},
-                              &b.channel));
-    must(moe_rpc_stream_open(
-        b.channel, STREAM, &(struct moe_rpc_call_options){.deadline_ns = MOE_NEVER},
-        &(struct moe_rpc_stream_events){.message = stream_message, .closed = stream_closed}, &b,
-        &b.stream));
-    compare(&b, "unary", once_unary, PING, 2000, rounds);
-    compare(&b, "stream", once_stream, PING, 2000, rounds);
-    compare(&b, "unary", once_unary, 16 << 20, 10, rounds);
-    compare(&b, "stream", once_stream, 16 << 20, 10, rounds);
-    compare(&b, "unary", once_unary, 64 << 20, 4, rounds);
-    compare(&b, "stream", once_stream, 64 << 20, 4, rounds);
-    moe_rpc_stream_free(b.stream);
-    moe_rpc_channel_close(b.channel);
+    for (size_t k = 0; k < kinds; k++)
+        open_bench(&b[k], client, ports[2 * k], k == 1);
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        compare(b, kinds, "unary", once_unary, sizes[i].length, sizes[i].repeats, rounds);
+        compare(b, kinds, "stream", once_stream, sizes[i].length, sizes[i].repeats, rounds);
+    }
+    for (size_t k = 0; k < kinds; k++) {
+        moe_rpc_stream_free(b[k].stream);
+        moe_rpc_channel_close(b[k].channel);
+    }
     moe_rpc_client_destroy(client);
-    close(b.raw);
+    close(b[0].raw);
 }
 
 int main(int argc, char **argv)
 {
     int tell[2], stop[2];
-    uint16_t ports[2];
+    uint16_t ports[PORTS];
     long rounds = argc > 1 ? atol(argv[1]) : 5;
     spin_ns = argc > 2 ? strtoul(argv[2], NULL, 10) * (MOE_NS_PER_MS / 1000) : 0;
+    certificates = argc > 3 ? argv[3] : NULL;
     if (rounds < 1 || rounds > ROUNDS_MAX || pipe(tell) != 0 || pipe(stop) != 0) {
-        fprintf(stderr, "usage: rpc_bench [ROUNDS up to %d [SPIN_US]]\n", ROUNDS_MAX);
+        fprintf(stderr, "usage: rpc_bench [ROUNDS up to %d [SPIN_US [DIRECTORY]]]\n", ROUNDS_MAX);
         return 2;
     }
     signal(SIGPIPE, SIG_IGN);
@@ -402,7 +530,7 @@ int main(int argc, char **argv)
     close(stop[0]);
     if (!read_all(tell[0], ports, sizeof ports))
         die("server");
-    run(ports, (size_t)rounds);
+    run(ports, stop[1], tell[0], (size_t)rounds);
     close(stop[1]);
     waitpid(server, NULL, 0);
     return 0;

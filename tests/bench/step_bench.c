@@ -245,9 +245,9 @@ int main(int argc, char **argv)
     struct group group;
     int status[MOE_MAX_SLOTS] = {0};
     uint32_t slots = argc > 1 ? (uint32_t)atoi(argv[1]) : 1;
-    backend = moe_backend_find(argc > 2 ? argv[2] : "cuda");
-    if (backend == NULL || slots < 1 || slots > MOE_MAX_SLOTS) {
-        fprintf(stderr, "step_bench [SLOTS] [cuda|cpu]\n");
+    struct moe_status st = moe_backend_find(argc > 2 ? argv[2] : "cuda", &backend);
+    if (moe_failed(&st) || slots < 1 || slots > MOE_MAX_SLOTS) {
+        fprintf(stderr, "step_bench [SLOTS] [cuda|cpu]: %s\n", moe_failed(&st) ? st.text : "slots");
         return 2;
     }
     group_start(&group, slots, run, NULL);

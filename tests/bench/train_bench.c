@@ -16,6 +16,7 @@
 #include "plain_layer.h"
 
 #include "base/clock.h"
+#include "cuda/step/backend.h"
 #include "cuda/training/trainer.h"
 #include "daemon/options.h"
 #include "oracle/oracle.h"
@@ -499,7 +500,7 @@ int main(int argc, char **argv)
         moe_options_print(stderr, options, count);
         return 2;
     }
-    plan.backend = moe_backend_find("cuda");
+    plan.backend = &moe_backend_cuda;
     plan.times =
         mmap(NULL, sizeof *plan.times, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (plan.times == MAP_FAILED)

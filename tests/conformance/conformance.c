@@ -259,8 +259,10 @@ int main(int argc, char **argv)
     struct moe_options parsed;
     int first;
     struct moe_status st = moe_options_parse(options, count, NULL, argc, argv, &first, &parsed);
-    if (moe_failed(&st) || (plan.backend = moe_backend_find(backend)) == NULL) {
-        fprintf(stderr, "%s\n", moe_failed(&st) ? st.text : "no such backend in this build");
+    if (!moe_failed(&st))
+        st = moe_backend_find(backend, &plan.backend);
+    if (moe_failed(&st)) {
+        fprintf(stderr, "%s\n", st.text);
         moe_options_print(stderr, options, count);
         return 2;
     }

@@ -112,11 +112,7 @@ int main(int argc, char **argv)
     int first;
     must(moe_options_parse(options, sizeof options / sizeof *options, NULL, argc, argv, &first,
                            &parsed));
-    b.backend = moe_backend_find(backend);
-    if (b.backend == NULL) {
-        fprintf(stderr, "no such backend in this build\n");
-        return 2;
-    }
+    must(moe_backend_find(backend, &b.backend));
     group_set(b.backend, "gemm", gemm);
     open_alone(&b);
     bool good = true;

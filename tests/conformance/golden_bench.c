@@ -159,11 +159,7 @@ int training_main(struct training_program *p, int argc, char **argv)
     p->slots = 1;
     must(moe_options_parse(options, sizeof options / sizeof *options, NULL, argc, argv, &first,
                            &parsed));
-    p->backend = moe_backend_find(backend);
-    if (p->backend == NULL) {
-        fprintf(stderr, "there is no such backend in this build\n");
-        return 2;
-    }
+    must(moe_backend_find(backend, &p->backend));
     group_set(p->backend, "transport", transport);
     group_domain_size = (uint32_t)domain_size;
     if (p->backend->training == NULL) {

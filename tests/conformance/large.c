@@ -5,8 +5,7 @@
  *           [--transport network] [--gemm cublas] [--weights-mib 3072] [--tokens 700]
  *
  * The cases of `conformance` fit into one or two steps of a tile. Here hidden sizes are those of
- * models, up to the allowed maximum, with up to 1024 experts (512 on GPUs); some slots have few or
- * none. With
+ * models, up to the allowed maximum, with up to 1024 experts; some slots have few or none. With
  * --training, a backward pass of every case as well; exits with 77 if the backend cannot train.
  * Limits shrink the layers, e.g. for CPUs.
  *
@@ -189,9 +188,7 @@ static int run(struct plan *plan)
         printf("SKIPPED: the backend %s cannot train\n", plan->backend->name);
         return SKIPPED;
     }
-    bool cuda = strcmp(plan->backend->name, "cuda") == 0; /* see cuda/plan/limits.h */
     plan->limits = (struct large_limits){.weight_bytes = plan->weights_mib << 20,
-                                         .experts = cuda ? 512 : MOE_MAX_EXPERTS,
                                          .products = plan->mega_products * 1000000,
                                          .tokens = (uint32_t)plan->tokens,
                                          .pool = large_pool()};
@@ -241,8 +238,10 @@ int main(int argc, char **argv)
     struct moe_options parsed;
     int first;
     struct moe_status st = moe_options_parse(options, count, NULL, argc, argv, &first, &parsed);
-    if (moe_failed(&st) || (plan.backend = moe_backend_find(backend)) == NULL) {
-        fprintf(stderr, "%s\n", moe_failed(&st) ? st.text : "no such backend in this build");
+    if (!moe_failed(&st))
+        st = moe_backend_find(backend, &plan.backend);
+    if (moe_failed(&st)) {
+        fprintf(stderr, "%s\n", st.text);
         moe_options_print(stderr, options, count);
         return 2;
     }

@@ -90,7 +90,7 @@ static void shrink(struct large_case *c, const struct large_limits *limits)
     }
     uint32_t least = s->router.groups > 1 ? 4 * s->router.top_k + 16 : 2 * s->router.top_k + 8;
     /* A layer with the most experts gives up width, so that they stay. */
-    while (s->experts == limits->experts && bytes_of(c) > limits->weight_bytes &&
+    while (s->experts == MOE_MAX_EXPERTS && bytes_of(c) > limits->weight_bytes &&
            s->intermediate >= 16)
         s->intermediate = s->intermediate / 16 * 8;
     while (bytes_of(c) > limits->weight_bytes && s->experts / 2 >= least &&
@@ -107,7 +107,7 @@ static void draw_spec(struct rng *r, struct large_case *c, uint64_t number,
     struct moe_layer_spec *s = &c->spec;
     s->layer = rng_below(r, MOE_MAX_LAYERS);
     s->hidden = hidden[number % 4];
-    s->experts = number % 7 == 1 ? limits->experts : ONE_OF(r, 8, 32, 64, 128, 160, 256, 384, 512);
+    s->experts = number % 7 == 1 ? MOE_MAX_EXPERTS : ONE_OF(r, 8, 32, 64, 128, 160, 256, 384, 512);
     s->intermediate = ONE_OF(r, 512, 768, 1536, 2048, 2880, 4864, 14336);
     s->weighting = (enum moe_weighting)rng_below(r, 3);
     s->activation = (enum moe_activation)rng_below(r, MOE_ACT_COUNT);

@@ -15,7 +15,6 @@ enum { LARGE_MAX_TOKENS = 700 };
 struct large_limits {
     uint64_t weight_bytes; /* of all experts of a layer */
     uint64_t products;     /* multiplications of one token */
-    uint32_t experts;      /* most routed experts of a layer on this backend */
     uint32_t tokens;       /* of one slot, at most LARGE_MAX_TOKENS */
     const uint16_t *pool;  /* bf16, uniform in +-1/32 */
 };

@@ -86,8 +86,10 @@ static void answer(struct moe_training_request *r)
 
 static void try_request(const uint8_t *data, size_t size)
 {
-    const struct moe_backward_context context = {
-        .info = &info, .staging = staging, .training = train, .worker = {.epoch = 5}};
+    const struct moe_backward_context context = {.info = &info,
+                                                 .staging = staging,
+                                                 .training = train,
+                                                 .worker = {.epoch = 5, .model = &served}};
     struct moe_rpc_piece piece = {data, size};
     struct moe_rpc_msg *m = moe_rpc_msg_from_pieces(&piece, 1);
     struct moe_training_request r;

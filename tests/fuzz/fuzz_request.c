@@ -39,8 +39,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     if (staging == NULL)
         open_staging(&memory);
-    const struct moe_request_context context = {
-        .info = &info, .staging = staging, .weights_version = 1, .worker = {.epoch = 5}};
+    const struct moe_request_context context = {.info = &info,
+                                                .staging = staging,
+                                                .weights_version = 1,
+                                                .worker = {.epoch = 5, .model = &served}};
     struct moe_request r;
     struct moe_rpc_msg *m = message_of(data, size);
     struct moe_status st = moe_request_parse(&r, &context, m);

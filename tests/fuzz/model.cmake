@@ -6,3 +6,5 @@ moe_fuzz(fuzz_safetensors SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_safetensors.c U
 moe_fuzz(fuzz_index SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_index.c USES moe_model)
 moe_fuzz(fuzz_config SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_config.c USES moe_model
          SEEDS ${golden_configs})
+moe_fuzz(fuzz_digests SOURCES ${CMAKE_CURRENT_LIST_DIR}/fuzz_digests.c
+         USES moe_coordinator moe_model)

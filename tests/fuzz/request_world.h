@@ -37,6 +37,8 @@ static const struct moe_service_info info = {.model = "m",
                                              .max_tokens_per_request = 64,
                                              .max_tokens_per_step = 32};
 
+static const struct moe_served_model served = {"m", "70"};
+
 static struct moe_staging *staging;
 
 static void open_staging(const struct moe_backend *memory)

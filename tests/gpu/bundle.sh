@@ -30,6 +30,13 @@ for program in tests/conformance/conformance tests/conformance/large tests/confo
                 cp -L "$library" "$target/lib/$name"
         done
 done
+# Modules, where each program looks for them.
+(cd "$build" && find daemon tests -type l -name moed) | while read -r modules; do
+    mkdir -p "$target/$modules"
+    for module in "$build/$modules"/*.so; do
+        [ ! -e "$module" ] || strip -o "$target/$modules/$(basename "$module")" "$module"
+    done
+done
 gate=tests/integration/libgated_fsync.so # preloaded into workers
 [ ! -e "$build/$gate" ] || { mkdir -p "$target/tests/integration" && strip -o "$target/$gate" "$build/$gate"; }
 [ ! -d "$build/python" ] || cp -R "$build/python" "$target/python"

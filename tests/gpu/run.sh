@@ -136,7 +136,7 @@ jobs_at_once() {
         echo "conformance_$n 300 $suite/conformance --backend cuda --slots $n --cases $cases --seed $n"
         echo "skewed_$n 300 $suite/conformance --backend cuda --slots $n --cases 80 --seed $n --skewed"
         echo "training_$n 300 $suite/conformance --backend cuda --slots $n --cases $cases --seed $n --training"
-        # Hidden sizes up to 16384, 512 experts, some hundred tokens; the oracle checks sampled tokens.
+        # Hidden sizes up to 16384, 1024 experts, some hundred tokens; the oracle checks sampled tokens.
         echo "large_$n 600 $suite/large --backend cuda --slots $n --cases 20 --seed $n"
         echo "large_training_$n 600 $suite/large --backend cuda --slots $n --cases 8 --seed $n --training" \
             "--weights-mib 1024"

@@ -166,10 +166,20 @@ static struct moe_cuda_ggemm random_task(enum moe_cuda_gemm_tile tile, enum form
     };
 }
 
-static void random_case(enum moe_cuda_gemm_tile tile, enum form form, enum moe_dtype dtype,
-                        double *worst)
+/* The most experts of the tile, in small products. */
+static struct moe_cuda_ggemm widest_task(enum moe_cuda_gemm_tile tile, enum form form,
+                                         enum moe_dtype dtype)
 {
-    struct problem p = {.g = random_task(tile, form, dtype)};
+    struct moe_cuda_ggemm g = random_task(tile, form, dtype);
+    g.experts = moe_cuda_tile_shape(tile).experts;
+    g.n = 8 * (1 + random_below(20));
+    g.k = 8 * (1 + random_below(20));
+    return g;
+}
+
+static void random_case(struct moe_cuda_ggemm task, double *worst)
+{
+    struct problem p = {.g = task};
     bool apart = random_below(3) == 0; /* gaps between rows of x and out */
     if (apart) {
         p.g.x_stride = p.g.k + 8 * random_below(20);
@@ -200,7 +210,9 @@ static void any_shape_matches_double_precision(void **state)
             double worst = 0;
             enum moe_dtype dtype = variant % 2 == 0 ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
             for (int i = 0; i < CASES; i++)
-                random_case((enum moe_cuda_gemm_tile)tile, (enum form)(variant / 2), dtype, &worst);
+                random_case((i == 0 ? widest_task : random_task)((enum moe_cuda_gemm_tile)tile,
+                                                                 (enum form)(variant / 2), dtype),
+                            &worst);
             printf("  %-8s %s %s: worst element of %d shapes %.2e\n", tile_name[tile],
                    form_name[variant / 2], variant % 2 == 0 ? "bf16" : "fp32", CASES, worst);
         }
@@ -409,7 +421,7 @@ static void impossible_shapes_are_refused(void **state)
 {
     (void)state;
     struct problem p = large_problem(MOE_CUDA_TILE_DECODE, PLAIN);
-    struct moe_cuda_ggemm wrong[] = {p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g};
+    struct moe_cuda_ggemm wrong[] = {p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g};
     wrong[0].n = 12;
     wrong[1].k = 4;
     wrong[2].experts = MOE_CUDA_MAX_EXPERTS + 1;
@@ -419,6 +431,8 @@ static void impossible_shapes_are_refused(void **state)
     wrong[6].x_stride = p.g.k + 4;
     wrong[7].out_stride = p.g.n - 8;
     wrong[8].pre = (const struct moe_cuda_ggemm_pre *)p.g.x; /* not gated */
+    wrong[9].tile = MOE_CUDA_TILE_PINGPONG;
+    wrong[9].experts = MOE_CUDA_PINGPONG_EXPERTS + 1;
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         struct moe_status st = moe_cuda_ggemm_enqueue(&wrong[i], NULL);
         assert_int_equal(st.code, MOE_INVALID_ARGUMENT);

@@ -12,6 +12,7 @@
 
 #include "cuda/plan/limits.h"
 #include "cuda/session/session.h"
+#include "cuda/step/backend.h"
 #include "cuda/step/graph.h"
 
 #include <inttypes.h>
@@ -437,8 +438,8 @@ int main(int argc, char **argv)
 {
     const char *replay = getenv("MOE_SEED");
     uint32_t slots = argc > 1 ? (uint32_t)atoi(argv[1]) : 1;
-    backend = moe_backend_find("cuda");
-    if (backend == NULL || slots < 1 || slots > MOE_MAX_SLOTS)
+    backend = &moe_backend_cuda;
+    if (slots < 1 || slots > MOE_MAX_SLOTS)
         return 2;
     seed = replay != NULL ? strtoull(replay, NULL, 10) : (uint64_t)time(NULL);
     printf("MOE_SEED=%" PRIu64 "\n", seed);

@@ -125,11 +125,12 @@ static void any_shape_matches_double_precision(void **state)
     enum { CASES = 24 };
     double worst = 0;
     for (int i = 0; i < CASES; i++) {
-        struct problem p = {
-            .w = {.experts = i % 8 == 7 ? 1 + random_below(MAX_EXPERTS) : 1 + random_below(12),
-                  .n = 8 * (1 + random_below(48)),
-                  .k = 8 * (1 + random_below(48)),
-                  .accumulate = i % 2}};
+        struct problem p = {.w = {.experts = i == 7       ? MAX_EXPERTS
+                                             : i % 8 == 7 ? 1 + random_below(MAX_EXPERTS)
+                                                          : 1 + random_below(12),
+                                  .n = 8 * (1 + random_below(48)),
+                                  .k = 8 * (1 + random_below(48)),
+                                  .accumulate = i % 2}};
         if (i % 3 == 0) { /* whole slabs, like real shapes */
             p.w.n = (p.w.n + 63) / 64 * 64;
             p.w.k = (p.w.k + 63) / 64 * 64;

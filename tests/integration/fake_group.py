@@ -89,19 +89,27 @@ class Ledger:
 
 class FakeWorker(grpc.GenericRpcHandler):
     """dx = 3 dy, y = 2 x. `script` has failures for the next calls: `failure` comes before the call
-    runs, (failure,) after."""
+    runs, (failure,) after. `credentials` of gRPC: it uses TLS."""
 
-    def __init__(self, ledger):
+    def __init__(self, ledger, credentials=None):
+        self.tokens = set()  # "Bearer ..." of all calls
         self.ledger, self.script, self.requests, self.retained = ledger, [], [], {}
         self.workers, self.slot, self.coordinator = [], 0, ""
         self.message_bytes, self.extensions = 1 << 20, ["training"]
         self.seconds_left = None  # until the deadline of the last call
         self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
         self.server.add_generic_rpc_handlers((self,))
-        self.endpoint = "127.0.0.1:%d" % self.server.add_insecure_port("127.0.0.1:0")
+        port = (self.server.add_insecure_port("127.0.0.1:0") if credentials is None
+                else self.server.add_secure_port("127.0.0.1:0", credentials))
+        self.endpoint = "127.0.0.1:%d" % port
         self.server.start()
 
+    def called(self, context):
+        """Before each call."""
+
     def service(self, details):
+        self.tokens.update(value for key, value in details.invocation_metadata
+                           if key == "authorization")
         service, name = details.method.rsplit("/", 1)
         module = training_pb2 if service.endswith("TrainingService") else expert_pb2
         request = getattr(module, name + "Request", None)
@@ -110,6 +118,7 @@ class FakeWorker(grpc.GenericRpcHandler):
             return None
 
         def handle(message, context):
+            self.called(context)
             left = context.time_remaining()
             self.seconds_left = math.inf if left is None else left
             try:

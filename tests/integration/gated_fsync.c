@@ -2,8 +2,8 @@
 /* Preloaded into a worker: simulates a slow file system and a host without memory, so that a test
  * can stop a checkpoint at a chosen point. With G = $MOE_TEST_GATE:
  *
- *  - While file G exists, fsync does not return. If MOE_TEST_GATE_OF names a directory, this
- *    applies to that directory only.
+ *  - While file G exists, fsync does not return. If MOE_TEST_GATE_OF is a path, this applies to
+ *    that directory only; if it is a name, to files of that name.
  *  - While file G.memory.PID exists (PID of the worker), it replaces /proc/meminfo.
  *  - While file G.copy exists, opening /proc/meminfo blocks. A copy reads it first, so it waits. */
 #define _GNU_SOURCE
@@ -19,9 +19,15 @@
 static int is_gated(int fd)
 {
     struct stat this, gated;
+    char link[64], path[PATH_MAX] = "";
     const char *of = getenv("MOE_TEST_GATE_OF");
     if (of == NULL)
         return 1;
+    if (strchr(of, '/') == NULL) {
+        (void)snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+        return readlink(link, path, sizeof path - 1) > 0 && strrchr(path, '/') != NULL &&
+               strcmp(strrchr(path, '/') + 1, of) == 0;
+    }
     return fstat(fd, &this) == 0 && stat(of, &gated) == 0 && this.st_dev == gated.st_dev &&
            this.st_ino == gated.st_ino;
 }

@@ -3,16 +3,12 @@
 # moectl's command line.
 moe_integration_test(python)
 moe_integration_test(libmoeclient)
-moe_integration_test(moectl SLOW)
+moe_integration_test(install SLOW)
+moe_integration_test(systemd)
+moe_integration_test(moectl SLOW TIMEOUT 300)
 moe_integration_test(python_training SLOW)
 moe_integration_test(resumed_training SLOW TIMEOUT 300)
 moe_integration_test(torch_compile TIMEOUT 300)
 moe_integration_test(aux_loss)
 set_tests_properties(integration_resumed_training integration_torch_compile PROPERTIES
   SKIP_REGULAR_EXPRESSION "OK .skipped=")
-
-# A partition, with real daemons in network namespaces; skipped where there can be none.
-add_test(NAME chaos_partition COMMAND ${PROJECT_SOURCE_DIR}/tests/chaos/partition.sh
-  ${CMAKE_BINARY_DIR} ${PROJECT_SOURCE_DIR}/tests/golden/models/mixtral)
-set_tests_properties(chaos_partition PROPERTIES TIMEOUT 150 SKIP_RETURN_CODE 77
-  LABELS "integration;slow")

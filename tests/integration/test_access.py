@@ -8,8 +8,11 @@ import hashlib
 import json
 import os
 import shutil
+import re
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -22,6 +25,9 @@ import numpy as np
 from group import BACKEND, BUILD, MOECTL, group, main, model_directory, moed, wait_until
 from google.protobuf import descriptor_pb2
 from moed._channel import local_socket
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "attack"))
+import h2  # noqa: E402
 
 FAMILY = "qwen3_moe"
 STRANGER = 65534  # a user without rights
@@ -42,7 +48,8 @@ POLICY = {
         "ListCheckpoints": KEEPS, "RecoverTraining": KEEPS, "ExportAdapter": KEEPS},
     "moe.v1.AdminService": {
         "GetStatus": {"trainer", "worker", "admin", "metrics"},
-        "GetPlacement": {"admin", "metrics"}, "DrainWorker": {"admin"}, "Shutdown": {"admin"}},
+        "GetPlacement": {"admin", "metrics"}, "DrainWorker": {"admin"}, "Shutdown": {"admin"},
+        "AcceptModel": {"admin"}},
     "moe.v1.CoordinatorService": {"Session": {"worker"}},
     "moe.v1.WorkerService": {"Sequence": {"worker"}},
     "grpc.health.v1.Health": {m: None for m in ("Check", "List", "Watch")},  # None: everyone
@@ -215,6 +222,11 @@ class OneHost(unittest.TestCase):
                 self.assertEqual(done.returncode, 6, done.stderr)
                 self.assertIn("this connection has no identity", done.stderr)
                 self.assertIn("run as the group's user", done.stderr)
+        done = subprocess.run(
+            [MOECTL, "bench", "--endpoint", self.endpoints["worker"], "--layer", "0",
+             "--duration", "0.1"], user=STRANGER, group=STRANGER, capture_output=True, text=True,
+            timeout=60, check=False, env={"PATH": os.environ["PATH"], "HOME": "/"})
+        self.assertEqual(done.returncode, 0, done.stderr)  # a client may find out what it calls
         y = moed.Client(self.group.endpoint).forward(0, np.ones((1, 64), np.float32))
         self.assertTrue(np.isfinite(y).all())  # the group goes on
 
@@ -222,6 +234,372 @@ class OneHost(unittest.TestCase):
         path = local_socket(self.group.endpoint)
         self.assertEqual(os.lstat(path).st_mode & 0o777, 0o600)
         self.assertEqual(os.lstat(os.path.dirname(path)).st_mode & 0o777, 0o700)
+
+
+def field(name, value):
+    """A header field as it is, however long."""
+    length, rest = b"", len(value) - 127
+    while rest >= 128:
+        length, rest = length + bytes([rest & 127 | 128]), rest >> 7
+    start = b"\x7f" + length + bytes([rest]) if len(value) >= 127 else bytes([len(value)])
+    return b"\x00" + h2.text(name) + start + value
+
+
+def raw_status(endpoint, path, values):
+    """(grpc-status, bytes of the answer) of a call with these authorization headers, byte for
+    byte: stock clients do not send them all."""
+    block = h2.call_headers(path) + b"".join(field(b"authorization", each) for each in values)
+    parts = [block[i : i + 16000] for i in range(0, len(block), 16000)]
+    frames = [h2.frame(h2.HEADERS if i == 0 else h2.CONTINUATION,
+                       h2.END_HEADERS if i == len(parts) - 1 else 0, 1, part)
+              for i, part in enumerate(parts)]
+    with h2.connect(endpoint) as peer:
+        peer.settimeout(5)
+        peer.sendall(h2.begin() + b"".join(frames) +
+                     h2.frame(h2.DATA, h2.END_STREAM, 1, b"\0\0\0\0\0"))
+        answer = b""
+        try:
+            while not re.search(rb"grpc-status..", answer, re.DOTALL):
+                more = peer.recv(65536)
+                if more == b"":
+                    return None, answer
+                answer += more
+        except socket.timeout:
+            return None, answer
+    found = re.search(rb"grpc-status[\x01\x02](\d+)", answer)
+    return int(found.group(1)) if found else None, answer
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class AdminAddress(unittest.TestCase):
+    def test_trainers_have_an_address_that_is_not_for_clients(self):
+        with daemons() as d:
+            rules, admin = os.path.join(d.where, "access.json"), f"127.0.0.1:{free_port()}"
+            write(rules, access_file())
+            c = d.coordinator("--access-file", rules)
+            checkpoints = os.path.join(d.where, "checkpoints")
+            os.mkdir(checkpoints)
+            w = d.worker(c.endpoint, "w1", "--access-file", rules, "--training", "sgd",
+                         "--training-dir", checkpoints, "--admin-listen", admin)
+            wait_until(lambda: "serving under epoch" in read(w.log), 30)
+            missing = {w.endpoint: {"moe.v1.TrainingService", "moe.v1.AdminService",
+                                    "moe.v1.CoordinatorService", "moe.v1.WorkerService"},
+                       admin: {"moe.v1.AdminService", "moe.v1.CoordinatorService",
+                               "moe.v1.WorkerService"}}
+            calls = 0
+            for endpoint, not_here in missing.items():
+                with plain(endpoint) as channel:
+                    for service, method in methods():
+                        may = POLICY[service][method]
+                        for role in ROLES:
+                            code = answer(channel, service, method, TOKENS[role])
+                            calls += 1
+                            where = f"{endpoint} {role}: {service}/{method}: {code}"
+                            self.assertEqual(code not in REFUSALS, may is None or role in may,
+                                             where)
+                            if code not in REFUSALS:
+                                self.assertEqual(code == grpc.StatusCode.UNIMPLEMENTED,
+                                                 service in not_here, where)
+            print(calls, "calls to two addresses")
+            self.operate(d, c.endpoint, w.endpoint, admin)
+            bad = d.worker("127.0.0.1:1", "w2", "--admin-listen", "nowhere")
+            self.assertEqual(bad.wait(timeout=20), 2)
+            bad = d.worker("127.0.0.1:1", "w3", "--advertise", "0.0.0.0:7600")
+            self.assertEqual(bad.wait(timeout=20), 1)
+            self.assertIn("--advertise", read(bad.log))
+
+    def operate(self, d, coordinator, clients, admin):
+        """moectl finds the trainers' address from that of the coordinator or of the clients."""
+        token = os.path.join(d.where, "admin.token")
+        write(token, TOKENS["admin"])
+
+        def moectl(*arguments):
+            return subprocess.run(
+                [MOECTL, *arguments, "--token-file", token], env=d.environment | {
+                    "MOED_RUNTIME_DIR": os.path.join(d.where, "elsewhere")},
+                capture_output=True, text=True, timeout=60, check=False)
+
+        for name, endpoint in (("c1", coordinator), ("c2", clients), ("c3", admin)):
+            at = ("--endpoint", endpoint)
+            done = moectl("training", *at)
+            self.assertIn("0 of SGD", done.stdout, done.stderr)
+            done = moectl("training", "save", name, *at)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn(name, moectl("training", "list", *at).stdout)
+        control = f"127.0.0.1:{free_port()}"
+        d.start("other", COORDINATOR, "--listen", "127.0.0.1:0", "--control-listen", control,
+                "--access-file", os.path.join(d.where, "access.json"))
+        for words in (["status"], ["training"], ["bench", "--layer", "0"]):
+            self.assertIn("for daemons alone", moectl(*words, "--endpoint", control).stderr)
+        write(token + ".trainer", TOKENS["trainer"])
+        with moed.Client(clients, token_file=token + ".trainer", timeout=20) as client:
+            self.assertEqual(client.info.training_endpoint, admin)
+            with self.assertRaisesRegex(moed.MoeError, "trainers connect to " + admin):
+                client.train_state()
+        with moed.Client(admin, token_file=token + ".trainer", timeout=20) as client:
+            x = np.ones((1, client.layers[0].hidden), np.float32)
+            seen = client.forward(0, x, return_routing=True)
+            client.backward(0, x, x, seen.topk_ids, session="s", micro_batch_id=1,
+                            topk_weights=seen.topk_weights, weights_version=seen.weights_version)
+            client.optimizer_step(1e-3, session="s",
+                                  step_id=client.train_state().last_step_id + 1,
+                                  expected_backwards=1)
+        done = moectl("model", "accept", "--endpoint", clients)
+        self.assertIn("end all workers first", done.stderr)
+        done = moectl("down", "--endpoint", coordinator)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("1 optimizer step since checkpoint c3 was not saved", done.stderr)
+
+
+# Runs as another user of the host: reads what to try on stdin, and prints what it got.
+AS_STRANGER = '''
+import json, os, socket, sys
+import grpc
+
+todo = json.load(sys.stdin)
+
+def attempt(what, *arguments):
+    try:
+        what(*arguments)
+        return "allowed"
+    except OSError as error:
+        return type(error).__name__
+
+def answer(channel, path):
+    call = channel.stream_stream(path)(iter(()), timeout=5)
+    try:
+        for _ in call:
+            call.cancel()
+            break
+        return "OK"
+    except grpc.RpcError as error:
+        return error.code().name
+
+def connect(path):
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(path)
+
+got = {"uid": os.geteuid(), "calls": {}, "files": {}, "folders": {}, "sockets": {}, "cmdline": {}}
+for port in todo["ports"]:
+    with grpc.insecure_channel("127.0.0.1:%d" % port,
+                               options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        got["calls"][port] = {path: answer(channel, path) for path in todo["methods"]}
+for path in todo["files"]:
+    got["files"][path] = attempt(lambda: open(path, "rb").read(1))
+for path in todo["folders"]:
+    got["folders"][path] = attempt(os.listdir, path)
+for path in todo["sockets"]:
+    got["sockets"][path] = attempt(connect, path)
+for pid in todo["pids"]:
+    with open("/proc/%d/cmdline" % pid, encoding="utf8") as file:
+        got["cmdline"][pid] = file.read()
+json.dump(got, sys.stdout)
+'''
+
+
+def listening_ports(pid):
+    inodes = set()
+    for name in os.listdir("/proc/%d/fd" % pid):
+        target = os.readlink("/proc/%d/fd/%s" % (pid, name))
+        if target.startswith("socket:["):
+            inodes.add(target[len("socket:["):-1])
+    fields = [line.split() for line in read("/proc/%d/net/tcp" % pid).splitlines()[1:]]
+    return [int(each[1].split(":")[1], 16) for each in fields
+            if each[3] == "0A" and each[9] in inodes]
+
+
+@unittest.skipIf(os.geteuid() != 0, "only root can be another user")
+class AnotherUser(unittest.TestCase):
+    def test_no_call_file_or_socket_of_the_group_is_open_to_another_user(self):
+        secret = "the-token-that-no-stranger-may-see"
+        with directory() as where:
+            os.chmod(where, 0o755)  # its privacy must not be what helps
+            training, config = os.path.join(where, "training"), os.path.join(where, "workers")
+            token = os.path.join(where, "token")
+            os.mkdir(training, 0o755)
+            write(token, secret + "\n")
+            write(config, "training = adamw\ntraining-dir = %s\n" % training)
+            context = group(FAMILY, 2, "--worker-config", config, "--token-file", token)
+            with context as g:
+                os.chmod(g.state, 0o700)
+                moed.Client(g.endpoint).save_checkpoint("first", step_id=1)
+                processes = g.description()["processes"]
+                pids = [each["pid"] for each in processes]
+                ports = {pid: listening_ports(pid) for pid in pids}
+                self.assertEqual([len(each) for each in ports.values()], [2, 2, 2])
+                files, folders = [token], [g.state]
+                for root in (g.state, os.path.join(training, "first")):
+                    for folder, below, names in os.walk(root):
+                        folders += [os.path.join(folder, each) for each in below]
+                        files += [os.path.join(folder, each) for each in names]
+                folders.append(os.path.join(training, "first"))
+                sockets = [local_socket(each["endpoint"]) for each in processes]
+                self.assertNotIn(None, sockets)
+                for pid in pids:
+                    folders.append("/proc/%d/fd" % pid)
+                    files += ["/proc/%d/%s" % (pid, each) for each in ("environ", "mem", "maps")]
+                    for name in os.listdir("/proc/%d/fd" % pid):
+                        target = os.readlink("/proc/%d/fd/%s" % (pid, name))
+                        if "memfd:" in target:
+                            files.append("/proc/%d/fd/%s" % (pid, name))
+                self.assertTrue(any("/fd/" in each for each in files))  # shared memory
+                todo = {"ports": sum(ports.values(), []), "files": files, "folders": folders,
+                        "sockets": sockets, "pids": pids,
+                        "methods": [f"/{s}/{m}" for s, m in methods()]}
+                done = subprocess.run(
+                    ["/usr/bin/python3", "-c", AS_STRANGER], input=json.dumps(todo),
+                    user=STRANGER, group=STRANGER, extra_groups=[], capture_output=True, text=True,
+                    timeout=100, check=False, cwd="/",
+                    env={"PATH": os.environ["PATH"], "HOME": "/"})
+                self.assertEqual(done.returncode, 0, done.stderr)
+                got = json.loads(done.stdout)
+                self.assertEqual(got["uid"], STRANGER)
+                refused = {each.name for each in REFUSALS}
+                for port, calls in got["calls"].items():
+                    for path, code in calls.items():
+                        service, method = path[1:].split("/")
+                        may = POLICY[service][method]
+                        self.assertEqual(code in refused, may is not None and "client" not in may,
+                                         f"{port} {path}: {code}")
+                for kind in ("files", "folders", "sockets"):
+                    for path, what in got[kind].items():
+                        self.assertIn(what, ("PermissionError", "FileNotFoundError"), path)
+                for text in got["cmdline"].values():
+                    self.assertNotIn(secret, text)
+                print("%d calls to %d ports, %d files, %d folders, %d sockets" % (
+                    sum(map(len, got["calls"].values())), len(got["calls"]), len(files),
+                    len(folders), len(sockets)))
+                y = moed.Client(g.endpoint).forward(0, np.ones((1, 64), np.float32))
+                self.assertTrue(np.isfinite(y).all())  # the group goes on
+
+
+class Up(unittest.TestCase):
+    """moectl up with files of trust: its daemons have them, and so have those of replace."""
+
+    def test_a_group_with_a_token_comes_up_is_mended_and_goes_down(self):
+        secret = "the-token-of-a-group-of-moectl-up"
+        with directory() as where:
+            token, state = os.path.join(where, "token"), os.path.join(where, "state")
+            write(token, secret + "\n")
+            here = dict(os.environ, MOED_RUNTIME_DIR=os.path.join(where, "run"))
+            outside = dict(os.environ, MOED_RUNTIME_DIR=os.path.join(where, "outside"))
+
+            def moectl(*arguments, environment=here):
+                return subprocess.run([MOECTL, *arguments], capture_output=True, text=True,
+                                      timeout=120, check=False, env=environment, cwd=where)
+
+            missing = moectl("up", "--model", model_directory(FAMILY), "--port", "0",
+                             "--state-dir", state, "--token-file", "nowhere")
+            self.assertEqual(missing.returncode, 4, missing.stderr)
+            self.assertIn("--token-file: there is no file 'nowhere'", missing.stderr)
+            up = moectl("up", "--model", model_directory(FAMILY), "--workers", "2", "--backend",
+                        BACKEND, "--port", "0", "--detach", "--state-dir", state,
+                        "--token-file", "token")  # a relative name
+            self.assertEqual(up.returncode, 0, up.stderr)
+            try:
+                text = read(os.path.join(state, "group.json"))
+                processes = json.loads(text)["processes"]
+                self.assertNotIn(secret, text)
+                for process in processes:
+                    for file in ("cmdline", "environ"):
+                        content = read("/proc/%d/%s" % (process["pid"], file))
+                        self.assertNotIn(secret, content)
+                    self.assertIn("--token-file\0" + os.path.realpath(token),
+                                  read("/proc/%d/cmdline" % process["pid"]))
+                coordinator, worker = processes[0]["endpoint"], processes[1]["endpoint"]
+                # Elsewhere, as in a container, the token alone counts.
+                for endpoint in (coordinator, worker):
+                    self.assertEqual(moectl("status", "--endpoint", endpoint, environment=outside)
+                                     .returncode, 6)
+                    self.assertEqual(moectl("status", "--endpoint", endpoint, "--token-file", token,
+                                            environment=outside).returncode, 0)
+                self.assertEqual(moectl("status", "--state-dir", state).returncode, 0)
+                os.kill(processes[2]["pid"], signal.SIGKILL)
+                mended = moectl("replace", "--state-dir", state)
+                self.assertEqual(mended.returncode, 0, mended.stderr)
+                waited = moectl("wait", "--state-dir", state, "--timeout", "30")
+                self.assertEqual(waited.returncode, 0, waited.stderr)
+                new = json.loads(read(os.path.join(state, "group.json")))["processes"][2]
+                self.assertNotEqual(new["pid"], processes[2]["pid"])
+                self.assertEqual(moectl("status", "--endpoint", new["endpoint"], "--token-file",
+                                        token, environment=outside).returncode, 0)
+            finally:
+                down = moectl("down", "--state-dir", state, "--token-file", token)
+            self.assertEqual(down.returncode, 0, down.stderr)
+            for name in os.listdir(state):
+                path = os.path.join(state, name)
+                if os.path.isfile(path):
+                    self.assertNotIn(secret, read(path), name)
+
+
+class Headers(unittest.TestCase):
+    def test_a_malformed_authorization_has_one_clear_answer(self):
+        token, unauthenticated = b"the-token-of-this-group-0123", 16
+        malformed = {
+            "empty": [b""], "no scheme": [token], "another scheme": [b"Basic " + token],
+            "no token": [b"Bearer"], "no token, but a blank": [b"Bearer "],
+            "two blanks": [b"Bearer  " + token], "a blank inside": [b"Bearer the token"],
+            "no blank": [b"Bearer" + token], "NUL": [b"Bearer " + token + b"\0"],
+            "NUL first": [b"\0Bearer " + token], "control": [b"Bearer \x1b[31m" + token],
+            "line break": [b"Bearer " + token + b"\r\nx: y"], "bytes": [b"Bearer \xff\xfe" + token],
+            "twice": [b"Bearer " + token] * 2, "two": [b"Bearer " + token, b"Basic x"],
+            "long": [b"Bearer " + token * 250], "longer": [b"Bearer " + token * 440],
+        }
+        with daemons() as d:
+            path = os.path.join(d.where, "token")
+            write(path, token.decode() + "\n")
+            c = d.coordinator("--token-file", path)
+            local = os.path.join(d.environment["MOED_RUNTIME_DIR"], next(
+                name for name in os.listdir(d.environment["MOED_RUNTIME_DIR"])
+                if name.endswith(".sock")))
+            call = b"/moe.v1.AdminService/GetStatus"
+            for scheme in (b"Bearer", b"bearer", b"BEARER", b"bEaReR"):
+                self.assertEqual(raw_status(c.endpoint, call, [scheme + b" " + token])[0], 0)
+            for endpoint in (c.endpoint, "unix:" + local):  # the owner's rights do not count
+                for name, values in malformed.items():
+                    status, answer = raw_status(endpoint, call, values)
+                    with self.subTest(name, endpoint=endpoint):
+                        self.assertNotIn(token, answer)
+                        # Some bytes end the connection before a call exists.
+                        self.assertIn(status, (unauthenticated, None))
+                        if name not in ("NUL", "NUL first", "control", "line break", "bytes"):
+                            self.assertEqual(status, unauthenticated)
+                            self.assertIn(b"the authorization header is malformed", answer)
+            status, answer = raw_status(c.endpoint, call, [b"Bearer " + token * 600])
+            print("17 KiB:", status)
+            self.assertNotEqual(status, 0)
+            self.assertEqual(raw_status(c.endpoint, call, [b"Bearer " + token])[0], 0)
+            self.assertNotIn(token.decode(), d.text())
+
+
+class Audit(unittest.TestCase):
+    def test_refused_calls_do_not_fill_the_log(self):
+        calls = 3000
+        with daemons() as d:
+            rules = os.path.join(d.where, "access.json")
+            write(rules, access_file())
+            c = d.coordinator("--access-file", rules)
+            with plain(c.endpoint) as channel:
+                shutdown = channel.unary_unary("/moe.v1.AdminService/Shutdown")
+                for _ in range(calls // 50):
+                    for future in [shutdown.future(b"", timeout=10, metadata=[
+                            ("authorization", f"Bearer {TOKENS['client']}")]) for _ in range(50)]:
+                        self.assertIn(future.code(), REFUSALS)
+            wait_until(lambda: "more calls were refused" in read(c.log), 20)
+            text = read(c.log)
+            lines = [line for line in text.splitlines() if "audit:" in line]
+            counted = sum(int(n) for n in re.findall(r"audit: (\d+) more calls were refused", text))
+            single = sum("Shutdown by token:client at" in line and "more calls" not in line
+                         for line in lines)
+            print(calls, "refused calls:", len(lines), "lines,", counted, "counted")
+            self.assertEqual(single + counted, calls)
+            self.assertLess(len(lines), 60)
+            self.assertIn("the last one: moe.v1.AdminService/Shutdown by token:client", text)
 
 
 class Tokens(unittest.TestCase):

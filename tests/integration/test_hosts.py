@@ -262,8 +262,8 @@ class Faults(Case):
         with hosts(2, FAMILY, extra=["--net-interface", "lo"]) as group:
             wait_until(lambda: "FAILED" in group.moectl("status").stdout)
             status = group.moectl("status").stdout
-            self.assertIn("slots 0 and 1 are on different hosts and slot 0 offers a loopback "
-                          "address", status)
+            self.assertIn("slots 0 and 1 are in different network namespaces of one host and "
+                          "slot 0 offers a loopback address", status)
             self.assertIn("giving up after 1 attempt:", group.logs())
 
     def test_an_interface_that_is_not_there(self):

@@ -118,8 +118,24 @@ class CommandLine(unittest.TestCase):
                                  ["current = far", "; mine", "[near]"])
             self.assertIn("token: No such file", run("status", **there).stderr)
             self.assertIn("127.0.0.1:1", run("status", MOED_CONTEXT="near", **there).stderr)
+            # The group of this host, whatever the current context and the environment say.
+            for more in ({}, {"MOED_ENDPOINT": "127.0.0.1:3"}):
+                done = run("status", "--context", "local", **more, **there)
+                self.assertIn("no local group", done.stderr)
+            self.assertIn("no local group", run("status", MOED_CONTEXT="local", **there).stderr)
             self.assertEqual(json.loads(run("context", "-o", "json", **there).stdout)["current"],
                              "far")
+            put(f"[sealed]\nendpoint = 127.0.0.1:4\ntls-ca = {home}/ca\n"
+                f"tls-certificate = {home}/me\ntls-key = {home}/key\ntls-server-name = x\n")
+            self.assertIn("127.0.0.1:4 (TLS)", run("context", **there).stdout)
+            listed = json.loads(run("context", "-o", "json", **there).stdout)["contexts"][0]
+            self.assertEqual(listed, {
+                "name": "sealed", "endpoint": "127.0.0.1:4", "tlsCa": f"{home}/ca",
+                "tlsCertificate": f"{home}/me", "tlsKey": f"{home}/key", "tlsServerName": "x",
+                "tokenFile": ""})
+            for more, missing in ((), "me"), (("--tls-certificate", f"{home}/other"), "other"):
+                done = run("status", "--context", "sealed", *more, **there)
+                self.assertIn(f"{home}/{missing}: No such file", done.stderr)
             self.assertEqual(run("context", "use", "local", **there).returncode, OK)
             self.assertEqual(run("status", **there).returncode, NOT_FOUND)
             self.assertEqual(run("context", "use", "none", **there).returncode, NOT_FOUND)
@@ -158,7 +174,13 @@ class CommandLine(unittest.TestCase):
                 ["bench", "--layer", "0", "--concurrency", "0"],
                 ["bench", "--layer", "0", "--duration", "0"],
                 ["bench", "--layer", "0", "--unary", "--stream"],
-                ["bench", "--layer", "0", "--tokens", "0"]):
+                ["bench", "--layer", "0", "--tokens", "0"],
+                ["bench", "--layer", "0", "--model-digest", "00"],
+                ["forward", "--layer", "0", "--input", "a", "--output", "b", "--model-digest",
+                 "F" * 64],
+                ["status", "--tls-ca", "a", "--tls-certificate", "b"],
+                ["status", "--tls-ca", "a", "--tls-key", "b"],
+                ["status", "--tls-certificate", "a", "--tls-key", "b"]):
             self.expect(USAGE, *arguments)
 
     def test_missing_options_are_named(self):
@@ -251,7 +273,7 @@ class FakeAdmin(grpc.GenericRpcHandler):
 
 class AgainstAFakeCoordinator(unittest.TestCase):
     def test_a_group_that_does_not_serve_is_unhealthy(self):
-        fake = FakeAdmin(version="0.1.0", state=admin.GROUP_STATE_LOADING, epoch=2**60, slots=2)
+        fake = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_LOADING, epoch=2**60, slots=2)
         fake.status.workers.add(slot=1, endpoint="127.0.0.1:9", lease_remaining_ms=-5,
                                 state=admin.WORKER_STATE_LOADING, loaded_bytes=2**40).error.code = 5
         try:
@@ -278,7 +300,7 @@ class AgainstAFakeCoordinator(unittest.TestCase):
             fake.server.stop(None).wait()
 
     def test_workers_that_have_ended_do_not_count(self):
-        fake = FakeAdmin(version="0.1.0", state=admin.GROUP_STATE_WAITING, slots=2)
+        fake = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_WAITING, slots=2)
         fake.status.workers.add(slot=0, state=admin.WORKER_STATE_LOADED)
         fake.status.workers.add(slot=1, state=admin.WORKER_STATE_GONE)
         try:
@@ -619,7 +641,7 @@ class UpAndDown(unittest.TestCase):
                         _, said = replace.communicate(timeout=60)
                     print(delay, replace.returncode, said, down.returncode, down.stderr)
                     self.assertEqual(down.returncode, OK, down.stderr)
-                    self.assertIn(replace.returncode, (OK, NOT_FOUND))
+                    self.assertIn(replace.returncode, (OK, NOT_FOUND, CONFLICT))
                     self.assertEqual(run("wait", "--for=gone", *here).returncode, OK)
                 finally:
                     run("down", "--force", *here)
@@ -711,6 +733,47 @@ class UpAndDown(unittest.TestCase):
             self.assertEqual(done.returncode, OK, done.stderr)
             self.assertRegex(done.stderr, r"--force killed .*worker-1 \(process %d\)"
                              % worker["pid"])
+
+    def test_down_ends_a_worker_that_had_lost_its_slot(self):
+        """The coordinator ends without it. It is continued only then, and looks for another."""
+        with folder() as state:
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            processes = self.processes(state)
+            os.kill(processes[2]["pid"], signal.SIGSTOP)
+            try:
+                wait_until(lambda: any(w["state"] == "GONE" for w in json.loads(
+                    run("status", "-o", "json", "--state-dir", state).stdout)["workers"]))
+                down = subprocess.Popen([MOECTL, "down", "--state-dir", state, "--timeout", "60"],
+                                        stderr=subprocess.PIPE, text=True)
+                wait_until(lambda: not is_alive(processes[0]["pid"]))
+            finally:
+                os.kill(processes[2]["pid"], signal.SIGCONT)
+            _, said = down.communicate(timeout=50)
+            print(said)
+            self.assertEqual(down.returncode, OK, said)
+            self.assertIn("SIGTERM to workers that had no slot", said)
+            self.assertEqual([p["pid"] for p in processes if is_alive(p["pid"])], [])
+
+    def test_a_replace_that_waits_gives_way_to_down(self):
+        with folder() as state:
+            self.assertEqual(self.up(state, "--detach").returncode, OK)
+            here = ("--state-dir", state)
+            worker = self.processes(state)[2]
+            os.kill(worker["pid"], signal.SIGSTOP)  # it neither ends nor keeps its slot
+            try:
+                wait_until(lambda: any(w["state"] == "GONE" for w in json.loads(
+                    run("status", "-o", "json", *here).stdout)["workers"]))
+                with self.start_replace(state) as replace:
+                    self.assertIn("its slot is empty", replace.stderr.readline())
+                    down = subprocess.Popen([MOECTL, "down", *here, "--timeout", "60"],
+                                            stderr=subprocess.PIPE, text=True)
+                    _, said = replace.communicate(timeout=30)
+                    self.assertEqual(replace.returncode, CONFLICT, said)
+                    self.assertIn("a `moectl down` ends the group", said)
+            finally:
+                os.kill(worker["pid"], signal.SIGCONT)
+            _, said = down.communicate(timeout=50)
+            self.assertEqual(down.returncode, OK, said)
 
     def test_no_daemon_outlives_a_killed_moectl(self):
         g = Group(model_directory(FAMILY), 2)

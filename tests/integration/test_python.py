@@ -20,6 +20,7 @@ from group import main
 
 import moed
 from moed._retry import _ask_coordinator
+from moed._trust import Trust
 from moed._proto import expert_pb2, rpc_status_pb2, types_pb2
 
 LAYER, HIDDEN, EXPERTS, TOP_K = 3, 16, 8, 2
@@ -157,6 +158,20 @@ def rows(tokens):
 
 
 class Calls(unittest.TestCase):
+    def test_a_failed_handshake_has_a_cause_in_all_releases_of_grpc(self):
+        start = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:7600: "
+        for text, cause in (
+                ("Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL "
+                 "routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: self signed certificate in "
+                 "certificate chain: OK", "does not lead to the CA"),
+                ("Ssl handshake failed: SSL_ERROR_SSL: error:0A000086:SSL routines::certificate "
+                 "verify failed", "does not lead to the CA"),
+                ("Custom verification check failed with error: UNAUTHENTICATED: Hostname "
+                 "Verification Check failed.", "not for the host of the endpoint"),
+                ("Failed to connect to remote host: Connection refused",
+                 "cannot connect to h:1: Connection refused")):
+            self.assertIn(cause, moed._errors._reduce(start + text, "h:1"))
+
     def test_info_and_layers(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client:
             self.assertEqual(client.info.model, "fake")
@@ -177,7 +192,7 @@ class Calls(unittest.TestCase):
                 with moed.Client(fake.endpoint, timeout=5) as client:
                     np.testing.assert_array_equal(client.forward(LAYER, np.ones(
                         (1, HIDDEN), np.float32)), np.full((1, HIDDEN), 2, np.float32))
-                self.assertIn("does not answer", _ask_coordinator(fake.endpoint, 1.0))
+                self.assertIn("does not answer", _ask_coordinator(fake.endpoint, Trust(), 1.0))
             with self.assertRaises(BlockingIOError):  # no connection was made
                 proxy.accept()
 

@@ -176,10 +176,10 @@ class Calls(unittest.TestCase):
             answers = [admin_pb2.GetStatusResponse(state=admin_pb2.GROUP_STATE_LOADING)] * words
             said = []
             with mock.patch.object(_retry, "time", clock), mock.patch.object(
-                    _retry, "open_channel", lambda _: FakeChannel(clock, answers)), (
+                    _retry, "open_channel", lambda *_: FakeChannel(clock, answers)), (
                         mock.patch.object(_retry._log, "warning", lambda *word: said.append(word))):
                 retry = _retry.RetryPolicy(
-                    types.SimpleNamespace(_timeout=60.0,
+                    types.SimpleNamespace(_timeout=60.0, _trust=None,
                                           info=types.SimpleNamespace(coordinator="c:1")),
                     "ZeroGrad", limit)
                 with self.assertRaises(moed.MoeError) as caught:

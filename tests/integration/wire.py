@@ -122,3 +122,11 @@ def get_server_info(channel, timeout=10):
         request_serializer=expert.GetServerInfoRequest.SerializeToString,
         response_deserializer=expert.GetServerInfoResponse.FromString)
     return call(expert.GetServerInfoRequest(), timeout=timeout)
+
+
+def get_model(channel, timeout=10):
+    call = channel.unary_unary(
+        "/moe.v1.ExpertService/GetModel",
+        request_serializer=expert.GetModelRequest.SerializeToString,
+        response_deserializer=expert.GetModelResponse.FromString)
+    return call(expert.GetModelRequest(), timeout=timeout)

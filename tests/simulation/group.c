@@ -208,6 +208,8 @@ static void send_digest(struct world *w, struct slot *s)
     struct moe_train_digest *d = &e->u.digest;
     e->epoch = s->forming;
     *d = (struct moe_train_digest){.config = 1,
+                                   .group = 1,
+                                   .epoch = s->last_epoch,
                                    .lineage = s->state.lineage,
                                    .weights_version = s->state.version,
                                    .nonce = s->process * UINT64_C(0x9e3779b97f4a7c15),

@@ -571,7 +571,7 @@ void begin_view(struct world *w, struct slot *s, uint64_t epoch, uint64_t live)
     uint64_t tokens;
     TRACE(w, "slot %u: view %llu", s->index, (unsigned long long)epoch);
     change_version(w, s);
-    s->epoch = epoch;
+    s->epoch = s->last_epoch = epoch;
     s->live = live;
     s->last_seq = 0;
     memset(s->last_ordered, 0, sizeof s->last_ordered);

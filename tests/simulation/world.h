@@ -185,6 +185,7 @@ struct slot {
     uint64_t process;
     uint64_t epoch, live; /* of the view; 0 = none */
     uint64_t forming;     /* epoch that was prepared last */
+    uint64_t last_epoch;  /* of the last view in force here; 0 = none */
     struct moe_sequencer *sequencer;
     struct moe_batcher *batcher;
     struct moe_ledger *ledger;

@@ -7,6 +7,14 @@ foreach(choice gemm_choice backward_plan)
     USES moe_cuda_plan
     LABELS kernels)
 endforeach()
+# Stands for the driver's library; a variable of the environment says what it answers.
+add_library(fake_nvml MODULE ${CMAKE_CURRENT_LIST_DIR}/fake_nvml.c)
+moe_test(test_fabric
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_fabric.c
+  USES moe_cuda_plan moe_test_support
+  LABELS kernels)
+target_compile_definitions(test_fabric PRIVATE FAKE_NVML="$<TARGET_FILE:fake_nvml>")
+add_dependencies(test_fabric fake_nvml)
 moe_test(test_gpus
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_gpus.c
   USES moe_cuda_plan moe_common moe_test_support

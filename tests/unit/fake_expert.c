@@ -397,12 +397,10 @@ static void start_one(struct fake *f, const struct moe_rpc_method *more, size_t 
     struct moe_rpc_method methods[OWN + FAKE_MORE_METHODS_MAX] = {
         {.path = "/moe.v1.ExpertService/Forward",
          .kind = MOE_RPC_UNARY,
-         .large = true,
          .message = on_forward,
          .ctx = f},
         {.path = "/moe.v1.ExpertService/ForwardStream",
          .kind = MOE_RPC_STREAM,
-         .large = true,
          .message = on_stream,
          .done = on_stream_done,
          .ctx = f},

@@ -261,7 +261,6 @@ void fixture_start(struct fixture *f, const struct moe_rpc_server_config *config
     pthread_cond_init(&f->changed, NULL);
     struct moe_rpc_method methods[] = {{.path = UNARY_PATH,
                                         .kind = MOE_RPC_UNARY,
-                                        .large = true,
                                         .started = unary_started,
                                         .message = unary_message,
                                         .cancelled = on_cancelled,

@@ -38,6 +38,7 @@ void service_start_view(struct service *s)
 {
     const char *workers[] = {"127.0.0.1:1"};
     worker_start_view(&s->worker);
+    assert_ok(moe_service_set_model(s->service, "toy", TOY_DIGEST));
     assert_ok(moe_service_set_view(s->service, s->worker.epoch, workers, 1));
 }
 

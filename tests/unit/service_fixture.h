@@ -36,6 +36,9 @@ void service_connect(const struct service *s, struct moe_rpc_client **client,
                      struct moe_rpc_channel **channel);
 
 typedef Moe__V1__ForwardStreamRequest Ask;
+/* Digest of the served model. */
+#define TOY_DIGEST "7070707070707070707070707070707070707070707070707070707070707070"
+
 typedef Moe__V1__ForwardStreamResponse Answer;
 
 /* A message for the request `r`, ids as I32; its tensors are borrowed from `r`. */

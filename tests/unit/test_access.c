@@ -87,7 +87,7 @@ static enum moe_code ask(struct moe_access *a, struct moe_access_caller caller, 
     struct moe_status st = moe_access_decide(a, &caller, path, token, &grant);
     if (moe_failed(&st))
         print_message("  %s: %s\n", moe_code_name(st.code), st.text);
-    assert_null(token[0] != '\0' ? strstr(st.text, token) : NULL); /* no secret in a text */
+    assert_null(token != NULL && token[0] != '\0' ? strstr(st.text, token) : NULL); /* no secret */
     return st.code;
 }
 
@@ -108,6 +108,9 @@ static void without_files_the_owner_may_all_and_tcp_is_a_client(void **state)
     assert_int_equal(ask(a, unix_uid(OWN_UID), SHUTDOWN, ""), MOE_OK);
     assert_int_equal(ask(a, unix_uid(0), SHUTDOWN, ""), MOE_OK);
     assert_int_equal(ask(a, unix_uid(1001), FORWARD, ""), MOE_PERMISSION_DENIED);
+    /* A malformed token is refused, also where the connection has roles. */
+    assert_int_equal(ask(a, unix_uid(OWN_UID), SHUTDOWN, NULL), MOE_UNAUTHENTICATED);
+    assert_int_equal(ask(a, tcp, FORWARD, NULL), MOE_UNAUTHENTICATED);
     assert_int_equal(ask(a, tcp, FORWARD, ""), MOE_OK);
     assert_int_equal(ask(a, tcp, HEALTH, ""), MOE_OK);
     assert_int_equal(ask(a, tcp, SHUTDOWN, ""), MOE_UNAUTHENTICATED);

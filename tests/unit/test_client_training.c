@@ -306,18 +306,17 @@ static void on_list(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
         reply(call, &a.base);
 }
 
-#define METHOD(name, handler, is_large)                                                            \
+#define METHOD(name, handler)                                                                      \
     {                                                                                              \
-        .path = "/moe.v1.TrainingService/" name, .kind = MOE_RPC_UNARY, .large = is_large,         \
-        .message = handler                                                                         \
+        .path = "/moe.v1.TrainingService/" name, .kind = MOE_RPC_UNARY, .message = handler         \
     }
 
 static int start(void **state)
 {
     static const struct moe_rpc_method methods[] = {
-        METHOD("Backward", on_backward, true),     METHOD("OptimizerStep", on_step, false),
-        METHOD("SaveCheckpoint", on_save, false),  METHOD("GetTrainState", on_state, false),
-        METHOD("ListCheckpoints", on_list, false),
+        METHOD("Backward", on_backward),    METHOD("OptimizerStep", on_step),
+        METHOD("SaveCheckpoint", on_save),  METHOD("GetTrainState", on_state),
+        METHOD("ListCheckpoints", on_list),
     };
     (void)state;
     fake_start_with(fakes, 3, methods, sizeof methods / sizeof *methods);

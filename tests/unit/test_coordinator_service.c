@@ -4,6 +4,7 @@
 #include "base/clock.h"
 #include "coordinator/placement.h"
 #include "coordinator/service.h"
+#include "model/digest_table.h"
 #include "moe/v1/admin.pb-c.h"
 #include "moe/v1/coordinator.pb-c.h"
 #include "rpc/client.h"
@@ -115,6 +116,8 @@ static int remove_directory(void **unused)
     char path[80];
     snprintf(path, sizeof path, "%s/group.log", directory);
     (void)unlink(path);
+    snprintf(path, sizeof path, "%s/model.digests", directory);
+    (void)unlink(path);
     snprintf(path, sizeof path, "%s/lock", directory);
     (void)unlink(path);
     return rmdir(directory);
@@ -188,6 +191,7 @@ struct worker {
     uint32_t id, slot;
     uint64_t incarnation, hash;
     uint64_t heartbeats, answered; /* sequences */
+    bool spoilt, silent;           /* has other weights; reports no digests */
 };
 
 static char the_end; /* its address marks the end of a stream in an inbox */
@@ -253,7 +257,7 @@ static void send_bytes(struct worker *w, const uint8_t *bytes, size_t length)
 
 static void send_request(struct worker *w, const Moe__V1__SessionRequest *m)
 {
-    uint8_t bytes[4096];
+    uint8_t bytes[MOE_DIGEST_PART_MIN_BYTES + 64];
     send_bytes(w, bytes, moe__v1__session_request__pack(m, bytes));
 }
 
@@ -308,7 +312,7 @@ struct identity {
     uint32_t layers;
 };
 enum { LAYERS = 2 };
-static const struct identity honest = {"f00d", "0.1.0", "cpu", LAYERS};
+static const struct identity honest = {"f00d", "0.2.0", "cpu", LAYERS};
 
 static size_t pack_register(const struct worker *w, const struct identity *as, uint8_t *bytes)
 {
@@ -435,10 +439,53 @@ static void check_assign(const Moe__V1__Assign *a)
     }
 }
 
+static void send_digests(struct worker *w, const uint8_t *part, size_t length)
+{
+    Moe__V1__Digests digests = MOE__V1__DIGESTS__INIT;
+    digests.part = (ProtobufCBinaryData){.len = length, .data = (uint8_t *)(uintptr_t)part};
+    Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
+    m.body_case = MOE__V1__SESSION_REQUEST__BODY_DIGESTS;
+    m.digests = &digests;
+    send_request(w, &m);
+}
+
+/* Bytes that make every unit of the model different; a spoilt worker has others for expert 7. */
+static struct moe_digest_unit unit_of(const struct worker *w, uint32_t layer, uint32_t expert)
+{
+    struct moe_digest_unit unit = {.digest.bytes = {(uint8_t)layer, (uint8_t)expert}};
+    unit.digest.bytes[2] = w->spoilt && expert == 7;
+    return unit;
+}
+
+/* Digests of the common units and of the experts that check_assign wants. */
+static void report_digests(struct worker *w)
+{
+    static const struct moe_digest_names common = {1, {"gate"}}, expert = {1, {"experts.*.up"}};
+    struct moe_digest_table *t;
+    assert_ok(moe_digest_table_create(&t));
+    for (uint32_t layer = 1; layer <= LAYERS; layer++) {
+        assert_ok(moe_digest_table_add_layer(t, layer, 8, &common, &expert));
+        struct moe_digest_unit unit = unit_of(w, layer, 200);
+        moe_digest_table_set(t, layer, MOE_DIGEST_COMMON, &unit);
+        for (uint32_t e = 3 * w->slot; e < 8 && e < 3 * (w->slot + 1); e++) {
+            unit = unit_of(w, layer, e);
+            moe_digest_table_set(t, layer, e, &unit);
+        }
+    }
+    uint8_t part[MOE_DIGEST_PART_MIN_BYTES];
+    struct moe_digest_cursor at = {0};
+    size_t length;
+    while ((length = moe_digest_table_pack(t, &at, part, sizeof part)) > 0)
+        send_digests(w, part, length);
+    moe_digest_table_destroy(t);
+}
+
 static void load(struct worker *w)
 {
     Moe__V1__SessionResponse *r = expect(w, MOE__V1__SESSION_RESPONSE__BODY_ASSIGN);
     check_assign(r->assign);
+    if (!w->silent)
+        report_digests(w);
     Moe__V1__Loaded loaded = MOE__V1__LOADED__INIT;
     loaded.placement_version = r->assign->placement_version;
     moe__v1__session_response__free_unpacked(r, NULL);
@@ -542,7 +589,7 @@ static void check_serving(uint64_t epoch)
     assert_string_equal(r->model, "tiny");
     assert_string_equal(r->family, "mixtral");
     assert_string_equal(r->backend, "cpu");
-    assert_string_equal(r->version, "0.1.0");
+    assert_string_equal(r->version, "0.2.0");
     assert_int_equal(r->n_layers, 2);
     assert_int_equal(r->layers[1]->experts, 8);
     for (uint32_t s = 0; s < SLOTS; s++) {
@@ -631,8 +678,8 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
 static void workers_that_do_not_fit_are_refused(void **unused)
 {
     (void)unused;
-    static const struct identity other_model = {"beef", "0.1.0", "cpu", LAYERS},
-                                 other_backend = {"f00d", "0.1.0", "cuda", LAYERS},
+    static const struct identity other_model = {"beef", "0.2.0", "cpu", LAYERS},
+                                 other_backend = {"f00d", "0.2.0", "cuda", LAYERS},
                                  other_release = {"f00d", "99.0.0", "cpu", LAYERS};
     struct worker w[SLOTS], x = {.id = 7, .incarnation = 1};
     start_coordinator(SLOTS, 60000);
@@ -675,7 +722,7 @@ static void workers_that_do_not_fit_are_refused(void **unused)
 static void a_model_may_have_as_many_layers_as_the_limit_says(void **unused)
 {
     (void)unused;
-    static const struct identity deep = {"deep", "0.1.0", "cpu", MOE_PLACEMENT_LAYERS_MAX};
+    static const struct identity deep = {"deep", "0.2.0", "cpu", MOE_PLACEMENT_LAYERS_MAX};
     struct worker w = {.id = 1, .incarnation = 1};
     start_coordinator(1, 60000);
     send_register(&w, &deep);
@@ -729,6 +776,139 @@ static void a_restarted_coordinator_goes_on_under_the_same_epoch(void **unused)
     shut_down(w);
 }
 
+static size_t digest_length(void)
+{
+    Moe__V1__GetStatusResponse *r = get_status();
+    size_t length = strlen(r->model_digest);
+    moe__v1__get_status_response__free_unpacked(r, NULL);
+    return length;
+}
+
+static struct moe_status accept_model(const char *reason, size_t *forgotten)
+{
+    uint8_t bytes[128];
+    struct moe_status st;
+    Moe__V1__AcceptModelRequest request = MOE__V1__ACCEPT_MODEL_REQUEST__INIT;
+    request.reason = (char *)(uintptr_t)reason;
+    size_t length =
+        call_admin("/moe.v1.AdminService/AcceptModel", &request.base, bytes, sizeof bytes, &st);
+    if (st.code != MOE_OK)
+        return st;
+    Moe__V1__AcceptModelResponse *r = moe__v1__accept_model_response__unpack(NULL, length, bytes);
+    assert_non_null(r);
+    *forgotten = strlen(r->forgotten);
+    moe__v1__accept_model_response__free_unpacked(r, NULL);
+    return st;
+}
+
+/* Worker 2 leaves, and one with other bytes comes in its place. */
+static void refuse_successor(struct worker *w, bool spoilt, bool silent)
+{
+    struct worker other;
+    join(&other, 2, w->incarnation + 1);
+    other.spoilt = spoilt;
+    other.silent = silent;
+    load(&other);
+    expect_end(&other, MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH);
+    if (spoilt)
+        assert_non_null(strstr(other.end.text, "experts.7.up"));
+    *w = other;
+}
+
+static void lose_worker(struct worker *w, uint32_t which)
+{
+    send_leaving(&w[which]);
+    expect_end(&w[which], MOE_OK, MOE_REASON_NONE);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        if (i != which)
+            expect_and_free(&w[i], MOE__V1__SESSION_RESPONSE__BODY_ABORT);
+}
+
+static void a_worker_with_other_weights_is_refused_and_the_rest_goes_on(void **unused)
+{
+    (void)unused;
+    struct worker w[SLOTS];
+    start_coordinator(SLOTS, 60000);
+    assert_int_equal(digest_length(), 0);
+    bring_up(w);
+    assert_int_equal(digest_length(), 64);
+    lose_worker(w, 2);
+    refuse_successor(&w[2], true, false);
+    refuse_successor(&w[2], false, true);
+    /* No view was harmed. */
+    check_metrics("\nmoe_group_reforms_total{reason=\"wrong_weights\"} 0\n");
+    join(&w[2], 2, 990);
+    send_digests(&w[2], (const uint8_t *)"rubbish", 7);
+    expect_and_free(&w[2], MOE__V1__SESSION_RESPONSE__BODY_ASSIGN);
+    expect_end(&w[2], MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED);
+    join(&w[2], 2, 991);
+    load(&w[2]);
+    form(w);
+    shut_down(w);
+}
+
+static void the_record_survives_a_restart_until_an_operator_accepts_another_model(void **unused)
+{
+    (void)unused;
+    struct worker w[SLOTS];
+    size_t forgotten = 0;
+    start_coordinator(SLOTS, 60000);
+    bring_up(w);
+    assert_int_equal(accept_model("new", &forgotten).code, MOE_FAILED_PRECONDITION);
+    shut_down(w);
+
+    start_coordinator(SLOTS, 60000);
+    assert_int_equal(digest_length(), 64);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        join(&w[i], i, 300 + i);
+    w[2].spoilt = true;
+    for (uint32_t i = 0; i < SLOTS; i++)
+        load(&w[i]);
+    expect_end(&w[2], MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH);
+    for (uint32_t i = 0; i < 2; i++) {
+        send_leaving(&w[i]);
+        expect_end(&w[i], MOE_OK, MOE_REASON_NONE);
+    }
+    assert_int_equal(accept_model("", &forgotten).code, MOE_INVALID_ARGUMENT);
+    assert_ok(accept_model("fine-tuned", &forgotten));
+    assert_int_equal(forgotten, 64);
+    assert_ok(accept_model("fine-tuned", &forgotten));
+    assert_int_equal(forgotten, 0);
+    assert_int_equal(digest_length(), 0);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        join(&w[i], i, 400 + i);
+    w[2].spoilt = true;
+    for (uint32_t i = 0; i < SLOTS; i++)
+        load(&w[i]);
+    form(w);
+    shut_down(w);
+}
+
+static void a_damaged_record_of_digests_is_a_clear_error(void **unused)
+{
+    (void)unused;
+    struct worker w[SLOTS];
+    char path[80];
+    start_coordinator(SLOTS, 60000);
+    bring_up(w);
+    shut_down(w);
+    snprintf(path, sizeof path, "%s/model.digests", directory);
+    FILE *f = fopen(path, "r+b");
+    assert_non_null(f);
+    assert_int_equal(fseek(f, 40, SEEK_SET), 0);
+    assert_int_equal(fputc('#', f), '#');
+    assert_int_equal(fclose(f), 0);
+    struct moe_coordinator_config config = {.listen = "127.0.0.1:0",
+                                            .slots = SLOTS,
+                                            .lease_ms = 1000,
+                                            .form_timeout_ms = 1000,
+                                            .state_dir = directory};
+    struct moe_status st = moe_coordinator_create(&config, &coordinator);
+    print_message("  %s\n", st.text);
+    assert_int_equal(st.code, MOE_DATA_LOSS);
+    assert_non_null(strstr(st.text, "model.digests"));
+}
+
 /* A packed request of a random kind with random small numbers, and a few bytes changed. */
 static size_t rubbish(const struct worker *w, uint8_t *bytes)
 {
@@ -737,7 +917,7 @@ static size_t rubbish(const struct worker *w, uint8_t *bytes)
         length = pack_register(w, &honest, bytes);
     } else {
         uint32_t parts = random_below(4);
-        bytes[0] = (uint8_t)(random_below(10) << 3 | 2);
+        bytes[0] = (uint8_t)(random_below(12) << 3 | 2);
         length = 2;
         for (uint32_t i = 0; i < parts; i++) {
             bytes[length++] = (uint8_t)(random_below(5) << 3 | (random_below(4) == 0 ? 2 : 0));
@@ -765,10 +945,82 @@ static void a_silent_stream_ends_soon(void **unused)
     quit_coordinator();
 }
 
+/* Takes `channel` and gives a new one with its own connection. */
+static struct moe_rpc_channel *swap_channel(struct moe_rpc_channel *with)
+{
+    struct moe_rpc_channel *before = channel;
+    channel = with;
+    return before;
+}
+
+static void silent_streams_keep_no_worker_out(void **unused)
+{
+    (void)unused;
+    enum { CONNECTIONS = 45, EACH = 7 }; /* more than there are places */
+    static struct worker silent[CONNECTIONS][EACH];
+    struct moe_rpc_channel *own = NULL, *channels[CONNECTIONS];
+    start_coordinator(SLOTS, 5000);
+    struct worker first, second;
+    join(&first, 1, 1);
+    char target[32];
+    snprintf(target, sizeof target, "127.0.0.1:%u", moe_coordinator_port(coordinator));
+    struct moe_rpc_channel_config to = {.target = target, .own_connection = true};
+    for (int i = 0; i < CONNECTIONS; i++) {
+        assert_ok(moe_rpc_channel_open(client, &to, &channels[i]));
+        own = swap_channel(channels[i]);
+        for (int k = 0; k < EACH; k++) {
+            silent[i][k] = (struct worker){.id = 5};
+            open_stream(&silent[i][k]);
+        }
+        (void)swap_channel(own);
+    }
+    uint64_t began = moe_clock_ns();
+    join(&second, 2, 1);
+    print_message("  joined after %.0f ms\n", (double)(moe_clock_ns() - began) / 1e6);
+    unsigned replaced = 0, too_late = 0;
+    for (int i = 0; i < CONNECTIONS; i++) {
+        for (int k = 0; k < EACH; k++) {
+            assert_ptr_equal(queue_pop(silent[i][k].inbox, time_limit()), &the_end);
+            replaced += silent[i][k].end.code == MOE_RESOURCE_EXHAUSTED;
+            too_late += silent[i][k].end.code == MOE_DEADLINE_EXCEEDED;
+            free_stream(&silent[i][k]);
+        }
+        moe_rpc_channel_close(channels[i]);
+    }
+    print_message("  %u made room, %u were silent for too long\n", replaced, too_late);
+    assert_int_equal(replaced + too_late, CONNECTIONS * EACH);
+    Moe__V1__GetStatusResponse *r = get_status();
+    assert_true(r->workers[first.slot]->connected && r->workers[second.slot]->connected);
+    moe__v1__get_status_response__free_unpacked(r, NULL);
+    free_stream(&first);
+    free_stream(&second);
+    quit_coordinator();
+}
+
+static void a_connection_has_eight_sessions(void **unused)
+{
+    (void)unused;
+    enum { STREAMS = 12, MOST = 8 };
+    struct worker w[STREAMS];
+    unsigned refused = 0;
+    start_coordinator(SLOTS, 2000);
+    for (int i = 0; i < STREAMS; i++) {
+        w[i] = (struct worker){.id = 1, .incarnation = 1};
+        open_stream(&w[i]);
+    }
+    for (int i = 0; i < STREAMS; i++) {
+        assert_ptr_equal(queue_pop(w[i].inbox, time_limit()), &the_end);
+        refused += w[i].end.code == MOE_RESOURCE_EXHAUSTED;
+        free_stream(&w[i]);
+    }
+    assert_int_equal(refused, STREAMS - MOST);
+    quit_coordinator();
+}
+
 static void rubbish_costs_the_stream_and_nothing_else(void **unused)
 {
     (void)unused;
-    enum { ROUNDS = 200, STREAMS = 10, MESSAGES = 4 };
+    enum { ROUNDS = 200, STREAMS = 8, MESSAGES = 4 };
     start_coordinator(SLOTS, 2000);
     size_t ends[MOE_UNAUTHENTICATED + 1] = {0};
     for (int round = 0; round < ROUNDS; round++) {
@@ -821,7 +1073,12 @@ int main(void)
         SERVICE_TEST(a_model_may_have_as_many_layers_as_the_limit_says),
         SERVICE_TEST(a_lost_lease_ends_the_view),
         SERVICE_TEST(a_restarted_coordinator_goes_on_under_the_same_epoch),
+        SERVICE_TEST(a_worker_with_other_weights_is_refused_and_the_rest_goes_on),
+        SERVICE_TEST(the_record_survives_a_restart_until_an_operator_accepts_another_model),
+        SERVICE_TEST(a_damaged_record_of_digests_is_a_clear_error),
         SERVICE_TEST(a_silent_stream_ends_soon),
+        SERVICE_TEST(silent_streams_keep_no_worker_out),
+        SERVICE_TEST(a_connection_has_eight_sessions),
         SERVICE_TEST(rubbish_costs_the_stream_and_nothing_else),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

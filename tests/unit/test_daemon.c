@@ -131,6 +131,9 @@ static void impossible_settings_are_refused_at_the_start(void **state)
     assert_int_equal(START("--nonsense"), 2);
     assert_int_equal(START("--name", "a", "-m", "0.0.0.0:1"), 2); /* to all, without --insecure */
     assert_int_equal(START("--name", "a", "-m", "[::]:1"), 2);
+    assert_int_equal(START("--name", "a", "--tls-certificate", "/c"), 2); /* no key */
+    assert_int_equal(START("--name", "a", "--tls-key", "/k"), 2);
+    assert_int_equal(START("--name", "a", "--tls-client-ca", "/ca"), 2);
     assert_int_equal(runs, 0);
     assert_int_equal(START("--name", "a", "-m", "0.0.0.0:1", "--insecure"), 0);
     assert_int_equal(runs, 1);

@@ -233,6 +233,28 @@ static void destroying_the_engine_answers_waiting_requests(void **state)
     }
 }
 
+static void a_suspended_engine_refuses_what_waits_and_what_comes(void **state)
+{
+    (void)state;
+    struct worker w;
+    struct request r[3];
+    worker_open(&w);
+    for (int i = 0; i < 3; i++)
+        request_fill(&r[i], &w, 0, 2, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    assert_ok(moe_engine_submit(w.engine, &r[0].work)); /* no view: it waits */
+    moe_engine_suspend(w.engine, moe_error(MOE_UNAVAILABLE, MOE_REASON_LEASE_LOST, "no lease"));
+    request_wait(&r[0]);
+    assert_refused(r[0].status, MOE_UNAVAILABLE, MOE_REASON_LEASE_LOST);
+    assert_refused(moe_engine_submit(w.engine, &r[1].work), MOE_UNAVAILABLE, MOE_REASON_LEASE_LOST);
+    moe_engine_suspend(w.engine, moe_ok());
+    assert_ok(moe_engine_submit(w.engine, &r[2].work));
+    assert_int_equal(r[2].done, 0);
+    worker_close(&w);
+    assert_refused(r[2].status, MOE_UNAVAILABLE, MOE_REASON_DRAINING);
+    for (int i = 0; i < 3; i++)
+        request_free(&r[i]);
+}
+
 /* ---------------------------------------------------------------- many threads at once */
 
 enum { CLIENTS = 3, REQUESTS_EACH = 60 };
@@ -304,6 +326,7 @@ int main(void)
         with_worker(a_full_queue_an_unknown_layer_and_a_stale_epoch_are_refused),
         with_worker(draining_finishes_accepted_requests_and_refuses_new_ones),
         cmocka_unit_test(destroying_the_engine_answers_waiting_requests),
+        cmocka_unit_test(a_suspended_engine_refuses_what_waits_and_what_comes),
         with_worker(every_request_ends_once_and_rightly_while_views_come_and_go),
     };
     seed_random();

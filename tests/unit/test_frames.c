@@ -308,15 +308,11 @@ static void floods_are_noticed(void **state)
         const char *payload;
         size_t length, count;
     } floods[] = {
-        {RST_STREAM, 0, 1, "\0\0\0\x08", 4, 3000},
-        {SETTINGS, 0, 0, "", 0, 300},
-        {PING, 0, 0, "12345678", 8, 30000},
-        {PING, 1, 0, "12345678", 8, 30000},
-        {PRIORITY, 0, 1, "12345", 5, 30000},
-        {DATA, 0, 1, "", 0, 30000},
-        {DATA, PADDED, 1, "\0", 1, 30000},
-        {WINDOW, 0, 0, "\0\0\0\x01", 4, 300000},
-        {200, 0, 0, "", 0, 30000},
+        {RST_STREAM, 0, 1, "\0\0\0\x08", 4, 3000}, {SETTINGS, 0, 0, "", 0, 300},
+        {PING, 0, 0, "12345678", 8, 30000},        {PING, 1, 0, "12345678", 8, 30000},
+        {PRIORITY, 0, 1, "12345", 5, 30000},       {DATA, 0, 1, "", 0, 30000},
+        {DATA, PADDED, 1, "\0", 1, 30000},         {DATA, 0, 1, "x", 1, 30000},
+        {WINDOW, 0, 0, "\0\0\0\x01", 4, 300000},   {200, 0, 0, "", 0, 30000},
     };
     (void)state;
     for (size_t i = 0; i < sizeof floods / sizeof *floods; i++) {

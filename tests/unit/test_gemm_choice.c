@@ -2,6 +2,7 @@
 /* Promises of the tile choice (kernels/cuda/plan/gemm_choice.h): pure, total, and what the
  * measurements say it should be. */
 #include "cuda/plan/gemm_choice.h"
+#include "cuda/plan/limits.h"
 
 #include <inttypes.h>
 #include <setjmp.h>
@@ -78,6 +79,33 @@ static void thousands_of_rows_use_full_tiles(void **state)
     }
 }
 
+/* The table of experts of a full tile has room for fewer than a layer may have. */
+static void a_tile_can_have_all_experts_of_the_layer(void **state)
+{
+    (void)state;
+    for (uint32_t experts = MOE_CUDA_PINGPONG_EXPERTS; experts <= MOE_CUDA_MAX_EXPERTS;
+         experts += MOE_CUDA_PINGPONG_EXPERTS)
+        for (uint32_t bucket = 1; bucket <= 65536; bucket *= 2) {
+            struct moe_cuda_gemm_params f = deepseek_v3(bucket);
+            f.experts = experts;
+            enum moe_cuda_gemm_tile tile = moe_cuda_choose_tile(&f);
+            assert_true(experts <= moe_cuda_tile_shape(tile).experts);
+        }
+}
+
+/* The tables of dispatch, by slots and experts of one. */
+static void layers_without_room_for_their_tables_are_found(void **state)
+{
+    (void)state;
+    assert_true(moe_cuda_tables_fit(1, 1024, 1024));
+    assert_true(moe_cuda_tables_fit(8, 1024, 8 * 1024)); /* every expert on every slot */
+    assert_true(moe_cuda_tables_fit(16, 512, 16 * 512));
+    assert_true(moe_cuda_tables_fit(32, 352, 32 * 352));
+    assert_false(moe_cuda_tables_fit(32, 353, 1024));
+    assert_false(moe_cuda_tables_fit(16, 1024, 16 * 1024));
+    assert_false(moe_cuda_tables_fit(32, 32, MOE_CUDA_MAX_COPIES + 1));
+}
+
 /* A bigger bucket never goes back to a tile for fewer rows. */
 static void choice_is_monotonic_in_the_bucket(void **state)
 {
@@ -86,7 +114,7 @@ static void choice_is_monotonic_in_the_bucket(void **state)
         struct moe_cuda_gemm_params f = {.bucket = 1 + random_bits() % 32768,
                                          .slots = 1 + random_bits() % 16,
                                          .top_k = 1 + random_bits() % 16,
-                                         .experts = 1 + random_bits() % 512,
+                                         .experts = 1 + random_bits() % MOE_CUDA_MAX_EXPERTS,
                                          .n = 8 * (1 + random_bits() % 4096),
                                          .k = 8 * (1 + random_bits() % 2048)};
         enum moe_cuda_gemm_tile small = moe_cuda_choose_tile(&f);
@@ -122,6 +150,8 @@ int main(void)
         cmocka_unit_test(few_rows_stream_weights),
         cmocka_unit_test(hundreds_of_rows_use_even_tiles_unless_k_is_short),
         cmocka_unit_test(thousands_of_rows_use_full_tiles),
+        cmocka_unit_test(a_tile_can_have_all_experts_of_the_layer),
+        cmocka_unit_test(layers_without_room_for_their_tables_are_found),
         cmocka_unit_test(choice_is_monotonic_in_the_bucket),
         cmocka_unit_test(tiles_have_shapes_that_kernels_can_have),
     };

@@ -152,6 +152,9 @@ static void receive(struct coordinator *c, const Moe__V1__SessionRequest *q)
         if (atomic_load(&c->answers))
             answer_heartbeat(c, q->heartbeat->sequence);
         break;
+    case MOE__V1__SESSION_REQUEST__BODY_DIGESTS:
+        note(j, "digests %.*s", (int)q->digests->part.len, (const char *)q->digests->part.data);
+        break;
     case MOE__V1__SESSION_REQUEST__BODY_LOADED:
         note(j, "loaded %u %s", q->loaded->placement_version,
              q->loaded->error != NULL ? q->loaded->error->message : "ok");
@@ -413,6 +416,13 @@ static struct moe_status hook_load(void *ctx, const struct moe_group_assignment 
     return w->load_result;
 }
 
+static struct moe_status hook_digests(void *ctx, moe_group_part_fn add, void *add_ctx)
+{
+    (void)ctx;
+    MOE_TRY(add(add_ctx, (const uint8_t *)"one", 3));
+    return add(add_ctx, (const uint8_t *)"three", 5);
+}
+
 static struct moe_status hook_form(void *ctx, const struct moe_group_view *v,
                                    moe_allgather_fn allgather, void *allgather_ctx)
 {
@@ -530,7 +540,7 @@ static void start_scene(struct scene *s)
                      .model = "m",
                      .fingerprint = "f",
                      .family = "mixtral",
-                     .version = "0.1.0",
+                     .version = "0.2.0",
                      .layers = specs,
                      .layer_count = 1,
                      .max_tokens_per_step = 64},
@@ -538,9 +548,9 @@ static void start_scene(struct scene *s)
         .gather_ms = WAIT_MS,
         .reform_ms = 50,
         .lease = &s->w.lease,
-        .hooks = {hook_load, hook_form, hook_serve, hook_leave, hook_slot_assigned, hook_numbers,
-                  hook_nothing, hook_lease, hook_give_up, hook_drain, hook_drained, hook_ended,
-                  &s->w},
+        .hooks = {hook_load, hook_digests, hook_form, hook_serve, hook_leave, hook_slot_assigned,
+                  hook_numbers, hook_nothing, hook_lease, hook_give_up, hook_drain, hook_drained,
+                  hook_ended, &s->w},
     };
     assert_ok(moe_group_start(&config, &s->w.group));
 }
@@ -561,7 +571,9 @@ static void lead_to_serving(struct scene *s, uint64_t epoch)
     await_line(&s->c.received, "register me 4711 127.0.0.1:9 wants 0");
     say_registered(&s->c);
     say_assign(&s->c, 1);
-    await_line(&s->c.received, "loaded 1 ok");
+    await_line(&s->c.received, "digests one");
+    assert_next(&s->c.received, "digests three");
+    assert_next(&s->c.received, "loaded 1 ok");
     say_prepare(&s->c, epoch, INCARNATION);
     await_line(&s->c.received, "blob");
     say_blobs(&s->c, epoch, 0);
@@ -744,6 +756,7 @@ static void a_failed_load_is_reported(void **state)
     say_registered(&s.c);
     say_assign(&s.c, 1);
     await_line(&s.c.received, "loaded 1 no tensor gate");
+    assert_false(has_line(&s.c.received, "digests"));
     end_scene(&s);
 }
 

@@ -22,6 +22,7 @@ static void the_lease_runs_from_when_the_answered_heartbeat_was_sent(void **stat
     assert_int_equal(moe_lease_on_sent(&l, 1000), 1);
     assert_int_equal(moe_lease_on_sent(&l, 2000), 2);
     assert_int_equal(l.until_ns, 0); /* nothing is answered yet */
+    assert_int_equal(moe_lease_sent_ns(&l, 1), 1000);
     moe_lease_on_answered(&l, 1, 0);
     assert_int_equal(l.until_ns, 1000 + TERM);
     moe_lease_on_answered(&l, 2, 500);
@@ -41,7 +42,9 @@ static void unknown_answers_change_nothing(void **state)
     assert_int_equal(l.until_ns, 0);
     for (uint64_t i = 1; i <= MOE_LEASE_UNANSWERED + 1; i++)
         (void)moe_lease_on_sent(&l, 1000 * i);
-    moe_lease_on_answered(&l, 1, 0); /* its time is forgotten */
+    assert_int_equal(moe_lease_sent_ns(&l, 1), 0); /* its time is forgotten */
+    assert_int_equal(moe_lease_sent_ns(&l, UINT64_MAX), 0);
+    moe_lease_on_answered(&l, 1, 0);
     assert_int_equal(l.until_ns, 0);
     moe_lease_on_answered(&l, 2, 0);
     assert_int_equal(l.until_ns, 2000 + TERM);
@@ -113,6 +116,34 @@ static void the_gate_shows_what_the_time_left_suffices_for(void **state)
     assert_true(moe_lease_gate_held(NULL) && moe_lease_gate_covers_group(NULL));
 }
 
+static struct moe_lease_gate awaiting;
+static int looks;
+
+/* The answer comes while the worker looks for the third time. */
+static uint64_t clock_with_an_answer(void)
+{
+    struct moe_lease l = {.term_ns = TERM, .until_ns = now_ns + TERM, .all_until_ns = now_ns};
+    if (++looks == 3)
+        moe_lease_gate_set(&awaiting, &l);
+    return now_ns;
+}
+
+static void a_change_waits_as_long_as_from_one_heartbeat_to_the_next(void **state)
+{
+    (void)state;
+    const struct moe_lease over = {.term_ns = 60 * MOE_NS_PER_MS};
+    now_ns = MOE_NS_PER_S;
+    looks = 0;
+    moe_lease_gate_init(&awaiting, clock_with_an_answer);
+    moe_lease_gate_set(&awaiting, &over);
+    assert_true(moe_lease_gate_await_change(&awaiting));
+    assert_int_equal(looks, 3);
+    moe_lease_gate_set(&awaiting, &over);
+    assert_false(moe_lease_gate_await_change(&awaiting)); /* no answer comes */
+    assert_int_equal(looks, 3 + 1 + 60 / MOE_LEASE_HEARTBEATS);
+    assert_true(moe_lease_gate_await_change(NULL));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -121,6 +152,7 @@ int main(void)
         cmocka_unit_test(no_answer_revives_a_lease_that_has_ended),
         cmocka_unit_test(the_margin_covers_the_drift),
         cmocka_unit_test(the_gate_shows_what_the_time_left_suffices_for),
+        cmocka_unit_test(a_change_waits_as_long_as_from_one_heartbeat_to_the_next),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

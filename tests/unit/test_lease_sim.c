@@ -16,6 +16,7 @@
 #include "base/clock.h"
 #include "coordinator/membership.h"
 #include "daemon/lease.h"
+#include "sim_stream.h"
 #include "support/random.h"
 
 #include <inttypes.h>
@@ -27,7 +28,6 @@ enum {
     IDS_MAX = 5,
     SLOTS_MAX = 3,
     PROCESSES_MAX = 64,
-    QUEUE_MAX = 256,
     EPOCHS_MAX = 512,
     LINEAGES_MAX = 512,
     STEP_MS = 4,
@@ -66,40 +66,12 @@ static bool is_off(enum guard guard)
 
 /* ------------------------------------------------------------------ the world */
 
-enum kind {
-    REGISTERED,
-    ASSIGN,
-    PREPARE,
-    COMMIT,
-    ABORT,
-    ANSWER,
-    CLOSED,
-    REGISTER,
-    HEARTBEAT,
-    LOADED,
-    READY,
-    PEER_LOST,
-    IGNORED,
-};
-
-struct message {
-    enum kind kind;
-    uint64_t at_ns, stream, epoch, sequence, oldest_ns, mask;
-    uint32_t slot, version;
-    enum moe_reason reason;
-};
-
-struct queue {
-    struct message items[QUEUE_MAX];
-    size_t head, count;
-};
-
 struct process {
     bool alive, registered;
     uint32_t id, slot;
     uint64_t incarnation, stream;
     double rate; /* of its clock */
-    struct queue up, down;
+    struct sim_queue up, down;
     uint64_t up_cut_ns, down_cut_ns, peers_cut_ns; /* cut until then */
     uint64_t asleep_ns, connect_ns, heartbeat_ns;
     struct moe_lease lease;
@@ -116,6 +88,7 @@ struct process {
 struct change {
     uint64_t epoch, number;
     uint64_t begins_ns[SLOTS_MAX], begun_local_ns[SLOTS_MAX]; /* 0 = has not begun */
+    uint64_t came_local_ns[SLOTS_MAX];                        /* 0 = the ticket has not come */
     size_t members[SLOTS_MAX];
     uint64_t takes_ns, complete_ns; /* 0 = is not complete */
     uint32_t origin;
@@ -217,26 +190,10 @@ static uint64_t ticket_ns(const struct process *p)
     return p->lease.term_ns / MOE_LEASE_TICKETS;
 }
 
-static void push(struct world *w, struct queue *q, struct message m)
+static void push(struct world *w, struct sim_queue *q, struct sim_message m)
 {
-    check(w, q->count < QUEUE_MAX, "a queue is bounded");
-    if (q->count == QUEUE_MAX)
-        return;
-    uint64_t last = q->count > 0 ? q->items[(q->head + q->count - 1) % QUEUE_MAX].at_ns : 0;
-    m.at_ns = w->now_ns + rnd(w, chance(w, 20) ? 60 : 4) * MOE_NS_PER_MS;
-    if (m.at_ns < last)
-        m.at_ns = last;
-    q->items[(q->head + q->count++) % QUEUE_MAX] = m;
-}
-
-static bool pop_due(const struct world *w, struct queue *q, struct message *m)
-{
-    if (q->count == 0 || q->items[q->head].at_ns > w->now_ns)
-        return false;
-    *m = q->items[q->head];
-    q->head = (q->head + 1) % QUEUE_MAX;
-    q->count--;
-    return true;
+    uint64_t delay_ms = rnd(w, chance(w, 20) ? 60 : 4);
+    check(w, sim_push(q, m, w->now_ns + delay_ms * MOE_NS_PER_MS), "a queue is bounded");
 }
 
 /* ------------------------------------------------------------------ the coordinator's side */
@@ -275,15 +232,13 @@ static void agree(struct world *w, uint64_t epoch)
 
 static void send_down(struct world *w, const struct moe_membership_action *a)
 {
-    static const enum kind kinds[] = {REGISTERED, ASSIGN,  PREPARE, IGNORED, COMMIT,
-                                      ABORT,      IGNORED, IGNORED, ANSWER};
-    struct message m = {.kind = kinds[a->message],
-                        .stream = a->stream,
-                        .epoch = a->epoch,
-                        .slot = a->slot,
-                        .sequence = a->sequence,
-                        .oldest_ns = a->oldest_ms * MOE_NS_PER_MS,
-                        .version = moe_placement_version(moe_membership_placement(w->machine))};
+    struct sim_message m = {.kind = (enum sim_kind)a->message,
+                            .stream = a->stream,
+                            .epoch = a->epoch,
+                            .slot = a->slot,
+                            .sequence = a->sequence,
+                            .oldest_ns = a->oldest_ms * MOE_NS_PER_MS,
+                            .version = moe_placement_version(moe_membership_placement(w->machine))};
     struct process *p = by_stream(w, a->stream);
     if (p == NULL || a->epoch >= EPOCHS_MAX)
         return;
@@ -330,8 +285,8 @@ static void carry_out(struct world *w)
             p = by_stream(w, a.stream);
             if (p != NULL)
                 push(w, &p->down,
-                     (struct message){
-                         .kind = CLOSED, .stream = a.stream, .reason = a.status.reason});
+                     (struct sim_message){
+                         .kind = SIM_CLOSED, .stream = a.stream, .reason = a.status.reason});
             break;
         case MOE_MEMBERSHIP_LOG: on_log(w, a.status.text, holders); break;
         case MOE_MEMBERSHIP_EXIT: break;
@@ -354,7 +309,7 @@ static void crash_machine(struct world *w)
         struct process *p = &w->processes[i];
         p->up.count = 0;
         if (p->stream != 0)
-            push(w, &p->down, (struct message){.kind = CLOSED, .stream = p->stream});
+            push(w, &p->down, (struct sim_message){.kind = SIM_CLOSED, .stream = p->stream});
     }
     start_machine(w);
 }
@@ -387,17 +342,17 @@ static void register_up(struct world *w, const struct process *p, uint64_t now, 
     moe_membership_on_register(w->machine, now, stream, &r);
 }
 
-static void deliver_up(struct world *w, const struct process *p, const struct message *m)
+static void deliver_up(struct world *w, const struct process *p, const struct sim_message *m)
 {
     const struct moe_status ok = moe_ok();
     uint64_t now = coordinator_time(w, m->at_ns); /* when it came in */
     struct moe_membership_heartbeat h = {.epoch = m->epoch, .sequence = m->sequence};
     switch (m->kind) {
-    case REGISTER: register_up(w, p, now, m->stream); break;
-    case HEARTBEAT: moe_membership_on_heartbeat(w->machine, now, m->stream, &h); break;
-    case LOADED: moe_membership_on_loaded(w->machine, now, m->stream, m->version, &ok); break;
-    case READY: moe_membership_on_ready(w->machine, now, m->stream, m->epoch, &ok); break;
-    case PEER_LOST:
+    case SIM_REGISTER: register_up(w, p, now, m->stream); break;
+    case SIM_HEARTBEAT: moe_membership_on_heartbeat(w->machine, now, m->stream, &h); break;
+    case SIM_LOADED: moe_membership_on_loaded(w->machine, now, m->stream, m->version, &ok); break;
+    case SIM_READY: moe_membership_on_ready(w->machine, now, m->stream, m->epoch, &ok); break;
+    case SIM_PEER_LOST:
         moe_membership_on_peer_lost(w->machine, now, m->stream, m->epoch, m->mask);
         break;
     default: moe_membership_on_stream_closed(w->machine, now, m->stream); break;
@@ -407,7 +362,7 @@ static void deliver_up(struct world *w, const struct process *p, const struct me
 
 /* ------------------------------------------------------------------ a worker's side */
 
-static void send_up(struct world *w, struct process *p, struct message m)
+static void send_up(struct world *w, struct process *p, struct sim_message m)
 {
     m.stream = p->stream;
     push(w, &p->up, m);
@@ -427,7 +382,7 @@ static void spawn(struct world *w, uint32_t id)
 static void lose_stream(struct world *w, struct process *p)
 {
     if (p->stream != 0)
-        send_up(w, p, (struct message){.kind = CLOSED});
+        send_up(w, p, (struct sim_message){.kind = SIM_CLOSED});
     p->stream = 0;
     p->registered = false;
     p->preparing = p->ready_ns = 0;
@@ -437,18 +392,19 @@ static void lose_stream(struct world *w, struct process *p)
 static void heartbeat(struct world *w, struct process *p)
 {
     uint64_t sequence = moe_lease_on_sent(&p->lease, local(w, p));
-    send_up(w, p, (struct message){.kind = HEARTBEAT, .epoch = p->view, .sequence = sequence});
+    send_up(w, p,
+            (struct sim_message){.kind = SIM_HEARTBEAT, .epoch = p->view, .sequence = sequence});
     p->heartbeat_ns = local(w, p) + p->lease.term_ns / MOE_LEASE_HEARTBEATS;
 }
 
-static void on_answer(struct world *w, struct process *p, const struct message *m)
+static void on_answer(struct world *w, struct process *p, const struct sim_message *m)
 {
     if (is_off(GUARD_SENT))
         p->lease.sent_ns[m->sequence % MOE_LEASE_UNANSWERED] = local(w, p);
     moe_lease_on_answered(&p->lease, m->sequence, m->oldest_ns);
 }
 
-static void on_closed(struct world *w, struct process *p, const struct message *m)
+static void on_closed(struct world *w, struct process *p, const struct sim_message *m)
 {
     p->stream = 0;
     lose_stream(w, p);
@@ -474,29 +430,31 @@ static void on_commit(struct world *w, struct process *p, uint64_t epoch)
     heartbeat(w, p);
 }
 
-static void deliver_down(struct world *w, struct process *p, const struct message *m)
+static void deliver_down(struct world *w, struct process *p, const struct sim_message *m)
 {
     unsigned margin = is_off(GUARD_MARGIN) ? 8 : MOE_LEASE_MARGIN_PERCENT;
     switch (m->kind) {
-    case REGISTERED:
+    case SIM_REGISTERED:
         p->registered = true;
         p->slot = m->slot;
         p->lease.term_ns = moe_lease_term_ns(LEASE_MS * MOE_NS_PER_MS, margin);
         heartbeat(w, p);
         break;
-    case ASSIGN: send_up(w, p, (struct message){.kind = LOADED, .version = m->version}); break;
-    case PREPARE:
+    case SIM_ASSIGN:
+        send_up(w, p, (struct sim_message){.kind = SIM_LOADED, .version = m->version});
+        break;
+    case SIM_PREPARE:
         p->view = 0;
         p->preparing = m->epoch;
         p->ready_ns = w->now_ns + (1 + rnd(w, 20)) * MOE_NS_PER_MS;
         break;
-    case COMMIT: on_commit(w, p, m->epoch); break;
-    case ABORT:
+    case SIM_COMMIT: on_commit(w, p, m->epoch); break;
+    case SIM_ABORT:
         p->view = p->view == m->epoch ? 0 : p->view;
         p->preparing = p->preparing == m->epoch ? 0 : p->preparing;
         break;
-    case ANSWER: on_answer(w, p, m); break;
-    case CLOSED: on_closed(w, p, m); break;
+    case SIM_HEARTBEAT_ANSWER: on_answer(w, p, m); break;
+    case SIM_CLOSED: on_closed(w, p, m); break;
     default: break;
     }
 }
@@ -521,7 +479,7 @@ static void run_timers(struct world *w, struct process *p)
     if (p->stream == 0 && w->now_ns >= p->connect_ns) {
         p->stream = ++w->next_stream;
         p->down.count = 0;
-        send_up(w, p, (struct message){.kind = REGISTER});
+        send_up(w, p, (struct sim_message){.kind = SIM_REGISTER});
     }
     if (p->registered && local(w, p) >= p->heartbeat_ns)
         heartbeat(w, p);
@@ -529,7 +487,7 @@ static void run_timers(struct world *w, struct process *p)
         p->ready_ns = 0;
         if (p->slot == 0 && w->fence < p->preparing)
             w->fence = p->preparing;
-        send_up(w, p, (struct message){.kind = READY, .epoch = p->preparing});
+        send_up(w, p, (struct sim_message){.kind = SIM_READY, .epoch = p->preparing});
     }
     if (p->save_ns == 0 && p->slot == 0 && p->view != 0)
         p->save_ns = w->now_ns + (20 + rnd(w, 200)) * MOE_NS_PER_MS;
@@ -576,12 +534,12 @@ static void disturb(struct world *w, struct process *p)
 
 static void step_process(struct world *w, struct process *p)
 {
-    struct message m;
-    while (w->now_ns >= w->asleep_ns && p->up_cut_ns <= w->now_ns && pop_due(w, &p->up, &m))
+    struct sim_message m;
+    while (w->now_ns >= w->asleep_ns && p->up_cut_ns <= w->now_ns && sim_pop(&p->up, w->now_ns, &m))
         deliver_up(w, p, &m);
     if (p->asleep_ns > w->now_ns || !p->alive)
         return;
-    while (p->alive && p->down_cut_ns <= w->now_ns && pop_due(w, &p->down, &m))
+    while (p->alive && p->down_cut_ns <= w->now_ns && sim_pop(&p->down, w->now_ns, &m))
         if (m.stream == p->stream && p->stream != 0)
             deliver_down(w, p, &m);
     if (p->alive)
@@ -603,8 +561,9 @@ static void fail_change(struct world *w, struct change *c)
             continue;
         p->inconsistent = p->inconsistent || c->begun_local_ns[s] != 0;
         send_up(w, p,
-                (struct message){
-                    .kind = PEER_LOST, .epoch = p->view, .mask = rnd(w, UINT64_C(1) << w->slots)});
+                (struct sim_message){.kind = SIM_PEER_LOST,
+                                     .epoch = p->view,
+                                     .mask = rnd(w, UINT64_C(1) << w->slots)});
         p->view = 0;
     }
     c->epoch = 0;
@@ -642,6 +601,19 @@ static void answer_change(struct world *w, struct change *c)
     c->epoch = 0;
 }
 
+/* The slot has the ticket. It waits for a lease that is long enough; false: it fails the ticket. */
+static bool try_begin(const struct world *w, struct change *c, uint32_t s)
+{
+    const struct process *p = &w->processes[c->members[s]];
+    if (c->came_local_ns[s] == 0)
+        c->came_local_ns[s] = local(w, p);
+    if (!covers_change(w, p))
+        return local(w, p) - c->came_local_ns[s] < p->lease.term_ns / MOE_LEASE_HEARTBEATS;
+    c->begun_local_ns[s] = local(w, p);
+    c->begins_ns[s] = w->now_ns;
+    return true;
+}
+
 /* Each slot waits for the others as long as a ticket may take, by its own clock. */
 static void step_change(struct world *w, struct change *c)
 {
@@ -656,11 +628,8 @@ static void step_change(struct world *w, struct change *c)
         const struct process *p = &w->processes[c->members[s]];
         bool present = reachable(w, p);
         left = left || p->view != c->epoch;
-        if (present && !left && c->begun_local_ns[s] == 0 && w->now_ns >= c->begins_ns[s]) {
-            left = !covers_change(w, p); /* it fails the ticket */
-            c->begun_local_ns[s] = left ? 0 : local(w, p);
-            c->begins_ns[s] = w->now_ns;
-        }
+        if (present && !left && c->begun_local_ns[s] == 0 && w->now_ns >= c->begins_ns[s])
+            left = !try_begin(w, c, s);
         ready = ready && present && c->begun_local_ns[s] != 0;
         late = late || (c->begun_local_ns[s] != 0 && p->asleep_ns <= w->now_ns &&
                         local(w, p) - c->begun_local_ns[s] > ticket_ns(p));

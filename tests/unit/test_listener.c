@@ -3,17 +3,20 @@
  * connection. */
 #include "base/clock.h"
 #include "base/wait.h"
+#include "certificates.h"
 #include "daemon/metrics.h"
 #include "listener/listener.h"
 #include "support/check.h"
 #include "support/directory.h"
 #include "support/random.h"
+#include "tls/tls.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,7 +27,14 @@
 #include <unistd.h>
 
 static const char preface[] = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-enum { PREFACE = sizeof preface - 1, SOON_MS = 20000, OPENED_MAX = 512 };
+enum {
+    PREFACE = sizeof preface - 1,
+    SOON_MS = 20000,
+    OPENED_MAX = 512,
+    /* Limits that a busy machine does not reach by itself. */
+    PREFACE_MS = 1500,
+    SILENCE_MS = 1000,
+};
 
 /* ------------------------------------------------------------------ a server behind a listener */
 
@@ -426,9 +436,9 @@ static void only_http2_gets_in_and_only_in_time(void **state)
 {
     struct scene s = {.serving = ECHO};
     (void)state;
-    start(&s, (struct moe_listener_config){.preface_ms = 500});
-    int other = come_tcp(&s), slow = come_tcp(&s), silent = come_tcp(&s), late = come_tcp(&s);
+    start(&s, (struct moe_listener_config){.preface_ms = PREFACE_MS});
     uint64_t began = moe_clock_ns();
+    int other = come_tcp(&s), slow = come_tcp(&s), silent = come_tcp(&s), late = come_tcp(&s);
     say(other, "GET / HTTP/1.1\r\n\r\n", 18);
     assert_true(is_over(other));
     for (int i = 0; i < 20; i++) { /* too late with its last byte */
@@ -442,7 +452,7 @@ static void only_http2_gets_in_and_only_in_time(void **state)
     }
     assert_true(is_over(slow));
     assert_true(is_over(silent));
-    assert_true(moe_clock_ns() - began >= 500 * MOE_NS_PER_MS);
+    assert_true(moe_clock_ns() - began >= PREFACE_MS * MOE_NS_PER_MS);
     assert_int_equal(s.opened, 1);
     assert_int_equal(closed_by(&s, "preface"), 3);
     check_alive(late); /* in time: no limit runs any more */
@@ -484,6 +494,87 @@ static void a_peer_has_so_many_connections_and_all_have_so_many(void **state)
     finish(&s);
 }
 
+/* The server's own decision: here, connections number 0 and 1 may stay. */
+static bool keeps(void *ctx, void *connection)
+{
+    struct scene *s = ctx;
+    return connection == &s->connections[0] || connection == &s->connections[1];
+}
+
+static int come_from(struct scene *s, const char *address)
+{
+    struct sockaddr_in from = {.sin_family = AF_INET};
+    assert_int_equal(inet_pton(AF_INET, address, &from.sin_addr), 1);
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_true(fd >= 0);
+    assert_int_equal(bind(fd, (struct sockaddr *)&from, sizeof from), 0);
+    assert_int_equal(connect(fd, (struct sockaddr *)&s->tcp, sizeof s->tcp), 0);
+    return fd;
+}
+
+static void those_without_a_right_make_room_for_those_who_come(void **state)
+{
+    struct scene s = {.serving = ECHO};
+    (void)state;
+    start(&s,
+          (struct moe_listener_config){.max_connections = 5, .max_per_peer = 4, .keeps = keeps});
+    int tcp[5], local[4];
+    tcp[0] = come_tcp(&s);
+    begin(tcp[0]); /* keeps its place */
+    local[0] = come_unix(&s);
+    begin(local[0]);              /* so does this one */
+    for (int i = 1; i < 4; i++) { /* all loopback addresses are one peer */
+        tcp[i] = come_from(&s, i == 1 ? "127.0.0.2" : "127.3.0.1");
+        if (i < 3)
+            begin(tcp[i]);
+    }
+    local[1] = come_unix(&s); /* the sixth */
+    begin(local[1]);
+    assert_true(is_over(tcp[1])); /* the oldest without a right */
+    tcp[4] = come_from(&s, "127.0.0.4");
+    begin(tcp[4]);
+    assert_true(is_over(tcp[2]));
+    local[2] = come_unix(&s);
+    begin(local[2]);
+    assert_true(is_over(tcp[3])); /* also before its preface */
+    local[3] = come_unix(&s);
+    begin(local[3]);
+    assert_true(is_over(local[1]));
+    assert_int_equal(closed_by(&s, "limit"), 4);
+    check_alive(tcp[0]);
+    check_alive(local[0]);
+    for (int i = 0; i < 5; i++)
+        close(tcp[i]);
+    for (int i = 0; i < 4; i++)
+        close(local[i]);
+    finish(&s);
+}
+
+static void a_peer_replaces_its_own_connections(void **state)
+{
+    struct scene s = {.serving = ECHO};
+    (void)state;
+    start(&s,
+          (struct moe_listener_config){.max_connections = 8, .max_per_peer = 3, .keeps = keeps});
+    int tcp[4], local = come_unix(&s), other = come_unix(&s), third = come_unix(&s);
+    begin(local); /* numbers 0 and 1 are kept, number 2 is older than all of TCP */
+    begin(other);
+    begin(third);
+    for (int i = 0; i < 4; i++) {
+        tcp[i] = i % 2 == 0 ? come_tcp(&s) : come_from(&s, "127.0.0.9");
+        begin(tcp[i]);
+    }
+    assert_true(is_over(tcp[0]));
+    check_alive(third);
+    check_alive(tcp[1]);
+    for (int i = 0; i < 4; i++)
+        close(tcp[i]);
+    close(local);
+    close(other);
+    close(third);
+    finish(&s);
+}
+
 /* Reads so much every 10 ms. */
 static bool is_read_for(int fd, size_t bytes, uint64_t ms)
 {
@@ -501,19 +592,19 @@ static void answers_left_unread_end_a_connection(void **state)
 {
     struct scene s = {.serving = CHATTY};
     (void)state;
-    start(&s, (struct moe_listener_config){.silence_ms = 300});
+    start(&s, (struct moe_listener_config){.silence_ms = SILENCE_MS});
     int stopped = come_tcp(&s), trickle = come_tcp(&s), slow = come_unix(&s);
     say(stopped, preface, PREFACE);
     say(trickle, preface, PREFACE);
     say(slow, preface, PREFACE);
-    /* 10 KB/s is as good as nothing; 1.6 MB/s is enough. */
+    /* 10 KB/s is as good as nothing; some MB/s are enough. */
     uint64_t give_up = moe_clock_ns() + SOON_MS * MOE_NS_PER_MS;
     while (closed_by(&s, "unread") < 2 && moe_clock_ns() < give_up) {
         (void)is_read_for(trickle, 100, 10);
-        assert_true(is_read_for(slow, 16384, 10));
+        assert_true(is_read_for(slow, 65536, 10));
     }
     assert_int_equal(closed_by(&s, "unread"), 2);
-    assert_true(is_read_for(slow, 16384, 700));
+    assert_true(is_read_for(slow, 65536, 2 * SILENCE_MS));
     close(stopped);
     close(trickle);
     close(slow);
@@ -633,22 +724,161 @@ static void a_header_block_must_end_in_time(void **state)
     struct scene s = {.serving = ECHO};
     char back[9 + 1];
     (void)state;
-    start(&s, (struct moe_listener_config){.preface_ms = 500});
+    start(&s, (struct moe_listener_config){.preface_ms = PREFACE_MS});
     int fd = come_tcp(&s);
     begin(fd);
     uint64_t began = moe_clock_ns();
     say(fd, "\0\0\1\1\0\0\0\0\1\x83", 10);
     assert_true(receive(fd, back, sizeof back));
     assert_true(is_over(fd));
-    assert_true(moe_clock_ns() - began >= 500 * MOE_NS_PER_MS);
+    assert_true(moe_clock_ns() - began >= PREFACE_MS * MOE_NS_PER_MS);
     await_figure(&s, "preface", 1);
     close(fd);
     finish(&s);
 }
 
+/* ------------------------------------------------------------------ TLS */
+
+struct secure {
+    int fd;
+    SSL *ssl;
+};
+
+/* A client with the pair `own`, or without one. False if the server closes the connection. */
+static bool begin_tls(struct scene *s, const char *at, const char *own, struct secure *c)
+{
+    char back[PREFACE + sizeof settings];
+    size_t n, have = 0;
+    c->fd = come_tcp(s);
+    c->ssl = certificates_client(c->fd, at, "ca", own, "h2");
+    bool goes_on = SSL_connect(c->ssl) == 1 && SSL_write(c->ssl, preface, 7) == 7 &&
+                   SSL_write(c->ssl, preface + 7, PREFACE - 7) == PREFACE - 7 &&
+                   SSL_write(c->ssl, settings, sizeof settings) == sizeof settings;
+    while (goes_on && have < sizeof back) {
+        goes_on = SSL_read_ex(c->ssl, back + have, sizeof back - have, &n) == 1;
+        have += goes_on ? n : 0;
+    }
+    assert_true(!goes_on || memcmp(back, preface, PREFACE) == 0);
+    return goes_on;
+}
+
+static void end_tls(struct secure *c)
+{
+    SSL_free(c->ssl);
+    close(c->fd);
+}
+
+static bool is_ann(void *ctx, const struct moe_rpc_identity *who)
+{
+    (void)ctx;
+    return strcmp(who->name, "spiffe://a/ann") == 0;
+}
+
+static unsigned long handshakes_failed(struct scene *s, const char *reason)
+{
+    char series[128];
+    snprintf(series, sizeof series,
+             "moe_rpc_handshakes_failed_total{server=\"data\",reason=\"%s\"}", reason);
+    return figure(s, series);
+}
+
+struct tls_scene {
+    struct scene s;
+    struct moe_tls *tls;
+    char at[CERTIFICATES_PATH], paths[3][CERTIFICATES_PATH + 16];
+};
+
+static void start_tls(struct tls_scene *t, struct moe_listener_config config)
+{
+    static const char *const names[] = {"server.pem", "server.key", "ca.pem"};
+    t->s.serving = ECHO;
+    certificates_directory(t->at);
+    certificates_make(t->at, "ca", NULL, NULL, -60, 3600);
+    certificates_make(t->at, "server", "ca", "DNS:localhost", -60, 3600);
+    certificates_make(t->at, "ann", "ca", "URI:spiffe://a/ann", -60, 3600);
+    certificates_make(t->at, "old", "ca", "URI:spiffe://a/ann", -60, -30);
+    for (int i = 0; i < 3; i++)
+        snprintf(t->paths[i], sizeof t->paths[i], "%s/%s", t->at, names[i]);
+    const struct moe_rpc_tls_files files = {t->paths[0], t->paths[1], t->paths[2]};
+    assert_ok(moe_tls_create(&files, &t->tls));
+    config.tls = t->tls;
+    start(&t->s, config);
+}
+
+static void finish_tls(struct tls_scene *t)
+{
+    finish(&t->s);
+    moe_tls_destroy(t->tls);
+    certificates_remove(t->at);
+}
+
+static void a_certificate_names_a_connection_and_counts_for_it(void **state)
+{
+    static struct tls_scene t;
+    struct secure ann[3], unnamed[2], more;
+    char byte;
+    (void)state;
+    start_tls(&t, (struct moe_listener_config){.max_per_peer = 3});
+    for (int i = 0; i < 3; i++)
+        assert_true(begin_tls(&t.s, t.at, "ann", &ann[i]));
+    assert_int_equal(t.s.connections[0].who.link, MOE_RPC_LINK_TLS);
+    assert_string_equal(t.s.connections[0].who.name, "spiffe://a/ann");
+    assert_string_equal(t.s.connections[0].who.address, "127.0.0.1");
+    assert_false(begin_tls(&t.s, t.at, "ann", &more)); /* ann has 3 */
+    assert_int_equal(closed_by(&t.s, "limit"), 1);
+    end_tls(&more);
+    for (int i = 0; i < 2; i++) /* the address has none of them */
+        assert_true(begin_tls(&t.s, t.at, NULL, &unnamed[i]));
+    assert_string_equal(t.s.connections[3].who.name, "");
+    int local = come_unix(&t.s); /* plain */
+    begin(local);
+    moe_listener_disconnect(t.s.listener, is_ann, NULL);
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(SSL_read(ann[i].ssl, &byte, 1), 0);
+        assert_int_equal(SSL_get_error(ann[i].ssl, 0), SSL_ERROR_ZERO_RETURN); /* close_notify */
+        end_tls(&ann[i]);
+    }
+    await_figure(&t.s, "identity", 3);
+    check_alive(local);
+    assert_true(begin_tls(&t.s, t.at, "ann", &more)); /* its places are free */
+    end_tls(&more);
+    close(local);
+    for (int i = 0; i < 2; i++)
+        end_tls(&unnamed[i]);
+    finish_tls(&t);
+}
+
+static void a_handshake_succeeds_in_time_or_is_counted(void **state)
+{
+    static struct tls_scene t;
+    struct secure old, good;
+    (void)state;
+    start_tls(&t, (struct moe_listener_config){.preface_ms = 500});
+    int plain = come_tcp(&t.s), half = come_tcp(&t.s), silent = come_tcp(&t.s);
+    say(half, "\26\3\1", 3);
+    say(plain, preface, PREFACE);
+    assert_true(is_over(plain));
+    assert_int_equal(handshakes_failed(&t.s, "protocol"), 1);
+    assert_false(begin_tls(&t.s, t.at, "old", &old));
+    assert_true(is_over(half));
+    assert_true(is_over(silent));
+    assert_int_equal(handshakes_failed(&t.s, "certificate"), 1); /* its alert comes before */
+    assert_int_equal(handshakes_failed(&t.s, "time"), 2);
+    assert_int_equal(closed_by(&t.s, "handshake"), 4);
+    assert_true(begin_tls(&t.s, t.at, "ann", &good));
+    assert_int_equal(t.s.opened, 1);
+    end_tls(&old);
+    end_tls(&good);
+    close(plain);
+    close(half);
+    close(silent);
+    finish_tls(&t);
+}
+
 int main(void)
 {
     seed_random();
+    signal(SIGPIPE, SIG_IGN); /* OpenSSL's client writes to what the server has closed */
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_kernel_says_who_connects),
         cmocka_unit_test(a_socket_file_in_use_is_refused_and_a_stale_one_replaced),
@@ -657,10 +887,14 @@ int main(void)
         cmocka_unit_test(what_the_server_sent_arrives_before_the_end),
         cmocka_unit_test(only_http2_gets_in_and_only_in_time),
         cmocka_unit_test(a_peer_has_so_many_connections_and_all_have_so_many),
+        cmocka_unit_test(those_without_a_right_make_room_for_those_who_come),
+        cmocka_unit_test(a_peer_replaces_its_own_connections),
         cmocka_unit_test(answers_left_unread_end_a_connection),
         cmocka_unit_test(connections_of_an_identity_can_be_ended),
         cmocka_unit_test(a_flood_learns_the_reason_and_is_closed),
         cmocka_unit_test(a_header_block_must_end_in_time),
+        cmocka_unit_test(a_certificate_names_a_connection_and_counts_for_it),
+        cmocka_unit_test(a_handshake_succeeds_in_time_or_is_counted),
         cmocka_unit_test(without_descriptors_clients_are_refused_and_may_come_back),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

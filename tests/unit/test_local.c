@@ -4,10 +4,12 @@
 #include "support/check.h"
 #include "support/directory.h"
 
+#include <fcntl.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <time.h>
 
 static char root[MOE_TEST_DIRECTORY_BYTES], runtime[96];
 
@@ -49,6 +51,38 @@ static void a_client_finds_the_socket_of_a_loopback_port(void **state)
     assert_false(moe_local_find("127.0.0.1:7700", path));
     assert_int_equal(unlink(made), 0);
     assert_false(moe_local_find("127.0.0.1:7700", path));
+}
+
+static void set_age(const char *path, time_t seconds)
+{
+    const struct timespec then = {.tv_sec = time(NULL) - seconds}, times[] = {then, then};
+    assert_int_equal(utimensat(AT_FDCWD, path, times, 0), 0);
+}
+
+static void only_old_sockets_of_killed_daemons_are_removed(void **state)
+{
+    char live[MOE_LOCAL_PATH_BYTES], killed[MOE_LOCAL_PATH_BYTES], young[MOE_LOCAL_PATH_BYTES];
+    char path[MOE_LOCAL_PATH_BYTES], other[sizeof runtime + 16];
+    (void)state;
+    int listener = put_socket("7700", live);
+    close(put_socket("7701", killed));
+    close(put_socket("7702", young));
+    (void)snprintf(other, sizeof other, "%s/other.sock", runtime); /* no socket */
+    FILE *file = fopen(other, "w");
+    assert_non_null(file);
+    assert_int_equal(fclose(file), 0);
+    set_age(live, 3600);
+    set_age(killed, 3600);
+    set_age(other, 3600);
+    assert_ok(moe_local_listen_path(path));
+    assert_true(moe_local_find("127.0.0.1:7700", path));
+    assert_int_equal(access(killed, F_OK), -1);
+    assert_int_equal(access(young, F_OK), 0);
+    assert_int_equal(access(other, F_OK), 0);
+    close(listener);
+    assert_int_equal(unlink(live), 0);
+    assert_int_equal(unlink(young), 0);
+    assert_int_equal(unlink(other), 0);
 }
 
 static void a_directory_that_others_can_use_does_not_count(void **state)
@@ -122,6 +156,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_client_finds_the_socket_of_a_loopback_port),
+        cmocka_unit_test(only_old_sockets_of_killed_daemons_are_removed),
         cmocka_unit_test(a_directory_that_others_can_use_does_not_count),
         cmocka_unit_test(a_session_directory_that_cannot_be_used_gives_way),
         cmocka_unit_test(a_directory_of_a_long_name_is_refused),

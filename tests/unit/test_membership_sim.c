@@ -8,6 +8,7 @@
  * and the group has to be SERVING. MOE_SEED=n replays one run, MOE_RUNS=n sets their number. */
 #include "base/clock.h"
 #include "coordinator/membership.h"
+#include "sim_stream.h"
 #include "support/check.h"
 #include "support/random.h"
 
@@ -19,47 +20,11 @@
 enum {
     IDS_MAX = 7,
     PROCESSES_MAX = 400,
-    QUEUE_MAX = 256,
     EPOCHS_MAX = 4000,
     STEP_MS = 5,
     LEASE_MS = 300,
     FORM_MS = 400,
     ATTEMPTS = 5,
-};
-
-enum kind {
-    M_REGISTERED,
-    M_ASSIGN,
-    M_PREPARE,
-    M_BLOBS,
-    M_COMMIT,
-    M_ABORT,
-    M_DRAIN,
-    M_TRYING_AGAIN,
-    M_HEARTBEAT_ANSWER,
-    M_CLOSED,
-    M_REGISTER,
-    M_HEARTBEAT,
-    M_LOADED,
-    M_BLOB,
-    M_READY,
-    M_PEER_LOST,
-    M_NOTICE,
-    M_LEAVING,
-    M_TRY_AGAIN
-};
-
-struct message {
-    enum kind kind;
-    uint64_t at_ns; /* arrives then; rising within a queue */
-    uint64_t epoch, mask;
-    uint32_t slot, round, version;
-    bool error, stale;
-};
-
-struct queue {
-    struct message items[QUEUE_MAX];
-    size_t head, count;
 };
 
 /* One worker process. */
@@ -72,7 +37,7 @@ struct process {
     uint64_t stream;          /* 0 = none */
     bool coordinator_end;     /* the coordinator knows the stream and has not ended it */
     bool bad_stream_end;      /* the coordinator will learn of the end by the queue's last item */
-    struct queue up, down;
+    struct sim_queue up, down;
     uint64_t connect_at_ns, heartbeat_at_ns;
     bool registered, leaving;
     uint32_t slot, loaded_slot, loaded_version;
@@ -137,24 +102,11 @@ static bool chance(struct world *w, uint64_t in)
     return !w->quiet && rnd(w, in) == 0;
 }
 
-static void push(struct world *w, struct queue *q, struct message m)
+static void push(struct world *w, struct sim_queue *q, struct sim_message m)
 {
-    check(w, q->count < QUEUE_MAX, "a stream holds a bounded number of messages");
-    uint64_t last = q->count > 0 ? q->items[(q->head + q->count - 1) % QUEUE_MAX].at_ns : 0;
-    m.at_ns = w->now_ns + rnd(w, w->quiet ? 5 : chance(w, 30) ? 200 : 20) * MOE_NS_PER_MS;
-    if (m.at_ns < last)
-        m.at_ns = last;
-    q->items[(q->head + q->count++) % QUEUE_MAX] = m;
-}
-
-static bool pop_due(const struct world *w, struct queue *q, struct message *m)
-{
-    if (q->count == 0 || q->items[q->head].at_ns > w->now_ns)
-        return false;
-    *m = q->items[q->head];
-    q->head = (q->head + 1) % QUEUE_MAX;
-    q->count--;
-    return true;
+    uint64_t delay_ms = rnd(w, w->quiet ? 5 : chance(w, 30) ? 200 : 20);
+    check(w, sim_push(q, m, w->now_ns + delay_ms * MOE_NS_PER_MS),
+          "a stream holds a bounded number of messages");
 }
 
 /* ------------------------------------------------------------------ the coordinator's side */
@@ -237,11 +189,8 @@ static void check_slots(struct world *w)
 
 static void send_down(struct world *w, const struct moe_membership_action *a)
 {
-    static const enum kind kinds[] = {M_REGISTERED, M_ASSIGN,       M_PREPARE,
-                                      M_BLOBS,      M_COMMIT,       M_ABORT,
-                                      M_DRAIN,      M_TRYING_AGAIN, M_HEARTBEAT_ANSWER};
-    struct message m = {
-        .kind = kinds[a->message], .epoch = a->epoch, .round = a->round, .slot = a->slot};
+    struct sim_message m = {
+        .kind = (enum sim_kind)a->message, .epoch = a->epoch, .round = a->round, .slot = a->slot};
     if (a->message == MOE_MEMBERSHIP_PREPARE)
         check_prepare(w, a);
     if (a->message == MOE_MEMBERSHIP_COMMIT)
@@ -311,8 +260,7 @@ static void carry_out(struct world *w)
             if (p != NULL && p->coordinator_end) {
                 p->coordinator_end = false;
                 push(w, &p->down,
-                     (struct message){.kind = M_CLOSED,
-                                      .stale = a.status.reason == MOE_REASON_STALE_EPOCH});
+                     (struct sim_message){.kind = SIM_CLOSED, .reason = a.status.reason});
             }
             break;
         case MOE_MEMBERSHIP_LOG: break;
@@ -359,7 +307,7 @@ static void crash_machine(struct world *w)
         if (p->stream == 0)
             continue;
         if (p->coordinator_end)
-            push(w, &p->down, (struct message){.kind = M_CLOSED});
+            push(w, &p->down, (struct sim_message){.kind = SIM_CLOSED});
         p->coordinator_end = false;
         p->up.count = 0;
     }
@@ -390,40 +338,42 @@ static void register_up(struct world *w, const struct process *p)
     moe_membership_on_register(w->machine, w->now_ns, p->stream, &r);
 }
 
-static void deliver_up(struct world *w, struct process *p, const struct message *m)
+static void deliver_up(struct world *w, struct process *p, const struct sim_message *m)
 {
     struct moe_status error = moe_ok();
     uint64_t blob = p->incarnation * 1000 + m->round;
     if (m->error)
         error = moe_error(MOE_INTERNAL, MOE_REASON_NONE, "as the dice want");
     switch (m->kind) {
-    case M_REGISTER: register_up(w, p); break;
-    case M_HEARTBEAT: {
+    case SIM_REGISTER: register_up(w, p); break;
+    case SIM_HEARTBEAT: {
         struct moe_membership_heartbeat h = {.epoch = m->epoch};
         moe_membership_on_heartbeat(w->machine, w->now_ns, p->stream, &h);
         break;
     }
-    case M_LOADED:
+    case SIM_LOADED:
         moe_membership_on_loaded(w->machine, w->now_ns, p->stream, m->version, &error);
         break;
-    case M_BLOB:
+    case SIM_BLOB:
         moe_membership_on_blob(w->machine, w->now_ns, p->stream, m->epoch, m->round,
                                (const uint8_t *)&blob, sizeof blob);
         break;
-    case M_READY:
+    case SIM_READY:
         if (!m->error)
             w->epochs[m->epoch].ready[m->slot] = p->incarnation;
         moe_membership_on_ready(w->machine, w->now_ns, p->stream, m->epoch, &error);
         break;
-    case M_PEER_LOST:
+    case SIM_PEER_LOST:
         moe_membership_on_peer_lost(w->machine, w->now_ns, p->stream, m->epoch, m->mask);
         break;
-    case M_NOTICE: moe_membership_on_drain_notice(w->machine, w->now_ns, p->stream, "tired"); break;
-    case M_TRY_AGAIN:
+    case SIM_NOTICE:
+        moe_membership_on_drain_notice(w->machine, w->now_ns, p->stream, "tired");
+        break;
+    case SIM_TRY_AGAIN:
         w->tries = 0; /* an operator's request: attempts start anew */
         moe_membership_on_try_again(w->machine, w->now_ns, p->stream);
         break;
-    case M_LEAVING: moe_membership_on_leaving(w->machine, w->now_ns, p->stream, "bye"); break;
+    case SIM_LEAVING: moe_membership_on_leaving(w->machine, w->now_ns, p->stream, "bye"); break;
     default:
         p->coordinator_end = false;
         moe_membership_on_stream_closed(w->machine, w->now_ns, p->stream);
@@ -442,7 +392,7 @@ static void drop_stream(struct world *w, struct process *p)
     if (p->up.count > 0)
         p->up.count -= rnd(w, p->up.count + 1);
     if (p->coordinator_end)
-        push(w, &p->up, (struct message){.kind = M_CLOSED});
+        push(w, &p->up, (struct sim_message){.kind = SIM_CLOSED});
     p->down.count = 0;
     p->bad_stream_end = true;
     p->registered = false;
@@ -469,7 +419,7 @@ static void spawn(struct world *w, uint32_t id)
     w->respawn_at_ns[id] = 0;
 }
 
-static void send_up(struct world *w, struct process *p, struct message m)
+static void send_up(struct world *w, struct process *p, struct sim_message m)
 {
     m.slot = p->slot;
     push(w, &p->up, m);
@@ -480,16 +430,18 @@ static void answer_round(struct world *w, struct process *p, uint32_t round)
     if (chance(w, 80))
         return; /* is silent until the deadline */
     if (round < w->rounds)
-        send_up(w, p, (struct message){.kind = M_BLOB, .epoch = p->preparing, .round = round});
-    else
         send_up(w, p,
-                (struct message){.kind = M_READY, .epoch = p->preparing, .error = chance(w, 25)});
+                (struct sim_message){.kind = SIM_BLOB, .epoch = p->preparing, .round = round});
+    else
+        send_up(
+            w, p,
+            (struct sim_message){.kind = SIM_READY, .epoch = p->preparing, .error = chance(w, 25)});
 }
 
-static void on_assign(struct world *w, struct process *p, const struct message *m)
+static void on_assign(struct world *w, struct process *p, const struct sim_message *m)
 {
     if (p->loaded_version == m->version && p->loaded_slot == p->slot) {
-        send_up(w, p, (struct message){.kind = M_LOADED, .version = m->version});
+        send_up(w, p, (struct sim_message){.kind = SIM_LOADED, .version = m->version});
         return;
     }
     p->load_version = m->version;
@@ -507,38 +459,38 @@ static void on_closed(struct world *w, struct process *p, bool stale)
         end_process(w, p);
 }
 
-static void deliver_down(struct world *w, struct process *p, const struct message *m)
+static void deliver_down(struct world *w, struct process *p, const struct sim_message *m)
 {
     switch (m->kind) {
-    case M_REGISTERED:
+    case SIM_REGISTERED:
         p->registered = true;
         p->slot = m->slot;
-        send_up(w, p, (struct message){.kind = M_HEARTBEAT, .epoch = p->committed});
+        send_up(w, p, (struct sim_message){.kind = SIM_HEARTBEAT, .epoch = p->committed});
         break;
-    case M_ASSIGN: on_assign(w, p, m); break;
-    case M_PREPARE:
+    case SIM_ASSIGN: on_assign(w, p, m); break;
+    case SIM_PREPARE:
         check(w, m->epoch > p->highest_epoch, "a worker never sees an epoch twice");
         p->highest_epoch = p->preparing = m->epoch;
         p->committed = 0;
         answer_round(w, p, 0);
         break;
-    case M_BLOBS:
+    case SIM_BLOBS:
         if (p->preparing == m->epoch)
             answer_round(w, p, m->round + 1);
         break;
-    case M_COMMIT:
+    case SIM_COMMIT:
         check(w, p->preparing == m->epoch, "COMMIT is for the epoch that was prepared");
         p->committed = m->epoch;
         p->preparing = 0;
         break;
-    case M_ABORT:
+    case SIM_ABORT:
         p->preparing = p->preparing == m->epoch ? 0 : p->preparing;
         p->committed = p->committed == m->epoch ? 0 : p->committed;
         break;
-    case M_HEARTBEAT_ANSWER:
-    case M_TRYING_AGAIN: break;
-    case M_DRAIN: p->leave_at_ns = w->now_ns + (1 + rnd(w, 100)) * MOE_NS_PER_MS; break;
-    default: on_closed(w, p, m->stale); break;
+    case SIM_HEARTBEAT_ANSWER:
+    case SIM_TRYING_AGAIN: break;
+    case SIM_DRAIN: p->leave_at_ns = w->now_ns + (1 + rnd(w, 100)) * MOE_NS_PER_MS; break;
+    default: on_closed(w, p, m->reason == MOE_REASON_STALE_EPOCH); break;
     }
 }
 
@@ -549,15 +501,16 @@ static void run_timers(struct world *w, struct process *p)
         p->stream = ++w->next_stream;
         p->coordinator_end = true;
         p->preparing = 0; /* the epoch in preparation on the old stream is lost */
-        send_up(w, p, (struct message){.kind = M_REGISTER});
+        send_up(w, p, (struct sim_message){.kind = SIM_REGISTER});
         if (chance(w, 10))
-            send_up(w, p, (struct message){.kind = M_REGISTER}); /* repeated: answered alike */
+            send_up(w, p,
+                    (struct sim_message){.kind = SIM_REGISTER}); /* repeated: answered alike */
     }
     if (!p->registered || p->bad_stream_end)
         return;
     if (w->now_ns >= p->heartbeat_at_ns) {
         p->heartbeat_at_ns = w->now_ns + LEASE_MS / 4 * MOE_NS_PER_MS;
-        send_up(w, p, (struct message){.kind = M_HEARTBEAT, .epoch = p->committed});
+        send_up(w, p, (struct sim_message){.kind = SIM_HEARTBEAT, .epoch = p->committed});
     }
     if (p->load_done_ns != 0 && w->now_ns >= p->load_done_ns) {
         p->load_done_ns = 0;
@@ -566,22 +519,22 @@ static void run_timers(struct world *w, struct process *p)
             p->loaded_slot = p->slot;
         }
         send_up(w, p,
-                (struct message){
-                    .kind = M_LOADED, .version = p->load_version, .error = p->broken_loader});
+                (struct sim_message){
+                    .kind = SIM_LOADED, .version = p->load_version, .error = p->broken_loader});
     }
     if (p->leave_at_ns != 0 && w->now_ns >= p->leave_at_ns && !p->leaving) {
         p->leaving = true;
-        send_up(w, p, (struct message){.kind = M_LEAVING});
+        send_up(w, p, (struct sim_message){.kind = SIM_LEAVING});
     }
     if (p->committed != 0 && chance(w, 1500))
         send_up(w, p,
-                (struct message){.kind = M_PEER_LOST,
-                                 .epoch = p->committed,
-                                 .mask = 1 + rnd(w, UINT64_C(1) << w->slots)});
+                (struct sim_message){.kind = SIM_PEER_LOST,
+                                     .epoch = p->committed,
+                                     .mask = 1 + rnd(w, UINT64_C(1) << w->slots)});
     if (chance(w, 8000))
-        send_up(w, p, (struct message){.kind = M_NOTICE});
+        send_up(w, p, (struct sim_message){.kind = SIM_NOTICE});
     if (chance(w, 4000))
-        send_up(w, p, (struct message){.kind = M_TRY_AGAIN});
+        send_up(w, p, (struct sim_message){.kind = SIM_TRY_AGAIN});
 }
 
 static void disturb(struct world *w, struct process *p)
@@ -600,15 +553,15 @@ static void disturb(struct world *w, struct process *p)
 
 static void step_process(struct world *w, struct process *p)
 {
-    struct message m;
+    struct sim_message m;
     /* Sent messages arrive even if the sender sleeps or is dead. */
-    while (p->stream != 0 && !w->exited && pop_due(w, &p->up, &m))
+    while (p->stream != 0 && !w->exited && sim_pop(&p->up, w->now_ns, &m))
         deliver_up(w, p, &m);
     if (p->bad_stream_end && p->up.count == 0)
         on_closed(w, p, false);
     if (!p->alive || p->asleep_until_ns > w->now_ns)
         return;
-    while (p->stream != 0 && !p->bad_stream_end && pop_due(w, &p->down, &m))
+    while (p->stream != 0 && !p->bad_stream_end && sim_pop(&p->down, w->now_ns, &m))
         deliver_down(w, p, &m);
     if (p->alive)
         run_timers(w, p);

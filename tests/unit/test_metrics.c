@@ -1,10 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Metrics: what is counted is what is rendered, in the text format, from any number of threads, and
  * over HTTP. */
+#include "base/clock.h"
+#include "base/wait.h"
 #include "daemon/metrics.h"
 #include "daemon/metrics_http.h"
 
 #include <arpa/inet.h>
+#include <errno.h>
 #include <math.h>
 #include <pthread.h>
 #include <setjmp.h>
@@ -324,6 +327,84 @@ static void a_flood_of_half_requests_shuts_nobody_out(void **unused)
     }
 }
 
+static bool is_open(int fd)
+{
+    char byte;
+    return recv(fd, &byte, 1, MSG_DONTWAIT) < 0 && errno == EAGAIN;
+}
+
+static void a_byte_now_and_then_keeps_no_connection(void **unused)
+{
+    (void)unused;
+    struct moe_metrics_http_config config = {
+        .listen = "127.0.0.1:0", .metrics = m, .limit_ms = 1000};
+    struct moe_metrics_http *h;
+    ok(moe_metrics_http_start(&config, &h));
+    uint16_t port = moe_metrics_http_port(h);
+    int slow = say(port, "GET /met");
+    uint64_t until = moe_clock_ns() + 10 * MOE_NS_PER_S;
+    unsigned answered = 0;
+    while (is_open(slow) && moe_clock_ns() < until) {
+        (void)send(slow, "r", 1, MSG_NOSIGNAL);
+        assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 200 OK"));
+        answered++;
+        moe_sleep_until(moe_clock_ns() + 50 * MOE_NS_PER_MS);
+    }
+    print_message("  closed after %u probes\n", answered);
+    assert_false(is_open(slow));
+    assert_true(answered >= 10);
+    close(slow);
+    moe_metrics_http_stop(h);
+}
+
+static void long_lines_are_refused(void **unused)
+{
+    (void)unused;
+    static char line[100000];
+    struct moe_metrics_http_config config = {.listen = "127.0.0.1:0", .metrics = m};
+    struct moe_metrics_http *h;
+    ok(moe_metrics_http_start(&config, &h));
+    uint16_t port = moe_metrics_http_port(h);
+    memset(line, 'a', sizeof line - 1);
+    memcpy(line, "GET /", 5);
+    int fd = say(port, "");
+    /* It may close before all is sent. */
+    (void)send(fd, line, sizeof line - 1, MSG_NOSIGNAL);
+    char answer[64] = "";
+    ssize_t n = recv(fd, answer, sizeof answer - 1, 0);
+    print_message("  %.30s\n", answer);
+    assert_true(n <= 0 || strstr(answer, " 414 ") != NULL || strstr(answer, " 431 ") != NULL);
+    close(fd);
+    assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 200 OK"));
+    moe_metrics_http_stop(h);
+}
+
+static void requests_without_a_pause_lock_nobody_out(void **unused)
+{
+    (void)unused;
+    enum { REQUESTS = 500 };
+    static const char get[] = "GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n";
+    struct moe_metrics_http_config config = {.listen = "127.0.0.1:0", .metrics = m};
+    struct moe_metrics_http *h;
+    ok(moe_metrics_http_start(&config, &h));
+    uint16_t port = moe_metrics_http_port(h);
+    int fd = say(port, "");
+    for (int i = 0; i < REQUESTS; i++)
+        (void)send(fd, get, sizeof get - 1, MSG_NOSIGNAL); /* the library may close it early */
+    /* None of its answers is read yet. */
+    assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 200 OK"));
+    size_t oks = 0;
+    FILE *from = fdopen(fd, "r");
+    assert_non_null(from);
+    char text[512];
+    while (oks < REQUESTS && fgets(text, sizeof text, from) != NULL)
+        oks += strcmp(text, "ok\n") == 0;
+    print_message("  %zu of %d were answered\n", oks, REQUESTS);
+    assert_true(oks >= 1);
+    fclose(from);
+    moe_metrics_http_stop(h);
+}
+
 int main(void)
 {
 #define METRICS_TEST(f) cmocka_unit_test_setup_teardown(f, create, destroy)
@@ -334,6 +415,9 @@ int main(void)
         METRICS_TEST(no_update_is_lost_among_threads),
         METRICS_TEST(prometheus_and_probes_are_answered),
         METRICS_TEST(a_flood_of_half_requests_shuts_nobody_out),
+        METRICS_TEST(a_byte_now_and_then_keeps_no_connection),
+        METRICS_TEST(long_lines_are_refused),
+        METRICS_TEST(requests_without_a_pause_lock_nobody_out),
         METRICS_TEST(bad_addresses_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

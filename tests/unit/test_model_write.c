@@ -72,20 +72,65 @@ static void free_layer(struct layer *l)
     free(l);
 }
 
-/* All layers of `m` into the frame `to`, odd experts by another writer than even ones. */
-static void write_back(const struct moe_model *m, int to)
+/* All layers of `m` into the frame `to`, odd experts by another writer than even ones. Both compute
+ * digests: `all` gets their union. */
+static void write_back(const struct moe_model *m, int to, struct moe_digest_table *all)
 {
+    struct moe_digester *d;
+    assert_ok(moe_digester_create(m, 1, &d));
     for (size_t i = 0; i < moe_model_layer_count(m); i++) {
         uint32_t experts[MOE_MAX_EXPERTS], some[2][MOE_MAX_EXPERTS];
         struct layer *l = load(m, i, experts);
         uint32_t n = moe_model_layer(m, i)->experts;
         for (uint32_t e = 0; e < n; e++)
             some[e & 1][e / 2] = e;
-        assert_ok(moe_model_write_layer(m, to, i, false, some[1], n / 2, give, count_range, l));
-        assert_ok(moe_model_write_layer(m, to, i, true, some[0], n - n / 2, give, count_range, l));
+        assert_ok(moe_model_write_layer(m, to, i, false, some[1], n / 2, give, count_range, l, d));
+        assert_ok(moe_digester_finish(d, all));
+        assert_ok(
+            moe_model_write_layer(m, to, i, true, some[0], n - n / 2, give, count_range, l, d));
+        assert_ok(moe_digester_finish(d, all));
         assert_int_equal(l->bytes, moe_model_layer_bytes(m, i, experts, n));
         free_layer(l);
     }
+    moe_digester_destroy(d);
+}
+
+static struct moe_status ignore(void *ctx, enum moe_weight weight, uint32_t expert,
+                                enum moe_dtype dtype, const void *data, size_t bytes)
+{
+    (void)ctx;
+    (void)weight;
+    (void)expert;
+    (void)dtype;
+    (void)data;
+    (void)bytes;
+    return moe_ok();
+}
+
+/* The digests that a reader of `m` computes. */
+static void add_read(const struct moe_model *m, struct moe_digest_table *all)
+{
+    struct moe_digester *d;
+    assert_ok(moe_digester_create(m, 1, &d));
+    for (size_t i = 0; i < moe_model_layer_count(m); i++) {
+        uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(m, i)->experts;
+        for (uint32_t e = 0; e < n; e++)
+            experts[e] = e;
+        assert_ok(moe_model_stream_layer(m, i, experts, n, ignore, NULL, NULL, d, NULL, NULL));
+        assert_ok(moe_digester_finish(d, all));
+    }
+    moe_digester_destroy(d);
+}
+
+static void same_digests(const struct moe_model *again, const struct moe_digest_table *written)
+{
+    struct moe_digest_table *read;
+    struct moe_digest_difference difference;
+    assert_ok(moe_digest_table_create(&read));
+    add_read(again, read);
+    assert_true(moe_digest_table_is_complete(written) && moe_digest_table_is_complete(read));
+    assert_false(moe_digest_table_differs(read, written, &difference));
+    moe_digest_table_destroy(read);
 }
 
 static void *read_whole(int directory, const char *name, size_t *bytes)
@@ -131,11 +176,15 @@ static void every_family_is_written_back_bit_for_bit(void **state)
         assert_ok(moe_model_write_frame(m, to, "generation_config.json", &bytes));
         assert_int_equal(faccessat(to, "generation_config.json", F_OK, 0), -1);
         assert_int_equal(faccessat(to, "golden.safetensors", F_OK, 0), -1);
-        write_back(m, to);
+        struct moe_digest_table *written;
+        assert_ok(moe_digest_table_create(&written));
+        write_back(m, to, written);
         same_file(from, to, "model.safetensors");
         same_file(from, to, "config.json");
         assert_ok(moe_model_open_at(f->fd, name, &again));
         assert_string_equal(moe_model_fingerprint(m), moe_model_fingerprint(again));
+        same_digests(again, written);
+        moe_digest_table_destroy(written);
         moe_model_close(again);
         moe_model_close(m);
         close(from);
@@ -183,7 +232,10 @@ static void every_half_is_written_as_it_was_read(void **state)
     assert_ok(moe_model_open(f->directory, &m));
     int to = make_directory(f, "out");
     assert_ok(moe_model_write_frame(m, to, NULL, &bytes));
-    write_back(m, to);
+    struct moe_digest_table *written;
+    assert_ok(moe_digest_table_create(&written));
+    write_back(m, to, written);
+    moe_digest_table_destroy(written);
     same_file(f->fd, to, "model.safetensors");
     moe_model_close(m);
     close(to);
@@ -233,8 +285,8 @@ static void singles_become_the_nearest_half_and_ties_the_even_one(void **state)
         struct moe_st_file *file = NULL;
         uint16_t got = 0;
         float value = cases[i].single;
-        assert_ok(
-            moe_model_write_layer(m, to, 0, false, &expert, 1, give_one, forget_range, &value));
+        assert_ok(moe_model_write_layer(m, to, 0, false, &expert, 1, give_one, forget_range, &value,
+                                        NULL));
         assert_ok(moe_st_open_at(to, "model.safetensors", &file));
         const struct moe_tensor *t =
             moe_st_find(file, "model.layers.0.mlp.experts.2.up_proj.weight");
@@ -259,8 +311,9 @@ static void a_frame_that_was_cut_is_not_written_into(void **state)
     int to = make_directory(f, "out");
     assert_ok(moe_model_write_frame(m, to, NULL, &bytes));
     assert_int_equal(truncate(fixture_path(f, "out/model.safetensors"), 1000), 0);
-    check_reason(moe_model_write_layer(m, to, 0, false, &expert, 1, give_one, forget_range, &value),
-                 MOE_REASON_TRUNCATED);
+    check_reason(
+        moe_model_write_layer(m, to, 0, false, &expert, 1, give_one, forget_range, &value, NULL),
+        MOE_REASON_TRUNCATED);
     moe_model_close(m);
     close(to);
 }

@@ -4,6 +4,7 @@
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "base/wait.h"
+#include "daemon/metrics.h"
 #include "links/peers.h"
 #include "moe/v1/worker.pb-c.h"
 #include "rpc/control.h"
@@ -12,6 +13,7 @@
 
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <time.h>
 
 enum { SLOTS = 3, TICKETS_MAX = 4096, EPOCH = 5, WAIT_MS = 20000 };
@@ -25,6 +27,7 @@ enum way {
     BOTH,    /* slot 1 does not */
 };
 static enum way way;
+static uint64_t step_ns; /* length of each step */
 
 /* A worker without an engine: its thread reports each ticket as run, in order. */
 struct node {
@@ -35,6 +38,7 @@ struct node {
     struct moe_rpc_client *client;
     char endpoint[32];
     struct moe_eventcount *eventcount; /* NULL: no shared memory */
+    struct moe_metrics *metrics;
     pthread_t thread, listener;
     struct moe_mutex lock;
     pthread_cond_t changed;
@@ -87,6 +91,8 @@ static void *report_tickets(void *arg)
         }
         struct moe_ticket t = n->tickets[n->finished++];
         moe_mutex_unlock(&n->lock);
+        if (step_ns > 0)
+            moe_sleep_until(moe_clock_ns() + step_ns);
         moe_peers_finished(n->peers, &t, &fine);
         moe_mutex_lock(&n->lock);
     }
@@ -123,7 +129,13 @@ static void start_node(struct node *n, uint32_t slot)
     assert_ok(moe_rpc_client_create(&n->client));
     if (way == SHARED || (way == BOTH && slot != 1))
         assert_ok(moe_eventcount_create(&n->eventcount));
+    const struct moe_metric_desc ticket = {.name = "ticket_seconds"};
+    struct moe_histogram *ticket_seconds;
+    assert_ok(moe_metrics_create(&n->metrics));
+    assert_ok(moe_metrics_add_histogram(n->metrics, &ticket, moe_metrics_seconds_bounds,
+                                        MOE_METRIC_SECONDS_BOUNDS, &ticket_seconds));
     const struct moe_peers_config peers = {
+        .ticket_seconds = ticket_seconds,
         .eventcount = n->eventcount,
         .client = n->client,
         .incarnation = n->incarnation,
@@ -169,6 +181,7 @@ static void stop_node(struct node *n)
     moe_peers_destroy(n->peers);
     moe_rpc_client_destroy(n->client);
     moe_eventcount_destroy(n->eventcount);
+    moe_metrics_destroy(n->metrics);
     pthread_cond_destroy(&n->changed);
     moe_mutex_destroy(&n->lock);
 }
@@ -286,6 +299,48 @@ static void all_slots_get_the_same_tickets_for_all_announced_work(void **state)
         if (nodes[s].eventcount != NULL)
             assert_true(moe_eventcount_prepare(nodes[s].eventcount) >= count);
     stop_group(nodes);
+}
+
+/* The value behind `name` in a node's metrics. */
+static double metric(const struct node *n, const char *name)
+{
+    char *text;
+    size_t length;
+    assert_ok(moe_metrics_render(n->metrics, &text, &length));
+    const char *at = strstr(text, name);
+    assert_non_null(at);
+    double value = strtod(at + strlen(name), NULL);
+    free(text);
+    return value;
+}
+
+static void the_sequencer_measures_the_way_of_tickets_without_the_steps(void **state)
+{
+    (void)state;
+    enum { TICKETS = 5 };
+    static struct node nodes[SLOTS];
+    step_ns = 50 * MOE_NS_PER_MS;
+    start_group(nodes);
+    for (uint32_t s = SLOTS; s-- > 0;)
+        assert_ok(moe_peers_start(nodes[s].peers));
+    for (size_t i = 1; i <= TICKETS; i++) { /* one after the other: none waits for a step */
+        moe_peers_announce(nodes[0].peers, 2, MOE_STEP_FORWARD, MOE_DTYPE_F32, 1);
+        for (uint32_t s = 0; s < SLOTS; s++)
+            await(&nodes[s], &nodes[s].finished, i);
+        moe_sleep_until(moe_clock_ns() + 2 * step_ns);
+    }
+    uint64_t deadline = moe_clock_ns() + WAIT_MS * MOE_NS_PER_MS;
+    while (metric(&nodes[0], "ticket_seconds_count ") < TICKETS * (SLOTS - 1) &&
+           moe_clock_ns() < deadline)
+        moe_sleep_until(moe_clock_ns() + MOE_NS_PER_MS);
+    double count = metric(&nodes[0], "ticket_seconds_count ");
+    double mean = metric(&nodes[0], "ticket_seconds_sum ") / count;
+    print_message("  %.0f answers, %.3f ms each without the step\n", count, 1e3 * mean);
+    assert_int_equal((int)count, TICKETS * (SLOTS - 1));
+    assert_true(mean > 0 && mean < (double)step_ns / (double)MOE_NS_PER_S / 2);
+    assert_int_equal((int)metric(&nodes[1], "ticket_seconds_count "), 0);
+    stop_group(nodes);
+    step_ns = 0;
 }
 
 static void no_ticket_comes_before_all_have_joined(void **state)
@@ -561,6 +616,7 @@ int main(void)
     static enum way ways[] = {STREAMS, SHARED, BOTH};
     const struct CMUnitTest tests[] = {
         EACH_WAY(all_slots_get_the_same_tickets_for_all_announced_work),
+        EACH_WAY(the_sequencer_measures_the_way_of_tickets_without_the_steps),
         EACH_WAY(no_ticket_comes_before_all_have_joined),
         EACH_WAY(a_new_view_begins_at_the_first_ticket),
         EACH_WAY(a_member_that_goes_away_is_reported_by_the_sequencer),

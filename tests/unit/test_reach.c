@@ -70,6 +70,7 @@ static void a_pair_without_a_way_is_named(void **state)
     (void)state;
     reset();
     slot[2].host = 8;
+    slot[2].machine = 80;
     slot[2].network = false;
     assert_no_way(false, "slots 0 and 2 are on different hosts and slot 2's build has no network");
     assert_no_way(true, "slot 2's build has no network transport");
@@ -79,8 +80,12 @@ static void a_pair_without_a_way_is_named(void **state)
     assert_no_way(false, "slot 1 runs as another user than slot 0 (0, not 1000)");
     reset();
     slot[3].host = 8;
+    slot[3].machine = 80;
     slot[3].loopback = true;
     assert_no_way(false, "slot 3 offers a loopback address");
+    slot[3].machine = slot[0].machine;
+    assert_no_way(false, "slots 0 and 3 are in different network namespaces of one host and slot 3 "
+                         "offers a loopback address");
     slot[3].host = 7;
     slot[3].domain = 1;
     struct moe_reach reach;

@@ -259,9 +259,9 @@ static void messages_over_the_limit_are_refused_and_the_server_goes_on(void **st
     uint8_t *x = calloc(1, 4 << 20);
     assert_non_null(x);
     assert_refused(fixture_call(&f, f.channel, "", x, 4 << 20, 20000, NULL, 0),
-                   MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE);
+                   MOE_RESOURCE_EXHAUSTED, MOE_REASON_TOO_LARGE);
     assert_refused(fixture_call(&f, f.channel, "", x, 1 << 20, 20000, NULL, 0),
-                   MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE);
+                   MOE_RESOURCE_EXHAUSTED, MOE_REASON_TOO_LARGE);
     assert_ok(fixture_call(&f, f.channel, "", x, (1 << 20) - 100, 20000, x, (1 << 20) - 100));
     struct moe_rpc_channel *narrow = fixture_channel(&f, 64 << 10);
     assert_refused(fixture_call(&f, narrow, "", x, 100 << 10, 20000, NULL, 0),

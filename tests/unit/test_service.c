@@ -116,6 +116,10 @@ static void spoil_model(struct bad *b)
 {
     b->ask.model = (char *)(uintptr_t) "other";
 }
+static void spoil_digest(struct bad *b)
+{
+    b->ask.model_digest = (char *)(uintptr_t) "ab";
+}
 static void spoil_layer(struct bad *b)
 {
     b->ask.layer = 2;
@@ -268,6 +272,7 @@ static const struct {
     enum moe_reason reason;
 } bad_cases[] = {
     {spoil_model, MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND},
+    {spoil_digest, MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH},
     {spoil_layer, MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND},
     {spoil_dtype_none, MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED},
     {spoil_dtype_ids, MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED},
@@ -474,6 +479,22 @@ static void ten_thousand_mutated_messages_are_answered_without_harm(void **state
 
 /* ------------------------------------------------------------------ state of the worker */
 
+static void a_request_may_name_the_digest_of_its_model(void **state)
+{
+    (void)state;
+    struct bad b;
+    Answer *answer;
+    char own[] = TOY_DIGEST;
+    fill_bad(&b);
+    b.ask.model_digest = own;
+    assert_ok(call_ask(&service, &b.ask, &answer));
+    answer_free(answer);
+    assert_ok(moe_service_set_model(service.service, "toy", "")); /* of an older coordinator */
+    assert_refused(call_ask(&service, &b.ask, &answer), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_MODEL_MISMATCH);
+    assert_ok(moe_service_set_model(service.service, "toy", TOY_DIGEST));
+}
+
 static void without_a_view_clients_get_a_retry_hint(void **state)
 {
     (void)state;
@@ -671,6 +692,17 @@ static void the_server_describes_itself_and_its_model(void **state)
     moe__v1__get_model_response__free_unpacked(model, NULL);
     free(reply.data);
 
+    /* The group's name and digest replace the worker's. */
+    assert_ok(moe_service_set_model(service.service, "other", "abc"));
+    assert_ok(call_plain("/moe.v1.ExpertService/GetModel", &empty, &reply));
+    model = moe__v1__get_model_response__unpack(NULL, reply.length, reply.data);
+    assert_non_null(model);
+    assert_string_equal(model->model, "other");
+    assert_string_equal(model->model_digest, "abc");
+    moe__v1__get_model_response__free_unpacked(model, NULL);
+    free(reply.data);
+    assert_ok(moe_service_set_model(service.service, "toy", TOY_DIGEST));
+
     struct bytes other = {(uint8_t *)(uintptr_t) "\x0a\x05other", 7};
     assert_refused(call_plain("/moe.v1.ExpertService/GetModel", &other, &reply), MOE_NOT_FOUND,
                    MOE_REASON_MODEL_NOT_FOUND);
@@ -723,6 +755,7 @@ int main(void)
         with_service(a_message_cut_anywhere_is_refused),
         with_service(broken_protobuf_is_refused),
         with_service(ten_thousand_mutated_messages_are_answered_without_harm),
+        with_service(a_request_may_name_the_digest_of_its_model),
         with_service(without_a_view_clients_get_a_retry_hint),
         with_service(cancelled_and_late_calls_leave_the_queue),
         with_service(requests_beyond_the_byte_budget_get_a_retry_hint),

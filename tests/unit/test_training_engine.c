@@ -4,6 +4,7 @@
  * tickets, and what members of a group decide about where they digest. */
 #include "base/clock.h"
 #include "support/check.h"
+#include "support/random.h"
 #include "training/job_machine.h"
 #include "training/state.h" /* from within: progress tickets */
 #include "training_fixture.h"
@@ -503,9 +504,14 @@ static void a_choice_that_comes_while_a_group_forms_is_for_the_next_attempt(void
     moe_train_read_digest(test.train, &digests[0]);
     assert_int_equal(digests[0].has_target, 1);
     assert_string_equal(digests[0].target, "first");
+    assert_refused(moe_train_fence(test.train, 5, 9), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_IO); /* there is no directory */
+    moe_train_read_digest(test.train, &digests[0]);
+    assert_true(digests[0].group == 0 && digests[0].epoch == 0);
     moe_train_in_force(test.train); /* it did not have to go back */
     moe_train_read_digest(test.train, &digests[0]);
     assert_int_equal(digests[0].has_target, 0);
+    assert_true(digests[0].group == 5 && digests[0].epoch == 9);
 }
 
 static void a_group_decides_together_where_to_go_on(void **state)
@@ -637,6 +643,86 @@ static void a_checkpoint_counts_more_than_a_lineage_that_began_apart(void **stat
     assert_int_equal(d.lost_steps, 3);
 }
 
+static bool knows(const struct moe_train_digest *d)
+{
+    return d->checkpoint[0] != '\0' || d->explicit_load != 0;
+}
+
+static struct moe_train_digest random_member(void)
+{
+    static const char *const names[] = {"", "a", "b", "c"};
+    struct moe_train_digest d = digest_at(1 + random_below(3), 2 + random_below(3), random_below(4),
+                                          random_below(2), names[random_below(4)]);
+    d.group = 1 + random_below(2);
+    d.epoch = 1 + random_below(4);
+    d.unsaved = random_below(3);
+    d.explicit_load = d.checkpoint[0] == '\0' && random_below(4) == 0;
+    return d;
+}
+
+/* A member of the same group knows `checkpoint`, from the same view or a later one. */
+static bool has_later(const struct moe_train_digest s[3], const struct moe_train_digest *than,
+                      const char *checkpoint)
+{
+    bool found = false;
+    for (int i = 0; i < 3; i++)
+        found = found || (knows(&s[i]) && s[i].group == than->group && s[i].epoch >= than->epoch &&
+                          strcmp(s[i].checkpoint, checkpoint) == 0);
+    return found;
+}
+
+/* Members that a partition or a lost coordinator had separated, in each order. The latest view of
+ * their group decides; between two groups, an operator does. */
+static void the_latest_view_decides_and_between_groups_an_operator(void **state)
+{
+    int refused = 0, back = 0;
+    (void)state;
+    for (int run = 0; run < 20000; run++) {
+        struct moe_train_digest s[MOE_MAX_SLOTS] = {0}, turned[MOE_MAX_SLOTS] = {0};
+        struct moe_train_recovery d, e;
+        bool apart = false;
+        for (int i = 0; i < 3; i++)
+            s[i] = random_member();
+        for (int i = 0; i < 3; i++) {
+            turned[2 - i] = s[i];
+            for (int j = 0; j < i; j++)
+                apart = apart || (knows(&s[i]) && knows(&s[j]) && s[i].group != s[j].group &&
+                                  strcmp(s[i].checkpoint, s[j].checkpoint) != 0);
+        }
+        struct moe_status st = moe_train_choose_recovery(s, 7, &d);
+        struct moe_status again = moe_train_choose_recovery(turned, 7, &e);
+        assert_int_equal(st.code, again.code);
+        if (moe_failed(&st)) {
+            assert_true(apart && st.reason == MOE_REASON_CANNOT_GO_BACK);
+            s[random_below(3)].has_target = 1; /* the model as loaded */
+            assert_ok(moe_train_choose_recovery(s, 7, &d));
+            assert_string_equal(d.checkpoint, "");
+            refused++;
+            continue;
+        }
+        assert_string_equal(d.checkpoint, e.checkpoint);
+        if (!d.restart)
+            continue;
+        for (int i = 0; i < 3; i++)
+            assert_true(!knows(&s[i]) || strcmp(s[i].checkpoint, d.checkpoint) == 0 ||
+                        has_later(s, &s[i], d.checkpoint));
+        back++;
+    }
+    print_message("  %d went back, %d were refused\n", back, refused);
+    assert_true(refused > 1000 && back > 1000);
+    struct moe_train_digest s[MOE_MAX_SLOTS] = {digest_at(9, 2, 1, 1, "old"),
+                                                digest_at(3, 2, 1, 1, "new")};
+    struct moe_train_recovery d;
+    s[0].group = s[1].group = 1;
+    s[0].epoch = 4; /* cut off, with a higher lineage */
+    s[1].epoch = 5;
+    assert_ok(moe_train_choose_recovery(s, 3, &d));
+    assert_string_equal(d.checkpoint, "new");
+    s[0].group = 2;
+    assert_refused(moe_train_choose_recovery(s, 3, &d), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_CANNOT_GO_BACK);
+}
+
 static void an_operators_choice_of_the_model_is_known_to_the_next_recovery(void **state)
 {
     struct moe_train_digest digest;
@@ -704,6 +790,7 @@ int main(void)
         cmocka_unit_test(lack_of_memory_is_the_outcome_only_without_another_reason),
         cmocka_unit_test(a_group_decides_together_where_to_go_on),
         cmocka_unit_test(a_checkpoint_counts_more_than_a_lineage_that_began_apart),
+        cmocka_unit_test(the_latest_view_decides_and_between_groups_an_operator),
         with_engine(an_operators_choice_of_the_model_is_known_to_the_next_recovery),
         with_engine(a_choice_that_comes_while_a_group_forms_is_for_the_next_attempt),
         cmocka_unit_test(what_was_loaded_is_remembered_latest_first),

@@ -5,6 +5,7 @@ moe_test(test_ledger SOURCES test_ledger.c USES moe_training LABELS worker TIMEO
 moe_test(test_activation_index SOURCES test_activation_index.c USES moe_activations LABELS worker)
 moe_test(test_step_metrics SOURCES test_step_metrics.c USES moe_engine LABELS worker)
 moe_test(test_pass_store SOURCES test_pass_store.c USES moe_activations LABELS worker)
+moe_test(test_fence SOURCES test_fence.c USES moe_checkpoint moe_daemon_base LABELS worker)
 foreach(part training_engine retain_engine copying_engine)
   moe_test(test_${part} SOURCES test_${part}.c training_fixture.c training_script.c engine_hooks.c
            USES moe_worker_core moe_test_clock LABELS worker)

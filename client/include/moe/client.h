@@ -15,8 +15,11 @@
  * their own rule (moe/client_training.h).
  *
  * Trust. A worker of the same user on this host is reached by its Unix socket, and knows the user.
- * For others, the environment variable MOED_TOKEN_FILE names a file with a token (mode 0600), which
- * is read again when it changes. UNAUTHENTICATED and PERMISSION_DENIED say which role is missing.
+ * Other connections use TLS if the config, or the environment, names a CA. The worker's certificate
+ * must lead to it and name the host of the endpoint. A certificate of the client, or a token, shows
+ * who it is. A token is not sent to another host without TLS unless `insecure` allows it. Files are
+ * read again when they change. New ones that do not validate are logged to stderr, and the old ones
+ * stay in use. UNAUTHENTICATED and PERMISSION_DENIED say which role is missing.
  *
  * Sizes. Structs that the caller owns begin with `size`. Set it to the size that your program was
  * compiled with, as in `struct moe_client_forward f = {.size = sizeof f, ...}` or by
@@ -52,6 +55,19 @@ struct moe_client_config {
     uint32_t max_attempts;  /* attempts of a forward without retain_session; 0 = 4 */
     uint32_t spin_us;       /* how long a connection's thread spins for the next answer. This
                                lowers latency and costs a core for each connection. 0 = never */
+    /* Trust; see the top of this file. For a field that is NULL, its variable counts. The strings
+     * need not outlive moe_client_connect; the files stay in use. */
+    const char *tls_ca;          /* PEM file of roots: connections use TLS. MOED_TLS_CA */
+    const char *tls_certificate; /* own certificate and its chain: PEM. MOED_TLS_CERTIFICATE */
+    const char *tls_key;         /* its private key, PEM, mode 0600. MOED_TLS_KEY */
+    const char *tls_server_name; /* the name that the workers' certificates must have, instead of
+                                    the host of each endpoint. MOED_TLS_SERVER_NAME */
+    const char *token_file;      /* file with a token, mode 0600. MOED_TOKEN_FILE */
+    bool insecure; /* send the token without TLS also to other hosts. MOED_INSECURE=1 */
+    /* Digest of the model's weights, 64 hex digits (moe_client_info.model_digest, `moectl status`):
+     * connecting and forwards fail with FAILED_PRECONDITION/MODEL_MISMATCH unless the group serves
+     * that model. Training does not change it. NULL = any model. Copied. */
+    const char *model_digest;
 };
 
 /* Connects, and asks the server for its limits and model. */
@@ -83,6 +99,7 @@ struct moe_client_info {
     size_t worker_count;
     const struct moe_client_layer *layers;
     size_t layer_count;
+    const char *model_digest; /* "" = the group has not formed yet */
 };
 /* The state of the time of moe_client_connect. */
 const struct moe_client_info *moe_client_get_info(const struct moe_client *c);

@@ -24,11 +24,8 @@ struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **ou
     struct moectl_link *link = calloc(1, sizeof *link);
     if (link == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
-    const char *token_file = getenv("MOED_TOKEN_FILE"); /* --token-file, too */
-    struct moe_rpc_channel_config config = {
-        .target = endpoint,
-        .token_file = token_file != NULL && token_file[0] != '\0' ? token_file : NULL,
-        .max_message_bytes = ANSWER_MAX};
+    struct moe_rpc_channel_config config = {.target = endpoint, .max_message_bytes = ANSWER_MAX};
+    moe_rpc_trust_from_environment(&config.trust); /* moectl_parse has put the options there */
     struct moe_status st = moe_rpc_client_create(&link->rpc);
     if (st.code == MOE_OK)
         st = moe_rpc_channel_open(link->rpc, &config, &link->channel);
@@ -111,7 +108,8 @@ struct moe_status moectl_link_status(struct moectl_link *link, uint64_t deadline
     return st;
 }
 
-bool moectl_link_answers(const char *endpoint, uint64_t deadline_ns)
+/* Asks for the info of a worker, and drops it. A coordinator answers MOE_UNIMPLEMENTED. */
+static struct moe_status probe_worker(const char *endpoint, uint64_t deadline_ns)
 {
     struct moectl_link *link = NULL;
     Moe__V1__GetServerInfoResponse *info = NULL;
@@ -121,7 +119,21 @@ bool moectl_link_answers(const char *endpoint, uint64_t deadline_ns)
     if (info != NULL)
         moe__v1__get_server_info_response__free_unpacked(info, NULL);
     moectl_link_close(link);
-    return st.code != MOE_UNAVAILABLE;
+    return st;
+}
+
+bool moectl_link_answers(const char *endpoint, uint64_t deadline_ns)
+{
+    return probe_worker(endpoint, deadline_ns).code != MOE_UNAVAILABLE;
+}
+
+/* A daemon without AdminService and ExpertService at this address. */
+static struct moe_status explain(struct moe_status st)
+{
+    if (st.code != MOE_UNIMPLEMENTED)
+        return st;
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
+                     "this address is for daemons alone (--control-listen): use that of --listen");
 }
 
 static struct moe_status open_and_ask(const char *endpoint, uint64_t deadline_ns,
@@ -142,7 +154,7 @@ struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
     *status = NULL;
     struct moe_status st = open_and_ask(endpoint, deadline_ns, &link, status);
     if (st.code == MOE_UNIMPLEMENTED) { /* `endpoint` is a worker's: ask it for its coordinator */
-        st = moectl_link_server_info(link, deadline_ns, &info);
+        st = explain(moectl_link_server_info(link, deadline_ns, &info));
         moectl_link_close(link);
         link = NULL;
         if (st.code == MOE_OK)
@@ -170,16 +182,8 @@ static const char *any_worker(const Moe__V1__GetStatusResponse *status)
 
 static bool is_worker(const char *endpoint, uint64_t deadline_ns)
 {
-    struct moectl_link *link = NULL;
-    Moe__V1__GetServerInfoResponse *info = NULL;
     uint64_t limit = moe_clock_ns() + PROBE_MS * MOE_NS_PER_MS;
-    struct moe_status st = moectl_link_open(endpoint, &link);
-    if (st.code == MOE_OK)
-        st = moectl_link_server_info(link, limit < deadline_ns ? limit : deadline_ns, &info);
-    if (info != NULL)
-        moe__v1__get_server_info_response__free_unpacked(info, NULL);
-    moectl_link_close(link);
-    return st.code == MOE_OK;
+    return probe_worker(endpoint, limit < deadline_ns ? limit : deadline_ns).code == MOE_OK;
 }
 
 /* Finds a worker of the local group that answers, even without its coordinator. False if none
@@ -208,12 +212,16 @@ struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uin
     MOE_TRY(moectl_state_worker(common, endpoint));
     if (living_worker(common, deadline_ns, endpoint))
         return moe_ok();
+    /* A worker first: clients may ask for its info, and not for the coordinator's status. */
+    struct moe_status st = probe_worker(endpoint, deadline_ns);
+    if (st.code == MOE_OK)
+        return st;
     struct moectl_link *link = NULL;
     Moe__V1__GetStatusResponse *status = NULL;
-    struct moe_status st = open_and_ask(endpoint, deadline_ns, &link, &status);
-    moectl_link_close(link);
-    if (st.code == MOE_UNIMPLEMENTED) /* `endpoint` is a worker's */
-        return moe_ok();
+    if (st.code == MOE_UNIMPLEMENTED) { /* `endpoint` is the coordinator's */
+        st = explain(open_and_ask(endpoint, deadline_ns, &link, &status));
+        moectl_link_close(link);
+    }
     if (st.code != MOE_OK)
         return moe_error_context(st, "%s", endpoint);
     const char *worker = any_worker(status);
@@ -224,4 +232,29 @@ struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uin
         st = moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED, "the worker's endpoint is too long");
     moe__v1__get_status_response__free_unpacked(status, NULL);
     return st;
+}
+
+void moectl_trainer_endpoint(const char *worker, uint64_t deadline_ns,
+                             char endpoint[MOECTL_ENDPOINT_MAX])
+{
+    struct moectl_link *link = NULL;
+    Moe__V1__GetServerInfoResponse *info = NULL;
+    struct moe_status st = moectl_link_open(worker, &link);
+    if (st.code == MOE_OK)
+        st = moectl_link_server_info(link, deadline_ns, &info);
+    bool other = st.code == MOE_OK && info->training_endpoint[0] != '\0' &&
+                 strlen(info->training_endpoint) < MOECTL_ENDPOINT_MAX;
+    (void)snprintf(endpoint, MOECTL_ENDPOINT_MAX, "%s", other ? info->training_endpoint : worker);
+    if (info != NULL)
+        moe__v1__get_server_info_response__free_unpacked(info, NULL);
+    moectl_link_close(link);
+}
+
+struct moe_status moectl_training_endpoint(const struct moectl_common *common, uint64_t deadline_ns,
+                                           char endpoint[MOECTL_ENDPOINT_MAX])
+{
+    char worker[MOECTL_ENDPOINT_MAX];
+    MOE_TRY(moectl_worker_endpoint(common, deadline_ns, worker));
+    moectl_trainer_endpoint(worker, deadline_ns, endpoint);
+    return moe_ok();
 }

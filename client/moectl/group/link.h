@@ -36,5 +36,12 @@ struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
 /* The endpoint for forward passes: a worker's, because a coordinator serves none. */
 struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uint64_t deadline_ns,
                                          char endpoint[MOECTL_ENDPOINT_MAX]) MOE_CHECKED;
+/* The endpoint for training: that of a worker, or its separate one (--admin-listen). */
+struct moe_status moectl_training_endpoint(const struct moectl_common *common, uint64_t deadline_ns,
+                                           char endpoint[MOECTL_ENDPOINT_MAX]) MOE_CHECKED;
+/* Where `worker` offers training. A worker that does not answer keeps its endpoint, and the call
+ * that follows reports it. */
+void moectl_trainer_endpoint(const char *worker, uint64_t deadline_ns,
+                             char endpoint[MOECTL_ENDPOINT_MAX]);
 
 #endif

@@ -116,6 +116,19 @@ struct moe_status moectl_state_join(int directory, int *lock)
     return moe_ok();
 }
 
+/* A second lock on the first byte of the same file: a `down` has it from when it begins to wait. It
+ * ends with the descriptor, as the first one does. */
+static struct flock first_byte(short type)
+{
+    return (struct flock){.l_type = type, .l_whence = SEEK_SET, .l_len = 1};
+}
+
+bool moectl_state_down_waits(int lock)
+{
+    struct flock wanted = first_byte(F_WRLCK);
+    return fcntl(lock, F_OFD_GETLK, &wanted) == 0 && wanted.l_type != F_UNLCK;
+}
+
 struct moe_status moectl_state_lock_changes(int directory, enum moectl_change change,
                                             uint64_t deadline_ns, int *lock)
 {
@@ -124,6 +137,10 @@ struct moe_status moectl_state_lock_changes(int directory, enum moectl_change ch
     int fd = openat(directory, CHANGES_FILE, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0)
         return io_error("open", CHANGES_FILE);
+    struct flock waits = first_byte(F_RDLCK);
+    if (change == MOECTL_CHANGE_DOWN && fcntl(fd, F_OFD_SETLK, &waits) != 0)
+        moectl_say("a waiting `moectl replace` does not notice this `moectl down`: %s",
+                   strerror(errno));
     struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
     while (flock(fd, kind | LOCK_NB) != 0) {
         if (moe_clock_ns() >= deadline_ns) {

@@ -52,6 +52,8 @@ enum moectl_change { MOECTL_CHANGE_REPLACE, MOECTL_CHANGE_DOWN };
  * until `deadline_ns`. Daemons do not inherit `*lock`; the caller closes it. */
 struct moe_status moectl_state_lock_changes(int directory, enum moectl_change change,
                                             uint64_t deadline_ns, int *lock) MOE_CHECKED;
+/* For the holder of a replace's lock: true if a `down` waits for it. */
+bool moectl_state_down_waits(int lock);
 bool moectl_state_is_alive(int directory);
 /* Waits until no process of the group lives; false after `deadline_ns`. */
 bool moectl_state_wait_gone(int directory, uint64_t deadline_ns);

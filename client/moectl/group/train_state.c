@@ -5,6 +5,7 @@
 
 #include <inttypes.h>
 #include <stdio.h>
+#include <string.h>
 
 enum { PROBE_MS = 500, SINCE_BYTES = 96 };
 
@@ -20,17 +21,29 @@ struct moe_status moectl_train_state(struct moectl_link *link, uint64_t deadline
     return st;
 }
 
+static struct moe_status probe(const char *endpoint, uint64_t deadline_ns,
+                               Moe__V1__GetTrainStateResponse **out)
+{
+    struct moectl_link *link = NULL;
+    struct moe_status st = moectl_link_open(endpoint, &link);
+    if (st.code == MOE_OK)
+        st = moectl_train_state(link, deadline_ns, out);
+    moectl_link_close(link);
+    return st;
+}
+
 struct moe_status moectl_train_probe(const char *worker, uint64_t deadline_ns,
                                      Moe__V1__GetTrainStateResponse **out)
 {
-    struct moectl_link *link = NULL;
+    char endpoint[MOECTL_ENDPOINT_MAX];
     uint64_t limit = moe_clock_ns() + PROBE_MS * MOE_NS_PER_MS;
+    limit = limit < deadline_ns ? limit : deadline_ns;
     *out = NULL;
-    struct moe_status st = moectl_link_open(worker, &link);
-    if (st.code == MOE_OK)
-        st = moectl_train_state(link, limit < deadline_ns ? limit : deadline_ns, out);
-    moectl_link_close(link);
-    return st;
+    struct moe_status st = probe(worker, limit, out);
+    if (st.code != MOE_UNIMPLEMENTED)
+        return st;
+    moectl_trainer_endpoint(worker, limit, endpoint);
+    return strcmp(endpoint, worker) == 0 ? st : probe(endpoint, limit, out);
 }
 
 /* "checkpoint epoch-3", or `otherwise` without a checkpoint. */

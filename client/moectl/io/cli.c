@@ -5,13 +5,13 @@
 #include "base/clock.h"
 #include "daemon/endpoint.h"
 #include "daemon/log.h"
-#include "moectl/io/context.h"
 
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum {
+    REMOTE_OPTIONS = 8, /* the last of the shared ones: not for local commands */
     TIMEOUT_MAX_S = 7 * 24 * 3600,
     TEXT_BYTES = 8192,                  /* longer texts are cut */
     ESCAPED_BYTES = 4 * TEXT_BYTES + 9, /* the longest escape has 4 bytes for one */
@@ -118,7 +118,7 @@ static const char *variable(const char *name)
     return value != NULL && value[0] != '\0' ? value : NULL;
 }
 
-/* Takes endpoint and token of --context, else of $MOED_CONTEXT, else of the current context. */
+/* Takes endpoint and trust of --context, else of $MOED_CONTEXT, else of the current context. */
 static int apply_context(struct moectl_common *common)
 {
     static struct moectl_contexts contexts; /* outlives the command's use of its strings */
@@ -126,6 +126,8 @@ static int apply_context(struct moectl_common *common)
     if (moe_failed(&st))
         return moectl_usage_error("%s", st.text);
     const char *name = common->context != NULL ? common->context : variable("MOED_CONTEXT");
+    if (name != NULL && strcmp(name, MOECTL_CONTEXT_LOCAL) == 0)
+        return MOECTL_OK;
     const struct moectl_context *c =
         moectl_contexts_find(&contexts, name != NULL ? name : contexts.current);
     if (c == NULL && name != NULL)
@@ -133,8 +135,9 @@ static int apply_context(struct moectl_common *common)
     if (c == NULL)
         return MOECTL_OK;
     common->endpoint = c->endpoint;
-    if (common->token_file == NULL && c->token_file[0] != '\0')
-        common->token_file = c->token_file;
+    for (int i = 0; i < MOECTL_TRUST_COUNT; i++)
+        if (common->trust[i] == NULL && c->trust[i][0] != '\0')
+            common->trust[i] = c->trust[i];
     return MOECTL_OK;
 }
 
@@ -173,6 +176,37 @@ int moectl_require(const struct moectl_required *options, size_t count)
     return moectl_usage_error("%s %s missing", missing, found == 1 ? "is" : "are");
 }
 
+/* Links and libmoeclient read the variables. */
+static bool pass_on_trust(const struct moectl_common *common)
+{
+    bool good = !common->insecure || setenv("MOED_INSECURE", "1", 1) == 0;
+    for (int i = 0; i < MOECTL_TRUST_COUNT; i++)
+        if (common->trust[i] != NULL)
+            good = setenv(moectl_trust_names[i].variable, common->trust[i], 1) == 0 && good;
+    return good;
+}
+
+/* Options, settings of a context and variables together. */
+static int check_trust(void)
+{
+    bool certificate = variable("MOED_TLS_CERTIFICATE") != NULL;
+    if (certificate != (variable("MOED_TLS_KEY") != NULL))
+        return moectl_usage_error("--tls-certificate and --tls-key need each other");
+    if (certificate && variable("MOED_TLS_CA") == NULL)
+        return moectl_usage_error("--tls-certificate needs --tls-ca: the CA of the daemons");
+    return MOECTL_OK;
+}
+
+int moectl_check_digest(const char *digest)
+{
+    enum { DIGITS = 64 };
+    if (digest == NULL)
+        return MOECTL_OK;
+    if (strlen(digest) == DIGITS && strspn(digest, "0123456789abcdef") == DIGITS)
+        return MOECTL_OK;
+    return moectl_usage_error("--model-digest must have %d digits of 0-9 a-f", (int)DIGITS);
+}
+
 bool moectl_parse(const struct moectl_command *command, const struct moe_option *own, size_t count,
                   struct moectl_common *common, int argc, char **argv, int *code)
 {
@@ -187,13 +221,25 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
         {"endpoint", 'e', MOE_OPTION_STRING, &common->endpoint, 0, 0, "H:P",
          "any worker or the coordinator; default: --context, else $MOED_ENDPOINT, else the local "
          "group"},
-        {"token-file", 0, MOE_OPTION_STRING, &common->token_file, 0, 0, "FILE",
+        {"token-file", 0, MOE_OPTION_STRING, &common->trust[MOECTL_TOKEN_FILE], 0, 0, "FILE",
          "token for daemons that ask for one, mode 0600; default: $MOED_TOKEN_FILE"},
+        {"tls-ca", 0, MOE_OPTION_STRING, &common->trust[MOECTL_TLS_CA], 0, 0, "FILE",
+         "PEM: roots of the daemons' certificates; calls use TLS; default: $MOED_TLS_CA"},
+        {"tls-certificate", 0, MOE_OPTION_STRING, &common->trust[MOECTL_TLS_CERTIFICATE], 0, 0,
+         "FILE", "PEM: own certificate, then its chain; default: $MOED_TLS_CERTIFICATE"},
+        {"tls-key", 0, MOE_OPTION_STRING, &common->trust[MOECTL_TLS_KEY], 0, 0, "FILE",
+         "PEM: its key, mode 0600; default: $MOED_TLS_KEY"},
+        {"tls-server-name", 0, MOE_OPTION_STRING, &common->trust[MOECTL_TLS_SERVER_NAME], 0, 0,
+         "NAME",
+         "name in the daemons' certificates; default: $MOED_TLS_SERVER_NAME, else the host of the "
+         "endpoint"},
+        {"insecure", 0, MOE_OPTION_BOOL, &common->insecure, 0, 0, NULL,
+         "send the token without TLS also to other hosts; default: $MOED_INSECURE is 1"},
         {"context", 0, MOE_OPTION_STRING, &common->context, 0, 0, "NAME",
          "group of this name (moectl help context); default: $MOED_CONTEXT, else the current one"},
     };
     struct moe_option table[MOECTL_OPTIONS_MAX];
-    size_t shared_count = sizeof shared / sizeof *shared - (command->local ? 3 : 0);
+    size_t shared_count = sizeof shared / sizeof *shared - (command->local ? REMOTE_OPTIONS : 0);
     MOE_INVARIANT(count + shared_count <= MOECTL_OPTIONS_MAX);
     if (count > 0)
         memcpy(table, own, count * sizeof *own);
@@ -220,10 +266,10 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
         *code = moectl_usage_error("--format must be table or json, not '%s'", common->format);
     if (*code == MOECTL_OK && !command->local)
         *code = choose_endpoint(common);
-    /* Links and libmoeclient read the variable. */
-    if (*code == MOECTL_OK && common->token_file != NULL &&
-        setenv("MOED_TOKEN_FILE", common->token_file, 1) != 0)
-        *code = moectl_usage_error("--token-file: out of memory");
+    if (*code == MOECTL_OK && !pass_on_trust(common))
+        *code = moectl_usage_error("out of memory");
+    if (*code == MOECTL_OK && !command->local)
+        *code = check_trust();
     return *code == MOECTL_OK;
 }
 

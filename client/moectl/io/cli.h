@@ -8,6 +8,7 @@
 
 #include "base/status.h"
 #include "daemon/options.h"
+#include "moectl/io/context.h"
 
 #include <jansson.h>
 
@@ -38,11 +39,13 @@ struct moectl_command {
 
 /* Common options; preset with the command's defaults. */
 struct moectl_common {
-    const char *format;     /* "table" or "json" */
-    const char *endpoint;   /* --endpoint, else of a context or $MOED_ENDPOINT, else NULL */
-    const char *state_dir;  /* NULL = the default one */
-    const char *context;    /* --context, or NULL; moectl_parse applies it */
-    const char *token_file; /* --token-file, or NULL; moectl_parse passes it on */
+    const char *format;    /* "table" or "json" */
+    const char *endpoint;  /* --endpoint, else of a context or $MOED_ENDPOINT, else NULL */
+    const char *state_dir; /* NULL = the default one */
+    const char *context;   /* --context, or NULL; moectl_parse applies it */
+    const char *trust[MOECTL_TRUST_COUNT]; /* --tls-ca and so on, or NULL; moectl_parse passes them
+                                              and `insecure` on, by the environment */
+    bool insecure;
     double timeout_s;
     bool json; /* set by moectl_parse */
 };
@@ -60,6 +63,8 @@ struct moectl_required {
 };
 /* MOECTL_OK, or MOECTL_USAGE after a message that names the missing options. */
 int moectl_require(const struct moectl_required *options, size_t count);
+/* MOECTL_OK for NULL and for the hexadecimal digits of a SHA-256; else MOECTL_USAGE. */
+int moectl_check_digest(const char *digest);
 
 /* Prints the failure and returns the exit code for it. */
 int moectl_fail(const struct moe_status *status);

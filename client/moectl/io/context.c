@@ -13,7 +13,13 @@
 
 enum { PATH_BYTES = 512, LINE_BYTES = 1024 };
 
-static const char local_name[] = "local"; /* no context: the group of this host */
+const struct moectl_trust_name moectl_trust_names[MOECTL_TRUST_COUNT] = {
+    [MOECTL_TLS_CA] = {"tls-ca", "MOED_TLS_CA", "tlsCa"},
+    [MOECTL_TLS_CERTIFICATE] = {"tls-certificate", "MOED_TLS_CERTIFICATE", "tlsCertificate"},
+    [MOECTL_TLS_KEY] = {"tls-key", "MOED_TLS_KEY", "tlsKey"},
+    [MOECTL_TLS_SERVER_NAME] = {"tls-server-name", "MOED_TLS_SERVER_NAME", "tlsServerName"},
+    [MOECTL_TOKEN_FILE] = {"token-file", "MOED_TOKEN_FILE", "tokenFile"},
+};
 
 static struct moe_status path_of_file(char path[PATH_BYTES])
 {
@@ -50,7 +56,7 @@ static struct moectl_context *enter(struct reading *r, const char *name)
     for (size_t i = 0; i < c->count; i++)
         if (strcmp(c->all[i].name, name) == 0)
             return &c->all[i];
-    if (!is_name(name) || strcmp(name, local_name) == 0)
+    if (!is_name(name) || strcmp(name, MOECTL_CONTEXT_LOCAL) == 0)
         r->wrong = "a context's name has 1 to 47 letters, digits, '.', '_', '-', and is not local";
     else if (c->count == MOECTL_CONTEXTS_MAX)
         r->wrong = "there are too many contexts";
@@ -59,6 +65,17 @@ static struct moectl_context *enter(struct reading *r, const char *name)
     struct moectl_context *made = &c->all[c->count++];
     memcpy(made->name, name, strlen(name) + 1);
     return made;
+}
+
+/* Where the value of a context's setting goes; NULL: there is none of this name. */
+static char *find_setting(struct moectl_context *c, const char *name)
+{
+    if (strcmp(name, "endpoint") == 0)
+        return c->endpoint;
+    for (int i = 0; i < MOECTL_TRUST_COUNT; i++)
+        if (strcmp(name, moectl_trust_names[i].option) == 0)
+            return c->trust[i];
+    return NULL;
 }
 
 /* For inih: 0 ends the reading. */
@@ -74,12 +91,11 @@ static int on_setting(void *ctx, const char *section, const char *name, const ch
         struct moectl_context *c = enter(r, section);
         if (c == NULL)
             return 0;
-        to = strcmp(name, "endpoint") == 0     ? c->endpoint
-             : strcmp(name, "token-file") == 0 ? c->token_file
-                                               : NULL;
+        to = find_setting(c, name);
     }
     if (to == NULL)
-        r->wrong = "the settings are current, and endpoint and token-file of a [context]";
+        r->wrong = "the settings are current, and of a [context] endpoint, token-file, tls-ca, "
+                   "tls-certificate, tls-key and tls-server-name";
     else if (strlen(value) >= capacity)
         r->wrong = "the value is too long";
     else
@@ -94,7 +110,7 @@ static struct moe_status check(const struct moectl_contexts *contexts)
         if (moe_failed(&st))
             return moe_error_context(st, "context %s", contexts->all[i].name);
     }
-    if (strcmp(contexts->current, local_name) != 0 && contexts->current[0] != '\0' &&
+    if (strcmp(contexts->current, MOECTL_CONTEXT_LOCAL) != 0 && contexts->current[0] != '\0' &&
         moectl_contexts_find(contexts, contexts->current) == NULL)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "contexts: the current one, %s, does not exist", contexts->current);
@@ -120,7 +136,7 @@ struct moe_status moectl_contexts_read(struct moectl_contexts *out)
                          path, line > 0 ? line : 0,
                          r.wrong != NULL ? r.wrong : "neither 'name = value' nor '[context]'");
     MOE_TRY(check(out));
-    if (strcmp(out->current, local_name) == 0)
+    if (strcmp(out->current, MOECTL_CONTEXT_LOCAL) == 0)
         out->current[0] = '\0';
     return moe_ok();
 }
@@ -157,7 +173,7 @@ struct moe_status moectl_contexts_use(const char *name)
     struct moectl_contexts contexts;
     char path[PATH_BYTES], fresh[PATH_BYTES + 4];
     MOE_TRY(moectl_contexts_read(&contexts));
-    if (strcmp(name, local_name) != 0 && moectl_contexts_find(&contexts, name) == NULL)
+    if (strcmp(name, MOECTL_CONTEXT_LOCAL) != 0 && moectl_contexts_find(&contexts, name) == NULL)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "there is no context %.60s", name);
     MOE_TRY(path_of_file(path));
     (void)snprintf(fresh, sizeof fresh, "%s.new", path);

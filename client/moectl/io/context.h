@@ -1,12 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Names for groups: an endpoint and a token file by one word.
+/* Names for groups: an endpoint, and the files that calls to it need, by one word.
  *
  * The file is $XDG_CONFIG_HOME/moed/contexts, else ~/.config/moed/contexts:
  *
  *   current = prod
  *   [prod]
  *   endpoint = 10.0.0.7:7700
- *   token-file = /home/me/prod.token */
+ *   tls-ca = /home/me/prod/ca.pem
+ *   tls-certificate = /home/me/prod/me.pem
+ *   tls-key = /home/me/prod/me.key
+ *   token-file = /home/me/prod/token */
 #ifndef MOECTL_CONTEXT_H
 #define MOECTL_CONTEXT_H
 
@@ -14,16 +17,35 @@
 
 #include <stddef.h>
 
+#define MOECTL_CONTEXT_LOCAL "local" /* stands for no context: the group of this host */
+
 enum {
     MOECTL_CONTEXT_NAME_BYTES = 48, /* [A-Za-z0-9._-], with the final 0 */
     MOECTL_CONTEXT_VALUE_BYTES = 256,
     MOECTL_CONTEXTS_MAX = 64,
 };
 
+/* What calls show and believe: an option, a setting of a context and a variable of the environment
+ * each. */
+enum moectl_trust {
+    MOECTL_TLS_CA,
+    MOECTL_TLS_CERTIFICATE,
+    MOECTL_TLS_KEY,
+    MOECTL_TLS_SERVER_NAME,
+    MOECTL_TOKEN_FILE,
+    MOECTL_TRUST_COUNT,
+};
+struct moectl_trust_name {
+    const char *option;   /* "tls-ca", also the name in the file */
+    const char *variable; /* "MOED_TLS_CA" */
+    const char *json;     /* "tlsCa" */
+};
+extern const struct moectl_trust_name moectl_trust_names[MOECTL_TRUST_COUNT];
+
 struct moectl_context {
     char name[MOECTL_CONTEXT_NAME_BYTES];
-    char endpoint[MOECTL_CONTEXT_VALUE_BYTES];   /* checked */
-    char token_file[MOECTL_CONTEXT_VALUE_BYTES]; /* "" = none */
+    char endpoint[MOECTL_CONTEXT_VALUE_BYTES];                  /* checked */
+    char trust[MOECTL_TRUST_COUNT][MOECTL_CONTEXT_VALUE_BYTES]; /* "" = none */
 };
 
 struct moectl_contexts {

@@ -17,6 +17,10 @@ the answer has the dtype of the input. `bf16` and `f32` convert.
 Training: `Client.backward`, `Client.optimizer_step` and so on, if the workers train; and the module
 `moed.torch`, which has to be imported separately and needs PyTorch.
 
+Trust: a worker of the same user on this host is reached by its Unix socket. For others, `Client`
+takes the files of TLS and of a token, or the environment has MOED_TLS_CA, MOED_TLS_CERTIFICATE,
+MOED_TLS_KEY, MOED_TLS_SERVER_NAME and MOED_TOKEN_FILE.
+
 Tensor files: `read_safetensors` and `write_safetensors`.
 """
 

@@ -37,7 +37,11 @@ class Layer:
 
 @_record
 class ServerInfo:
-    """The server and its model, at the time of connecting."""
+    """The server and its model, at the time of connecting.
+
+    model_digest       digest of the weights in the model's files; "" before the group has formed
+    training_endpoint  the address for trainers, if the worker has a separate one; else ""
+    """
 
     model: str
     family: str
@@ -51,6 +55,8 @@ class ServerInfo:
     max_tokens_per_request: int
     max_tokens_per_step: int
     extensions: tuple
+    model_digest: str = ""
+    training_endpoint: str = ""
 
 
 @renamed_fields(saved="retained", saved_activations="retained_activations")

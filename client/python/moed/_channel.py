@@ -9,6 +9,9 @@ import stat
 
 import grpc
 
+from . import _errors
+from ._trust import TlsChannel
+
 
 def _directories():
     own = os.environ.get("MOED_RUNTIME_DIR", "")
@@ -82,11 +85,33 @@ class _Token(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientIntercepto
         return continuation(_Details(details, self._header()), requests)
 
 
-def open_channel(endpoint, options=()):
-    """A channel without encryption, by the local socket if there is one, else with the token of
-    $MOED_TOKEN_FILE. It ignores http_proxy, as libmoeclient does: a proxy seldom reaches a group,
-    and its error would name the wrong address."""
-    path, token = local_socket(endpoint), os.environ.get("MOED_TOKEN_FILE")
-    target = endpoint if path is None else f"unix:{path}"
-    channel = grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0), *options])
-    return grpc.intercept_channel(channel, _Token(token)) if token and path is None else channel
+def _check_token(endpoint, trust):
+    """Anybody on the way could read a token."""
+    if trust.token_file and not trust.tls_ca and not trust.insecure and not _is_loopback(
+            endpoint.rpartition(":")[0]):
+        raise _errors.MoeError(
+            grpc.StatusCode.FAILED_PRECONDITION, "CONFIG_INVALID", "%s: a token would be sent "
+            "without encryption; use TLS (tls_ca), or allow it by insecure=True or MOED_INSECURE=1"
+            % endpoint)
+
+
+def open_channel(endpoint, trust, options=()):
+    """A channel by the local socket if there is one, else with TLS if `trust`, a completed Trust,
+    has a CA, and with its token. It ignores http_proxy, as libmoeclient does: a proxy seldom
+    reaches a group, and its error would name the wrong address."""
+    options = [("grpc.enable_http_proxy", 0), *options]
+    path = local_socket(endpoint)
+    if path is not None:
+        return grpc.insecure_channel(f"unix:{path}", options=options)
+    _check_token(endpoint, trust)
+
+    def with_token(channel):
+        return (grpc.intercept_channel(channel, _Token(trust.token_file))
+                if trust.token_file else channel)
+
+    if trust.tls_ca is None:
+        return with_token(grpc.insecure_channel(endpoint, options=options))
+    if trust.tls_server_name is not None:
+        options.append(("grpc.ssl_target_name_override", trust.tls_server_name))
+    return TlsChannel(trust, lambda credentials: with_token(
+        grpc.secure_channel(endpoint, credentials, options=options)))

@@ -18,6 +18,7 @@ from ._retry import RetryPolicy
 from ._proto import expert_pb2
 from ._renamed import renamed
 from ._training import TrainingCalls
+from ._trust import Trust
 
 _SERVICE = "/moe.v1.ExpertService/"
 _MAX_MESSAGE = 2**31 - 1
@@ -32,12 +33,17 @@ def _check_endpoint(endpoint):
         raise ValueError("endpoint: %r is not HOST:PORT with a port from 1 to 65535" % endpoint)
 
 
+def _check_digest(digest):
+    if digest is not None and not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ValueError("model_digest has 64 digits of 0-9 a-f, not %r" % (digest,))
+
+
 class _Worker:
     """One channel and the calls on it."""
 
-    def __init__(self, endpoint):
+    def __init__(self, endpoint, trust):
         self.endpoint = endpoint
-        self.channel = open_channel(endpoint, options=[
+        self.channel = open_channel(endpoint, trust, options=[
             ("grpc.max_receive_message_length", _MAX_MESSAGE),
             ("grpc.max_send_message_length", _MAX_MESSAGE),
             # This module retries on another worker; a retry inside the channel would keep a copy.
@@ -83,16 +89,40 @@ class Client(TrainingCalls):
     endpoint  "host:port" of any worker of the group
     spread    send requests to all workers of the group in turn
     timeout   default limit of a call, in seconds
+    model_digest
+              digest of the wanted model (ServerInfo.model_digest, `moectl status`): connecting and
+              forward passes fail with FAILED_PRECONDITION / MODEL_MISMATCH unless the group serves
+              it. None: any
+    tls_ca    PEM file of roots: connections use TLS, and the workers' certificates lead to one of
+              these and name the host of their endpoint
+    tls_certificate, tls_key
+              PEM files of the client's own certificate and its key, mode 0600
+    tls_server_name
+              the name that the workers' certificates must have, instead of the host
+    token_file
+              a file with a token, mode 0600, shown with each call
+    insecure  True: send the token without TLS also to other hosts
 
-    Raises MoeError if no worker answers, ValueError if endpoint is not "host:port". Close it, or
-    use it as a context manager.
+    For an argument of the last six that is None, a variable of the environment counts: MOED_TLS_CA,
+    MOED_TLS_CERTIFICATE, MOED_TLS_KEY, MOED_TLS_SERVER_NAME, MOED_TOKEN_FILE, MOED_INSECURE=1. A
+    worker of the same user on this host is reached by its Unix socket and needs none of them. Files
+    are read again when they change; if new ones are not valid, the old ones stay in use.
+
+    Raises MoeError if no worker answers or a file is not valid, ValueError if endpoint is not
+    "host:port". Close it, or use it as a context manager.
     """
 
-    def __init__(self, endpoint, spread=False, timeout=60.0):
+    def __init__(self, endpoint, spread=False, timeout=60.0, *, model_digest=None, tls_ca=None,
+                 tls_certificate=None, tls_key=None, tls_server_name=None, token_file=None,
+                 insecure=None):
         _check_endpoint(endpoint)
+        _check_digest(model_digest)
+        self._model_digest = model_digest or ""
+        self._trust = Trust(tls_ca, tls_certificate, tls_key, tls_server_name, token_file,
+                            insecure).completed()
         self._timeout = timeout
         self._is_closed = False
-        self._workers = [_Worker(endpoint)]
+        self._workers = [_Worker(endpoint, self._trust)]
         try:
             info = self._workers[0].info(expert_pb2.GetServerInfoRequest(), timeout=timeout)
             model = self._workers[0].model(expert_pb2.GetModelRequest(), timeout=timeout)
@@ -105,18 +135,34 @@ class Client(TrainingCalls):
         self._info = ServerInfo(
             model.model, model.family, info.version, info.backend, info.coordinator,
             tuple(info.workers), info.epoch, model.weights_version, info.max_message_bytes,
-            info.max_tokens_per_request, info.max_tokens_per_step, tuple(info.extensions))
+            info.max_tokens_per_request, info.max_tokens_per_step, tuple(info.extensions),
+            model.model_digest, info.training_endpoint)
+        try:
+            self.check_model(model_digest)
+        except BaseException:
+            self.close()
+            raise
         self._layers = tuple(
             Layer(each.layer, each.hidden, each.experts, each.top_k, each.intermediate,
                   each.zero_experts, each.shared_intermediate) for each in model.layers)
         self._layer_by_index = {layer.layer: layer for layer in self._layers}
         if spread:
-            self._workers += [_Worker(each) for slot, each in enumerate(info.workers)
+            self._workers += [_Worker(each, self._trust) for slot, each in enumerate(info.workers)
                               if slot != info.slot and each]  # a slot may be empty
         self._next_worker = itertools.count(random.randrange(len(self._workers)))
 
     def __reduce_ex__(self, protocol):
         raise TypeError("a Client has connections: it cannot be copied or pickled")
+
+    def check_model(self, model_digest):
+        """Raises MoeError (MODEL_MISMATCH) if the group served another model than this when the
+        client connected. None, and a group that had not formed, pass."""
+        _check_digest(model_digest)
+        served = self._info.model_digest
+        if model_digest and served and model_digest != served:
+            raise _errors.MoeError(
+                grpc.StatusCode.FAILED_PRECONDITION, "MODEL_MISMATCH",
+                "the group serves the model with digest %s" % served)
 
     @property
     def info(self):
@@ -147,14 +193,14 @@ class Client(TrainingCalls):
                 grpc.StatusCode.NOT_FOUND, "LAYER_NOT_FOUND",
                 "model %s has no MoE layer %s" % (self._info.model, layer)) from None
 
-    @staticmethod
-    def _open_worker(endpoint):
+    def _open_worker(self, endpoint):
         _check_endpoint(endpoint)
-        return _Worker(endpoint)
+        return _Worker(endpoint, self._trust)
 
     @renamed(save="retain")
     def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-                timeout=None, epoch=0, weights_version=0, retain=None, patient=None):
+                timeout=None, epoch=0, weights_version=0, retain=None, patient=None,
+                model_digest=None):
         """The output of one MoE layer.
 
         layer         a Layer, or its index in the model
@@ -166,6 +212,7 @@ class Client(TrainingCalls):
                       fail with FAILED_PRECONDITION unless the server has these; 0: any
         retain        (session, micro_batch_id): the worker retains the pass for Client.backward
                       under these two. The call then goes to the first worker and to no other
+        model_digest  fail unless the group serves this model; None: the client's
         patient       True: wait until `timeout` for a group that lacks a worker, as training calls
                       do. False: give up after 4 attempts. None: True if `retain` is given
 
@@ -175,7 +222,9 @@ class Client(TrainingCalls):
         A call that fails with UNAVAILABLE is retried, on another worker if there is one. Raises
         MoeError, and ValueError or TypeError for arguments that cannot be sent.
         """
-        request = expert_pb2.ForwardRequest(epoch=epoch, weights_version=weights_version)
+        request = expert_pb2.ForwardRequest(
+            epoch=epoch, weights_version=weights_version,
+            model_digest=self._model_digest if model_digest is None else model_digest)
         if retain is not None:
             request.retain.session, request.retain.micro_batch_id = retain
         x = self._fill(request, layer, x, topk_ids, topk_weights, return_routing)
@@ -295,7 +344,8 @@ class Stream:
     def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
                 timeout=None, epoch=0, weights_version=0):
         """As Client.forward, without retries."""
-        request = expert_pb2.ForwardStreamRequest(epoch=epoch, weights_version=weights_version)
+        request = expert_pb2.ForwardStreamRequest(epoch=epoch, weights_version=weights_version,
+                                                  model_digest=self._client._model_digest)
         x = self._client._fill(request, layer, x, topk_ids, topk_weights, return_routing)
         request.request_id = next(self._ids)
         pending = _Pending()

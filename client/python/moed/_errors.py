@@ -47,11 +47,29 @@ def _parse(message_type, data):
 _TOO_LARGE = re.compile(r"(Received|.*Sent) message larger than max \((\d+) vs\. (\d+)\)")
 
 
+_OTHER_HOST = "the server's certificate is not for the host of the endpoint"
+_LEFT = "the server closed the connection; it may expect TLS or another certificate"
+# Words of gRPC or OpenSSL, in lower case, blanks for _ -> what a user can do.
+_HINTS = (
+    ("certificate verify failed", "the server's certificate does not lead to the CA of this "
+     "client, or its dates do not hold"),
+    ("is not in peer certificate", _OTHER_HOST),
+    ("hostname verification check failed", _OTHER_HOST),
+    ("wrong version number", "the server does not use TLS there"),
+    ("socket closed", _LEFT),
+    ("reset by peer", _LEFT),
+    ("endpoint read failed", _LEFT),
+)
+
+
 def _reduce(text, endpoint):
     """Reduces gRPC's text to its cause, such as "Connection refused"."""
     if text.startswith(("failed to connect to all addresses", "DNS resolution failed")):
-        return "cannot connect%s: %s" % (" to " + endpoint if endpoint else "",
-                                         text.rpartition(": ")[2])
+        # Releases of gRPC write the cause in different ways, and not always last.
+        plain = text.lower().replace("_", " ")
+        cause = next((hint for words, hint in _HINTS if words in plain),
+                     text.rpartition(": ")[2])
+        return "cannot connect%s: %s" % (" to " + endpoint if endpoint else "", cause)
     match = _TOO_LARGE.match(text)
     if match:
         return "a message of %s bytes; the limit is %s bytes" % (match[2], match[3])

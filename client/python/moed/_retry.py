@@ -20,12 +20,12 @@ _PROBE_MIN = 0.05  # with less time left there is no status call
 _log = logging.getLogger("moed")  # without a configuration, warnings go to stderr
 
 
-def _ask_coordinator(endpoint, seconds):
+def _ask_coordinator(endpoint, trust, seconds):
     """The group's state for a message; "" if `seconds` do not suffice to find it out."""
     seconds = min(seconds, _PROBE)
     if not endpoint or seconds < _PROBE_MIN:
         return ""
-    with open_channel(endpoint) as channel:
+    with open_channel(endpoint, trust) as channel:
         call = channel.unary_unary(
             "/moe.v1.AdminService/GetStatus",
             request_serializer=admin_pb2.GetStatusRequest.SerializeToString,
@@ -94,7 +94,7 @@ class RetryPolicy:
         """The worker's text, the coordinator's (the last one if it does not answer in that time),
         and a command that shows more."""
         coordinator = self._client.info.coordinator
-        text = _ask_coordinator(coordinator, seconds) or self._coordinator_text
+        text = _ask_coordinator(coordinator, self._client._trust, seconds) or self._coordinator_text
         self._coordinator_text = text
         silent = not failure.reason  # the worker does not answer
         hint = "`moectl status --endpoint %s`" % (coordinator if silent and coordinator

@@ -320,7 +320,13 @@ class TrainingCalls:
 
     def _does_not_train(self, failure):
         """Replaces gRPC's text for a service that the server does not have."""
-        if failure.code != grpc.StatusCode.UNIMPLEMENTED or "training" in self._info.extensions:
+        if failure.code != grpc.StatusCode.UNIMPLEMENTED:
+            return failure
+        if self._info.training_endpoint:
+            return _errors.MoeError(failure.code, failure.reason, "this address refuses training: "
+                                    "trainers connect to %s, without spread"
+                                    % self._info.training_endpoint)
+        if "training" in self._info.extensions:
             return failure
         return _errors.MoeError(failure.code, failure.reason, "this group does not train: its "
                                 "workers were started without --training")

@@ -189,6 +189,8 @@ class RemoteMoE(torch.nn.Module):
     aux_coeff          coefficient of the load-balance loss; the workers add its gradient. With
                        "mean" it is K times transformers' router_aux_loss_coef for the same loss
     aux_convention     "mean", or "transformers" for that of transformers (Client.backward)
+    model_digest       fail unless the group serves the model with this digest (Client); None: the
+                       client's
     aux_loss           attribute: that loss times its coefficient, of the last backward
 
     state_dict() contains nothing of it, and it cannot be copied or pickled. A checkpoint of the
@@ -214,9 +216,10 @@ class RemoteMoE(torch.nn.Module):
 
     @renamed(save_for_backward="retain")
     def __init__(self, layer, client, session=None, retain=False, input_only=False,
-                 aux_coeff=0.0, aux_convention="mean"):
+                 aux_coeff=0.0, aux_convention="mean", model_digest=None):
         super().__init__()
         check_aux_convention(aux_convention)
+        client.check_model(model_digest)
         if session is not None and session.client is not client:
             raise ValueError("the session belongs to another client")
         self.client = client
@@ -229,6 +232,7 @@ class RemoteMoE(torch.nn.Module):
         self.aux_coeff = aux_coeff
         self.aux_convention = aux_convention
         self.aux_loss = 0.0
+        self.model_digest = model_digest
         self._anchor = torch.zeros((), requires_grad=True)
         self._handle = _graph.enter(self)
 
@@ -259,7 +263,8 @@ class RemoteMoE(torch.nn.Module):
 
     def _run_plain(self, x):
         """y of one pass without gradients."""
-        return _to_torch(self.client.forward(self.layer, _to_numpy(x), patient=True), x)
+        return _to_torch(self.client.forward(self.layer, _to_numpy(x), patient=True,
+                                             model_digest=self.model_digest), x)
 
     def _run_forward(self, x):
         """One pass that may have a backward pass: (y, topk_ids, weights version, micro batch id or
@@ -271,7 +276,8 @@ class RemoteMoE(torch.nn.Module):
                                         _to_numpy(x),
                                         return_routing=True,
                                         retain=retain,
-                                        patient=True)
+                                        patient=True,
+                                        model_digest=self.model_digest)
         return (_to_torch(answer.y, x), torch.from_numpy(answer.topk_ids), answer.weights_version,
                 retain[1] if retain and answer.retained else None)
 

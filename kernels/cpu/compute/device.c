@@ -124,6 +124,7 @@ void moe_cpu_device_info(struct moe_device *device, struct moe_device_info *out)
 {
     snprintf(out->name, sizeof out->name, "%s, %s, %u thread%s", device->cpu_name,
              device->isa->name, device->threads, device->threads == 1 ? "" : "s");
+    out->domain[0] = '\0';
     out->memory_bytes = device->memory_bytes;
     out->used_bytes = atomic_load(&device->used_bytes);
     uint64_t available = moe_available_memory(),

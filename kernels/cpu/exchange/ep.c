@@ -3,7 +3,6 @@
  * for the flags and their order. Waits only to close an earlier pass, or to clear the flags. */
 #include "common/session_rules.h"
 #include "cpu/exchange/ep_pass.h"
-#include "cpu/exchange/stores.h"
 
 #include <stdlib.h>
 
@@ -188,24 +187,25 @@ static void announce_params(struct moe_cpu_ep *ep, struct moe_cpu_stores *stores
                             b->params != NULL ? b->params->loads[e] : 0);
 }
 
+/* Stays in ep->begun: send ends it. */
 static void announce(struct moe_cpu_ep *ep, uint32_t peer, const uint32_t head[MOE_HEAD_COUNT])
 {
     struct moe_session *s = ep->session;
     const struct moe_placement *place = &ep->batch.layer->placement;
     uint8_t *own = moe_cpu_session_own(s);
-    struct moe_cpu_stores stores = moe_cpu_stores_begin(s, peer);
+    struct moe_cpu_stores *stores = &ep->begun[peer];
+    *stores = moe_cpu_stores_begin(s, peer);
     const uint64_t *counts = moe_window_counts_of(&s->layout, own, ep->parity, s->config.slot);
     const uint32_t *count = ep->count + (size_t)peer * s->layout.shape.max_experts;
     for (uint32_t e = 0; e < place->experts; e++)
         for (uint32_t i = place->offset[e]; i < place->offset[e + 1]; i++)
             if (place->slot[i] == peer)
-                moe_cpu_stores_flag(&stores, &counts[e], ep->stamp, count[e]);
+                moe_cpu_stores_flag(stores, &counts[e], ep->stamp, count[e]);
     if (ep->batch.backward)
-        announce_params(ep, &stores);
+        announce_params(ep, stores);
     const uint64_t *flags = moe_window_head_of(&s->layout, own, ep->parity, s->config.slot);
     for (uint32_t i = 0; i < MOE_HEAD_COUNT; i++)
-        moe_cpu_stores_flag(&stores, &flags[i], ep->stamp, head[i]);
-    moe_cpu_stores_end(&stores);
+        moe_cpu_stores_flag(stores, &flags[i], ep->stamp, head[i]);
 }
 
 void moe_cpu_ep_store_done(struct moe_cpu_ep *ep)
@@ -213,11 +213,11 @@ void moe_cpu_ep_store_done(struct moe_cpu_ep *ep)
     struct moe_session *s = ep->session;
     for (uint32_t p = 0; p < s->config.slots; p++)
         if (moe_cpu_session_has_peer(s, p)) {
-            struct moe_cpu_stores stores = moe_cpu_stores_begin(s, p);
             moe_cpu_stores_flag(
-                &stores, moe_window_done_of(&s->layout, moe_cpu_session_own(s), s->config.slot),
-                ep->stamp, 0);
-            moe_cpu_stores_end(&stores);
+                &ep->begun[p],
+                moe_window_done_of(&s->layout, moe_cpu_session_own(s), s->config.slot), ep->stamp,
+                0);
+            moe_cpu_stores_end(&ep->begun[p]);
         }
 }
 

@@ -5,7 +5,6 @@
  * inputs give the same bits. This slot's sum is rounded like a partial that travels, so the bits
  * do not depend on the token's slot. */
 #include "cpu/exchange/ep_pass.h"
-#include "cpu/exchange/stores.h"
 
 struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
                                        const struct moe_cpu_batch *batch,
@@ -60,7 +59,8 @@ void moe_cpu_ep_add_row(enum moe_dtype dtype, const void *row, uint32_t c, uint3
         sum[j] += scale * moe_bf16_to_f32(from[j]);
 }
 
-/* Sums one grain of the tokens of ep->source and returns the sums. */
+/* Sums one grain of the tokens of ep->source and returns the sums. If that is all, `done` follows
+ * in the same message. */
 static void return_item(void *ctx, uint32_t item)
 {
     struct moe_cpu_ep *ep = ctx;
@@ -68,7 +68,9 @@ static void return_item(void *ctx, uint32_t item)
     uint32_t target = ep->source, region = ep->region_of[target];
     uint8_t *own = moe_cpu_session_own(s);
     size_t stride = ep->batch.backward ? ep->gradient_stride : ep->stride;
-    struct moe_cpu_stores stores = moe_cpu_stores_begin(s, ep->home_of[target]);
+    struct moe_cpu_stores apart = moe_cpu_stores_begin(s, ep->home_of[target]);
+    bool alone = ep->tokens_of[target] <= GRAIN;
+    struct moe_cpu_stores *stores = alone ? &ep->begun[ep->home_of[target]] : &apart;
     uint32_t end = moe_cpu_min((item + 1) * GRAIN, ep->tokens_of[target]);
     for (uint32_t t = item * GRAIN; t < end; t++) {
         const struct token_rows *rows = token_of(ep, target, t);
@@ -76,13 +78,14 @@ static void return_item(void *ctx, uint32_t item)
             continue;
         const void *at = moe_window_partial_of(&s->layout, own, region, t, stride);
         size_t bytes = ep->batch.backward ? stride : ep->row_bytes;
-        void *partial = moe_cpu_stores_data(&stores, at, bytes);
+        void *partial = moe_cpu_stores_data(stores, at, bytes);
         if (partial != NULL)
             ep->return_token(ep, rows, partial);
-        moe_cpu_stores_flag(&stores, moe_window_returned_of(&s->layout, own, region, t), ep->stamp,
+        moe_cpu_stores_flag(stores, moe_window_returned_of(&s->layout, own, region, t), ep->stamp,
                             rows->n);
     }
-    moe_cpu_stores_end(&stores);
+    if (!alone)
+        moe_cpu_stores_end(stores);
 }
 
 struct moe_status moe_cpu_ep_return_all(struct moe_cpu_ep *ep)

@@ -5,7 +5,6 @@
  * the block. Values from a window are checked before they become an index: a faulty peer can fail
  * a step, but not crash this process. */
 #include "cpu/exchange/ep_pass.h"
-#include "cpu/exchange/stores.h"
 
 /* Returns the number of entries. */
 static uint32_t send_routes(const struct moe_cpu_ep *ep, struct moe_cpu_stores *stores, uint32_t t)
@@ -58,25 +57,27 @@ static void send_token(const struct moe_cpu_ep *ep, struct moe_cpu_stores *store
 }
 
 /* Item i: grain i / slots for the slot (own + 1 + i % slots). Slots start with different receivers,
- * so each receiver can start early. */
+ * so each receiver can start early. The first grain follows what prepare announced. */
 static void send_item(void *ctx, uint32_t item)
 {
     struct moe_cpu_ep *ep = ctx;
     struct moe_session *s = ep->session;
     uint32_t slots = s->config.slots, grain = item / slots;
     uint32_t peer = (s->config.slot + 1 + item % slots) % slots;
-    if (!(ep->send_to >> peer & 1))
+    bool rows = ep->send_to >> peer & 1;
+    if (!moe_cpu_session_has_peer(s, peer) || !(rows || grain == 0))
         return;
-    uint32_t end = moe_cpu_min((grain + 1) * GRAIN, ep->batch.tokens);
-    struct moe_cpu_stores stores = moe_cpu_stores_begin(s, peer);
+    uint32_t end = rows ? moe_cpu_min((grain + 1) * GRAIN, ep->batch.tokens) : 0;
+    struct moe_cpu_stores later = moe_cpu_stores_begin(s, peer);
+    struct moe_cpu_stores *stores = grain == 0 ? &ep->begun[peer] : &later;
     for (uint32_t t = grain * GRAIN; t < end; t++)
-        send_token(ep, &stores, t);
-    moe_cpu_stores_end(&stores);
+        send_token(ep, stores, t);
+    moe_cpu_stores_end(stores);
 }
 
 void moe_cpu_ep_send(struct moe_cpu_ep *ep)
 {
-    /* Without tokens the item still wakes the peer, for the head. */
+    /* Without tokens there is still the head. */
     uint32_t grains = ep->batch.tokens == 0 ? 1 : grains_of(ep->batch.tokens);
     moe_cpu_parallel(ep->session->device, grains * ep->session->config.slots, send_item, ep);
 }

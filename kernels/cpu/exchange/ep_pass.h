@@ -7,6 +7,7 @@
 #include "common/dispatch_plan.h"
 #include "cpu/exchange/ep.h"
 #include "cpu/exchange/session.h"
+#include "cpu/exchange/stores.h"
 
 enum {
     BLOCK = 256,     /* tokens to wait for before their rows are copied or summed */
@@ -60,6 +61,8 @@ struct moe_cpu_ep {
     uint32_t *count;        /* [slots][max_experts] rows for each expert on each slot */
     const uint16_t *hop;    /* as target: the slot that this slot sends the row to */
     const uint64_t *direct; /* as wanted: those slots, which return the sums */
+    /* By slot: stores that more stores of this pass soon follow, in the same message. */
+    struct moe_cpu_stores begun[MOE_MAX_SLOTS];
 
     /* Receiving side. */
     uint32_t tokens_of[MOE_MAX_SLOTS];

@@ -187,11 +187,16 @@ static struct moe_status connect_slot(struct moe_cpu_peers *p, uint32_t slot,
     p->fd[slot] = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (p->fd[slot] < 0)
         return os_error("cannot make a socket");
-    if (connect(p->fd[slot], (struct sockaddr *)&address, length) != 0 || !same_user(p->fd[slot]) ||
-        !send_hello(p->fd[slot], &h, window_fd))
-        return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST,
-                         "slot %u of this host cannot be reached", slot);
-    return moe_ok();
+    const char *why = NULL;
+    if (connect(p->fd[slot], (struct sockaddr *)&address, length) != 0)
+        why = strerror(errno);
+    else if (!same_user(p->fd[slot]))
+        why = "another user has its socket";
+    else if (!send_hello(p->fd[slot], &h, window_fd))
+        why = strerror(errno);
+    return why == NULL ? moe_ok()
+                       : moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST,
+                                   "slot %u of this host cannot be reached: %s", slot, why);
 }
 
 /* The state of moe_cpu_peers_connect. */

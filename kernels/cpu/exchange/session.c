@@ -108,6 +108,8 @@ static void sleep_until_woken(struct moe_session *s, const uint64_t *flag, uint6
     if (deadline - now < ns)
         ns = deadline - now;
     struct timespec limit = {.tv_nsec = (long)ns};
+    if (s->network != NULL)
+        moe_cpu_network_stop_helping(s->network);
     __atomic_store_n(&h->waiting, now / MOE_NS_PER_MS << 8 | (slot + 1), __ATOMIC_RELEASE);
     uint32_t seen = __atomic_load_n(&h->wake_count, __ATOMIC_SEQ_CST);
     __atomic_fetch_add(&h->sleepers, 1, __ATOMIC_SEQ_CST);
@@ -125,6 +127,8 @@ static struct moe_status wait_slowly(struct moe_session *s, const uint64_t *flag
     for (uint32_t tries = 0;; tries++) {
         if (flag_ready(flag, stamp, value))
             return moe_ok();
+        if (s->network != NULL && tries < s->spins + s->yields)
+            moe_cpu_network_help(s->network);
         if (tries < s->spins) {
             moe_cpu_spin_pause();
             continue;

@@ -34,6 +34,16 @@ struct moe_status moe_cpu_network_connect(struct moe_cpu_network *n, uint64_t pe
     return absent();
 }
 
+void moe_cpu_network_help(struct moe_cpu_network *n)
+{
+    (void)n;
+}
+
+void moe_cpu_network_stop_helping(struct moe_cpu_network *n)
+{
+    (void)n;
+}
+
 void moe_cpu_network_report_lost(struct moe_cpu_network *n, uint64_t slots)
 {
     (void)n;

@@ -4,7 +4,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #define SLICE_NS (20 * MOE_NS_PER_MS) /* between looks at `ended` */
 
@@ -120,8 +119,9 @@ void moe_cpu_message_free_all(struct moe_cpu_network *n)
 
 /* ----------------------------------------------------------------------- queue */
 
-void moe_cpu_network_send(struct moe_cpu_network *n, struct moe_cpu_message *m)
+void moe_cpu_message_enqueue(struct moe_cpu_message *m)
 {
+    struct moe_cpu_network *n = m->network;
     m->send.bytes = m->used;
     m->next = NULL;
     moe_mutex_lock(&n->lock);
@@ -131,11 +131,6 @@ void moe_cpu_network_send(struct moe_cpu_network *n, struct moe_cpu_message *m)
         n->last->next = m;
     n->last = m;
     moe_mutex_unlock(&n->lock);
-    const uint64_t one = 1;
-    /* A failed write is one to a full counter, which is readable anyway. */
-    if (__atomic_load_n(&n->asleep, __ATOMIC_SEQ_CST) &&
-        write(n->wake_fd, &one, sizeof one) != (ssize_t)sizeof one)
-        return;
 }
 
 struct moe_cpu_message *moe_cpu_message_queue(struct moe_cpu_network *n)

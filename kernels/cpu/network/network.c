@@ -8,6 +8,7 @@
 
 #include "base/thread.h"
 
+#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
@@ -19,6 +20,8 @@ enum {
     SLEEP_MS = 1000,  /* a backstop: every event wakes the thread */
     CONNECT_MS = 10,  /* the same while connecting, between looks at the clock */
     GOODBYE_MS = 500, /* how long a leaving slot waits for farewells */
+    HELPED_MS = 1,    /* so long after a waiting thread's last help, the network thread goes on */
+    OWN_SEND_BYTES = 64 << 10, /* larger messages are left to the network thread */
 };
 
 static uint64_t bit(uint32_t slot)
@@ -68,6 +71,29 @@ static bool transmit_queue(struct moe_cpu_network *n)
         m = next;
     }
     return any;
+}
+
+static void wake_thread(struct moe_cpu_network *n)
+{
+    const uint64_t one = 1;
+    /* A failed write is one to a full counter, which is readable anyway. */
+    if (__atomic_load_n(&n->asleep, __ATOMIC_SEQ_CST) &&
+        write(n->wake_fd, &one, sizeof one) != (ssize_t)sizeof one)
+        return;
+}
+
+/* The calling thread sends a small message itself, which saves waking the network thread. If UCX is
+ * taken, its owner or the network thread sends: rest() looks at the queue before it sleeps. */
+void moe_cpu_network_send(struct moe_cpu_network *n, struct moe_cpu_message *m)
+{
+    bool small = m->used <= OWN_SEND_BYTES;
+    moe_cpu_message_enqueue(m);
+    if (small && moe_mutex_try_lock(&n->drive)) {
+        (void)transmit_queue(n);
+        moe_mutex_unlock(&n->drive);
+        return;
+    }
+    wake_thread(n);
 }
 
 void moe_cpu_network_report_lost(struct moe_cpu_network *n, uint64_t slots)
@@ -212,12 +238,14 @@ static bool on_connected(void *ctx, moe_ucx_link link)
     return false;
 }
 
-static void on_broken(void *ctx, moe_ucx_link link)
+static void on_broken(void *ctx, moe_ucx_link link, const char *why)
 {
     struct moe_cpu_network *n = ctx;
     uint32_t slot = slot_of(n, link);
-    if (slot < MOE_MAX_SLOTS)
+    if (slot < MOE_MAX_SLOTS) {
+        n->line[slot].why = why;
         break_line(n, slot);
+    }
     for (uint32_t i = 0; i < MOE_CPU_MAX_STRANGERS; i++)
         if (n->stranger[i] == link)
             n->stranger_broken[i] = true;
@@ -247,10 +275,30 @@ static void close_links(struct moe_cpu_network *n, bool strangers)
 /* True if there was something to do. */
 static bool work(struct moe_cpu_network *n)
 {
+    moe_mutex_lock(&n->drive);
     bool sent = transmit_queue(n);
     bool progressed = moe_ucx_progress(n->ucx);
     close_links(n, false);
+    moe_mutex_unlock(&n->drive);
     return sent || progressed;
+}
+
+/* Sleeps until there is something to do, a sender or helper wakes the thread, or `limit_ms` has
+ * passed. While a waiting thread drives UCX, events of the network do not wake this one. */
+static void sleep_until_event(struct moe_cpu_network *n, int limit_ms)
+{
+    struct pollfd set[] = {{.fd = n->wake_fd, .events = POLLIN},
+                           {.fd = moe_ucx_events(n->ucx), .events = POLLIN}};
+    uint64_t helped = __atomic_load_n(&n->helped_ns, __ATOMIC_ACQUIRE);
+    if (helped != 0 && moe_clock_ns() < helped + HELPED_MS * MOE_NS_PER_MS) {
+        (void)poll(set, 1, HELPED_MS);
+        return;
+    }
+    moe_mutex_lock(&n->drive);
+    bool armed = moe_ucx_arm(n->ucx);
+    moe_mutex_unlock(&n->drive);
+    if (armed)
+        (void)poll(set, 2, limit_ms);
 }
 
 static void rest(struct moe_cpu_network *n, int limit_ms)
@@ -260,11 +308,27 @@ static void rest(struct moe_cpu_network *n, int limit_ms)
     bool idle = n->first == NULL && !n->stop;
     moe_mutex_unlock(&n->lock);
     if (idle)
-        moe_ucx_sleep(n->ucx, n->wake_fd, limit_ms);
+        sleep_until_event(n, limit_ms);
     __atomic_store_n(&n->asleep, false, __ATOMIC_SEQ_CST);
     uint64_t count;
     while (read(n->wake_fd, &count, sizeof count) > 0)
         continue;
+}
+
+void moe_cpu_network_help(struct moe_cpu_network *n)
+{
+    if (!moe_mutex_try_lock(&n->drive))
+        return;
+    __atomic_store_n(&n->helped_ns, moe_clock_ns(), __ATOMIC_RELEASE);
+    (void)transmit_queue(n);
+    (void)moe_ucx_progress(n->ucx);
+    moe_mutex_unlock(&n->drive);
+}
+
+void moe_cpu_network_stop_helping(struct moe_cpu_network *n)
+{
+    if (__atomic_exchange_n(&n->helped_ns, 0, __ATOMIC_SEQ_CST) != 0)
+        wake_thread(n);
 }
 
 static void *run_network(void *arg)
@@ -297,6 +361,7 @@ struct moe_status moe_cpu_network_open(const struct moe_cpu_network_config *conf
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "out of memory for a session's network");
     n->config = *config;
+    moe_mutex_init(&n->drive);
     moe_mutex_init(&n->lock);
     moe_wait_init(&n->freed);
     n->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -327,9 +392,10 @@ static struct moe_status unreachable(const struct moe_cpu_network *n, uint32_t s
                                      const char *what)
 {
     const struct moe_cpu_network_endpoint *e = &n->endpoints[slot];
+    const char *why = n->line[slot].why;
     return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST,
-                     "slot %u %s over the network (%.47s port %u)", slot, what, e->address,
-                     e->port);
+                     "slot %u %s over the network (%.47s port %u): %s", slot, what, e->address,
+                     e->port, why != NULL ? why : "no answer from that address");
 }
 
 static struct moe_status call_lower_slots(struct moe_cpu_network *n)
@@ -399,9 +465,7 @@ static void part_from_all(struct moe_cpu_network *n)
         continue;
     n->stop = true;
     moe_mutex_unlock(&n->lock);
-    const uint64_t one = 1;
-    if (write(n->wake_fd, &one, sizeof one) < 0)
-        return; /* a full counter wakes the thread as well */
+    wake_thread(n);
 }
 
 void moe_cpu_network_close(struct moe_cpu_network *n)
@@ -423,5 +487,6 @@ void moe_cpu_network_close(struct moe_cpu_network *n)
     moe_mutex_not_shared(&n->lock);
     pthread_cond_destroy(&n->freed);
     moe_mutex_destroy(&n->lock);
+    moe_mutex_destroy(&n->drive);
     free(n);
 }

@@ -39,7 +39,7 @@ struct moe_cpu_network_config {
     uint8_t *window;     /* this slot's, from its base */
     const struct moe_window_layout *layout;
     uint32_t budget_ms; /* how long a sender waits for a free message */
-    /* Called by the network thread; must not block. */
+    /* Called by the network thread, and inside moe_cpu_network_help; must not block. */
     void (*stored)(void *ctx);               /* flags of the window have changed */
     void (*lost)(void *ctx, uint64_t slots); /* bit s: slot s is gone */
     void (*left)(void *ctx, uint32_t slot);  /* it left in order, or reported this slot lost */
@@ -66,6 +66,11 @@ struct moe_status moe_cpu_network_open(const struct moe_cpu_network_config *conf
 struct moe_status moe_cpu_network_connect(struct moe_cpu_network *n, uint64_t peers,
                                           const struct moe_cpu_network_endpoint *endpoints,
                                           uint64_t deadline_ns) MOE_CHECKED;
+/* For a thread that waits for a flag. Moves messages, as the network thread does: that thread then
+ * need not wake up first. Callbacks run inside. */
+void moe_cpu_network_help(struct moe_cpu_network *n);
+/* The thread that helped goes to sleep: the network thread goes on. */
+void moe_cpu_network_stop_helping(struct moe_cpu_network *n);
 /* Any thread. Reports `slots` as lost to all peers. */
 void moe_cpu_network_report_lost(struct moe_cpu_network *n, uint64_t slots);
 /* Says goodbye, waits a moment until peers have all that was sent, ends the thread. No other call
@@ -82,7 +87,8 @@ struct moe_cpu_message *moe_cpu_network_take(struct moe_cpu_network *n, uint32_t
 void *moe_cpu_message_store(struct moe_cpu_message *m, size_t offset, size_t bytes);
 /* The same for one flag: a reader that sees it sees all before it. False: full. */
 bool moe_cpu_message_flag(struct moe_cpu_message *m, size_t offset, uint64_t flag);
-/* Hands the message over. Messages for a slot are carried out in this order. */
+/* Hands the message over. Messages for a slot are carried out in this order. Any thread; callbacks
+ * do not run inside. */
 void moe_cpu_network_send(struct moe_cpu_network *n, struct moe_cpu_message *m);
 
 #endif

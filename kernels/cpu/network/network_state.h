@@ -48,11 +48,12 @@ struct moe_cpu_message {
     uint64_t body[MOE_CPU_MESSAGE_BYTES / 8];
 };
 
-/* Of the network thread alone, and before it of the thread that connects. */
+/* Used while `drive` is held. */
 struct moe_cpu_line {
     moe_ucx_link link;
     bool verified;
-    bool broken; /* the link is to be closed */
+    bool broken;     /* the link is to be closed */
+    const char *why; /* UCX's reason for it, static; NULL = none */
     bool left;
     uint64_t sent, received; /* numbers of messages */
 };
@@ -60,6 +61,7 @@ struct moe_cpu_line {
 struct moe_cpu_network {
     struct moe_cpu_network_config config;
     struct moe_cpu_network_endpoint endpoint;
+    struct moe_mutex drive; /* held during calls of UCX, and its callbacks; taken before `lock` */
     struct moe_ucx *ucx;
     uint64_t peers;
     struct moe_cpu_line line[MOE_MAX_SLOTS];
@@ -69,7 +71,8 @@ struct moe_cpu_network {
     int wake_fd; /* eventfd */
     bool running;
     pthread_t thread;
-    bool asleep; /* atomic: a sender writes to wake_fd */
+    bool asleep;        /* atomic: a sender writes to wake_fd */
+    uint64_t helped_ns; /* atomic: when a waiting thread last drove UCX; 0 = none does */
 
     struct moe_mutex lock;
     pthread_cond_t freed; /* a message is free, or `parted` grew */
@@ -87,6 +90,8 @@ bool moe_cpu_message_carry_out(const struct moe_cpu_network *n, const void *body
 /* A message of the network thread; NULL if there is no memory. */
 struct moe_cpu_message *moe_cpu_message_own(struct moe_cpu_network *n, uint32_t slot,
                                             enum moe_cpu_message_kind kind);
+/* Appends to the queue. */
+void moe_cpu_message_enqueue(struct moe_cpu_message *m);
 /* The queue as a list, oldest first, which is empty afterwards. */
 struct moe_cpu_message *moe_cpu_message_queue(struct moe_cpu_network *n);
 /* Puts a message back that was not sent. */

@@ -5,7 +5,6 @@
 #include "cpu/network/ucx_library.h"
 
 #include <arpa/inet.h>
-#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -65,8 +64,7 @@ static ucs_status_t on_message(void *arg, const void *header, size_t header_leng
 static void on_error(void *arg, ucp_ep_h ep, ucs_status_t status)
 {
     struct moe_ucx *u = arg;
-    (void)status;
-    u->callbacks.broken(u->callbacks.ctx, ep);
+    u->callbacks.broken(u->callbacks.ctx, ep, u->lib->ucs_status_string(status));
 }
 
 static struct moe_status make_link(struct moe_ucx *u, ucp_ep_params_t *params, moe_ucx_link *out)
@@ -246,11 +244,14 @@ bool moe_ucx_progress(struct moe_ucx *u)
     return u->lib->ucp_worker_progress(u->worker) != 0;
 }
 
-void moe_ucx_sleep(struct moe_ucx *u, int wake_fd, int limit_ms)
+bool moe_ucx_arm(struct moe_ucx *u)
 {
-    struct pollfd set[] = {{.fd = wake_fd, .events = POLLIN}, {.fd = u->events, .events = POLLIN}};
-    if (u->lib->ucp_worker_arm(u->worker) == UCS_OK)
-        (void)poll(set, 2, limit_ms);
+    return u->lib->ucp_worker_arm(u->worker) == UCS_OK;
+}
+
+int moe_ucx_events(const struct moe_ucx *u)
+{
+    return u->events;
 }
 
 void moe_ucx_hang_up(struct moe_ucx *u, moe_ucx_link link)

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Ordered messages between processes over UCX: one listener, links to others, one thread that
- * drives them. Knows nothing of slots, windows or sessions.
+/* Ordered messages between processes over UCX: one listener, links to others, one thread at a time
+ * that drives them. Knows nothing of slots, windows or sessions.
  *
- * Threads   One thread at a time calls these functions, and all callbacks run inside
- *           moe_ucx_progress on that thread.
+ * Threads   One thread at a time calls these functions (moe_ucx_events: any), and all callbacks run
+ *           inside moe_ucx_progress on that thread.
  * Order     Messages of a link arrive in the order in which they were sent, each once. UCX keeps it
  *           over one line; the receiver checks numbers nevertheless (network.c). */
 #ifndef MOE_CPU_UCX_H
@@ -23,8 +23,8 @@ struct moe_ucx_callbacks {
                     const void *data, size_t bytes);
     /* A process connected. False: refuse it. */
     bool (*connected)(void *ctx, moe_ucx_link link);
-    /* The other process is gone, or the line. Close the link. */
-    void (*broken)(void *ctx, moe_ucx_link link);
+    /* The other process is gone, or the line; `why` is static text. Close the link. */
+    void (*broken)(void *ctx, moe_ucx_link link, const char *why);
     void *ctx;
 };
 
@@ -50,8 +50,10 @@ void moe_ucx_stop_listening(struct moe_ucx *u);
 void moe_ucx_send(struct moe_ucx *u, moe_ucx_link link, struct moe_ucx_send *send);
 /* Runs callbacks; false if nothing happened. */
 bool moe_ucx_progress(struct moe_ucx *u);
-/* Sleeps until there is something to do, `wake_fd` is readable, or `limit_ms` has passed. */
-void moe_ucx_sleep(struct moe_ucx *u, int wake_fd, int limit_ms);
+/* True: from now on the descriptor of moe_ucx_events is readable when there is something to do.
+ * False: there is something to do already. */
+bool moe_ucx_arm(struct moe_ucx *u);
+int moe_ucx_events(const struct moe_ucx *u);
 /* Ends a link at once; messages that wait are dropped, and `done` comes for each. */
 void moe_ucx_hang_up(struct moe_ucx *u, moe_ucx_link link);
 /* Links must be closed. NULL is ignored. */

@@ -44,10 +44,16 @@ static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,
     return moe_cpu_ep_combine(s->ep, expert_out, NULL, y);
 }
 
+static struct moe_status available(void)
+{
+    return moe_ok();
+}
+
 const struct moe_backend moe_backend_cpu = {
     .name = "cpu",
     .options = moe_cpu_options,
     .training = &moe_cpu_training,
+    .available = available,
     .device_open = moe_cpu_device_open,
     .device_close = moe_cpu_device_close,
     .device_info = moe_cpu_device_info,

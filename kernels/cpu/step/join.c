@@ -17,6 +17,7 @@
 
 enum {
     SPINS_WITH_A_CORE = 4000,
+    SPINS_OF_NETWORK = 400,
     SPINS_SHARING = 40,
     YIELDS = 100,
 };
@@ -26,7 +27,7 @@ struct join_record {
     uint64_t magic, epoch, live, window_bytes;
     uint32_t version, slot, slots, max_tokens, max_hidden, max_top_k, max_experts, training;
     uint32_t domain_size, network_only;
-    uint64_t host;
+    uint64_t host, machine;
     uint32_t user, has_network, loopback;
     struct moe_cpu_endpoint endpoint;
 };
@@ -46,10 +47,11 @@ static const char *address_of(const struct moe_session_config *c)
 static void describe_place(const struct moe_session_config *c, bool network_only,
                            struct join_record *r)
 {
-    const char *address = address_of(c);
+    const char *address = address_of(c), *id = c->hosts != NULL ? c->hosts[c->slot].id : "";
     r->domain_size = c->domain_size;
     r->network_only = network_only;
-    r->host = moe_reach_host(c->hosts != NULL ? c->hosts[c->slot].id : "");
+    r->host = moe_reach_host(id);
+    r->machine = moe_reach_machine(id);
     r->user = geteuid();
     r->has_network = moe_cpu_network_built();
     r->loopback = strncmp(address, "127.", 4) == 0 || strcmp(address, "::1") == 0;
@@ -120,8 +122,8 @@ static struct moe_status check_join_records(const struct moe_session *s,
     return moe_ok();
 }
 
-/* Spinning pays only if every slot of the host has a core for itself, and its network thread, if it
- * has one, has another. */
+/* Spinning pays only if every slot of the host has a core for itself. With a network, each spin
+ * also looks at the sockets, and takes longer. */
 static void choose_spinning(struct moe_session *s)
 {
     cpu_set_t cores;
@@ -129,8 +131,8 @@ static void choose_spinning(struct moe_session *s)
     int slots = 0;
     for (uint32_t p = 0; p < s->config.slots; p++)
         slots += s->window[p].base != NULL;
-    bool enough = n >= (s->network != NULL ? 2 * slots : slots);
-    s->spins = enough ? SPINS_WITH_A_CORE : SPINS_SHARING;
+    uint32_t with_a_core = s->network != NULL ? SPINS_OF_NETWORK : SPINS_WITH_A_CORE;
+    s->spins = n >= slots ? with_a_core : SPINS_SHARING;
     s->yields = YIELDS;
 }
 
@@ -141,6 +143,7 @@ static struct moe_status plan_reach(const struct moe_session_config *c,
     struct moe_reach_slot slot[MOE_MAX_SLOTS] = {0};
     for (uint32_t p = 0; p < c->slots; p++)
         slot[p] = (struct moe_reach_slot){.host = all[p].host,
+                                          .machine = all[p].machine,
                                           .domain = c->domain_size ? p / c->domain_size : 0,
                                           .user = all[p].user,
                                           .network = all[p].has_network,

@@ -5,6 +5,7 @@
 
 #include "base/memory.h"
 #include "common/activation_cache.h"
+#include "cuda/plan/fabric.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -50,6 +51,7 @@ static struct moe_status read_properties(struct moe_device *device)
     device->memory_bytes = p.totalGlobalMem;
     static_assert(sizeof device->uuid == sizeof p.uuid, "a GPU's UUID");
     memcpy(&device->uuid, &p.uuid, sizeof device->uuid);
+    moe_cuda_fabric_domain(MOE_CUDA_NVML, device->uuid.bytes, device->domain);
     snprintf(device->gpu_name, sizeof device->gpu_name, "%.47s", p.name);
     if (device->arch < OLDEST_ARCH)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
@@ -128,6 +130,7 @@ void moe_cuda_device_destroy(struct moe_device *device)
 void moe_cuda_device_info(struct moe_device *device, struct moe_device_info *out)
 {
     snprintf(out->name, sizeof out->name, "%s, device %d", device->gpu_name, device->ordinal);
+    memcpy(out->domain, device->domain, sizeof out->domain);
     out->memory_bytes = device->memory_bytes;
     out->used_bytes = __atomic_load_n(&device->used_bytes, __ATOMIC_RELAXED);
     size_t free_bytes = 0, total = 0;

@@ -42,6 +42,7 @@ struct moe_device {
     uint32_t bulk_shared_bytes;     /* shared memory of a CTA; 0 without a bulk copy engine */
     char gpu_name[48];
     struct moe_gpu_uuid uuid;
+    char domain[64]; /* as in moe_device_info */
     uint64_t memory_bytes;
     uint64_t used_bytes; /* atomic */
     struct moe_mutex memory_lock;

@@ -44,6 +44,15 @@ template <typename... Kernel> static inline struct moe_status moe_cuda_load(Kern
     }
     return moe_ok();
 }
+
+/* Loads a kernel, and allows its launches up to `bytes` of dynamic shared memory. A launch takes
+ * only what it asks for. */
+template <typename Kernel>
+static inline struct moe_status moe_cuda_allow_shared(Kernel kernel, size_t bytes)
+{
+    return MOE_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         static_cast<int>(bytes)));
+}
 #endif
 
 #endif

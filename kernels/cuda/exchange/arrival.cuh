@@ -70,15 +70,11 @@ constexpr size_t bytes_of_tables(size_t numbers, size_t experts)
            sizeof(uint16_t) * experts;
 }
 
-/* The largest need of any pass (every expert on every slot) fits on every supported GPU. A CTA has
- * at least 99 KiB (8.6, 8.9, 12.0; 163 on 8.0, 227 on 9.0). Rings of rows take only the rest; if it
- * is too small, there are none. If a limit is raised, layers that do not fit must be refused before
- * a step runs. */
-constexpr size_t LEAST_SHARED_BYTES = 99 * 1024;
-static_assert(MOE_CUDA_MAX_SLOTS * MOE_CUDA_MAX_EXPERTS % 4 == 0, "the largest tally is whole");
-static_assert(bytes_of_tables(max_numbers(MOE_CUDA_MAX_SLOTS, MOE_CUDA_MAX_EXPERTS,
-                                          MOE_CUDA_MAX_SLOTS *MOE_CUDA_MAX_EXPERTS),
-                              MOE_CUDA_MAX_EXPERTS) <= LEAST_SHARED_BYTES,
+/* The largest need of any layer that layer_create takes (moe_cuda_tables_fit). Rings of rows take
+ * only the rest; if it is too small, there are none. */
+static_assert(MOE_CUDA_MAX_COPIES % 4 == 0, "the largest tally is whole");
+static_assert(bytes_of_tables(max_numbers(1, MOE_CUDA_MAX_CELLS, MOE_CUDA_MAX_COPIES),
+                              MOE_CUDA_MAX_EXPERTS) <= MOE_CUDA_LEAST_SHARED,
               "what dispatch keeps of the largest layer fits into a CTA's shared memory");
 
 __device__ inline int32_t *local_indices(const struct moe_cuda_pass &p, struct arrival *a)

@@ -63,12 +63,12 @@ __device__ static void read_counts(const struct moe_cuda_pass &p, struct arrival
     }
 }
 
-static_assert(
-    MOE_CUDA_MAX_SLOTS * (UINT64_C(1) << MOE_WINDOW_VALUE_BITS) + MOE_ROW_ALIGN <= UINT32_MAX &&
-        MOE_CUDA_MAX_EXPERTS *
-                (MOE_CUDA_MAX_SLOTS * (UINT64_C(1) << MOE_WINDOW_VALUE_BITS) / MOE_ROW_ALIGN + 1) <=
-            UINT32_MAX,
-    "sums of counts, and of blocks of rows");
+static_assert(MOE_CUDA_MAX_SLOTS * (UINT64_C(1) << MOE_WINDOW_VALUE_BITS) + MOE_ROW_ALIGN <=
+                      UINT32_MAX &&
+                  MOE_CUDA_MAX_CELLS * (UINT64_C(1) << MOE_WINDOW_VALUE_BITS) / MOE_ROW_ALIGN +
+                          MOE_CUDA_MAX_EXPERTS <=
+                      UINT32_MAX,
+              "sums of counts, and of blocks of rows");
 
 /* Lays out rows: experts in ascending order, each from an aligned row; within an expert, sources in
  * slot order. One warp. */

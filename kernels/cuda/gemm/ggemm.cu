@@ -65,16 +65,21 @@ const instance instances[] = {
      sizeof(ggemm::pingpong_shared)},
 };
 static_assert(sizeof instances / sizeof *instances == MOE_CUDA_TILE_COUNT, "one instance per tile");
+static_assert(sizeof(ggemm::stream_shared) <= 227 * 1024 &&
+                  sizeof(ggemm::even_shared) <= 227 * 1024 &&
+                  sizeof(ggemm::pingpong_shared) <= 227 * 1024,
+              "a CTA of sm_90 can have no more");
 
 moe_status check_shape(const moe_cuda_ggemm &g)
 {
     const uint64_t row_tiles = uint64_t(g.row_capacity) / ggemm::MMA_ROWS + g.experts;
     const uint64_t column_tiles =
         (uint64_t(g.n) * 2 + ggemm::STREAM_COLUMNS - 1) / ggemm::STREAM_COLUMNS;
-    if (g.tile >= MOE_CUDA_TILE_COUNT || g.experts == 0 || g.experts > MOE_CUDA_MAX_EXPERTS ||
-        g.row_capacity == 0 || g.n == 0 || g.k == 0 || g.n % 8 != 0 || g.k % 8 != 0 ||
-        g.n > UINT32_MAX / 4 || row_tiles * column_tiles > MAX_TILES ||
-        !tensor_map::fits_stride(g.x_stride, g.k) || !tensor_map::fits_stride(g.out_stride, g.n))
+    if (g.tile >= MOE_CUDA_TILE_COUNT || g.experts == 0 ||
+        g.experts > moe_cuda_tile_shape(g.tile).experts || g.row_capacity == 0 || g.n == 0 ||
+        g.k == 0 || g.n % 8 != 0 || g.k % 8 != 0 || g.n > UINT32_MAX / 4 ||
+        row_tiles * column_tiles > MAX_TILES || !tensor_map::fits_stride(g.x_stride, g.k) ||
+        !tensor_map::fits_stride(g.out_stride, g.n))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: %u experts, %u rows, %u x %u is out of range", g.experts,
                          g.row_capacity, g.n, g.k);

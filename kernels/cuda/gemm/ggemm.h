@@ -55,7 +55,7 @@ struct moe_cuda_ggemm {
     bool gated;                   /* gate and up with activation, or plain */
     bool back; /* plain only: x W[e] instead of x W[e]^T, for the gradient of the rows; the weights
                   are then [experts, k, n], as stored */
-    uint32_t experts;      /* local ones, 1..MOE_CUDA_MAX_EXPERTS */
+    uint32_t experts;      /* local ones, 1.. the most of the tile */
     uint32_t row_capacity; /* rows of x and out */
     uint32_t n;            /* columns of out, a multiple of 8; the weights have n rows, gated: 2n */
     uint32_t k;            /* a multiple of 8 */

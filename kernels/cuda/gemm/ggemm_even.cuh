@@ -33,7 +33,8 @@ constexpr uint32_t EVEN_SLABS = EVEN_COLUMNS / MMA_ROWS;
 constexpr uint32_t EVEN_THREADS = 3 * WARPGROUP;
 constexpr int EVEN_RING = 1, EVEN_OWN = 3; /* named barriers */
 
-using even_shared = shared<EVEN_ROWS, EVEN_COLUMNS, EVEN_STAGES, 2 * EVEN_CHUNK * CHUNK_ROW_BYTES>;
+using even_shared = shared<EVEN_ROWS, EVEN_COLUMNS, EVEN_STAGES, 2 * EVEN_CHUNK * CHUNK_ROW_BYTES,
+                           MOE_CUDA_MAX_EXPERTS>;
 static_assert(MMA_ROWS * DEPTH_BYTES == SLAB_BYTES, "64 weight rows, or 64 columns of 64");
 using even_walk = tile_walk<EVEN_ROWS, EVEN_COLUMNS, true>;
 

@@ -26,8 +26,8 @@ constexpr uint32_t PINGPONG_ROWS = 128, PINGPONG_COLUMNS = 128, PINGPONG_STAGES 
 constexpr uint32_t PINGPONG_THREADS = 3 * WARPGROUP, PINGPONG_ROW_STEP = 64;
 constexpr int RING_BARRIER = 1;
 
-using pingpong_shared =
-    shared<PINGPONG_ROWS, PINGPONG_COLUMNS, PINGPONG_STAGES, 2 * WARPGROUP / WARP * WARP_STAGING>;
+using pingpong_shared = shared<PINGPONG_ROWS, PINGPONG_COLUMNS, PINGPONG_STAGES,
+                               2 * WARPGROUP / WARP * WARP_STAGING, MOE_CUDA_PINGPONG_EXPERTS>;
 
 template <bool GATED, bool F32, bool BACK, bool SAVE>
 __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_shared &s,

@@ -13,15 +13,17 @@
 namespace ggemm
 {
 
-/* Shared memory of a block. A stage's rows are 128 bytes each, swizzled by the copy engine. */
-template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING> struct shared {
+/* Shared memory of a block. A stage's rows are 128 bytes each, swizzled by the copy engine.
+ * EXPERTS: as in moe_cuda_tile_shape. */
+template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING, uint32_t EXPERTS>
+struct shared {
     alignas(1024) uint8_t a[STAGES][ROWS * DEPTH_BYTES];
     alignas(1024) uint8_t b[STAGES][COLUMNS * DEPTH_BYTES];
     alignas(1024) uint8_t staging[STAGING]; /* results on their way out */
     uint64_t full[STAGES];                  /* the copy engine has filled the stage */
     uint64_t empty[STAGES];                 /* all warps that read the stage are done */
     const CUtensorMap *weights;             /* of this run */
-    uint32_t first[MOE_CUDA_MAX_EXPERTS + 1];
+    uint32_t first[EXPERTS + 1];
 };
 
 /* Position in the ring. */
@@ -91,8 +93,9 @@ __device__ __forceinline__ void load_weight_slabs(uint8_t *to, const CUtensorMap
  * short tile uses a separate map (a box of the next multiple of ROW_STEP), not several boxes.
  * Weights that no other tile reads are marked evict-first. */
 template <uint32_t ROW_STEP, bool EVEN, bool BACK, uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES,
-          uint32_t STAGING>
-__device__ __forceinline__ void produce(const params &p, shared<ROWS, COLUMNS, STAGES, STAGING> &s)
+          uint32_t STAGING, uint32_t EXPERTS>
+__device__ __forceinline__ void produce(const params &p,
+                                        shared<ROWS, COLUMNS, STAGES, STAGING, EXPERTS> &s)
 {
     static_assert(ROWS / ROW_STEP <= ROW_BOXES, "a map for every height");
     const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
@@ -126,10 +129,11 @@ __device__ __forceinline__ void produce(const params &p, shared<ROWS, COLUMNS, S
 /* The main loop of one tile, by one warpgroup. Reads `steps` stages, leaves the last product in
  * flight and returns its stage, which finish_product releases. One product stays in flight while
  * the next is issued, so each stage is released one step late. */
-template <bool BACK, uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING>
-__device__ __forceinline__ uint32_t multiply_tile(shared<ROWS, COLUMNS, STAGES, STAGING> &s,
-                                                  ring<STAGES> &at, uint32_t steps,
-                                                  float (&acc)[ROWS / MMA_ROWS][COLUMNS / 2])
+template <bool BACK, uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING,
+          uint32_t EXPERTS>
+__device__ __forceinline__ uint32_t
+multiply_tile(shared<ROWS, COLUMNS, STAGES, STAGING, EXPERTS> &s, ring<STAGES> &at, uint32_t steps,
+              float (&acc)[ROWS / MMA_ROWS][COLUMNS / 2])
 {
     const bool speaks = threadIdx.x % WARP == 0;
     uint32_t previous = 0;
@@ -161,8 +165,8 @@ __device__ __forceinline__ uint32_t multiply_tile(shared<ROWS, COLUMNS, STAGES, 
     return previous;
 }
 
-template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING>
-__device__ __forceinline__ void finish_product(shared<ROWS, COLUMNS, STAGES, STAGING> &s,
+template <uint32_t ROWS, uint32_t COLUMNS, uint32_t STAGES, uint32_t STAGING, uint32_t EXPERTS>
+__device__ __forceinline__ void finish_product(shared<ROWS, COLUMNS, STAGES, STAGING, EXPERTS> &s,
                                                uint32_t last_stage,
                                                float (&acc)[ROWS / MMA_ROWS][COLUMNS / 2])
 {

@@ -17,8 +17,8 @@ namespace ggemm
 constexpr uint32_t STREAM_COLUMNS = 128, STREAM_STAGES = 8;
 constexpr uint32_t STREAM_THREADS = WARPGROUP + WARP, STREAM_ROW_STEP = 16;
 
-using stream_shared =
-    shared<MMA_ROWS, STREAM_COLUMNS, STREAM_STAGES, WARPGROUP / WARP * WARP_STAGING>;
+using stream_shared = shared<MMA_ROWS, STREAM_COLUMNS, STREAM_STAGES,
+                             WARPGROUP / WARP * WARP_STAGING, MOE_CUDA_MAX_EXPERTS>;
 
 template <bool GATED, bool F32, bool BACK, bool SAVE>
 __device__ __forceinline__ void stream_consume(const params &p, stream_shared &s)

@@ -8,6 +8,8 @@
 #include "cuda/gemm/ggemm_wgrad.cuh"
 #include "cuda/gemm/tensor_map.cuh"
 
+#include <algorithm>
+
 namespace
 {
 
@@ -71,6 +73,29 @@ moe_status launch(const ggemm::wgrad_params &p, int processors, CUstream_st *str
     return MOE_LAUNCHED("weights' gradient");
 }
 
+/* Experts first .. first + WGRAD_EXPERTS - 1, as far as there are some. */
+moe_status enqueue_part(const moe_cuda_wgrad &all, uint32_t first, int processors,
+                        CUstream_st *stream)
+{
+    moe_cuda_wgrad w = all;
+    w.experts = std::min(all.experts - first, ggemm::WGRAD_EXPERTS);
+    w.start += first;
+    w.count += first;
+    w.dw += size_t(first) * w.n * w.k;
+    ggemm::wgrad_params p = {};
+    const bool wide = takes_wide_tiles(w);
+    MOE_TRY(describe(w, wide ? WIDE : NARROW, &p));
+    p.start = w.start;
+    p.count = w.count;
+    p.experts = w.experts;
+    p.n = w.n;
+    p.k = w.k;
+    if (w.accumulate)
+        return launch<NARROW, true>(p, processors, stream);
+    return wide ? launch<WIDE, false>(p, processors, stream)
+                : launch<NARROW, false>(p, processors, stream);
+}
+
 } // namespace
 
 extern "C" moe_status moe_cuda_wgrad_enqueue(const moe_cuda_wgrad *w, CUstream_st *stream)
@@ -81,20 +106,11 @@ extern "C" moe_status moe_cuda_wgrad_enqueue(const moe_cuda_wgrad *w, CUstream_s
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "the weights' gradient needs a Hopper GPU");
     MOE_TRY(check_shape(*w));
-    ggemm::wgrad_params p = {};
-    const bool wide = takes_wide_tiles(*w);
-    MOE_TRY(describe(*w, wide ? WIDE : NARROW, &p));
-    p.start = w->start;
-    p.count = w->count;
-    p.experts = w->experts;
-    p.n = w->n;
-    p.k = w->k;
     if (w->processors != 0 && w->processors < uint32_t(processors))
         processors = int(w->processors);
-    if (w->accumulate)
-        return launch<NARROW, true>(p, processors, stream);
-    return wide ? launch<WIDE, false>(p, processors, stream)
-                : launch<NARROW, false>(p, processors, stream);
+    for (uint32_t first = 0; first < w->experts; first += ggemm::WGRAD_EXPERTS)
+        MOE_TRY(enqueue_part(*w, first, processors, stream));
+    return moe_ok();
 }
 
 extern "C" moe_status moe_cuda_load_ggemm_wgrad(void)

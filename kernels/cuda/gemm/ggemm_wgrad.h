@@ -38,8 +38,8 @@ struct moe_cuda_wgrad {
     uint32_t processors; /* limit of multiprocessors, an even number >= 2; 0 = all */
 };
 
-/* Launches one kernel on `stream`; capturable. For shapes and devices that moe_cuda_ggemm_serves.
- * Errors: as moe_cuda_ggemm_enqueue. */
+/* Launches a kernel on `stream`, or two for more than 512 experts; capturable. For shapes and
+ * devices that moe_cuda_ggemm_serves. Errors: as moe_cuda_ggemm_enqueue. */
 struct moe_status moe_cuda_wgrad_enqueue(const struct moe_cuda_wgrad *w,
                                          struct CUstream_st *stream) MOE_CHECKED;
 

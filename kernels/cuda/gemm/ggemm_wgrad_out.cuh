@@ -33,6 +33,8 @@ constexpr uint32_t PIECE_ROWS = MMA_ROWS, PIECE_COLUMNS = 32; /* of fp32: 128 by
 constexpr uint32_t PIECE_BYTES = PIECE_ROWS * PIECE_COLUMNS * 4;
 constexpr uint32_t WGRAD_SLOTS = 4; /* per consumer */
 
+constexpr uint32_t WGRAD_EXPERTS = 512; /* of a launch: their table takes the rest of the memory */
+
 /* COLUMNS: columns of X in a tile. */
 template <uint32_t COLUMNS> struct wgrad_shape {
     static constexpr uint32_t SLABS = COLUMNS / DEPTH;
@@ -60,7 +62,7 @@ template <uint32_t COLUMNS> struct wgrad_shared {
     uint64_t full[shape::STAGES];  /* the copy engine has filled the stage */
     uint64_t empty[shape::STAGES]; /* all warps of the cluster that read the stage are done */
     uint64_t old[2][WGRAD_SLOTS];  /* the slot has its old values */
-    uint32_t first[MOE_CUDA_MAX_EXPERTS + 1];
+    uint32_t first[WGRAD_EXPERTS + 1];
 };
 
 static_assert(sizeof(wgrad_shared<128>) <= 227 * 1024 && sizeof(wgrad_shared<192>) <= 227 * 1024,

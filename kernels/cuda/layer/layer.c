@@ -76,6 +76,20 @@ static struct moe_status make_room(struct moe_layer *layer, enum moe_weight w)
     return moe_ok();
 }
 
+static struct moe_status check_tables(const struct moe_layer *layer)
+{
+    const struct moe_placement *p = &layer->placement;
+    uint32_t copies = p->offset[p->experts];
+    if (moe_cuda_tables_fit(p->slots, layer->local_experts, copies))
+        return moe_ok();
+    return moe_error(
+        MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+        "%u copies of %u experts on %u slots, %u of them here: on GPUs the slots times "
+        "the experts of one are at most %d, and the copies %d",
+        copies, p->experts, p->slots, layer->local_experts, MOE_CUDA_MAX_CELLS,
+        MOE_CUDA_MAX_COPIES);
+}
+
 struct moe_status moe_cuda_layer_create(struct moe_device *device,
                                         const struct moe_layer_spec *spec,
                                         const struct moe_placement *placement, uint32_t slot,
@@ -98,6 +112,7 @@ struct moe_status moe_cuda_layer_create(struct moe_device *device,
                  moe_placement_copy(placement, slot, &layer->placement, &layer->local,
                                     &layer->local_experts, &layer->local_index),
                  fail);
+    MOE_TRY_GOTO(st, check_tables(layer), fail);
     MOE_TRY_GOTO(st, shape_matrices(layer), fail);
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
         MOE_TRY_GOTO(st, make_room(layer, w), fail);

@@ -4,6 +4,8 @@
  * (tests/bench/results/products.md). */
 #include "cuda/plan/gemm_choice.h"
 
+#include "cuda/plan/limits.h"
+
 enum {
     DECODE_MAX_ROWS = 64, /* one tile of 64 rows: only the bytes of weights matter */
     EVEN_MAX_ROWS =
@@ -14,9 +16,18 @@ enum {
 struct moe_cuda_tile_shape moe_cuda_tile_shape(enum moe_cuda_gemm_tile tile)
 {
     static const struct moe_cuda_tile_shape shape[MOE_CUDA_TILE_COUNT] = {
-        [MOE_CUDA_TILE_DECODE] = {.rows = 64, .columns = 128, .depth = 64, .stages = 8},
-        [MOE_CUDA_TILE_EVEN] = {.rows = 192, .columns = 128, .depth = 64, .stages = 5},
-        [MOE_CUDA_TILE_PINGPONG] = {.rows = 128, .columns = 128, .depth = 64, .stages = 6},
+        [MOE_CUDA_TILE_DECODE] =
+            {.rows = 64, .columns = 128, .depth = 64, .stages = 8, .experts = MOE_CUDA_MAX_EXPERTS},
+        [MOE_CUDA_TILE_EVEN] = {.rows = 192,
+                                .columns = 128,
+                                .depth = 64,
+                                .stages = 5,
+                                .experts = MOE_CUDA_MAX_EXPERTS},
+        [MOE_CUDA_TILE_PINGPONG] = {.rows = 128,
+                                    .columns = 128,
+                                    .depth = 64,
+                                    .stages = 6,
+                                    .experts = MOE_CUDA_PINGPONG_EXPERTS},
     };
     return shape[tile];
 }
@@ -36,6 +47,7 @@ enum moe_cuda_gemm_tile moe_cuda_choose_tile(const struct moe_cuda_gemm_params *
     uint32_t rows = moe_cuda_expected_rows(params);
     if (rows <= DECODE_MAX_ROWS)
         return MOE_CUDA_TILE_DECODE;
-    return rows <= EVEN_MAX_ROWS && params->k >= EVEN_MIN_K ? MOE_CUDA_TILE_EVEN
-                                                            : MOE_CUDA_TILE_PINGPONG;
+    bool even = rows <= EVEN_MAX_ROWS && params->k >= EVEN_MIN_K;
+    return even || params->experts > MOE_CUDA_PINGPONG_EXPERTS ? MOE_CUDA_TILE_EVEN
+                                                               : MOE_CUDA_TILE_PINGPONG;
 }

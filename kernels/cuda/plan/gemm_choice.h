@@ -18,11 +18,13 @@ enum moe_cuda_gemm_tile {
     MOE_CUDA_TILE_COUNT
 };
 
-/* A tile of the output (up to `rows` rows of an expert), one step of K, and how many steps are in
- * flight. */
+/* A tile of the output (up to `rows` rows of an expert), one step of K, how many steps are in
+ * flight, and the most experts of a product: their table takes the rest of the shared memory. */
 struct moe_cuda_tile_shape {
-    uint32_t rows, columns, depth, stages;
+    uint32_t rows, columns, depth, stages, experts;
 };
+
+enum { MOE_CUDA_PINGPONG_EXPERTS = 512 };
 
 struct moe_cuda_tile_shape moe_cuda_tile_shape(enum moe_cuda_gemm_tile tile);
 
@@ -37,6 +39,7 @@ struct moe_cuda_gemm_params {
 /* Rows that one expert gets when full buckets are routed evenly, rounded up; at least 1. */
 uint32_t moe_cuda_expected_rows(const struct moe_cuda_gemm_params *params);
 
+/* A tile that can have all experts of the layer, so that every slot chooses alike. */
 enum moe_cuda_gemm_tile moe_cuda_choose_tile(const struct moe_cuda_gemm_params *params);
 
 #ifdef __cplusplus

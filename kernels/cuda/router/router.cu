@@ -2,7 +2,7 @@
 /* From logits to ids and weights. One warp per token, 4 warps per CTA.
  *
  * Shared    three fp32 arrays per warp (scores, keys, groups), each with one value per expert and
- *           zero expert: at most 48 KiB per CTA. No stages.
+ *           zero expert: at most 96 KiB per CTA. No stages.
  * Registers no limit.
  *
  * A warp chooses in K rounds: each takes the best remaining key. The order is total: key
@@ -270,13 +270,13 @@ struct moe_status moe_cuda_router_choose(const struct moe_layer *layer,
     a.token_state = r->token_state;
     unsigned blocks = (r->capacity + WARPS - 1) / WARPS;
     size_t shared = (size_t)WARPS * ARRAYS * a.choices * sizeof(float);
-    static_assert(WARPS * ARRAYS * 2 * MOE_CUDA_MAX_EXPERTS * sizeof(float) <= 48 << 10,
-                  "shared memory that needs no special request");
     choose_kernel<<<blocks, 32 * WARPS, shared, stream>>>(a);
     return MOE_LAUNCHED("routing");
 }
 
 struct moe_status moe_cuda_load_router(void)
 {
-    return moe_cuda_load(choose_kernel);
+    constexpr size_t most = sizeof(float) * WARPS * ARRAYS * 2 * MOE_CUDA_MAX_EXPERTS;
+    static_assert(most <= MOE_CUDA_LEAST_SHARED, "the arrays of the most choices fit");
+    return moe_cuda_allow_shared(choose_kernel, most);
 }

@@ -11,11 +11,23 @@
 #include "cuda/step/step.h"
 #include "cuda/step/training.h"
 
-bool moe_cuda_available(void)
+/* CUDA's own text does not tell a missing driver from an old one. */
+static struct moe_status available(void)
 {
-    int count = 0;
-    cudaError_t rc = cudaGetDeviceCount(&count);
-    return rc == cudaSuccess && count > 0;
+    int driver = 0, runtime = 0, count = 0;
+    MOE_TRY(MOE_CUDA(cudaDriverGetVersion(&driver)));
+    MOE_TRY(MOE_CUDA(cudaRuntimeGetVersion(&runtime)));
+    if (driver == 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "the NVIDIA driver (libcuda.so.1) is not installed");
+    if (driver / 1000 < runtime / 1000)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "the NVIDIA driver supports CUDA %d.%d, and this release needs %d.%d",
+                         driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    MOE_TRY(MOE_CUDA(cudaGetDeviceCount(&count)));
+    return count > 0 ? moe_ok()
+                     : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                                 "the NVIDIA driver finds no GPU");
 }
 
 /* Parts of a pass that a caller makes alone do not overlap steps. */
@@ -44,6 +56,7 @@ const struct moe_backend moe_backend_cuda = {
     .name = "cuda",
     .options = moe_cuda_options,
     .training = &moe_cuda_training,
+    .available = available,
     .device_open = moe_cuda_device_open,
     .device_close = moe_cuda_device_close,
     .device_info = moe_cuda_device_info,

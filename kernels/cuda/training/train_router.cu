@@ -191,8 +191,8 @@ size_t shared_bytes(const struct moe_cuda_router_backward &a)
 {
     return static_cast<size_t>(WARPS) * 3 * (a.experts + a.spec.zero_experts) * sizeof(float);
 }
-static_assert(WARPS * 3 * 2 * MOE_CUDA_MAX_EXPERTS * sizeof(float) <= 48 << 10,
-              "shared memory that needs no special request");
+constexpr size_t MAX_SHARED = sizeof(float) * WARPS * 3 * 2 * MOE_CUDA_MAX_EXPERTS;
+static_assert(MAX_SHARED <= MOE_CUDA_LEAST_SHARED, "the arrays of the most choices fit");
 
 __global__ void count_loads_kernel(uint32_t tokens, uint32_t top_k, uint32_t experts,
                                    const uint8_t *use, const int32_t *ids, uint32_t *loads,
@@ -306,6 +306,7 @@ struct moe_status moe_cuda_add_parts(size_t n, const float *sums, float *grad, c
 
 struct moe_status moe_cuda_load_train_router(void)
 {
-    return moe_cuda_load(router_backward_kernel, aux_backward_kernel, count_loads_kernel,
-                         split_logits_kernel, stack_kernel, add_parts_kernel);
+    MOE_TRY(moe_cuda_allow_shared(router_backward_kernel, MAX_SHARED));
+    MOE_TRY(moe_cuda_allow_shared(aux_backward_kernel, MAX_SHARED));
+    return moe_cuda_load(count_loads_kernel, split_logits_kernel, stack_kernel, add_parts_kernel);
 }

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The backend interface: one table of functions for a device.
  *
- * `moe_backend_cpu` and, if built, `moe_backend_cuda` implement it. The worker and the conformance
- * suite use nothing else. Both backends run the same algorithm over the same window layout
- * (kernels/README.md). So findings on one hold on the other.
+ * `moe_backend_cpu` and `moe_backend_cuda` (a module, moe/backend_module.h) implement it. The
+ * worker and the conformance suite use nothing else. Both backends run the same algorithm over the
+ * same window layout (kernels/README.md). So findings on one hold on the other.
  *
  * Objects   device   one GPU, or the CPU cores given to this process
  *           layer    one MoE layer's spec, placement and resident weights, on one device
@@ -64,6 +64,7 @@ struct moe_device_config {
 
 struct moe_device_info {
     char name[64];         /* "AMD EPYC, avx512, 2 threads"; for people */
+    char domain[64];       /* NVLink domain of a GPU, over hosts; "" = its host, or not known */
     uint64_t memory_bytes; /* total device memory (CPU: physical memory) */
     uint64_t used_bytes;   /* allocated through this device: weights, windows, mem_alloc */
     uint64_t free_bytes;   /* available now, after what other processes use */
@@ -82,7 +83,7 @@ typedef struct moe_status (*moe_allgather_fn)(void *ctx, const void *mine, void 
  * while the session forms. */
 struct moe_session_host {
     char id[80];      /* the machine, its boot and its network namespace */
-    char domain[64];  /* NVLink domain of its GPU; "" = not known */
+    char domain[64];  /* of its device, as in moe_device_info */
     char address[48]; /* numeric; rows of other hosts come here. "" = loopback */
 };
 
@@ -210,6 +211,11 @@ struct moe_backend {
     /* NULL if this backend cannot train. */
     const struct moe_training *training;
 
+    /* Whether this host has such a device. On CUDA it starts the driver in this process: a child
+     * that is forked later cannot use it. Errors: MOE_FAILED_PRECONDITION/UNSUPPORTED, with what is
+     * missing. */
+    struct moe_status (*available)(void);
+
     struct moe_status (*device_open)(const struct moe_device_config *, struct moe_device **out);
     void (*device_close)(struct moe_device *);
     void (*device_info)(struct moe_device *, struct moe_device_info *out);
@@ -312,8 +318,8 @@ struct moe_backend {
 
 extern const struct moe_backend moe_backend_cpu;
 
-/* The options of each backend that has any, also of those that this build lacks: the same command
- * line serves every build. Ends with NULL. */
+/* The options of each backend that has any, also of those that this host lacks: the same command
+ * line serves every host. Ends with NULL. */
 extern const struct moe_backend_option *const moe_backend_option_tables[];
 
 /* main calls this once, before the process has a second thread. Sets environment variables for
@@ -322,8 +328,12 @@ extern const struct moe_backend_option *const moe_backend_option_tables[];
  * that are set. NULL = the libraries choose. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
 struct moe_status moe_backends_prepare(const char *interface) MOE_CHECKED;
 
-/* Finds a backend by name; "auto" prefers cuda if it is built and a device answers. NULL if this
- * build has no such backend. */
-const struct moe_backend *moe_backend_find(const char *name);
+/* Finds "cpu" or "cuda". The first call for "cuda" opens its module; it starts no driver. Threads:
+ * any. Errors: MOE_FAILED_PRECONDITION with the module or library that is missing (UNSUPPORTED), or
+ * with the builds that differ (VERSION_MISMATCH); MOE_INVALID_ARGUMENT (no such name). */
+struct moe_status moe_backend_find(const char *name, const struct moe_backend **out) MOE_CHECKED;
+
+/* cuda if a device is available, else cpu; then `why_not_cuda` is a failure with the reason. */
+const struct moe_backend *moe_backend_auto(struct moe_status *why_not_cuda);
 
 #endif

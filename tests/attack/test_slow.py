@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that send too little, on a group of real daemons, with a light client next to them. Its
+answers are right, none is missing, and it is hardly slower; the view stays; the worker's memory
+stays within its budget, and is given back.
+
+  test_slow.py BUILD MODELS [--seconds S] [--idle N] [unittest arguments]
+
+By hand: --seconds 30 --idle 10000."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import unittest
+
+import test_attack as attack
+
+IDLE = int(attack.option("--idle", 300))
+BUDGET = 1 << 30  # --max-bytes-in-flight of a worker
+REST, REST_SECONDS = 64 << 20, 60  # bytes that it may keep after so many seconds
+SANITIZED = os.environ.get("MOE_SANITIZED") == "1"
+NOISE = 1.0 if SANITIZED else 0.25  # seconds that a host with few cores may add
+
+import slow  # noqa: E402
+from group import group, main, wait_until  # noqa: E402
+
+
+class Slow(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        if len(attack.CORES) > 1:
+            os.sched_setaffinity(0, attack.CORES[:-1])
+        cls.context = group(attack.FAMILY, 2)
+        cls.group = cls.context.__enter__()
+        processes = cls.group.description()["processes"]
+        cls.coordinator = next(each for each in processes if each["name"] == "coordinator")
+        cls.worker = next(each for each in processes if each["name"] != "coordinator")
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.context.__exit__(None, None, None)
+
+    def endure(self, name, connections, allowed):
+        """`allowed`: bytes that the worker may take. Returns the totals of slow.py, and the bytes
+        that it took."""
+        pid, seconds = self.worker["pid"], max(attack.SECONDS, slow.SCENES[name][-1])
+        client = attack.LightClient(self.worker["endpoint"])
+        self.addCleanup(client.end)
+        time.sleep(2)
+        before, quiet = attack.resident_bytes(pid), list(client.times)
+        view = attack.epoch(self.coordinator["endpoint"])
+        del client.times[:]
+        attacker = subprocess.Popen(
+            [sys.executable, os.path.join(attack.HERE, "slow.py"), self.worker["endpoint"], name,
+             "--seconds", str(seconds), "--connections", str(connections)], stdout=subprocess.PIPE,
+            preexec_fn=lambda: os.sched_setaffinity(0, attack.CORES[-1:]))
+        peak = before
+        while attacker.poll() is None:
+            peak = max(peak, attack.resident_bytes(pid))
+            time.sleep(0.02)
+        client.end()
+        totals = json.loads(attacker.communicate()[0])
+        ended = time.monotonic()
+        if not SANITIZED:
+            wait_until(lambda: attack.resident_bytes(pid) <= before + REST,
+                       REST_SECONDS)
+        p50, p99 = ([attack.percentile(times, share) for times in (quiet, client.times)]
+                    for share in (0.5, 0.99))
+        print("  %s: %s; light client: %d calls, p50 %.2f -> %.2f ms, p99 %.1f -> %.1f ms, "
+              "%d errors; memory %d -> %d MiB, back after %.0f s" % (
+                  name, totals, len(client.times), 1e3 * p50[0], 1e3 * p50[1], 1e3 * p99[0],
+                  1e3 * p99[1], len(client.errors), before >> 20, peak >> 20,
+                  time.monotonic() - ended))
+        self.assertEqual(client.errors, [])
+        self.assertEqual(client.wrong, 0)
+        self.assertGreater(len(client.times), 0)
+        self.assertEqual(attack.epoch(self.coordinator["endpoint"]), view)
+        if not SANITIZED:
+            self.assertLess(peak, before + allowed + attack.GROWTH)
+        self.assertLessEqual(p99[1], max(2 * p99[0], NOISE))
+        return totals, peak - before
+
+    def test_idle_connections(self):
+        totals, grown = self.endure("idle", IDLE, 0 if IDLE < 2000 else IDLE << 16)
+        print("  %d idle connections: %.1f KiB each" % (IDLE, grown / 1024 / IDLE))
+        self.assertEqual(totals["connections"], IDLE)
+
+
+def add_tests():
+    for name, scene in slow.SCENES.items():
+        def endure(self, name=name, connections=scene[0]):
+            totals, _ = self.endure(name, connections, BUDGET)
+            self.assertGreater(totals["ended"], 0)
+
+        if scene[1] > 0:
+            setattr(Slow, "test_" + name.replace("-", "_"), endure)
+
+
+add_tests()
+
+if __name__ == "__main__":
+    main()

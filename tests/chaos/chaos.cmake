@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+# Faults of whole hosts and of the coordinator, with real daemons. The partition needs network
+# namespaces, and is skipped where there can be none. The long forms repeat the scenes.
+foreach(scene partition coordinator)
+  set(command ${MOE_PYTHON} -B ${PROJECT_SOURCE_DIR}/tests/chaos/test_${scene}.py
+    ${PROJECT_BINARY_DIR} ${MOE_GOLDEN_MODELS})
+  add_test(NAME chaos_${scene} COMMAND ${command})
+  set_tests_properties(chaos_${scene} PROPERTIES TIMEOUT 300 LABELS "integration;slow")
+  add_test(NAME chaos_${scene}_long COMMAND ${command} --long)
+  set_tests_properties(chaos_${scene}_long PROPERTIES TIMEOUT 1200 LABELS "integration;nightly")
+endforeach()
+set_tests_properties(chaos_partition chaos_partition_long PROPERTIES SKIP_RETURN_CODE 77)
