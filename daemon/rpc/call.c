@@ -483,12 +483,13 @@ static struct moe_rpc_call *call_create(struct moe_rpc_connection *connection)
 void moe_rpc_accept(struct moe_rpc_connection *connection)
 {
     grpc_completion_queue *queue = connection->shard->queue;
-    while (atomic_load(&connection->accepting) < MOE_RPC_ACCEPT_DEPTH) {
+    moe_mutex_lock(&connection->requesting);
+    while (!connection->shutting && atomic_load(&connection->accepting) < MOE_RPC_ACCEPT_DEPTH) {
         struct moe_rpc_call *c = call_create(connection);
         if (c == NULL) {
             /* Later accepts of this connection fill the gap. */
             moe_log_error("out of memory: a connection accepts fewer calls at once");
-            return;
+            break;
         }
         atomic_fetch_add(&connection->accepting, 1);
         MOE_RPC_HAND_OVER(&c->on_accepted);
@@ -496,6 +497,7 @@ void moe_rpc_accept(struct moe_rpc_connection *connection)
             connection->core, &c->core, &c->details, &c->metadata, queue, queue, &c->on_accepted);
         MOE_INVARIANT(error == GRPC_CALL_OK);
     }
+    moe_mutex_unlock(&connection->requesting);
 }
 
 struct moe_status moe_rpc_draining(void)

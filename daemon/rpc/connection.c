@@ -12,6 +12,7 @@ void moe_rpc_connection_unref(struct moe_rpc_connection *c)
     if (atomic_fetch_sub_explicit(&c->references, 1, memory_order_acq_rel) != 1)
         return;
     moe_rpc_uploads_free(c->uploads);
+    moe_mutex_destroy(&c->requesting);
     free(c);
 }
 
@@ -31,6 +32,9 @@ static void on_shut_down(struct moe_rpc_tag *tag, bool ok)
 
 static void shut_down(struct moe_rpc_connection *c)
 {
+    moe_mutex_lock(&c->requesting);
+    c->shutting = true;
+    moe_mutex_unlock(&c->requesting);
     MOE_RPC_HAND_OVER(&c->on_shut_down);
     grpc_server_shutdown_and_notify(c->core, c->shard->queue, &c->on_shut_down);
 }
@@ -51,6 +55,7 @@ void *moe_rpc_connection_opened(void *ctx, const struct moe_rpc_identity *who, i
     c->shard = &server->shards[turn % server->shard_count];
     c->who = *who;
     c->on_shut_down.fn = on_shut_down;
+    moe_mutex_init(&c->requesting);
     atomic_init(&c->references, 1);
     atomic_init(&c->keepers, 0);
     c->core = grpc_server_create(

@@ -116,8 +116,8 @@ struct moe_rpc_call {
 };
 TAILQ_HEAD(moe_rpc_calls, moe_rpc_call);
 
-/* Posts accepts until the connection has MOE_RPC_ACCEPT_DEPTH of them. Any thread, but one at a
- * time. */
+/* Posts accepts until the connection has MOE_RPC_ACCEPT_DEPTH of them, or shuts down. Any thread.
+ */
 enum { MOE_RPC_ACCEPT_DEPTH = 4 };
 void moe_rpc_accept(struct moe_rpc_connection *connection);
 /* The status for clients of a draining server. */
@@ -208,6 +208,10 @@ struct moe_rpc_connection {
     atomic_uint references; /* core until it is shut down: 1; each call: 1 */
     atomic_uint accepting;  /* accepts posted */
     atomic_uint keepers;    /* calls that keep its place at a limit; see keep_place */
+    /* The core aborts when a request for a call meets the shutdown of its server: it keeps the
+     * request after it has dropped all others. So one lock covers each request and this mark. */
+    struct moe_mutex requesting;
+    MOE_GUARDED_BY(requesting) bool shutting;
     struct moe_rpc_tag on_shut_down;
 };
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-add_library(rpc_fixture STATIC rpc_fixture.c)
+add_library(rpc_fixture STATIC rpc_fixture.c rpc_raw.c)
 target_include_directories(rpc_fixture PUBLIC ${CMAKE_CURRENT_SOURCE_DIR})
 target_link_libraries(rpc_fixture PUBLIC moe_rpc moe_proto moe_test_support PkgConfig::CMOCKA
   PRIVATE moe_strict)
@@ -7,6 +7,9 @@ foreach(name rpc_frame rpc_unpack rpc_calls rpc_reading rpc_unread rpc_services 
   rpc_identity)
   moe_test(test_${name} SOURCES test_${name}.c USES rpc_fixture TIMEOUT 120 LABELS rpc)
 endforeach()
+moe_test(test_rpc_closing SOURCES test_rpc_closing.c USES rpc_fixture TIMEOUT 120 LABELS rpc)
+target_link_options(test_rpc_closing PRIVATE
+  -Wl,--wrap=grpc_server_request_call,--wrap=grpc_server_shutdown_and_notify)
 moe_test(test_rpc_tls SOURCES test_rpc_tls.c USES rpc_fixture moe_tls certificates
   TIMEOUT 120 LABELS rpc tls)
 moe_test(test_rpc_budget SOURCES test_rpc_budget.c USES moe_uploads TIMEOUT 60 LABELS rpc)
