@@ -213,17 +213,21 @@ class OneHost(unittest.TestCase):
 
     @unittest.skipIf(os.geteuid() != 0, "only root can be another user")
     def test_another_user_is_refused_with_a_clear_text(self):
+        folder = tempfile.mkdtemp(prefix="moed-stranger-")  # the build may be closed to others
+        self.addCleanup(shutil.rmtree, folder)
+        os.chmod(folder, 0o755)
+        program = shutil.copy(MOECTL, folder)
         for endpoint in self.endpoints.values():
             for command in ("status", "down"):
                 done = subprocess.run(
-                    [MOECTL, command, "--endpoint", endpoint], user=STRANGER, group=STRANGER,
+                    [program, command, "--endpoint", endpoint], user=STRANGER, group=STRANGER,
                     capture_output=True, text=True, timeout=60, check=False,
                     env={"PATH": os.environ["PATH"], "HOME": "/"})
                 self.assertEqual(done.returncode, 6, done.stderr)
                 self.assertIn("this connection has no identity", done.stderr)
                 self.assertIn("run as the group's user", done.stderr)
         done = subprocess.run(
-            [MOECTL, "bench", "--endpoint", self.endpoints["worker"], "--layer", "0",
+            [program, "bench", "--endpoint", self.endpoints["worker"], "--layer", "0",
              "--duration", "0.1"], user=STRANGER, group=STRANGER, capture_output=True, text=True,
             timeout=60, check=False, env={"PATH": os.environ["PATH"], "HOME": "/"})
         self.assertEqual(done.returncode, 0, done.stderr)  # a client may find out what it calls

@@ -92,6 +92,8 @@ class Installation(unittest.TestCase):
 
     def test_no_file_names_the_build_or_the_sources(self):
         """Except the CUDA module: line tables of its device code name the sources."""
+        if cache("MOE_SANITIZE") == "ON":
+            self.skipTest("sanitizers keep the names of sources for their reports")
         wrong = []
         for path in self.files:
             if os.path.basename(path) == "backend_cuda.so":
