@@ -27,3 +27,7 @@ moe_nightly(membership_sim 60 COMMAND
   ${CMAKE_COMMAND} -E env MOE_RUNS=200000 $<TARGET_FILE:test_membership_sim>)
 moe_nightly(compilers 180 COMMAND ${PROJECT_SOURCE_DIR}/tests/compilers.sh)
 set_tests_properties(nightly_compilers PROPERTIES RUN_SERIAL ON)
+# The units of deploy/systemd in a booted system; skipped without root or systemd-nspawn.
+moe_nightly(boot 40 COMMAND ${MOE_PYTHON} -B ${PROJECT_SOURCE_DIR}/tests/boot/test_boot.py
+  ${PROJECT_BINARY_DIR} ${PROJECT_SOURCE_DIR}/tests/golden/models)
+set_tests_properties(nightly_boot PROPERTIES RUN_SERIAL ON ENVIRONMENT "PYTHONUNBUFFERED=1")

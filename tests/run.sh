@@ -35,7 +35,11 @@ case $preset in
     clang|tsan) clang=clang ;;
     *) clang= ;;
 esac
-deploy/install-packages.sh $yes build run test $clang
+case $tests in
+    nightly) nightly=nightly ;;
+    *) nightly= ;;
+esac
+deploy/install-packages.sh $yes build run test $clang $nightly
 cmake --preset "$preset"
 cmake --build --preset "$preset" --parallel "$(nproc)"
 [ "$tests" = nightly ] || exec ctest --preset "${tests:-$preset}" "$@"

@@ -134,7 +134,7 @@ class Units(unittest.TestCase):
         programs = os.path.join(cls.root, "usr", "bin")
         os.makedirs(programs)
         os.symlink("usr/bin", os.path.join(cls.root, "bin"))
-        for program in (*glob.glob(os.path.join(BUILD, "daemon", "*", "moe-*")), "/bin/kill"):
+        for program in (*glob.glob(os.path.join(BUILD, "daemon", "*", "moe-*")), "/bin/sh"):
             if os.path.isfile(program):
                 shutil.copy(program, programs)
         for unit in (*UNITS, *glob.glob("/usr/lib/systemd/system/*.target"),
