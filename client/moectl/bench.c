@@ -347,7 +347,7 @@ static int report(struct bench *b)
     r->layer = (uint32_t)b->layer;
     r->tokens = (uint32_t)b->tokens;
     r->seed = b->seed;
-    return b->common.json ? moectl_bench_print_json(r) : moectl_bench_print_table(r);
+    return b->common.document ? moectl_bench_print_json(r) : moectl_bench_print_table(r);
 }
 
 static int run(const struct moectl_command *self, int argc, char **argv)

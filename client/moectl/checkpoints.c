@@ -96,23 +96,14 @@ static int print_table(const Moe__V1__ListCheckpointsResponse *a)
     return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }
 
-static int print_json(const Moe__V1__ListCheckpointsResponse *a)
-{
-    json_t *document = moectl_document("Checkpoints");
-    if (document != NULL && !moectl_proto_to_json(&a->base, document)) {
-        json_decref(document);
-        document = NULL;
-    }
-    return moectl_print(document);
-}
-
 int moectl_list_checkpoints(const struct moectl_common *common, struct moe_status *st)
 {
     Moe__V1__ListCheckpointsResponse *answer = NULL;
     *st = ask(common, &answer);
     if (st->code != MOE_OK)
         return moectl_exit_code(st->code);
-    int code = common->json ? print_json(answer) : print_table(answer);
+    int code =
+        common->document ? moectl_print_message("Checkpoints", &answer->base) : print_table(answer);
     moe__v1__list_checkpoints_response__free_unpacked(answer, NULL);
     return code;
 }

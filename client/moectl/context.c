@@ -20,30 +20,19 @@ static int list(const struct moectl_common *common, const struct moectl_contexts
     for (size_t i = 0; i < contexts->count; i++) {
         const struct moectl_context *c = &contexts->all[i];
         bool current = strcmp(c->name, contexts->current) == 0;
-        if (!common->json)
+        if (!common->document)
             moectl_put("%c %-24s %s%s%s\n", current ? '*' : ' ', c->name, c->endpoint,
                        c->trust[MOECTL_TLS_CA][0] != '\0' ? " (TLS)" : "",
                        c->trust[MOECTL_TOKEN_FILE][0] != '\0' ? " (with a token)" : "");
         json_array_append_new(items, describe(c));
     }
     json_object_set_new(document, "contexts", items);
-    if (common->json)
+    if (common->document)
         return moectl_print(document);
     if (contexts->current[0] == '\0')
         moectl_put("* the local group\n");
     json_decref(document);
     return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
-}
-
-/* Takes the words "list", or "use NAME", out of the arguments. */
-static void take_words(const char *words[2], int *argc, char ***argv)
-{
-    for (int i = 0; i < 2 && *argc > 1 && (*argv)[1][0] != '-'; i++) {
-        words[i] = (*argv)[1];
-        (*argv)[1] = (*argv)[0];
-        (*argv)++;
-        (*argc)--;
-    }
 }
 
 static int run(const struct moectl_command *self, int argc, char **argv)
@@ -52,7 +41,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     struct moectl_contexts contexts;
     const char *words[2] = {"list", NULL};
     int code;
-    take_words(words, &argc, &argv);
+    (void)moectl_take_words(words, 2, &argc, &argv); /* list, or use NAME */
     if (!moectl_parse(self, NULL, 0, &common, argc, argv, &code))
         return code;
     bool use = strcmp(words[0], "use") == 0;

@@ -374,7 +374,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         return code;
     }
     moectl_say("the group has ended");
-    return d.common.json ? moectl_print(moectl_document("GroupGone")) : MOECTL_OK;
+    return d.common.document ? moectl_print(moectl_document("GroupGone")) : MOECTL_OK;
 }
 
 const struct moectl_command moectl_down = {

@@ -175,7 +175,7 @@ static int report(const struct forward *o)
 {
     const char *dtype = o->y.dtype == MOE_DTYPE_F32 ? "f32" : "bf16";
     double p50_us = (double)moectl_histogram_percentile(&o->latency_ns, 50) / 1000.0;
-    if (!o->common.json) {
+    if (!o->common.document) {
         moectl_put("layer %" PRIu64 ", %" PRIu32 " tokens of %" PRIu32 " (%s), epoch %" PRIu64
                    ", %" PRIu64 " x %.1f us -> %s\n",
                    o->layer, o->y.tokens, o->y.width, dtype, o->call.answered_epoch, o->repeat,

@@ -8,7 +8,7 @@
 
 static int show(const struct moectl_common *common, const char *forgotten)
 {
-    if (common->json) {
+    if (common->document) {
         json_t *document = moectl_document("AcceptedModel");
         json_object_set_new(document, "forgotten", json_string(forgotten));
         return moectl_print(document);
@@ -21,15 +21,12 @@ static int show(const struct moectl_common *common, const char *forgotten)
 
 static int accept(const struct moectl_common *common, const char *reason)
 {
-    char endpoint[MOECTL_ENDPOINT_MAX];
     struct moectl_link *link = NULL;
     ProtobufCMessage *answer = NULL;
     Moe__V1__AcceptModelRequest request = MOE__V1__ACCEPT_MODEL_REQUEST__INIT;
     request.reason = (char *)(uintptr_t)reason;
     Moe__V1__GetStatusResponse *status = NULL;
-    struct moe_status st = moectl_state_endpoint(common, endpoint);
-    if (!moe_failed(&st))
-        st = moectl_admin_open(endpoint, moectl_deadline(common), &link, &status);
+    struct moe_status st = moectl_admin_find(common, moectl_deadline(common), &link, &status);
     if (status != NULL)
         moe__v1__get_status_response__free_unpacked(status, NULL);
     if (!moe_failed(&st))

@@ -231,7 +231,7 @@ static struct moe_status prepare(struct replace *r, uint64_t deadline_ns)
 
 static int announce(const struct replace *r)
 {
-    if (!r->common.json) {
+    if (!r->common.document) {
         for (size_t i = 0; i < r->daemons.count; i++)
             moectl_put("%s %s\n", r->daemons.all[i].process.name,
                        r->daemons.all[i].process.endpoint);

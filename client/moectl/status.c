@@ -7,6 +7,7 @@
 #include "moectl/group/state.h"
 #include "moectl/group/train_state.h"
 #include "moectl/io/proto_json.h"
+#include "workers.h"
 
 #include "base/clock.h"
 
@@ -27,57 +28,7 @@ static bool is_serving(const Moe__V1__GetStatusResponse *s)
     return s->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING;
 }
 
-static bool is_first_of_host(const Moe__V1__GetStatusResponse *s, size_t worker)
-{
-    const Moe__V1__Host *host = s->workers[worker]->host;
-    for (size_t i = 0; host != NULL && i < worker; i++)
-        if (s->workers[i]->host != NULL && strcmp(s->workers[i]->host->id, host->id) == 0)
-            return false;
-    return host != NULL;
-}
-
-/* "1:name": the number of the worker's host among those of the group; "-" if it is not known. */
-static void name_node(const Moe__V1__GetStatusResponse *s, size_t worker, char *out, size_t size)
-{
-    const Moe__V1__Host *host = s->workers[worker]->host;
-    size_t node = 0, i = 0;
-    (void)snprintf(out, size, "-");
-    if (host == NULL)
-        return;
-    for (; s->workers[i]->host == NULL || strcmp(s->workers[i]->host->id, host->id) != 0; i++)
-        node += is_first_of_host(s, i);
-    (void)snprintf(out, size, "%zu:%s", node, host->name);
-}
-
-static void print_workers(const Moe__V1__GetStatusResponse *s)
-{
-    moectl_put("\n");
-    moectl_put("%4s  %-22s %-14s %-11s %12s %10s %10s %8s  %s\n", "SLOT", "ENDPOINT", "NODE",
-               "STATE", "TOKENS", "STEPS", "WEIGHTS", "LEASE", "WORKER");
-    for (size_t i = 0; i < s->n_workers; i++) {
-        const Moe__V1__WorkerStatus *w = s->workers[i];
-        char node[96];
-        name_node(s, i, node, sizeof node);
-        moectl_put("%4" PRIu32 "  %-22s %-14s %-11s %12" PRIu64 " %10" PRIu64
-                   " %6.1f MiB %6.1f s  %s\n",
-                   w->slot, w->endpoint[0] != '\0' ? w->endpoint : "(none)", node,
-                   moectl_enum_name(&moe__v1__worker_state__descriptor, (int)w->state), w->tokens,
-                   w->steps, (double)w->loaded_bytes / (1024.0 * 1024.0),
-                   (double)w->lease_remaining_ms / 1000.0, w->worker_id);
-        if (w->error != NULL)
-            moectl_put("      %s: %s\n", w->error->reason, w->error->message);
-    }
-}
-
-static size_t count_live(const Moe__V1__GetStatusResponse *s)
-{
-    size_t live = 0;
-    for (size_t i = 0; i < s->n_workers; i++)
-        live += s->workers[i]->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE;
-    return live;
-}
-
-static void print_table(const Moe__V1__GetStatusResponse *s)
+static int print_table(const Moe__V1__GetStatusResponse *s)
 {
     moectl_put("state    %s%s%s\n", state_name(s), s->reason[0] != '\0' ? ": " : "", s->reason);
     moectl_put("model    %s (%s), %zu MoE layer%s\n", s->model, s->family, s->n_layers,
@@ -88,10 +39,15 @@ static void print_table(const Moe__V1__GetStatusResponse *s)
         moectl_put("epoch    none\n");
     else
         moectl_put("epoch    %" PRIu64 ", placement %" PRIu32 "\n", s->epoch, s->placement_version);
-    moectl_put("workers  %zu of %" PRIu32 ", %s\n", count_live(s), s->slots, s->backend);
+    moectl_put("workers  %zu of %" PRIu32 ", %s\n", moectl_workers_live(s), s->slots, s->backend);
     moectl_put("release  %s, up %.0f s\n", s->version, (double)s->uptime_ms / 1000.0);
-    if (s->n_workers > 0)
-        print_workers(s);
+    if (s->n_workers == 0)
+        return MOECTL_OK;
+    moectl_put("\n");
+    struct moectl_table *workers = moectl_workers_table(s, true);
+    int code = moectl_table_print(workers, NULL);
+    moectl_table_free(workers);
+    return code;
 }
 
 /* Without a view in force, reports the training state that may be lost. Skips workers that do not
@@ -140,20 +96,14 @@ static void say_replace(const struct moectl_common *common)
 static int print_status(const struct moectl_common *common, const Moe__V1__GetStatusResponse *s,
                         uint64_t deadline_ns)
 {
-    if (!common->json) {
-        print_table(s);
-        fflush(stdout);
-        if (count_live(s) < s->n_workers)
-            say_replace(common);
-        report_at_stake(s, deadline_ns);
-        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
-    }
-    json_t *document = moectl_document("GroupStatus");
-    if (document != NULL && !moectl_proto_to_json(&s->base, document)) {
-        json_decref(document);
-        document = NULL;
-    }
-    return moectl_print(document);
+    if (common->document)
+        return moectl_print_message("GroupStatus", &s->base);
+    int code = print_table(s);
+    fflush(stdout);
+    if (moectl_workers_live(s) < s->n_workers)
+        say_replace(common);
+    report_at_stake(s, deadline_ns);
+    return code == MOECTL_OK && fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }
 
 /* Gives up after CALL_LIMIT_MS if a worker answers: then the coordinator hangs. */
@@ -310,7 +260,7 @@ static int run_wait(const struct moectl_command *self, int argc, char **argv)
     if (!gone && strcmp(condition, "serving") != 0)
         return moectl_usage_error("--for must be serving or gone, not '%s'", condition);
     code = wait_for(&common, gone);
-    if (code == MOECTL_OK && common.json) {
+    if (code == MOECTL_OK && common.document) {
         json_t *document = moectl_document("Wait");
         json_object_set_new(document, "condition", json_string(condition));
         code = moectl_print(document);

@@ -94,16 +94,11 @@ static void print_table(const Moe__V1__GetTrainStateResponse *s)
 
 static int print_state(const struct moectl_common *common, const Moe__V1__GetTrainStateResponse *s)
 {
-    if (!common->json) {
+    if (!common->document) {
         print_table(s);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }
-    json_t *document = moectl_document("TrainState");
-    if (document != NULL && !moectl_proto_to_json(&s->base, document)) {
-        json_decref(document);
-        document = NULL;
-    }
-    return moectl_print(document);
+    return moectl_print_message("TrainState", &s->base);
 }
 
 /* Asks a worker. `*serves`: it has a view in force. */
@@ -515,7 +510,7 @@ static int run_change(struct training *t, const struct action *a)
         return report_failure(t, &st);
     if (a->run == do_load)
         report_lost(t);
-    if (!t->common.json) {
+    if (!t->common.document) {
         a->report(t);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }

@@ -295,7 +295,7 @@ static struct moe_status await_serving(struct up *u, uint64_t deadline_ns)
 static int announce(const struct up *u)
 {
     const struct moectl_group *g = &u->group;
-    if (!u->common.json) {
+    if (!u->common.document) {
         for (size_t i = 1; i < g->count; i++)
             moectl_put("%s\n", g->processes[i].endpoint);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;

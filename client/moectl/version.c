@@ -73,7 +73,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     bool somewhere = st.code == MOE_OK;
     if (somewhere)
         st = ask(endpoint, moectl_deadline(&common), document);
-    code = common.json ? moectl_print(document) : print_table(document);
+    code = common.document ? moectl_print(document) : print_table(document);
     if (somewhere && st.code != MOE_OK)
         return moectl_fail(&st);
     return code;

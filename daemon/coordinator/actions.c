@@ -38,7 +38,7 @@ bool moe_membership_next_action(struct moe_membership *m, struct moe_membership_
     return true;
 }
 
-void moe_membership__copy_text(char *to, size_t size, const char *from)
+void moe_membership_copy_text(char *to, size_t size, const char *from)
 {
     size_t n = 0;
     for (; from[n] != '\0' && n + 1 < size; n++) {
@@ -51,7 +51,7 @@ void moe_membership__copy_text(char *to, size_t size, const char *from)
 void moe_membership__keep_error(struct member *member, const struct moe_status *error)
 {
     member->error = *error;
-    moe_membership__copy_text(member->error.text, sizeof member->error.text, error->text);
+    moe_membership_copy_text(member->error.text, sizeof member->error.text, error->text);
 }
 
 void moe_membership__list_slots(char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], uint64_t mask)
@@ -67,7 +67,8 @@ void moe_membership__list_slots(char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], uint64_
     }
 }
 
-void moe_membership__log(struct moe_membership *m, enum moe_log_level level, const char *fmt, ...)
+void moe_membership__log(struct moe_membership *m, enum moe_log_level level,
+                         enum moe_membership_event event, uint32_t slot, const char *fmt, ...)
 {
     char text[MOE_STATUS_TEXT];
     va_list args;
@@ -77,7 +78,9 @@ void moe_membership__log(struct moe_membership *m, enum moe_log_level level, con
     va_end(args);
     struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_LOG);
     a->level = level;
-    moe_membership__copy_text(a->status.text, sizeof a->status.text, text);
+    a->event = event;
+    a->slot = slot;
+    moe_membership_copy_text(a->status.text, sizeof a->status.text, text);
 }
 
 struct moe_membership_action *moe_membership__send(struct moe_membership *m, uint32_t slot,

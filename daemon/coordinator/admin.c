@@ -196,6 +196,38 @@ static struct moe_status accept_model(struct moe_coordinator *c, struct moe_rpc_
     return moe_ok();
 }
 
+static Moe__V1__EventSeverity severity(enum moe_log_level level)
+{
+    return level == MOE_LOG_ERROR  ? MOE__V1__EVENT_SEVERITY__EVENT_SEVERITY_ERROR
+           : level == MOE_LOG_WARN ? MOE__V1__EVENT_SEVERITY__EVENT_SEVERITY_WARNING
+                                   : MOE__V1__EVENT_SEVERITY__EVENT_SEVERITY_INFO;
+}
+
+static struct moe_status list_events(struct moe_coordinator *c, struct moe_rpc_call *call,
+                                     const void *message)
+{
+    const Moe__V1__ListEventsRequest *request = message;
+    const struct moe_event *found[MOE_EVENTS_MAX];
+    Moe__V1__Event list[MOE_EVENTS_MAX], *pointers[MOE_EVENTS_MAX];
+    Moe__V1__ListEventsResponse m = MOE__V1__LIST_EVENTS_RESPONSE__INIT;
+    m.n_events = moe_events_list(&c->events, request->after, request->limit, found);
+    m.events = pointers;
+    m.started_unix_ms = c->started_unix_ms;
+    for (size_t i = 0; i < m.n_events; i++) {
+        moe__v1__event__init(&list[i]);
+        pointers[i] = &list[i];
+        list[i].sequence = found[i]->sequence;
+        list[i].unix_ms = found[i]->unix_ms;
+        list[i].kind = (Moe__V1__EventKind)found[i]->kind;
+        list[i].severity = severity(found[i]->level);
+        list[i].slot = found[i]->slot == MOE_MEMBERSHIP_NO_SLOT ? -1 : (int32_t)found[i]->slot;
+        list[i].epoch = found[i]->epoch;
+        list[i].text = moe_coordinator__text(found[i]->text);
+    }
+    reply(call, &m.base);
+    return moe_ok();
+}
+
 /* ------------------------------------------------------------------ calls */
 
 static void run_call(struct moe_coordinator *c, struct event *e)
@@ -210,6 +242,7 @@ static void run_call(struct moe_coordinator *c, struct event *e)
         [ADMIN_DRAIN] = {&moe__v1__drain_worker_request__descriptor, drain_worker},
         [ADMIN_SHUTDOWN] = {&moe__v1__shutdown_request__descriptor, shut_down},
         [ADMIN_ACCEPT] = {&moe__v1__accept_model_request__descriptor, accept_model},
+        [ADMIN_EVENTS] = {&moe__v1__list_events_request__descriptor, list_events},
     };
     struct admin_call *a = (struct admin_call *)((char *)e - offsetof(struct admin_call, event));
     struct moe_rpc_arena arena;
@@ -270,6 +303,7 @@ void moe_coordinator__admin_methods(struct moe_coordinator *c, struct moe_rpc_me
         [ADMIN_DRAIN] = "/moe.v1.AdminService/DrainWorker",
         [ADMIN_SHUTDOWN] = "/moe.v1.AdminService/Shutdown",
         [ADMIN_ACCEPT] = "/moe.v1.AdminService/AcceptModel",
+        [ADMIN_EVENTS] = "/moe.v1.AdminService/ListEvents",
     };
     for (int i = 0; i < ADMIN_METHODS; i++) {
         c->admin[i] = (struct admin_context){.coordinator = c, .method = (enum admin_method)i};

@@ -132,6 +132,9 @@ struct moe_status moe_coordinator__accept_model(struct moe_coordinator *c, const
     strcpy(forgotten, moe_weights_digest(c->weights, NULL));
     moe_weights_forget(c->weights);
     c->weights_unsaved = false;
-    moe_log_info("the digests of the model are forgotten: %.160s", reason);
+    char clean[MOE_MEMBERSHIP_REASON_BYTES], text[MOE_STATUS_TEXT];
+    moe_membership_copy_text(clean, sizeof clean, reason);
+    (void)snprintf(text, sizeof text, "the digests of the model are forgotten: %s", clean);
+    moe_coordinator__note(c, MOE_LOG_INFO, MOE_EVENT_MODEL_ACCEPTED, MOE_MEMBERSHIP_NO_SLOT, text);
     return moe_ok();
 }

@@ -83,7 +83,8 @@ static void await_operator(struct moe_membership *m)
 static void give_up(struct moe_membership *m)
 {
     m->failed = true;
-    moe_membership__log(m, MOE_LOG_ERROR, "giving up after %u attempt%s: %s", m->attempts,
+    moe_membership__log(m, MOE_LOG_ERROR, MOE_EVENT_FAILED, MOE_MEMBERSHIP_NO_SLOT,
+                        "giving up after %u attempt%s: %s", m->attempts,
                         m->attempts == 1 ? "" : "s", m->trouble);
 }
 
@@ -142,15 +143,16 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
     if (m->view_epoch == 0 && !forming)
         return;
     uint64_t epoch = forming ? m->epoch : m->view_epoch;
-    moe_membership__copy_text(m->trouble, sizeof m->trouble, why);
+    moe_membership_copy_text(m->trouble, sizeof m->trouble, why);
     m->causes[cause]++;
-    moe_membership__log(m, MOE_LOG_WARN, "epoch %" PRIu64 " ends: %s", epoch, why);
+    moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_ENDED, MOE_MEMBERSHIP_NO_SLOT,
+                        "epoch %" PRIu64 " ends: %s", epoch, why);
     for (uint32_t s = 0; m->phase != PHASE_SAVE_EPOCH && s < m->config.slots; s++) {
         struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_ABORT);
         if (a == NULL)
             continue;
         a->epoch = epoch;
-        moe_membership__copy_text(a->status.text, sizeof a->status.text, why);
+        moe_membership_copy_text(a->status.text, sizeof a->status.text, why);
     }
     m->awaited_save = 0;
     m->phase = PHASE_IDLE;
@@ -214,8 +216,8 @@ static void check_restored(struct moe_membership *m)
             return;
     m->restoring = false;
     m->view_since_ns = m->now_ns;
-    moe_membership__log(m, MOE_LOG_INFO, "all members of epoch %" PRIu64 " are back",
-                        m->view_epoch);
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_SERVING, MOE_MEMBERSHIP_NO_SLOT,
+                        "all members of epoch %" PRIu64 " are back", m->view_epoch);
 }
 
 void moe_membership__advance(struct moe_membership *m)
@@ -252,7 +254,8 @@ static void prepare(struct moe_membership *m)
         MOE_INVARIANT(a != NULL); /* a lost stream would have ended the epoch */
         a->epoch = m->epoch;
     }
-    moe_membership__log(m, MOE_LOG_INFO, "preparing epoch %" PRIu64, m->epoch);
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_PREPARING, MOE_MEMBERSHIP_NO_SLOT,
+                        "preparing epoch %" PRIu64, m->epoch);
 }
 
 static void commit(struct moe_membership *m)
@@ -271,7 +274,8 @@ static void commit(struct moe_membership *m)
         m->members[s].error = moe_ok();
         m->members[s].missed = false;
     }
-    moe_membership__log(m, MOE_LOG_INFO, "serving under epoch %" PRIu64, m->view_epoch);
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_SERVING, MOE_MEMBERSHIP_NO_SLOT,
+                        "serving under epoch %" PRIu64, m->view_epoch);
 }
 
 void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t sequence,
@@ -279,7 +283,8 @@ void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t
 {
     moe_membership__set_time(m, now_ns);
     if (status->code != MOE_OK)
-        moe_membership__log(m, MOE_LOG_ERROR, "cannot save the group's state: %s", status->text);
+        moe_membership__log(m, MOE_LOG_ERROR, MOE_EVENT_NOT_SAVED, MOE_MEMBERSHIP_NO_SLOT,
+                            "cannot save the group's state: %s", status->text);
     if (sequence != m->awaited_save || m->exited)
         return;
     m->awaited_save = 0;
@@ -289,7 +294,7 @@ void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t
         if (m->phase != PHASE_IDLE) {
             moe_membership__end_epoch(m, MOE_CAUSE_NOT_SAVED, why);
         } else {
-            moe_membership__copy_text(m->trouble, sizeof m->trouble, why);
+            moe_membership_copy_text(m->trouble, sizeof m->trouble, why);
             await_operator(m);
         }
         return;

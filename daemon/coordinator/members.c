@@ -47,8 +47,9 @@ void moe_membership__lose(struct moe_membership *m, uint32_t slot, enum moe_memb
         moe_membership__close(m, member->stream, last_status);
     member->state = SLOT_LEFT;
     member->stream = 0;
-    moe_membership__log(m, MOE_LOG_WARN, "%s (%s)", why, member->worker_id);
-    moe_membership__copy_text(m->trouble, sizeof m->trouble, why);
+    moe_membership__log(m, MOE_LOG_WARN, cause == MOE_CAUSE_LEFT ? MOE_EVENT_LEFT : MOE_EVENT_LOST,
+                        slot, "%s (%s)", why, member->worker_id);
+    moe_membership_copy_text(m->trouble, sizeof m->trouble, why);
     moe_membership__end_epoch(m, cause, why);
     note_lost_lease(m, member);
     member->error = cause == MOE_CAUSE_LEFT
@@ -177,7 +178,7 @@ static bool is_host(const struct moe_membership_host *h)
 
 static void copy_host_text(char *to, const char *from)
 {
-    moe_membership__copy_text(to, MOE_MEMBERSHIP_HOST_BYTES, from != NULL ? from : "");
+    moe_membership_copy_text(to, MOE_MEMBERSHIP_HOST_BYTES, from != NULL ? from : "");
 }
 
 static void copy_host(struct member *member, const struct moe_membership_host *h)
@@ -265,10 +266,10 @@ static struct moe_status adopt_model(struct moe_membership *m,
         m->awaited_save = 0;
         moe_placement_set_version(m->placement, m->saved.placement_version);
     }
-    moe_membership__copy_text(m->backend, sizeof m->backend, r->backend);
-    moe_membership__copy_text(m->family, sizeof m->family, r->family);
+    moe_membership_copy_text(m->backend, sizeof m->backend, r->backend);
+    moe_membership_copy_text(m->family, sizeof m->family, r->family);
     snprintf(m->model, sizeof m->model, "%s", r->model);
-    moe_membership__copy_text(m->fingerprint, sizeof m->fingerprint, r->fingerprint);
+    moe_membership_copy_text(m->fingerprint, sizeof m->fingerprint, r->fingerprint);
     memcpy(m->layers, r->layers, r->layer_count * sizeof *r->layers);
     m->layer_count = r->layer_count;
     m->model_known = true;
@@ -343,19 +344,19 @@ static void take_slot(struct moe_membership *m, uint64_t stream, uint32_t slot,
                               .last_message_ns = m->now_ns,
                               .max_tokens = r->max_tokens_per_step};
     memcpy(member->slot_token, r->slot_token, sizeof member->slot_token);
-    moe_membership__copy_text(member->worker_id, sizeof member->worker_id, r->worker_id);
-    moe_membership__copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
+    moe_membership_copy_text(member->worker_id, sizeof member->worker_id, r->worker_id);
+    moe_membership_copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
     copy_host(member, &r->host);
-    moe_membership__copy_text(member->control_endpoint, sizeof member->control_endpoint,
-                              r->control_endpoint);
+    moe_membership_copy_text(member->control_endpoint, sizeof member->control_endpoint,
+                             r->control_endpoint);
     (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
     m->trains = r->trains;
     m->attempts = 0;
     m->waits = 0;
     m->failed = false;
     m->next_try_ns = m->now_ns;
-    moe_membership__log(m, MOE_LOG_INFO, "slot %u: %s at %s", slot, member->worker_id,
-                        member->endpoint);
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_JOINED, slot, "slot %u: %s at %s", slot,
+                        member->worker_id, member->endpoint);
     moe_membership__remember(m, member);
     confirm(m, slot);
 }
@@ -370,7 +371,7 @@ void moe_membership__drain(struct moe_membership *m, uint32_t slot, const char *
     if (a == NULL)
         return; /* reconnect sends it */
     a->limit_ms = limit_ms;
-    moe_membership__copy_text(a->status.text, sizeof a->status.text, reason);
+    moe_membership_copy_text(a->status.text, sizeof a->status.text, reason);
 }
 
 /* The slot's process registers on a new stream, or again on the same one. Messages of the old
@@ -394,17 +395,17 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
         moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED, why);
     member->stream = stream;
     member->max_tokens = r->max_tokens_per_step;
-    moe_membership__copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
+    moe_membership_copy_text(member->endpoint, sizeof member->endpoint, r->endpoint);
     copy_host(member, &r->host);
-    moe_membership__copy_text(member->control_endpoint, sizeof member->control_endpoint,
-                              r->control_endpoint);
+    moe_membership_copy_text(member->control_endpoint, sizeof member->control_endpoint,
+                             r->control_endpoint);
     memcpy(member->slot_token, r->slot_token, sizeof member->slot_token);
     (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
     member->unverified = m->view_epoch != 0;
     member->missed = false;
     m->trains = r->trains;
     member->assigned = member->loaded || member->load_failed;
-    moe_membership__log(m, MOE_LOG_INFO, "%s", why);
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_RECONNECTED, slot, "%s", why);
     confirm(m, slot);
     if (member->draining)
         moe_membership__drain(m, slot, "requested before", member->drain_limit_ms);

@@ -55,8 +55,8 @@ static void restore_view(struct moe_membership *m)
         member->unverified = true;
         moe_membership__remember(m, member);
     }
-    moe_membership__log(m, MOE_LOG_INFO, "waiting for the members of epoch %" PRIu64,
-                        m->view_epoch);
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_RESTORING, MOE_MEMBERSHIP_NO_SLOT,
+                        "waiting for the members of epoch %" PRIu64, m->view_epoch);
 }
 
 struct moe_status moe_membership_create(const struct moe_membership_config *config,
@@ -110,7 +110,8 @@ static void settle_shutdown(struct moe_membership *m)
         if (member->state == SLOT_TAKEN && !member->leaving)
             all_left = false;
         if (member->state == SLOT_TAKEN && !member->leaving && m->now_ns >= m->shutdown_deadline_ns)
-            moe_membership__log(m, MOE_LOG_WARN, "slot %u did not leave in time", s);
+            moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_LOST, s, "slot %u did not leave in time",
+                                s);
     }
     if (!all_left && m->now_ns < m->shutdown_deadline_ns)
         return;
@@ -130,7 +131,8 @@ static void settle_shutdown(struct moe_membership *m)
     }
     m->view_epoch = 0;
     m->exited = true;
-    moe_membership__log(m, MOE_LOG_INFO, "the group has shut down");
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_ENDING, MOE_MEMBERSHIP_NO_SLOT,
+                        "the group has shut down");
     moe_membership__emit(m, MOE_MEMBERSHIP_EXIT);
 }
 
@@ -170,10 +172,12 @@ static void log_refusal(struct moe_membership *m, const struct moe_status *st)
         return;
     }
     if (m->refusals_unlogged > 0)
-        moe_membership__log(m, MOE_LOG_WARN, "refused a worker: %s (%u more before)", st->text,
+        moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_REFUSED, MOE_MEMBERSHIP_NO_SLOT,
+                            "refused a worker: %s (%u more before)", st->text,
                             m->refusals_unlogged);
     else
-        moe_membership__log(m, MOE_LOG_WARN, "refused a worker: %s", st->text);
+        moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_REFUSED, MOE_MEMBERSHIP_NO_SLOT,
+                            "refused a worker: %s", st->text);
     m->refused_ns = m->now_ns;
     m->refused_code = st->code;
     m->refusals_unlogged = 0;
@@ -206,7 +210,7 @@ static void abort_stale(struct moe_membership *m, uint32_t slot, uint64_t epoch)
     if (a == NULL)
         return;
     a->epoch = epoch;
-    moe_membership__copy_text(a->status.text, sizeof a->status.text, "this epoch is over");
+    moe_membership_copy_text(a->status.text, sizeof a->status.text, "this epoch is over");
 }
 
 /* How long the member has been silent that was silent for longest. After a restart that is not
@@ -245,7 +249,7 @@ void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint
     struct member *member = &m->members[slot];
     member->last = *h;
     if (h->epoch > m->saved.epoch && h->epoch < EPOCH_PLAUSIBLE) {
-        moe_membership__log(m, MOE_LOG_WARN,
+        moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_ADOPTED, slot,
                             "slot %u knows epoch %" PRIu64
                             ", later than ours: continuing from there",
                             slot, h->epoch);
@@ -281,7 +285,8 @@ void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_
     } else if (ours && !member->loaded) {
         member->load_failed = true;
         moe_membership__keep_error(member, error);
-        moe_membership__log(m, MOE_LOG_ERROR, "slot %u cannot load: %s", slot, error->text);
+        moe_membership__log(m, MOE_LOG_ERROR, MOE_EVENT_LOAD_FAILED, slot,
+                            "slot %u cannot load: %s", slot, error->text);
     }
     end_input(m);
 }
@@ -364,9 +369,9 @@ void moe_membership_on_drain_notice(struct moe_membership *m, uint64_t now_ns, u
         return;
     if (!m->members[slot].draining) {
         char clean[MOE_MEMBERSHIP_REASON_BYTES], why[MOE_MEMBERSHIP_REASON_BYTES];
-        moe_membership__copy_text(clean, sizeof clean, reason);
+        moe_membership_copy_text(clean, sizeof clean, reason);
         snprintf(why, sizeof why, "slot %u is leaving: %.120s", slot, clean);
-        moe_membership__log(m, MOE_LOG_INFO, "%s", why);
+        moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_DRAINING, slot, "%s", why);
         if (m->phase != PHASE_IDLE)
             moe_membership__end_epoch(m, MOE_CAUSE_LEFT, why);
         moe_membership__drain(m, slot, clean, 0);
@@ -383,7 +388,7 @@ void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64
     m->members[slot].leaving = true;
     if (!m->shutting_down) {
         char clean[MOE_MEMBERSHIP_REASON_BYTES], what[MOE_MEMBERSHIP_REASON_BYTES];
-        moe_membership__copy_text(clean, sizeof clean, reason);
+        moe_membership_copy_text(clean, sizeof clean, reason);
         snprintf(what, sizeof what, "left: %.120s", clean);
         moe_membership__lose(m, slot, MOE_CAUSE_LEFT, what, moe_ok());
     }
@@ -420,7 +425,7 @@ void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, 
     } else if (m->members[slot].missed) {
         lose_missed(m, slot);
     } else {
-        moe_membership__log(m, MOE_LOG_WARN, "%s", why);
+        moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_DISCONNECTED, slot, "%s", why);
         if (m->phase != PHASE_IDLE)
             moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED, why);
     }
@@ -485,9 +490,9 @@ struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns
     *epoch = m->view_epoch;
     if (!m->members[slot].draining) {
         char clean[MOE_MEMBERSHIP_REASON_BYTES], why[MOE_MEMBERSHIP_REASON_BYTES];
-        moe_membership__copy_text(clean, sizeof clean, reason);
+        moe_membership_copy_text(clean, sizeof clean, reason);
         snprintf(why, sizeof why, "slot %u is drained: %.120s", slot, clean);
-        moe_membership__log(m, MOE_LOG_INFO, "%s", why);
+        moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_DRAINING, slot, "%s", why);
         if (m->phase != PHASE_IDLE)
             moe_membership__end_epoch(m, MOE_CAUSE_LEFT, why);
         moe_membership__drain(m, slot, clean, limit_ms);
@@ -503,8 +508,9 @@ struct moe_status moe_membership_shutdown(struct moe_membership *m, uint64_t now
     *epoch = m->view_epoch;
     if (!begin_input(m, now_ns) || m->shutting_down)
         return moe_ok();
-    moe_membership__copy_text(m->shutdown_reason, sizeof m->shutdown_reason, reason);
-    moe_membership__log(m, MOE_LOG_INFO, "shutting down: %s", m->shutdown_reason);
+    moe_membership_copy_text(m->shutdown_reason, sizeof m->shutdown_reason, reason);
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_ENDING, MOE_MEMBERSHIP_NO_SLOT,
+                        "shutting down: %s", m->shutdown_reason);
     if (m->phase != PHASE_IDLE)
         moe_membership__end_epoch(m, MOE_CAUSE_LEFT, "the group is shutting down");
     m->shutting_down = true;

@@ -153,7 +153,7 @@ enum moe_membership_action_kind {
     MOE_MEMBERSHIP_SAVE,  /* make moe_membership_to_save() durable, then on_saved(sequence) */
     MOE_MEMBERSHIP_SEND,  /* `message` to `stream` */
     MOE_MEMBERSHIP_CLOSE, /* end `stream` with `status` (MOE_OK: regular end) */
-    MOE_MEMBERSHIP_LOG,   /* status.text at `level` */
+    MOE_MEMBERSHIP_LOG,   /* `event`: status.text at `level`, about `slot` */
     MOE_MEMBERSHIP_EXIT,  /* the shutdown is complete; the last action */
 };
 
@@ -169,8 +169,35 @@ enum moe_membership_message {
     MOE_MEMBERSHIP_HEARTBEAT_ANSWER, /* sequence, oldest_ms */
 };
 
+enum moe_membership_event { /* values of moe.v1.EventKind */
+                            MOE_EVENT_JOINED = 1,
+                            MOE_EVENT_RECONNECTED,
+                            MOE_EVENT_DISCONNECTED,
+                            MOE_EVENT_LOST,
+                            MOE_EVENT_LEFT,
+                            MOE_EVENT_DRAINING,
+                            MOE_EVENT_REFUSED,
+                            MOE_EVENT_LOAD_FAILED,
+                            MOE_EVENT_RESTORING,
+                            MOE_EVENT_PREPARING,
+                            MOE_EVENT_SERVING,
+                            MOE_EVENT_ENDED,
+                            MOE_EVENT_ADOPTED,
+                            MOE_EVENT_FAILED,
+                            MOE_EVENT_ENDING,
+                            MOE_EVENT_NOT_SAVED,
+                            MOE_EVENT_MODEL_ACCEPTED, /* of the caller */
+};
+
+/* Copies at most `size` - 1 bytes. Replaces all but printable ASCII by '?', as the text may come
+ * from a peer and goes to logs and proto3 strings. */
+void moe_membership_copy_text(char *to, size_t size, const char *from);
+
+#define MOE_MEMBERSHIP_NO_SLOT UINT32_MAX /* of an event: it is about the group */
+
 struct moe_membership_action {
     enum moe_membership_action_kind kind;
+    enum moe_membership_event event; /* LOG */
     enum moe_membership_message message;
     enum moe_log_level level;
     uint64_t stream, sequence, epoch;

@@ -145,8 +145,10 @@ void moe_membership__set_time(struct moe_membership *m, uint64_t now_ns);
 /* A zeroed action at the end of the queue; the caller fills it in. */
 struct moe_membership_action *moe_membership__emit(struct moe_membership *m,
                                                    enum moe_membership_action_kind kind);
-void moe_membership__log(struct moe_membership *m, enum moe_log_level level, const char *fmt, ...)
-    MOE_PRINTF(3, 4);
+/* An event about `slot`, or MOE_MEMBERSHIP_NO_SLOT. */
+void moe_membership__log(struct moe_membership *m, enum moe_log_level level,
+                         enum moe_membership_event event, uint32_t slot, const char *fmt, ...)
+    MOE_PRINTF(5, 6);
 /* A message to the slot's stream; NULL when it is not connected. */
 struct moe_membership_action *moe_membership__send(struct moe_membership *m, uint32_t slot,
                                                    enum moe_membership_message message);
@@ -154,9 +156,6 @@ struct moe_membership_action *moe_membership__send(struct moe_membership *m, uin
 void moe_membership__close(struct moe_membership *m, uint64_t stream, struct moe_status status);
 /* Makes `saved` durable; `await`: on_saved continues the epoch. */
 void moe_membership__save(struct moe_membership *m, bool await);
-/* Copies at most `size` - 1 bytes. Replaces all but printable ASCII by '?', as the text may come
- * from a peer and goes to logs and proto3 strings. */
-void moe_membership__copy_text(char *to, size_t size, const char *from);
 
 void moe_membership__keep_error(struct member *member, const struct moe_status *error);
 /* "slot 1" for mask 0b10, "slots 1, 3" for 0b1010. */

@@ -45,7 +45,7 @@ static void describe_load_failure(const struct moe_membership *m, uint32_t slot,
                                   size_t size)
 {
     char clean[MOE_MEMBERSHIP_REASON_BYTES];
-    moe_membership__copy_text(clean, sizeof clean, m->members[slot].error.text);
+    moe_membership_copy_text(clean, sizeof clean, m->members[slot].error.text);
     snprintf(to, size, "slot %u cannot load: %.130s", slot, clean);
 }
 

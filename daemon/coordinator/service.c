@@ -237,6 +237,7 @@ struct moe_status moe_coordinator_create(const struct moe_coordinator_config *co
     c->lease_ms = config->lease_ms;
     c->guard = config->guard;
     c->started_ns = moe_clock_ns();
+    c->started_unix_ms = moe_coordinator__unix_ms();
     moe_mutex_init(&c->inbox_lock);
     struct moe_status st;
     MOE_TRY_GOTO(st, make_loop(c, config->handle_signals), fail);

@@ -10,6 +10,7 @@
 #include "access/guard.h"
 #include "base/clock.h"
 #include "base/mutex.h"
+#include "coordinator/events.h"
 #include "coordinator/membership.h"
 #include "coordinator/service.h"
 #include "coordinator/store.h"
@@ -67,6 +68,7 @@ enum admin_method {
     ADMIN_DRAIN,
     ADMIN_SHUTDOWN,
     ADMIN_ACCEPT,
+    ADMIN_EVENTS,
     ADMIN_METHODS
 };
 
@@ -83,6 +85,8 @@ struct moe_coordinator {
     bool weights_unsaved; /* their record has begun, and the store does not have it */
     uint32_t lease_ms;
     uint64_t started_ns;
+    int64_t started_unix_ms;
+    struct moe_events events;
     struct observed seen;
 
     uv_loop_t loop;
@@ -135,6 +139,11 @@ static inline char *moe_coordinator__text(const char *s)
 
 /* Carries out the machine's actions. Call after every input. */
 void moe_coordinator__act(struct moe_coordinator *c);
+/* Logs `text` and lists it as an event. */
+void moe_coordinator__note(struct moe_coordinator *c, enum moe_log_level level,
+                           enum moe_membership_event event, uint32_t slot, const char *text);
+/* Milliseconds since 1970. */
+int64_t moe_coordinator__unix_ms(void);
 struct moe_rpc_method moe_coordinator__session_method(struct moe_coordinator *c);
 void moe_coordinator__end_sessions(struct moe_coordinator *c);
 /* Ends streams that have sent no message for too long after their opening. */

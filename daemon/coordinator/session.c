@@ -312,6 +312,28 @@ static void save(struct moe_coordinator *c, uint64_t sequence)
     moe_membership_on_saved(c->machine, now, sequence, &st);
 }
 
+int64_t moe_coordinator__unix_ms(void)
+{
+    struct timespec now;
+    (void)clock_gettime(CLOCK_REALTIME, &now);
+    return (int64_t)now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+void moe_coordinator__note(struct moe_coordinator *c, enum moe_log_level level,
+                           enum moe_membership_event event, uint32_t slot, const char *text)
+{
+    struct moe_membership_group g;
+    moe_membership_group(c->machine, &g);
+    struct moe_event e = {.unix_ms = moe_coordinator__unix_ms(),
+                          .kind = event,
+                          .level = level,
+                          .slot = slot,
+                          .epoch = g.state == MOE_GROUP_FORMING ? g.last_epoch : g.epoch};
+    (void)snprintf(e.text, sizeof e.text, "%s", text);
+    moe_events_add(&c->events, &e);
+    moe_log_write(level, "%s", text);
+}
+
 void moe_coordinator__act(struct moe_coordinator *c)
 {
     struct moe_membership_action a;
@@ -320,7 +342,9 @@ void moe_coordinator__act(struct moe_coordinator *c)
         case MOE_MEMBERSHIP_SAVE: save(c, a.sequence); break;
         case MOE_MEMBERSHIP_SEND: send_action(c, &a); break;
         case MOE_MEMBERSHIP_CLOSE: close_stream(c, a.stream, &a.status); break;
-        case MOE_MEMBERSHIP_LOG: moe_log_write(a.level, "%s", a.status.text); break;
+        case MOE_MEMBERSHIP_LOG:
+            moe_coordinator__note(c, a.level, a.event, a.slot, a.status.text);
+            break;
         case MOE_MEMBERSHIP_EXIT: c->exited = true; break;
         }
     }

@@ -28,8 +28,8 @@ import moed
 
 FAMILY = "qwen3_moe"
 OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = range(8)
-COMMANDS = ("up", "down", "status", "wait", "replace", "forward", "bench", "training",
-            "context", "version")
+COMMANDS = ("up", "down", "status", "wait", "get", "describe", "replace", "forward",
+            "bench", "training", "context", "version")
 
 PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT, WALL = 0x4206, 17, 1 << 6, 0x40000000
 
@@ -159,7 +159,10 @@ class CommandLine(unittest.TestCase):
 
     def test_wrong_command_lines(self):
         for arguments in (
-                [], ["bogus"], ["status", "extra"], ["status", "--bogus"], ["status", "-o", "xml"],
+                [], ["bogus"], ["status", "extra"],
+                ["get"], ["get", "cats"], ["get", "workers", "x"],
+                ["describe", "worker"], ["describe", "worker", "64"], ["describe", "cat"],
+                ["describe", "group", "1"], ["status", "--bogus"], ["status", "-o", "xml"],
                 ["status", "--timeout", "soon"], ["status", "--timeout", "-1"], ["up"],
                 ["up", "--model", "/tmp", "--workers", "0"],
                 ["up", "--model", "/tmp", "--workers", "65"],

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 moe_test(test_placement SOURCES test_placement.c USES moe_coordinator LABELS coordinator)
+moe_test(test_events SOURCES test_events.c USES moe_coordinator LABELS coordinator)
 moe_test(test_store SOURCES test_store.c USES moe_coordinator LABELS coordinator)
 moe_test(test_weights SOURCES test_weights.c USES moe_coordinator moe_model LABELS coordinator)
 moe_test(test_membership SOURCES test_membership.c USES moe_coordinator LABELS coordinator)

@@ -621,6 +621,29 @@ static void check_placement(void)
     assert_int_equal(st.reason, MOE_REASON_LAYER_NOT_FOUND);
 }
 
+/* The events after `after` are of these kinds, the last one about `slot`. */
+static void check_events(uint64_t after, const Moe__V1__EventKind *kinds, size_t count,
+                         int32_t slot)
+{
+    uint8_t bytes[8192];
+    struct moe_status st;
+    Moe__V1__ListEventsRequest request = MOE__V1__LIST_EVENTS_REQUEST__INIT;
+    request.after = after;
+    size_t length =
+        call_admin("/moe.v1.AdminService/ListEvents", &request.base, bytes, sizeof bytes, &st);
+    assert_ok(st);
+    Moe__V1__ListEventsResponse *r = moe__v1__list_events_response__unpack(NULL, length, bytes);
+    assert_non_null(r);
+    assert_int_equal(r->n_events, count);
+    for (size_t i = 0; i < count; i++) {
+        assert_int_equal(r->events[i]->kind, kinds[i]);
+        assert_int_equal(r->events[i]->sequence, after + i + 1);
+        assert_true(r->events[i]->unix_ms >= r->started_unix_ms);
+    }
+    assert_int_equal(r->events[count - 1]->slot, slot);
+    moe__v1__list_events_response__free_unpacked(r, NULL);
+}
+
 static void check_metrics(const char *want)
 {
     char text[16384] = "";
@@ -650,6 +673,12 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
     assert_int_equal(bring_up(w), 1);
     check_serving(1);
     check_placement();
+    const Moe__V1__EventKind formed[] = {MOE__V1__EVENT_KIND__EVENT_KIND_WORKER_JOINED,
+                                         MOE__V1__EVENT_KIND__EVENT_KIND_WORKER_JOINED,
+                                         MOE__V1__EVENT_KIND__EVENT_KIND_WORKER_JOINED,
+                                         MOE__V1__EVENT_KIND__EVENT_KIND_EPOCH_PREPARING,
+                                         MOE__V1__EVENT_KIND__EVENT_KIND_EPOCH_SERVING};
+    check_events(0, formed, 5, -1);
     check_metrics("\nmoe_group_epoch 1\n");
     check_metrics("\nmoe_group_state{state=\"serving\"} 1\n");
     send_try_again(&w[1]); /* no attempt is possible, and the request is answered */
@@ -665,6 +694,10 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
     expect_and_free(&w[0], MOE__V1__SESSION_RESPONSE__BODY_ABORT);
     expect_and_free(&w[2], MOE__V1__SESSION_RESPONSE__BODY_ABORT);
     wait_for_state(MOE__V1__GROUP_STATE__GROUP_STATE_DEGRADED);
+    const Moe__V1__EventKind left[] = {MOE__V1__EVENT_KIND__EVENT_KIND_WORKER_DRAINING,
+                                       MOE__V1__EVENT_KIND__EVENT_KIND_WORKER_LEFT,
+                                       MOE__V1__EVENT_KIND__EVENT_KIND_EPOCH_ENDED};
+    check_events(5, left, 3, -1);
 
     join(&w[1], 1, 555); /* another process takes the slot */
     assert_int_equal(w[1].slot, 1);

@@ -172,6 +172,16 @@ struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
     return st;
 }
 
+struct moe_status moectl_admin_find(const struct moectl_common *common, uint64_t deadline_ns,
+                                    struct moectl_link **out, Moe__V1__GetStatusResponse **status)
+{
+    char endpoint[MOECTL_ENDPOINT_MAX];
+    *out = NULL;
+    *status = NULL;
+    MOE_TRY(moectl_state_endpoint(common, endpoint));
+    return moectl_admin_open(endpoint, deadline_ns, out, status);
+}
+
 static const char *any_worker(const Moe__V1__GetStatusResponse *status)
 {
     for (size_t i = 0; i < status->n_workers; i++)

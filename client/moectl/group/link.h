@@ -33,6 +33,11 @@ struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
                                     struct moectl_link **out,
                                     Moe__V1__GetStatusResponse **status) MOE_CHECKED;
 
+/* The same for the group of the command's options. */
+struct moe_status moectl_admin_find(const struct moectl_common *common, uint64_t deadline_ns,
+                                    struct moectl_link **out,
+                                    Moe__V1__GetStatusResponse **status) MOE_CHECKED;
+
 /* The endpoint for forward passes: a worker's, because a coordinator serves none. */
 struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uint64_t deadline_ns,
                                          char endpoint[MOECTL_ENDPOINT_MAX]) MOE_CHECKED;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Common parts of all commands: options, messages, exit codes. Never talks to a group. */
 #include "moectl/io/cli.h"
+#include "moectl/io/yaml.h"
 
 #include "base/clock.h"
 #include "daemon/endpoint.h"
@@ -16,6 +17,8 @@ enum {
     TEXT_BYTES = 8192,                  /* longer texts are cut */
     ESCAPED_BYTES = 4 * TEXT_BYTES + 9, /* the longest escape has 4 bytes for one */
 };
+
+static bool prints_yaml; /* --format of this process's command */
 
 static bool ends_line(const char *text)
 {
@@ -163,6 +166,18 @@ static int choose_endpoint(struct moectl_common *common)
     return st.code == MOE_OK ? MOECTL_OK : moectl_usage_error("%s", st.text);
 }
 
+int moectl_take_words(const char **words, int max, int *argc, char ***argv)
+{
+    int count = 0;
+    for (; count<max && * argc> 1 && (*argv)[1][0] != '-'; count++) {
+        words[count] = (*argv)[1];
+        (*argv)[1] = (*argv)[0];
+        (*argv)++;
+        (*argc)--;
+    }
+    return count;
+}
+
 int moectl_require(const struct moectl_required *options, size_t count)
 {
     char missing[256] = "";
@@ -212,7 +227,8 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
 {
     bool help = false;
     const struct moe_option shared[] = {
-        {"format", 'o', MOE_OPTION_STRING, &common->format, 0, 0, "FORMAT", "table or json"},
+        {"format", 'o', MOE_OPTION_STRING, &common->format, 0, 0, "FORMAT",
+         "table, wide (all columns), json or yaml"},
         {"state-dir", 0, MOE_OPTION_STRING, &common->state_dir, 0, 0, "DIR",
          "state directory of the local group; default: $XDG_RUNTIME_DIR/moed, else /tmp/moed-UID"},
         {"timeout", 't', MOE_OPTION_DOUBLE, &common->timeout_s, 0, TIMEOUT_MAX_S, "SECONDS",
@@ -259,11 +275,14 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
         return false;
     }
     moe_options_free(&owned); /* empty, because there is no settings file */
-    common->json = strcmp(common->format, "json") == 0;
+    prints_yaml = strcmp(common->format, "yaml") == 0;
+    common->document = prints_yaml || strcmp(common->format, "json") == 0;
+    common->wide = strcmp(common->format, "wide") == 0;
     if (first < argc)
         *code = moectl_usage_error("unexpected argument '%s'", argv[first]);
-    else if (!common->json && strcmp(common->format, "table") != 0)
-        *code = moectl_usage_error("--format must be table or json, not '%s'", common->format);
+    else if (!common->document && !common->wide && strcmp(common->format, "table") != 0)
+        *code = moectl_usage_error("--format must be table, wide, json or yaml, not '%s'",
+                                   common->format);
     if (*code == MOECTL_OK && !command->local)
         *code = choose_endpoint(common);
     if (*code == MOECTL_OK && !pass_on_trust(common))
@@ -279,7 +298,7 @@ json_t *moectl_document(const char *kind)
 }
 
 /* Escapes DEL and C1 controls (U+0080 to U+009F), which jansson writes as they are. */
-static void write_json(const char *text)
+void moectl_write(const char *text)
 {
     const unsigned char *c = (const unsigned char *)text;
     for (; *c != '\0'; c++) {
@@ -296,11 +315,12 @@ static void write_json(const char *text)
 
 int moectl_print(json_t *document)
 {
-    char *text =
-        document == NULL ? NULL : json_dumps(document, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
+    char *text = document == NULL ? NULL
+                 : prints_yaml    ? moectl_yaml(document)
+                                  : json_dumps(document, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
     json_decref(document);
     if (text != NULL)
-        write_json(text);
+        moectl_write(text);
     bool written = text != NULL && fflush(stdout) == 0 && !ferror(stdout);
     free(text);
     if (!written) {

@@ -39,7 +39,7 @@ struct moectl_command {
 
 /* Common options; preset with the command's defaults. */
 struct moectl_common {
-    const char *format;    /* "table" or "json" */
+    const char *format;    /* "table", "wide", "json" or "yaml" */
     const char *endpoint;  /* --endpoint, else of a context or $MOED_ENDPOINT, else NULL */
     const char *state_dir; /* NULL = the default one */
     const char *context;   /* --context, or NULL; moectl_parse applies it */
@@ -47,7 +47,8 @@ struct moectl_common {
                                               and `insecure` on, by the environment */
     bool insecure;
     double timeout_s;
-    bool json; /* set by moectl_parse */
+    bool document; /* json or yaml; set by moectl_parse, as is `wide` */
+    bool wide;     /* a table with all columns */
 };
 
 enum { MOECTL_OPTIONS_MAX = 32 };
@@ -56,6 +57,10 @@ enum { MOECTL_OPTIONS_MAX = 32 };
  * here, after help or a message: `*code` is its exit code. */
 bool moectl_parse(const struct moectl_command *command, const struct moe_option *own, size_t count,
                   struct moectl_common *common, int argc, char **argv, int *code);
+
+/* Takes up to `max` words before the first option out of the arguments: actions, names. Returns
+ * their number. */
+int moectl_take_words(const char **words, int max, int *argc, char ***argv);
 
 struct moectl_required {
     const char *name;
@@ -79,7 +84,10 @@ void moectl_say(const char *fmt, ...) MOE_PRINTF(1, 2);
 
 /* A new object with apiVersion and kind; NULL when out of memory. */
 json_t *moectl_document(const char *kind);
-/* Prints `document` on stdout and frees it. NULL, if memory was lacking for it, is a failure. */
+/* Prints the text of a document on stdout, and a line break. */
+void moectl_write(const char *document);
+/* Prints `document` on stdout, as JSON or YAML by --format, and frees it. NULL, if memory was
+ * lacking for it, is a failure. */
 int moectl_print(json_t *document);
 
 /* Monotonic deadline of a command that begins now. */

@@ -2,6 +2,8 @@
 /* Walks any message by its descriptor. */
 #include "moectl/io/proto_json.h"
 
+#include "moectl/io/cli.h"
+
 #include <ctype.h>
 #include <inttypes.h>
 #include <stdint.h>
@@ -61,7 +63,7 @@ static json_t *from_text(const char *text)
     return j != NULL ? j : json_string("(not UTF-8)");
 }
 
-static json_t *from_message(const ProtobufCMessage *m)
+json_t *moectl_proto_json(const ProtobufCMessage *m)
 {
     json_t *object = m != NULL ? json_object() : json_null();
     if (m != NULL && object != NULL && !moectl_proto_to_json(m, object)) {
@@ -91,7 +93,7 @@ static json_t *from_value(const ProtobufCFieldDescriptor *field, const void *at)
     case PROTOBUF_C_TYPE_ENUM:
         return json_string(moectl_enum_name(field->descriptor, *(const int *)at));
     case PROTOBUF_C_TYPE_STRING: return from_text(*(char *const *)at);
-    case PROTOBUF_C_TYPE_MESSAGE: return from_message(*(ProtobufCMessage *const *)at);
+    case PROTOBUF_C_TYPE_MESSAGE: return moectl_proto_json(*(ProtobufCMessage *const *)at);
     case PROTOBUF_C_TYPE_BYTES: break;
     }
     return json_null();
@@ -142,4 +144,14 @@ bool moectl_proto_to_json(const ProtobufCMessage *m, json_t *object)
             return false;
     }
     return true;
+}
+
+int moectl_print_message(const char *kind, const ProtobufCMessage *m)
+{
+    json_t *document = moectl_document(kind);
+    if (document != NULL && !moectl_proto_to_json(m, document)) {
+        json_decref(document);
+        document = NULL;
+    }
+    return moectl_print(document);
 }
