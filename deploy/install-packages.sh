@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Installs missing packages that deploy/packages.txt lists for the given purposes.
 #
-#   deploy/install-packages.sh [--yes] [--log FILE] build|run|test|format|clang|nightly ...
+#   deploy/install-packages.sh [--yes] [--log FILE] build|run|test|format|clang|nightly|package ...
 #
 # Prints the packages that it will install. On a terminal it asks first, unless --yes is given. With
 # --log the output of the package manager goes to FILE.
@@ -16,8 +16,8 @@ while [ $# -gt 0 ]; do
     case $1 in
         --yes) yes=yes; shift ;;
         --log) log=$2; shift 2 ;;
-        build|run|test|format|clang|nightly) purposes="$purposes $1"; shift ;;
-        *) echo "usage: $0 [--yes] [--log FILE] build|run|test|format|clang|nightly ..." >&2; exit 2 ;;
+        build|run|test|format|clang|nightly|package) purposes="$purposes $1"; shift ;;
+        *) echo "usage: $0 [--yes] [--log FILE] build|run|test|format|clang|nightly|package ..." >&2; exit 2 ;;
     esac
 done
 

@@ -21,7 +21,6 @@ cd "$(dirname "$0")/.."
 source=$PWD
 tree=${MOE_DEBIAN13:-/var/cache/moed-debian13}
 jobs=${MOE_JOBS:-$(nproc)}
-mirror=http://deb.debian.org/debian
 all=
 for compiler in gcc clang debian13; do
     for level in O2 O3 O3-lto; do
@@ -49,34 +48,10 @@ build() {
     ctest --test-dir "$dir/tests/unit" --output-on-failure -j "$jobs" ${CTEST_ARGS-}
 }
 
-# Makes the tree of Debian 13 if it is not there, with the packages that building and unit tests
-# need. A tree that is half made has another name.
-make_tree() {
-    [ ! -e "$tree/.complete" ] || return 0
-    command -v debootstrap >/dev/null || { echo "debootstrap is not installed" >&2; return 1; }
-    rm -rf "$tree"
-    debootstrap --variant=minbase trixie "$tree" $mirror || return 1
-    # Debian 13 has no grpc-proto, which only an integration test needs.
-    packages=$(awk '$1 !~ /^#/ && NF && $2 !~ /^(format|clang)$/ && $1 != "grpc-proto" { print $1 }' \
-        deploy/packages.txt)
-    # shellcheck disable=SC2086 # a list of words on purpose
-    DEBIAN_FRONTEND=noninteractive chroot "$tree" \
-        apt-get install -y -qq --no-install-recommends $packages || return 1
-    chroot "$tree" apt-get clean
-    touch "$tree/.complete"
-}
-
-# Runs `build` inside the tree. The mounts are this process's own and go with it.
 build_in_tree() {
-    make_tree || return 1
-    mkdir -p "$tree$source"
-    unshare --mount sh -eu -c '
-        mount --bind "$2" "$1$2"
-        mount -t proc proc "$1/proc"
-        mount --rbind /dev "$1/dev"
-        exec chroot "$1" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 \
-            MOE_JOBS="$3" CTEST_ARGS="$4" sh "$2/tests/compilers.sh" --build "$5"
-    ' sh "$tree" "$source" "$jobs" "${CTEST_ARGS-}" "$1"
+    deploy/clean-tree.sh make "$tree" trixie build run test || return 1
+    deploy/clean-tree.sh run "$tree" "$source" \
+        env MOE_JOBS="$jobs" CTEST_ARGS="${CTEST_ARGS-}" tests/compilers.sh --build "$1"
 }
 
 case ${1-} in

@@ -346,3 +346,11 @@ void moe_guard_destroy(struct moe_guard *g)
     moe_mutex_destroy(&g->lock);
     free(g);
 }
+
+struct moe_status moe_guard_check(const struct moe_daemon_settings *settings)
+{
+    struct moe_guard *g;
+    MOE_TRY(moe_guard_create(settings, &g));
+    moe_guard_destroy(g);
+    return moe_ok();
+}

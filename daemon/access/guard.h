@@ -18,6 +18,8 @@ struct moe_guard;
  * From now on, SIGHUP also looks at the files. Errors: those of reading the files. */
 struct moe_status moe_guard_create(const struct moe_daemon_settings *settings,
                                    struct moe_guard **out) MOE_CHECKED;
+/* The errors that moe_guard_create would have with these settings. */
+struct moe_status moe_guard_check(const struct moe_daemon_settings *settings) MOE_CHECKED;
 /* All servers are removed. NULL is ignored. */
 void moe_guard_destroy(struct moe_guard *g);
 

@@ -58,6 +58,8 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
          "Write the address to this descriptor once listening; 0 = none"},
         {"config", 'c', MOE_OPTION_STRING, &s->config, 0, 0, "FILE",
          "Lines 'name = value', names as here without --; # opens a comment line"},
+        {"check-config", 0, MOE_OPTION_BOOL, &s->check_config, 0, 0, NULL,
+         "Check the settings and the files that trust needs, and end: 0 = valid"},
         {"version", 'V', MOE_OPTION_BOOL, &s->version, 0, 0, NULL, "Print the release"},
         {"help", 'h', MOE_OPTION_BOOL, &s->help, 0, 0, NULL, "Print this text"},
     };
@@ -120,6 +122,17 @@ static const char *check_tls(const struct moe_daemon_settings *s)
     return NULL;
 }
 
+/* The end of --check-config: all settings are valid. */
+static int check_files(const struct moe_daemon *d, const struct moe_daemon_settings *s)
+{
+    struct moe_status st = d->check_files != NULL ? d->check_files(s) : moe_ok();
+    if (moe_failed(&st))
+        fprintf(stderr, "%s: %s\n", d->name, st.text);
+    else
+        printf("%s: the settings are valid\n", d->name);
+    return moe_failed(&st) ? EXIT_FAILED : EXIT_OK;
+}
+
 static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s, const bool *given)
 {
     const char *wrong = d->check(d->ctx, given);
@@ -138,6 +151,8 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
         return usage(d, "--ready-fd is not an open descriptor");
     if (!set_log(d, s))
         return usage(d, "--log-level is error, warn, info or debug; --log-format is text or json");
+    if (s->check_config)
+        return check_files(d, s);
     st = moe_hangup_hold();
     if (!moe_failed(&st) && s->log_file != NULL)
         st = moe_log_open(s->log_file);

@@ -2,8 +2,8 @@
 /* Common parts of each daemon's `main`: common options, --help and --version, the log, the ready
  * line with the address, exit codes.
  *
- * Exit status: 0 regular end (or --help, --version), 1 failure, 2 usage. A daemon supplies a table
- * of options and two functions; it owns its loops and signals. */
+ * Exit status: 0 regular end (or --help, --version, --check-config), 1 failure, 2 usage. A daemon
+ * supplies a table of options and two functions; it owns its loops and signals. */
 #ifndef MOE_BASE_DAEMON_H
 #define MOE_BASE_DAEMON_H
 
@@ -24,7 +24,7 @@ struct moe_daemon_settings {
     /* Only for base/daemon.c. */
     const char *log_level, *log_format, *log_file, *config;
     uint64_t ready_fd;
-    bool version, help;
+    bool check_config, version, help;
 };
 
 struct moe_daemon {
@@ -41,6 +41,8 @@ struct moe_daemon {
     /* Runs the daemon. SIGPIPE and SIGXFSZ are ignored, and SIGHUP is blocked until
      * moe_hangup_watch. The text of a failure is logged. */
     struct moe_status (*run)(const struct moe_daemon_settings *common, void *ctx);
+    /* For --check-config, after `check`: reads the files that common settings name. NULL = none. */
+    struct moe_status (*check_files)(const struct moe_daemon_settings *common);
     void *ctx;
 };
 

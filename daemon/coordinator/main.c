@@ -109,6 +109,7 @@ int main(int argc, char **argv)
         .metrics_letter = 'm',
         .check = check_settings,
         .run = serve,
+        .check_files = moe_guard_check,
         .ctx = &s,
     };
     return moe_daemon_main(&daemon, argc, argv);

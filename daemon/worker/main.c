@@ -584,6 +584,7 @@ int main(int argc, char **argv)
         .option_count = table_count,
         .check = check_settings,
         .run = run_worker,
+        .check_files = moe_guard_check,
         .ctx = &settings,
     };
     return moe_daemon_main(&daemon, argc, argv);

@@ -65,6 +65,16 @@ static struct moe_status run_through_hangups(const struct moe_daemon_settings *c
     return uv_loop_close(&loop) == 0 ? outcome : moe_error(MOE_INTERNAL, MOE_REASON_NONE, "loop");
 }
 
+static struct moe_status files;
+static unsigned looks;
+
+static struct moe_status check_files(const struct moe_daemon_settings *common)
+{
+    (void)common;
+    looks++;
+    return files;
+}
+
 static const struct moe_option table[] = {
     {"name", 'n', MOE_OPTION_STRING, &name, 0, 0, "NAME", "A name"},
 };
@@ -78,6 +88,7 @@ static struct moe_daemon daemon_of_test = {
     .metrics_letter = 'm',
     .check = check_name,
     .run = run,
+    .check_files = check_files,
 };
 
 /* The exit code with these arguments. */
@@ -139,6 +150,21 @@ static void impossible_settings_are_refused_at_the_start(void **state)
     assert_int_equal(runs, 1);
 }
 
+static void check_config_runs_nothing(void **state)
+{
+    (void)state;
+    files = moe_ok();
+    assert_int_equal(START("--name", "a", "--check-config", "--log-file", "/no/such/file"), 0);
+    assert_int_equal(looks, 1);
+    files = moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "a file is missing");
+    assert_int_equal(START("--name", "a", "--check-config"), 1);
+    assert_int_equal(looks, 2);
+    assert_int_equal(START("--check-config"), 2); /* no name */
+    assert_int_equal(START("--name", "a", "--check-config", "--tls-key", "/k"), 2);
+    assert_int_equal(looks, 2);
+    assert_int_equal(runs, 0);
+}
+
 static void the_address_is_written_once_as_a_line(void **state)
 {
     (void)state;
@@ -192,6 +218,7 @@ int main(void)
         cmocka_unit_test(a_good_start_runs_once_and_its_failure_is_the_exit_code),
         cmocka_unit_test(help_and_version_start_no_daemon),
         cmocka_unit_test(impossible_settings_are_refused_at_the_start),
+        cmocka_unit_test(check_config_runs_nothing),
         cmocka_unit_test(the_address_is_written_once_as_a_line),
         cmocka_unit_test(sighup_reopens_the_log_file_and_the_daemon_goes_on),
     };

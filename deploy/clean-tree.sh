@@ -1,0 +1,69 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Makes a clean tree of Debian, and runs commands in it. It needs root, debootstrap and a mirror.
+#
+#   deploy/clean-tree.sh make DIR SUITE [PURPOSE ...]
+#   deploy/clean-tree.sh run DIR FOLDER COMMAND ...
+#
+# `make` makes DIR unless it is complete: SUITE (bookworm, trixie), with the packages that
+# deploy/packages.txt lists for the purposes. It names packages that SUITE lacks, and goes on.
+# `run` shows FOLDER, and nothing else of this machine's files, at its own path in the tree and runs
+# COMMAND there, with a clean environment. Its mounts end with it.
+set -eu
+
+here=$(cd "$(dirname "$0")" && pwd)
+mirror=${MOE_DEBIAN_MIRROR:-http://deb.debian.org/debian}
+
+# Packages of the purposes $2... that the tree $1 can install.
+list_packages() {
+    tree=$1
+    shift
+    for purpose in "$@"; do
+        awk -v p="$purpose" '$1 !~ /^#/ && $2 == p { print $1 }' "$here/packages.txt"
+    done | while read -r package; do
+        if chroot "$tree" apt-cache show "$package" >/dev/null 2>&1; then
+            echo "$package"
+        else
+            echo "$tree has no package $package" >&2
+        fi
+    done
+}
+
+make_tree() {
+    tree=$1 suite=$2
+    shift 2
+    [ ! -e "$tree/.complete" ] || return 0
+    command -v debootstrap >/dev/null || { echo "debootstrap is not installed" >&2; return 1; }
+    rm -rf "$tree"
+    debootstrap --variant=minbase "$suite" "$tree" "$mirror"
+    # shellcheck disable=SC2046 # one argument per package
+    DEBIAN_FRONTEND=noninteractive chroot "$tree" \
+        apt-get install -y -qq --no-install-recommends $(list_packages "$tree" "$@")
+    chroot "$tree" apt-get clean
+    touch "$tree/.complete"
+}
+
+# The mounts are in a namespace of this process.
+run_in_tree() {
+    tree=$1 folder=$(cd "$2" && pwd)
+    shift 2
+    mkdir -p "$tree$folder"
+    # shellcheck disable=SC2016 # expanded by the inner shell
+    exec unshare --mount sh -eu -c '
+        tree=$1 folder=$2
+        shift 2
+        mount --bind "$folder" "$tree$folder"
+        mount -t proc proc "$tree/proc"
+        mount --rbind /dev "$tree/dev"
+        exec chroot "$tree" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 HOME=/root \
+            DEBIAN_FRONTEND=noninteractive \
+            sh -eu -c "cd \"\$1\"; shift; exec \"\$@\"" sh "$folder" "$@"
+    ' sh "$tree" "$folder" "$@"
+}
+
+case ${1-} in
+    make) [ $# -ge 3 ] || exit 2; shift; make_tree "$@" ;;
+    run) [ $# -ge 4 ] || exit 2; shift; run_in_tree "$@" ;;
+    -h|--help) sed -n '3,/^[^#]/s/^# \{0,1\}//p' "$0" ;;
+    *) echo "$0: make or run; see --help" >&2; exit 2 ;;
+esac

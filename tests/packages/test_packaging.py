@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of deploy/debian agree with the tree, and the references of settings with the daemons.
+
+    test_packaging.py BUILD
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+DEBIAN = os.path.join(ROOT, "deploy", "debian")
+BUILD = os.path.abspath(sys.argv.pop(1))
+# Options of the command line alone.
+ACTIONS = {"config", "check-config", "version", "help"}
+# What Debian's tools need besides packages of the list, and what every build there has.
+TOOLS = {"debhelper-compat", "dh-sequence-installsysusers", "dh-sequence-python3", "python3"}
+ESSENTIAL = {"build-essential"}
+
+
+def read(*path):
+    with open(os.path.join(*path), encoding="utf-8") as file:
+        return file.read()
+
+
+def packages(purpose):
+    """The names that deploy/packages.txt has for it."""
+    lines = [line.split() for line in read(ROOT, "deploy", "packages.txt").splitlines()
+             if not line.startswith("#")]
+    return {line[0] for line in lines if line[1:] == [purpose]}
+
+
+def paragraphs():
+    """deploy/debian/control: for each package, its fields. The source has the name ''."""
+    found = {}
+    for paragraph in read(DEBIAN, "control").split("\n\n"):
+        fields = dict(re.findall(r"(?ms)^([\w-]+): *(.*?)(?=^\S|\Z)", paragraph))
+        found[fields.get("Package", "").strip()] = fields
+    return found
+
+
+def names(dependencies):
+    """Names of packages in a field, without versions and variables."""
+    words = [d.strip().split(" ")[0] for d in dependencies.split(",")]
+    return {w for w in words if w and not w.startswith("${")}
+
+
+class Control(unittest.TestCase):
+    def test_packages_have_the_dependencies_of_the_list(self):
+        control = paragraphs()
+        self.assertEqual(names(control[""]["Build-Depends"]) - TOOLS, packages("build") - ESSENTIAL)
+        runs = names(control["python3-moed"]["Depends"]) | {"python3"}
+        self.assertLessEqual(packages("run"), runs | names(control["moed"]["Recommends"]))
+
+    def test_no_package_depends_on_nvidia(self):
+        for name, fields in paragraphs().items():
+            text = " ".join(value for field, value in fields.items() if field.endswith("ends"))
+            self.assertNotRegex(text, "nvidia|cuda-|libcu|nccl", name)
+
+    def test_the_changelog_names_the_release(self):
+        top = read(ROOT, "CMakeLists.txt")
+        release = re.search(r"project\(moed VERSION ([\d.]+)", top).group(1)
+        self.assertTrue(read(DEBIAN, "changelog").startswith("moed (%s) " % release))
+
+    def test_each_file_belongs_to_a_package(self):
+        """`dh_missing` sees the others; here: each pattern of a list has a package."""
+        binary = set(paragraphs()) - {""}
+        lists = {os.path.splitext(name)[0] for name in os.listdir(DEBIAN)
+                 if name.endswith(".install")}
+        self.assertEqual(lists, binary)
+
+
+class Settings(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory(prefix="moed-settings-")
+        self.addCleanup(self.folder.cleanup)
+
+    def daemon(self, role, *arguments):
+        program = os.path.join(BUILD, "daemon", role, "moe-" + role)
+        return subprocess.run([program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True, timeout=60)
+
+    def reference(self, role):
+        return read(BUILD, "deploy", role + ".conf")
+
+    def check(self, role, text):
+        path = os.path.join(self.folder.name, role + ".conf")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        return self.daemon(role, "--config", path, "--check-config")
+
+    def test_every_option_stands_in_the_reference(self):
+        for role in ("coordinator", "worker"):
+            options = set(re.findall(r"(?m)^  .{4}--([\w-]+)", self.daemon(role, "--help").stdout))
+            settings = re.findall(r"(?m)^#([\w-]+) =", self.reference(role))
+            self.assertEqual(sorted(settings), sorted(options - ACTIONS))
+            self.assertGreater(len(settings), 10)
+
+    def test_the_references_are_valid_with_all_defaults(self):
+        """Each line with a default, once it counts, is a setting that the daemon accepts."""
+        more = {"coordinator": "", "worker": "model = /m\ncoordinator = 127.0.0.1:1\n"
+                                             "training = sgd\nlora-rank = 4\n"}
+        for role, last in more.items():
+            text = re.sub(r"(?m)^#([\w-]+ =)(?! [A-Z][A-Z:|]*$)", r"\1", self.reference(role))
+            done = self.check(role, text + last)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+            self.assertEqual(done.stdout, "moe-%s: the settings are valid\n" % role)
+
+    def test_what_is_wrong_is_named(self):
+        for text, code, say in (("workers = 0\n", 2, "workers"),
+                                ("wrokers = 1\n", 2, "unknown setting 'wrokers'"),
+                                ("access-file = /no/such/file\n", 1, "/no/such/file"),
+                                ("tls-key = /k\n", 2, "come together")):
+            done = self.check("coordinator", text)
+            self.assertEqual(done.returncode, code, done.stderr)
+            self.assertIn(say, done.stderr)
+            self.assertEqual(done.stdout, "")
+
+    def test_the_packages_files_are_valid(self):
+        self.assertEqual(self.check("coordinator", read(DEBIAN, "coordinator.conf")).returncode, 0)
+        text = read(DEBIAN, "worker.conf")
+        self.assertIn("--model is required", self.check("worker", text).stderr)
+        done = self.check("worker", text.replace("#model = DIR", "model = /srv/model"))
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+
+if __name__ == "__main__":
+    unittest.main()
