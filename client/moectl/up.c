@@ -464,7 +464,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "workers listen on P, P+1, ..., the coordinator on the next two ports; 0 = any free "
          "ports"},
         {"metrics-port", 0, MOE_OPTION_UINT, &u.metrics_port, 0, UINT16_MAX - MOE_MAX_SLOTS, "P",
-         "HTTP /metrics and /healthz: coordinator on P, workers on P+1, ...; 0 = off"},
+         "HTTP /metrics, /livez, /readyz: coordinator on P, workers on P+1, ...; 0 = off"},
         {"threads", 0, MOE_OPTION_UINT, &u.threads, 0, 1024, "N",
          "CPU threads per worker; 0 = CPUs / workers, at least 1"},
         {"detach", 'd', MOE_OPTION_BOOL, &u.detach, 0, 0, NULL,

@@ -2,6 +2,7 @@
 #include "daemon/daemon.h"
 #include "base/build.h"
 
+#include "base/clock.h"
 #include "daemon/endpoint.h"
 #include "daemon/hangup.h"
 #include "daemon/log.h"
@@ -30,7 +31,10 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
 {
     const struct moe_option common[] = {
         {"metrics-listen", d->metrics_letter, MOE_OPTION_STRING, &s->metrics_listen, 0, 0,
-         "HOST:PORT", "Address of /metrics and /healthz; off by default"},
+         "HOST:PORT", "Address of /metrics, /livez and /readyz; off by default"},
+        {"health-step-ms", 0, MOE_OPTION_UINT, &s->health_step_ms, 10, 3600000, "MS",
+         "Longest pause of an idle loop; an idle group runs an empty step that often. A loop that "
+         "rests for longer than this and what it may wait for others is not healthy"},
         {"log-level", 0, MOE_OPTION_STRING, &s->log_level, 0, 0, "LEVEL",
          "error, warn, info or debug"},
         {"log-format", 0, MOE_OPTION_STRING, &s->log_format, 0, 0, "FORMAT", "text or json"},
@@ -178,7 +182,8 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
 
 int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
 {
-    struct moe_daemon_settings s = {.log_level = "info", .log_format = "text"};
+    struct moe_daemon_settings s = {
+        .log_level = "info", .log_format = "text", .health_step_ms = 500};
     struct moe_option table[MOE_OPTIONS_MAX];
     size_t count = join_options(d, &s, table);
     char *help = describe(d, table, count);
@@ -200,6 +205,24 @@ int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
     free(help);
     moe_options_free(&owned);
     return code;
+}
+
+static void on_turn(uv_timer_t *timer)
+{
+    moe_loop_turn(timer->data);
+}
+
+struct moe_status moe_daemon_turn(struct moe_progress *p, uv_loop_t *loop, uv_timer_t *timer)
+{
+    const struct moe_loop_config config = {.name = "main", .code = "MAIN_STUCK", .always = true};
+    uint64_t period_ms = moe_progress_step_ns(p) / (2 * MOE_NS_PER_MS);
+    timer->data = moe_progress_add(p, &config);
+    int wrong = uv_timer_init(loop, timer);
+    if (wrong == 0)
+        wrong = uv_timer_start(timer, on_turn, 0, period_ms > 0 ? period_ms : 1);
+    return wrong == 0
+               ? moe_ok()
+               : moe_error(MOE_INTERNAL, MOE_REASON_IO, "event loop: %s", uv_strerror(wrong));
 }
 
 struct moe_status moe_daemon_announce(const struct moe_daemon_settings *common,

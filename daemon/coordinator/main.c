@@ -60,6 +60,7 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
                                             .form_timeout_ms = (uint32_t)s->form_timeout_ms,
                                             .state_dir = s->state_dir,
                                             .metrics_listen = common->metrics_listen,
+                                            .health_step_ms = common->health_step_ms,
                                             .handle_signals = true};
     struct moe_coordinator *c;
     MOE_TRY(moe_rpc_force_polling());

@@ -27,6 +27,11 @@ static const char *const states[] = {
     [MOE_GROUP_DEGRADED] = "degraded", [MOE_GROUP_DRAINING] = "draining",
     [MOE_GROUP_FAILED] = "failed"};
 
+const char *moe_coordinator__state_name(int state)
+{
+    return states[state];
+}
+
 static struct moe_status add_group(struct moe_coordinator *c)
 {
     struct observed *o = &c->seen;
@@ -69,6 +74,7 @@ static struct moe_status add_all(struct moe_coordinator *c)
     MOE_TRY(add_group(c));
     struct moe_membership_group g;
     moe_membership_group(c->machine, &g);
+    c->health.slots = g.slots;
     for (uint32_t s = 0; s < g.slots; s++) {
         char slot[8];
         snprintf(slot, sizeof slot, "%u", s);
@@ -97,7 +103,8 @@ struct moe_status moe_coordinator__observe_start(struct moe_coordinator *c, cons
     MOE_TRY(add_all(c));
     if (listen == NULL)
         return moe_ok();
-    struct moe_metrics_http_config http = {.listen = listen, .metrics = c->seen.registry};
+    struct moe_metrics_http_config http = {
+        .listen = listen, .metrics = c->seen.registry, .progress = c->health.progress};
     return moe_metrics_http_start(&http, &c->seen.http);
 }
 
@@ -120,6 +127,8 @@ void moe_coordinator__observe(struct moe_coordinator *c)
         moe_gauge_set(o->lease[s], (double)w.lease_remaining_ns / (double)MOE_NS_PER_S);
     }
     moe_gauge_set(o->taken, taken);
+    atomic_store(&c->health.state, (int)g.state);
+    atomic_store(&c->health.taken, taken);
     if (o->reported_state == (int)g.state && o->reported_taken == taken)
         return;
     o->reported_state = (int)g.state;

@@ -362,7 +362,11 @@ static void *thread_main(void *arg)
     struct moe_group *g = arg;
     bool quit = false;
     while (!quit) {
-        struct event *e = moe_group__wait_for_event(g, next_deadline(g), &quit);
+        moe_loop_turn(g->loop);
+        uint64_t at = next_deadline(g);
+        if (g->turn_ns > 0)
+            at = moe_earlier(at, moe_clock_ns() + g->turn_ns);
+        struct event *e = moe_group__wait_for_event(g, at, &quit);
         if (e != NULL && !quit)
             handle_event(g, e);
         free(e);
@@ -403,6 +407,10 @@ struct moe_status moe_group_start(const struct moe_group_config *config, struct 
     g->backoff_ms = BACKOFF_MIN_MS;
     g->heartbeat_ns = g->give_up_ns = g->lease_end_ns = MOE_NEVER;
     g->reconnect_ns = 0;
+    g->loop = moe_progress_add(
+        config->progress,
+        &(struct moe_loop_config){.name = "group", .code = "GROUP_STUCK", .always = true});
+    g->turn_ns = moe_progress_step_ns(config->progress);
     moe_mutex_init(&g->lock);
     moe_wait_init(&g->wake);
     struct moe_status st;

@@ -14,6 +14,7 @@
 #define MOE_RPC_SERVER_H
 
 #include "daemon/identity.h"
+#include "daemon/progress.h"
 #include "rpc/msg.h"
 
 struct moe_rpc_server;
@@ -83,8 +84,9 @@ struct moe_rpc_server_config {
     const uint8_t
         *descriptors; /* serialised FileDescriptorSet for reflection; outlives the server */
     size_t descriptors_length;
-    struct moe_metrics *metrics; /* gets moe_rpc_connections, ...; may be NULL */
-    const char *name;            /* label `server` of the metrics; static. NULL = "data" */
+    struct moe_metrics *metrics;   /* gets moe_rpc_connections, ...; may be NULL */
+    const char *name;              /* label `server` of the metrics; static. NULL = "data" */
+    struct moe_progress *progress; /* gets a loop for each shard; borrowed, may be NULL */
     /* Whether `who` may call `path` with this token: the text after "authorization: Bearer", or "";
      * NULL if there is such a header, but not exactly one with printable characters.
      * Called on the call's shard before `started`, for every call: health, reflection and unknown

@@ -176,6 +176,8 @@ struct moe_rpc_shard {
     void (*apply)(struct moe_rpc_op *op);
     bool applying;       /* the inbox is being drained */
     uint64_t spin_until; /* of a server with spin_ns */
+    struct moe_loop *loop;
+    uint64_t turn_ns; /* longest wait of the thread; 0 = any */
     struct moe_rpc_limits reading, taking;
 };
 

@@ -28,6 +28,8 @@ static uint64_t do_timed(struct moe_rpc_shard *shard)
     struct moe_rpc_server *server = shard->server;
     uint64_t next = moe_rpc_limits_expire(&shard->reading);
     next = moe_earlier(next, moe_rpc_limits_expire(&shard->taking));
+    if (shard->turn_ns > 0)
+        next = moe_earlier(next, moe_clock_ns() + shard->turn_ns);
     return shard == server->shards ? moe_earlier(next, moe_rpc_memory_check(&server->memory))
                                    : next;
 }
@@ -37,6 +39,7 @@ static void *shard_main(void *arg)
     struct moe_rpc_shard *shard = arg;
     moe_rpc_inbox_enter(shard);
     for (;;) {
+        moe_loop_turn(shard->loop);
         grpc_event event = next_event(shard, do_timed(shard));
         if (event.type == GRPC_QUEUE_SHUTDOWN)
             return NULL;

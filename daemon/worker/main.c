@@ -174,8 +174,9 @@ struct run {
     uv_loop_t loop;
     uv_signal_t signals[2];
     uv_poll_t hangup;
-    uv_timer_t watchdog;
+    uv_timer_t watchdog, turn;
     uv_async_t ended;
+    struct moe_progress *progress;
     struct moe_worker *worker;
     unsigned signals_seen;
     uint64_t first_signal_ns;
@@ -238,6 +239,7 @@ static struct moe_status watch(struct run *run)
         run->signals[i].data = run;
         MOE_TRY(check_uv(uv_signal_start(&run->signals[i], on_signal, signums[i])));
     }
+    MOE_TRY(moe_daemon_turn(run->progress, &run->loop, &run->turn));
     MOE_TRY(moe_notify_watch(&run->loop, &run->watchdog));
     return moe_hangup_watch(&run->loop, &run->hangup);
 }
@@ -256,12 +258,6 @@ static void close_loop(struct run *run)
     (void)uv_loop_close(&run->loop);
 }
 
-static bool is_healthy(void *ctx)
-{
-    const struct run *run = ctx;
-    return moe_worker_epoch(run->worker) != 0;
-}
-
 static struct moe_status serve_until_ended(struct run *run,
                                            const struct moe_daemon_settings *common,
                                            struct moe_metrics *metrics)
@@ -270,10 +266,8 @@ static struct moe_status serve_until_ended(struct run *run,
     moe_log_info("release %s (commit %s), listening on %s", moe_build_version(), moe_build_commit(),
                  moe_worker_endpoint(run->worker));
     if (common->metrics_listen != NULL) {
-        const struct moe_metrics_http_config config = {.listen = common->metrics_listen,
-                                                       .metrics = metrics,
-                                                       .healthy = is_healthy,
-                                                       .ctx = run};
+        const struct moe_metrics_http_config config = {
+            .listen = common->metrics_listen, .metrics = metrics, .progress = run->progress};
         MOE_TRY(moe_metrics_http_start(&config, &http));
         moe_log_info("metrics on port %u", moe_metrics_http_port(http));
     }
@@ -350,12 +344,17 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     configure_training(s, &config);
     if (interface.name[0] != '\0')
         config.network_address = interface.address;
+    const struct moe_progress_config progress = {
+        .step_ns = common->health_step_ms * MOE_NS_PER_MS,
+        .limit_ns = (common->health_step_ms + s->wait_budget_ms) * MOE_NS_PER_MS};
     MOE_TRY(check_uv(uv_loop_init(&run.loop)));
     struct moe_status st;
+    MOE_TRY_GOTO(st, moe_progress_create(&progress, &run.progress), out);
     MOE_TRY_GOTO(st, watch(&run), out);
     MOE_TRY_GOTO(st, moe_metrics_create(&metrics), out);
     MOE_TRY_GOTO(st, moe_guard_create(common, &config.guard), out);
     config.metrics = metrics;
+    config.progress = run.progress;
     st = moe_worker_start(&config, &run.worker);
     if (moe_failed(&st))
         goto out;
@@ -365,6 +364,7 @@ out:
     moe_guard_destroy(config.guard);
     moe_metrics_destroy(metrics);
     close_loop(&run);
+    moe_progress_destroy(run.progress);
     return st;
 }
 

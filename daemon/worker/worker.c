@@ -344,6 +344,7 @@ static struct moe_status start_group(struct moe_worker *w)
         .gather_ms = c->wait_budget_ms * GATHER_BUDGETS,
         .reform_ms = REFORM_MS,
         .lease = &w->lease,
+        .progress = c->progress,
         .heartbeat_seconds = w->heartbeat_seconds,
         .hooks =
             {
@@ -418,6 +419,7 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
     MOE_TRY_GOTO(st, create_service(w), fail);
     MOE_TRY_GOTO(st, create_peers(w), fail);
     MOE_TRY_GOTO(st, moe_worker__start_servers(w), fail);
+    MOE_TRY_GOTO(st, moe_worker__watch_health(w), fail);
     MOE_TRY_GOTO(st, start_group(w), fail);
     set_may_wake_group(w, true);
     *out = w;
@@ -432,6 +434,7 @@ void moe_worker_stop(struct moe_worker *w)
     if (w == NULL)
         return;
     set_may_wake_group(w, false);
+    moe_progress_close(w->config.progress);
     if (!atomic_load(&w->draining)) /* else the drain has logged it */
         moe_train_log_leaving(w->train);
     moe_group_destroy(w->group); /* leaves the view; no step runs afterwards */

@@ -79,8 +79,10 @@ struct moe_status moe_worker__name_coordinator(struct moe_worker *w,
                                                uint32_t admin_port) MOE_CHECKED;
 /* Stops those that were started. */
 void moe_worker__stop_servers(struct moe_worker *w);
-/* [any thread] Sets the answer of health checks: SERVING under a view, unless the worker leaves, or
- * trains and has no lease. Call it after a change of one of these. */
+/* [any thread] Sets the answers of health checks: SERVING under a view, unless the worker leaves,
+ * or trains and has no lease, or a loop is stuck. Call it after a change of one of these. */
 void moe_worker__show_health(struct moe_worker *w);
+/* Gives config.progress the worker's conditions, and watches its judge. */
+struct moe_status moe_worker__watch_health(struct moe_worker *w) MOE_CHECKED;
 
 #endif

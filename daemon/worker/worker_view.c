@@ -5,43 +5,10 @@
 
 #include "checkpoint/checkpoint.h"
 #include "daemon/log.h"
-#include "rpc/server.h"
 #include "training/training.h"
 
 #include <stdio.h>
 #include <string.h>
-
-static bool is_healthy(const struct moe_worker *w)
-{
-    return atomic_load(&w->epoch) != 0 && !atomic_load(&w->draining) &&
-           moe_lease_gate_held(w->train != NULL ? &w->lease : NULL);
-}
-
-static void set_health_of(struct moe_rpc_server *server, bool trains, bool serving)
-{
-    moe_rpc_server_set_health(server, "", serving);
-    moe_rpc_server_set_health(server, "moe.v1.ExpertService", serving);
-    if (trains) /* else unknown to health checks */
-        moe_rpc_server_set_health(server, "moe.v1.TrainingService", serving);
-}
-
-static void set_health(struct moe_worker *w, bool serving)
-{
-    bool trains = w->training_service != NULL;
-    set_health_of(w->server, trains && w->admin_server == NULL, serving);
-    if (w->admin_server != NULL)
-        set_health_of(w->admin_server, trains, serving);
-}
-
-/* Two threads may do this at the same time: the last to set it looks again. */
-void moe_worker__show_health(struct moe_worker *w)
-{
-    bool serving;
-    do {
-        serving = is_healthy(w);
-        set_health(w, serving);
-    } while (serving != is_healthy(w));
-}
 
 static struct moe_status update_service(struct moe_worker *w, uint64_t epoch)
 {

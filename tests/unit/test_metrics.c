@@ -214,9 +214,11 @@ static void no_update_is_lost_among_threads(void **unused)
 
 static atomic_bool well;
 
-static bool is_well(void *ctx)
+/* Conditions of a daemon that is alive, and ready once it is well. */
+static void add_conditions(void *ctx, struct moe_health *v)
 {
-    return atomic_load((atomic_bool *)ctx);
+    bool is_well = atomic_load((atomic_bool *)ctx);
+    moe_health_add(v, "view", is_well ? NULL : "NO_VIEW", false, "a condition");
 }
 
 /* A connection on which `text` has been sent. */
@@ -251,8 +253,10 @@ static void prometheus_and_probes_are_answered(void **unused)
     struct moe_counter *c;
     ok(moe_metrics_add_counter(m, &(struct moe_metric_desc){.name = "moe_c_total"}, &c));
     moe_counter_add(c, 5);
-    struct moe_metrics_http_config config = {
-        .listen = "127.0.0.1:0", .metrics = m, .healthy = is_well, .ctx = &well};
+    struct moe_progress *p;
+    ok(moe_progress_create(&(struct moe_progress_config){.step_ns = 1, .limit_ns = 1}, &p));
+    moe_progress_set_conditions(p, add_conditions, &well);
+    struct moe_metrics_http_config config = {.listen = "127.0.0.1:0", .metrics = m, .progress = p};
     struct moe_metrics_http *h;
     ok(moe_metrics_http_start(&config, &h));
     uint16_t port = moe_metrics_http_port(h);
@@ -261,9 +265,19 @@ static void prometheus_and_probes_are_answered(void **unused)
     assert_non_null(strstr(a, " 200 OK"));
     assert_non_null(strstr(a, "text/plain; version=0.0.4"));
     assert_non_null(strstr(a, "\nmoe_c_total 5\n"));
-    assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 503 "));
-    atomic_store(&well, true);
-    assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 200 OK"));
+    for (size_t i = 0; i < 2; i++) {
+        static const char *const ready[] = {"GET /healthz HTTP/1.0\r\n\r\n",
+                                            "GET /readyz?verbose HTTP/1.0\r\n\r\n"};
+        atomic_store(&well, false);
+        a = ask(port, ready[i]);
+        assert_non_null(strstr(a, " 503 "));
+        assert_non_null(strstr(a, "\r\n\r\n[-] view NO_VIEW: a condition\nnot ready\n"));
+        assert_non_null(strstr(ask(port, "GET /livez HTTP/1.0\r\n\r\n"), "\r\n\r\nok\n"));
+        atomic_store(&well, true);
+        assert_non_null(strstr(ask(port, ready[i]), " 200 OK"));
+    }
+    assert_non_null(strstr(ask(port, "GET /readyz?verbose=1 HTTP/1.0\r\n\r\n"),
+                           "\r\n\r\n[+] view: a condition\nok\n"));
     assert_non_null(strstr(ask(port, "GET /etc/passwd HTTP/1.0\r\n\r\n"), " 404 "));
     assert_non_null(
         strstr(ask(port, "POST /metrics HTTP/1.0\r\nContent-Length: 3\r\n\r\nabc"), " 405 "));
@@ -277,6 +291,7 @@ static void prometheus_and_probes_are_answered(void **unused)
     struct moe_status st = moe_metrics_http_start(&config, &second);
     assert_int_equal(st.code, MOE_UNAVAILABLE);
     moe_metrics_http_stop(h);
+    moe_progress_destroy(p);
 }
 
 static void bad_addresses_are_refused(void **unused)
