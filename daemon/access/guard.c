@@ -315,10 +315,12 @@ struct moe_status moe_guard_create(const struct moe_daemon_settings *config, str
     struct moe_status st = moe_access_create(&access, &g->access);
     if (!moe_failed(&st) && files.certificate != NULL)
         st = moe_tls_create(&files, &g->tls);
-    if (!moe_failed(&st) && moe_thread_create(&g->thread, "moe-guard", guard_main, g) != 0)
-        st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread");
-    else
-        g->running = !moe_failed(&st);
+    if (!moe_failed(&st)) {
+        int rc = moe_thread_create(&g->thread, "moe-guard", guard_main, g);
+        g->running = rc == 0;
+        if (rc != 0)
+            st = moe_thread_failure("moe-guard", rc);
+    }
     if (moe_failed(&st)) {
         moe_guard_destroy(g);
         return st;

@@ -389,9 +389,8 @@ static struct moe_status start_thread(struct moe_engine *e)
 {
     moe_mutex_init(&e->lock);
     moe_wait_init(&e->idle);
-    if (moe_thread_create(&e->thread, "moe-engine", run_thread, e) == 0)
-        return moe_ok();
-    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "cannot start a thread");
+    int rc = moe_thread_create(&e->thread, "moe-engine", run_thread, e);
+    return rc == 0 ? moe_ok() : moe_thread_failure("moe-engine", rc);
 }
 
 struct moe_status moe_engine_create(const struct moe_engine_config *config, struct moe_engine **out)

@@ -417,11 +417,10 @@ struct moe_status moe_group_start(const struct moe_group_config *config, struct 
     MOE_TRY_GOTO(st, moe_gather_create(moe_group__send_blob, g, &g->gather), fail);
     MOE_TRY_GOTO(st, moe_serial_executor_create(&g->executor), fail);
     *out = g; /* before the thread starts: hooks may use it */
-    if (moe_thread_create(&g->thread, "moe-group", thread_main, g) != 0) {
-        st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread");
-        goto fail;
-    }
-    return st;
+    int rc = moe_thread_create(&g->thread, "moe-group", thread_main, g);
+    if (rc == 0)
+        return st;
+    st = moe_thread_failure("moe-group", rc);
 fail:
     *out = NULL;
     moe_serial_executor_destroy(g->executor);

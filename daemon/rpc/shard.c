@@ -54,11 +54,9 @@ struct moe_status moe_rpc_shard_start(struct moe_rpc_shard *shard)
     moe_rpc_limits_init(&shard->reading, server->read_limit_ns, moe_rpc_reading_passed);
     moe_rpc_limits_init(&shard->taking, server->send_limit_ns, moe_rpc_taking_passed);
     moe_rpc_inbox_init(shard, moe_rpc_apply);
-    if (moe_thread_create(&shard->thread, "moe-rpc-shard", shard_main, shard) != 0)
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                         "cannot start a shard thread");
-    shard->started = true;
-    return moe_ok();
+    int rc = moe_thread_create(&shard->thread, "moe-rpc-shard", shard_main, shard);
+    shard->started = rc == 0;
+    return rc == 0 ? moe_ok() : moe_thread_failure("moe-rpc-shard", rc);
 }
 
 void moe_rpc_shard_stop(struct moe_rpc_shard *shard)

@@ -284,8 +284,7 @@ struct moe_status moe_cpu_steps_create(struct moe_session *session, struct moe_c
     int rc = moe_thread_create(&q->thread, "moe-cpu-step", run_steps, q);
     if (rc != 0) {
         free(q);
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread: %s",
-                         strerror(rc));
+        return moe_thread_failure("moe-cpu-step", rc);
     }
     *out = q;
     return moe_ok();
