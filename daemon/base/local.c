@@ -15,16 +15,33 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { DIRECTORIES = 3, STALE_AFTER_S = 60 };
+/* The longest name of a socket: the kernel numbers namespaces with 32 bits. */
+#define LONGEST_NAME "/65535-4294967295.sock"
+
+enum {
+    DIRECTORIES = 3,
+    STALE_AFTER_S = 60,
+    DIRECTORY_MAX = MOE_LOCAL_PATH_BYTES - sizeof LONGEST_NAME,
+    SESSION_MAX = DIRECTORY_MAX - (sizeof "/moed" - 1),
+};
+
+/* $XDG_RUNTIME_DIR; NULL for one that leaves no room for the name of a socket. */
+static const char *session_directory(void)
+{
+    const char *session = getenv("XDG_RUNTIME_DIR");
+    return session != NULL && session[0] == '/' && strlen(session) <= SESSION_MAX ? session : NULL;
+}
 
 /* Directory `index` of the list; false at its end. */
 static bool directory_at(unsigned index, char to[MOE_LOCAL_PATH_BYTES])
 {
-    const char *own = getenv("MOED_RUNTIME_DIR"), *session = getenv("XDG_RUNTIME_DIR");
+    const char *own = getenv("MOED_RUNTIME_DIR"), *session = session_directory();
     int n = -1;
     if (own != NULL && own[0] == '/')
-        n = index == 0 ? snprintf(to, MOE_LOCAL_PATH_BYTES, "%s", own) : -1;
-    else if (index == 0 && session != NULL && session[0] == '/')
+        n = index == 0 && strlen(own) <= DIRECTORY_MAX
+                ? snprintf(to, MOE_LOCAL_PATH_BYTES, "%s", own)
+                : -1;
+    else if (index == 0 && session != NULL)
         n = snprintf(to, MOE_LOCAL_PATH_BYTES, "%s/moed", session);
     else if (index == 0 || index == 1) /* a session that this environment does not name */
         n = snprintf(to, MOE_LOCAL_PATH_BYTES, "/run/user/%u/moed", geteuid());
@@ -100,16 +117,18 @@ static void remove_all_stale(const char *root)
 struct moe_status moe_local_listen_path(char path[MOE_LOCAL_PATH_BYTES])
 {
     char directory[MOE_LOCAL_PATH_BYTES];
-    struct moe_status st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                                     "MOED_RUNTIME_DIR is too long, or is no absolute path");
+    struct moe_status st =
+        moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                  "MOED_RUNTIME_DIR is too long for a directory of sockets: at most %d bytes",
+                  (int)DIRECTORY_MAX);
     for (unsigned i = 0; directory_at(i, directory); i++) {
         int error = mkdir(directory, S_IRWXU) == 0 || errno == EEXIST ? 0 : errno;
         if (error == 0 && is_private(directory) && strchr(directory, ',') == NULL) {
             remove_all_stale(directory);
             return name_socket(directory, "*", path)
                        ? moe_ok()
-                       : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                                   "%s is too long for a socket's directory", directory);
+                       : moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "/proc/self/ns/net: %s",
+                                   strerror(errno));
         }
         st =
             moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO,

@@ -6,8 +6,9 @@
  * daemon elsewhere. The kernel tells the daemon which user connects; that needs no password.
  *
  * DIRECTORY is $MOED_RUNTIME_DIR; if that is not set, the first of $XDG_RUNTIME_DIR/moed,
- * /run/user/UID/moed and /tmp/moed-UID that can be used. It belongs to the user and has mode 0700.
- * A client looks in all of them, because it may run in another session than the daemon. */
+ * /run/user/UID/moed and /tmp/moed-UID that can be used; a name of more than 85 bytes leaves no
+ * room for that of a socket. It belongs to the user and has mode 0700. A client looks in all of
+ * them, because it may run in another session than the daemon. */
 #ifndef MOE_BASE_LOCAL_H
 #define MOE_BASE_LOCAL_H
 
@@ -18,8 +19,8 @@ enum { MOE_LOCAL_PATH_BYTES = 108 }; /* of sockaddr_un, with the final 0 */
 /* Makes the directory if it is missing, and writes the path of a daemon's socket with a '*' in
  * place of the port, which a listener fills in. Removes sockets of daemons that were killed, if
  * they are older than a minute. Errors: MOE_FAILED_PRECONDITION/IO (no directory can be used; the
- * text says why of the last one), MOE_INVALID_ARGUMENT/CONFIG_INVALID (the path is too long or has
- * a comma). */
+ * text says why of the last one), MOE_INVALID_ARGUMENT/CONFIG_INVALID (MOED_RUNTIME_DIR is too
+ * long), MOE_UNAVAILABLE/IO (no /proc). */
 struct moe_status moe_local_listen_path(char path[MOE_LOCAL_PATH_BYTES]) MOE_CHECKED;
 
 /* True if `endpoint` ("127.0.0.1:7700", "localhost:7700", "[::1]:7700") has a socket of this user;

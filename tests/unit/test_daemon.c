@@ -212,6 +212,36 @@ static void sighup_reopens_the_log_file_and_the_daemon_goes_on(void **state)
     assert_int_equal(unlink(path) | rmdir(directory), 0);
 }
 
+/* An open of a FIFO without a reader would wait for one. */
+static void a_log_file_that_can_block_is_refused(void **state)
+{
+    (void)state;
+    char directory[] = "/tmp/moe-daemon-XXXXXX";
+    static char path[64]; /* the log keeps the pointer */
+    assert_non_null(mkdtemp(directory));
+    snprintf(path, sizeof path, "%s/fifo", directory);
+    assert_int_equal(mkfifo(path, 0600), 0);
+    int without_reader = START("--name", "a", "--log-file", path);
+    int reader = open(path, O_RDONLY | O_NONBLOCK);
+    int with_reader = START("--name", "a", "--log-file", path);
+    char byte;
+    assert_int_equal(read(reader, &byte, 1), 0); /* no line went there */
+    close(reader);
+    assert_int_equal(unlink(path), 0);
+    assert_int_equal(symlink("/dev/null", path), 0);
+    int out = dup(STDOUT_FILENO), err = dup(STDERR_FILENO);
+    int device = START("--name", "a", "--log-file", path);
+    int flags = fcntl(STDERR_FILENO, F_GETFL);
+    assert_true(dup2(out, STDOUT_FILENO) >= 0 && dup2(err, STDERR_FILENO) >= 0);
+    close(out);
+    close(err);
+    assert_int_equal(unlink(path) | rmdir(directory), 0);
+    assert_int_equal(without_reader, 1);
+    assert_int_equal(with_reader, 1);
+    assert_int_equal(device, 0);
+    assert_int_equal(flags & (O_NONBLOCK | O_APPEND), O_APPEND);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -221,6 +251,7 @@ int main(void)
         cmocka_unit_test(check_config_runs_nothing),
         cmocka_unit_test(the_address_is_written_once_as_a_line),
         cmocka_unit_test(sighup_reopens_the_log_file_and_the_daemon_goes_on),
+        cmocka_unit_test(a_log_file_that_can_block_is_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -120,6 +120,31 @@ static void a_session_directory_that_cannot_be_used_gives_way(void **state)
     assert_int_equal(setenv("MOED_RUNTIME_DIR", runtime, 1), 0);
 }
 
+/* Some build systems and containers have such names. */
+static void a_session_directory_of_a_long_name_gives_way(void **state)
+{
+    char name[MOE_LOCAL_PATH_BYTES + 40], path[MOE_LOCAL_PATH_BYTES];
+    (void)state;
+    assert_int_equal(unsetenv("MOED_RUNTIME_DIR"), 0);
+    for (size_t length = 60; length < sizeof name; length++) {
+        int n = snprintf(name, sizeof name, "%s/", root);
+        memset(name + n, 'x', length - (size_t)n);
+        name[length] = '\0';
+        assert_int_equal(mkdir(name, 0700), 0);
+        assert_int_equal(setenv("XDG_RUNTIME_DIR", name, 1), 0);
+        assert_ok(moe_local_listen_path(path));
+        bool taken = strstr(path, name) == path;
+        assert_int_equal(taken, length <= 80);
+        /* A listener puts a port in place of the '*'. */
+        assert_true(!taken || strlen(path) + strlen("65535") - 1 < sizeof path);
+        (void)snprintf(path, sizeof path, "%.*s/moed", (int)sizeof path - 8, name);
+        assert_int_equal(taken ? rmdir(path) : 0, 0);
+        assert_int_equal(rmdir(name), 0);
+    }
+    assert_int_equal(setenv("XDG_RUNTIME_DIR", root, 1), 0);
+    assert_int_equal(setenv("MOED_RUNTIME_DIR", runtime, 1), 0);
+}
+
 static void a_directory_of_a_long_name_is_refused(void **state)
 {
     char name[200], path[MOE_LOCAL_PATH_BYTES];
@@ -159,6 +184,7 @@ int main(void)
         cmocka_unit_test(only_old_sockets_of_killed_daemons_are_removed),
         cmocka_unit_test(a_directory_that_others_can_use_does_not_count),
         cmocka_unit_test(a_session_directory_that_cannot_be_used_gives_way),
+        cmocka_unit_test(a_session_directory_of_a_long_name_gives_way),
         cmocka_unit_test(a_directory_of_a_long_name_is_refused),
     };
     return cmocka_run_group_tests(tests, make_root, remove_root);
