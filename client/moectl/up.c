@@ -23,6 +23,7 @@ enum {
     STATUS_LIMIT_MS = 2000,    /* for one answer of the coordinator */
     TERMINATE_LIMIT_MS = 5000, /* between SIGTERM and SIGKILL */
     ARGUMENT_MAX = 64,         /* bytes of a number or address on a daemon's command line */
+    TEXT_BYTES = 1024,         /* a state with its reason */
 };
 
 static const char port_advice[] = "use another port with --port P, or --port 0 for any free port";
@@ -267,7 +268,7 @@ static struct moe_status poll_status(struct up *u, char *last, size_t size, bool
     struct moe_status st = moectl_link_status(u->link, in_ms(STATUS_LIMIT_MS), &s);
     if (st.code != MOE_OK)
         return st.code == MOE_UNAVAILABLE || st.code == MOE_DEADLINE_EXCEEDED ? moe_ok() : st;
-    char text[256];
+    char text[TEXT_BYTES];
     describe(s, text, sizeof text);
     if (strcmp(text, last) != 0)
         moectl_say("%s", text);
@@ -281,7 +282,7 @@ static struct moe_status poll_status(struct up *u, char *last, size_t size, bool
 
 static struct moe_status await_serving(struct up *u, uint64_t deadline_ns)
 {
-    char last[256] = "";
+    char last[TEXT_BYTES] = "";
     bool serving = false;
     MOE_TRY(moectl_link_open(u->group.processes[0].endpoint, &u->link));
     for (;;) {
