@@ -717,9 +717,16 @@ class UpAndDown(unittest.TestCase):
             byhand = None
             try:
                 coordinator, _, victim = self.processes(state)
+
+                def seen():
+                    status = json.loads(run("status", "-o", "json", *here).stdout)
+                    return status["state"], int(status["epoch"])
+
+                _, epoch = seen()
                 self.kill(victim)
                 byhand = subprocess.Popen(victim["command"], stderr=subprocess.DEVNULL)
-                self.assertEqual(run("wait", "--timeout", "60", *here).returncode, OK)
+                # Not `wait`: the coordinator may not have noticed the loss yet.
+                wait_until(lambda: seen()[0] == "SERVING" and seen()[1] > epoch)
                 self.kill(coordinator)
                 down = run("down", *here)
                 print(down.stderr)
