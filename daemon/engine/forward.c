@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Forward passes: the row of MOE_STEP_FORWARD. Its steps take all waiting tokens of their layer and
  * dtype. Retained passes (retain.c) share parts of it. */
+#include "base/clock.h"
 #include "engine/state.h"
 
 static const struct moe_layer_spec *find_spec(const struct moe_engine *e, uint32_t layer,
@@ -51,6 +52,20 @@ static void begin(struct moe_engine *e, struct moe_step_slot *step_slot,
 
 /* --------------------------------------------------------------------------- ends */
 
+static void add_times(struct moe_work_times *to, const struct moe_step_slot *step_slot,
+                      const struct moe_step_result *r)
+{
+    to->count += to->count < MOE_WORK_TIMES_MAX;
+    struct moe_step_times *times = &to->step[to->count - 1];
+    *times = (struct moe_step_times){.taken_ns = step_slot->taken_ns,
+                                     .enqueued_ns = step_slot->enqueued_ns,
+                                     .began_ns = r->began_ns,
+                                     .ended_ns = step_slot->ended_ns,
+                                     .total_ns = r->total_ns};
+    for (int i = 0; i < MOE_STAGE_COUNT; i++)
+        times->stage_ns[i] = r->stage_ns[i];
+}
+
 static void add_result(struct moe_work *w, const struct moe_step_slot *step_slot,
                        const struct moe_step_result *r)
 {
@@ -63,6 +78,8 @@ static void add_result(struct moe_work *w, const struct moe_step_slot *step_slot
     w->answered_version = step_slot->weights_version;
     w->step_tokens = step_slot->tokens;
     w->steps++;
+    if (w->times != NULL)
+        add_times(w->times, step_slot, r);
 }
 
 /* `finished` comes before rows are copied out, so that the sequencer can issue the next ticket
@@ -72,6 +89,8 @@ void moe_engine__hand_out(struct moe_engine *e, struct moe_step_slot *step_slot,
                           const struct moe_step_result *result)
 {
     struct moe_layer *layer;
+    if (step_slot->timed)
+        step_slot->ended_ns = moe_clock_ns();
     e->config.finished(e->config.ctx, &step_slot->ticket, moe_ok(), 0);
     moe_step_slot_scatter(step_slot, find_spec(e, step_slot->ticket.layer, &layer));
     moe_step_metrics_forward(e->config.metrics, result);

@@ -282,8 +282,9 @@ static struct moe_status start(struct moe_tracer *t, const struct moe_tracer_con
     if (!moe_trace_queue_init(&t->queue, traces))
         return no_memory();
     MOE_TRY(open_channel(t, config));
-    if (moe_thread_create(&t->thread, "moe-trace", run_exporter, t) != 0)
-        return no_memory();
+    int rc = moe_thread_create(&t->thread, "moe-trace", run_exporter, t);
+    if (rc != 0)
+        return moe_thread_failure("moe-trace", rc);
     t->started = true;
     return moe_ok();
 }

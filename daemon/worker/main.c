@@ -12,6 +12,7 @@
 #include "daemon/metrics_http.h"
 #include "daemon/notify.h"
 #include "rpc/msg.h"
+#include "trace/trace.h"
 #include "worker/host.h"
 #include "worker/worker.h"
 
@@ -36,7 +37,8 @@ struct settings {
     const char *training, *lora_targets, *freeze, *training_dir;
     uint64_t lora_rank, retained_bytes, retained_device_bytes, retained_seconds;
     double lora_alpha, training_share;
-    const char *net_interface;
+    const char *net_interface, *otlp;
+    double trace_sample;
     uint64_t domain_size;
 };
 
@@ -339,6 +341,8 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .spin_ns = spin_of(s, strcmp(backend->name, "cuda") == 0),
         .slot_assigned = on_slot_assigned,
         .ended = on_ended,
+        .otlp = s->otlp,
+        .trace_sample = s->trace_sample,
         .ctx = &run,
     };
     configure_training(s, &config);
@@ -383,6 +387,7 @@ static struct settings settings = {
     .wait_budget_ms = 2000,
     .drain_ms = 10000,
     .spin_us = MOE_OPTION_UNSET,
+    .trace_sample = 0.01,
     .training = "off",
     .freeze = "",
     .lora_targets = "gate,up,down",
@@ -444,6 +449,10 @@ static const struct moe_option other_options[] = {
     {"spin-us", 0, MOE_OPTION_UINT, &settings.spin_us, 0, 1000000, "US",
      "Microseconds to poll for the next step before sleeping; default 1000 on a GPU with 8 or more "
      "usable cores (shared ones count), else 0"},
+    {"otlp", 0, MOE_OPTION_STRING, &settings.otlp, 0, 0, "HOST:PORT",
+     "Collector for traces of requests, by OTLP/gRPC; https://HOST:PORT = by TLS, with --tls-ca"},
+    {"trace-sample", 0, MOE_OPTION_DOUBLE, &settings.trace_sample, 0, 1, "SHARE",
+     "Share of requests to trace, of those without a traceparent header"},
     {"training", 0, MOE_OPTION_CHOICE, &settings.training, 0, 0, "off|adamw|sgd",
      "Offer TrainingService, with the state of this optimizer"},
     {"freeze", 0, MOE_OPTION_STRING, &settings.freeze, 0, 0, "LIST",
@@ -516,11 +525,13 @@ static const char *const needs[][2] = {
     {"training-share", "training"},   {"training-dir", "training"},
     {"retained-bytes", "training"},   {"retained-device-bytes", "training"},
     {"retained-seconds", "training"}, {"lora-alpha", "lora-rank"},
-    {"lora-targets", "lora-rank"},
+    {"lora-targets", "lora-rank"},    {"trace-sample", "otlp"},
 };
 
 static bool is_on(const struct settings *s, const char *name)
 {
+    if (strcmp(name, "otlp") == 0)
+        return s->otlp != NULL;
     return strcmp(name, "training") == 0 ? strcmp(s->training, "off") != 0 : s->lora_rank > 0;
 }
 
@@ -569,6 +580,8 @@ static const char *check_settings(const void *ctx, const bool *given)
         wrong = moe_endpoint_check_listen("--admin-listen", s->admin_listen);
     if (!moe_failed(&wrong) && s->advertise != NULL)
         wrong = moe_endpoint_check("--advertise", s->advertise);
+    if (!moe_failed(&wrong) && s->otlp != NULL) /* the CA is checked when the tracer starts */
+        wrong = moe_tracer_check("--otlp", s->otlp, true);
     return moe_failed(&wrong) ? wrong.text : NULL;
 }
 

@@ -107,6 +107,7 @@ static void slot_assigned(void *ctx, uint32_t slot, uint32_t slots, uint32_t adm
     if (moe_failed(&st))
         moe_log_warn("clients do not get the coordinator's address: %s", st.text);
     moe_service_set_slot(w->service, slot);
+    moe_tracer_set_slot(w->tracer, slot);
     w->config.slot_assigned(w->config.ctx, slot);
 }
 
@@ -244,6 +245,18 @@ static struct moe_status create_engine(struct moe_worker *w)
     return moe_engine_create(&engine, &w->engine);
 }
 
+static struct moe_status create_tracer(struct moe_worker *w)
+{
+    const struct moe_tracer_config tracer = {
+        .collector = w->config.otlp,
+        .trust = &w->config.trust,
+        .sample = w->config.trace_sample,
+        .service_name = "moe-worker",
+        .metrics = w->config.metrics,
+    };
+    return tracer.collector != NULL ? moe_tracer_create(&tracer, &w->tracer) : moe_ok();
+}
+
 /* A group that only serves goes on without a lease: its weights never change. */
 static const struct moe_lease_gate *gate_of(const struct moe_worker *w)
 {
@@ -272,6 +285,7 @@ static struct moe_status create_service(struct moe_worker *w)
         .training = w->train,
         .metrics = c->metrics,
         .lease = gate_of(w),
+        .tracer = w->tracer,
     };
     MOE_TRY(moe_service_create(&service, &w->service));
     if (w->train == NULL)
@@ -416,9 +430,11 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
     MOE_TRY_GOTO(st, open_model(w), fail);
     MOE_TRY_GOTO(st, create_training(w), fail);
     MOE_TRY_GOTO(st, create_engine(w), fail);
+    MOE_TRY_GOTO(st, create_tracer(w), fail);
     MOE_TRY_GOTO(st, create_service(w), fail);
     MOE_TRY_GOTO(st, create_peers(w), fail);
     MOE_TRY_GOTO(st, moe_worker__start_servers(w), fail);
+    moe_tracer_set_instance(w->tracer, w->worker_id);
     MOE_TRY_GOTO(st, moe_worker__watch_health(w), fail);
     MOE_TRY_GOTO(st, start_group(w), fail);
     set_may_wake_group(w, true);
@@ -450,6 +466,7 @@ void moe_worker_stop(struct moe_worker *w)
     moe_step_metrics_destroy(w->step_metrics);
     moe_training_service_destroy(w->training_service);
     moe_service_destroy(w->service);
+    moe_tracer_destroy(w->tracer);
     moe_peers_destroy(w->peers);
     moe_rpc_client_destroy(w->client);
     moe_staging_destroy(w->staging);

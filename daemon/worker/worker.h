@@ -46,6 +46,8 @@ struct moe_worker_config {
      * moe_worker_stop. NULL: health checks know the conditions alone, and an idle group runs no
      * heartbeats. */
     struct moe_progress *progress;
+    const char *otlp;    /* collector of traces, see moe_tracer_check; NULL = none */
+    double trace_sample; /* with `otlp`: share of requests without a parent */
     bool training; /* offer TrainingService; without it the fields down to training_directory are
                       ignored */
     struct moe_trainer_config trainer;

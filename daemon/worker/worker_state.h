@@ -9,6 +9,7 @@
 #include "links/peers.h"
 #include "model/sha256.h"
 #include "service/service.h"
+#include "trace/trace.h"
 #include "worker/loader.h"
 #include "worker/worker.h"
 
@@ -33,6 +34,7 @@ struct moe_worker {
     struct moe_loader *loader;
     struct moe_engine *engine;
     struct moe_step_metrics *step_metrics; /* NULL: none */
+    struct moe_tracer *tracer;             /* NULL: none */
     struct moe_staging *staging;
     struct moe_staging *
         training_staging; /* separate, so that waiting Backward calls take no memory from Forward */

@@ -219,6 +219,7 @@ static void run(struct moe_session *s, struct moe_step *step)
     struct step_memory memory = {0};
     uint64_t start = moe_clock_ns();
     step->result.missing_slot = -1;
+    step->result.began_ns = start;
     (void)moe_cpu_ep_take_refusal(s->ep);
     if (step->backward)
         step->status = moe_cpu_backward_run(s, &step->backward_args, &step->result);

@@ -181,6 +181,7 @@ struct moe_step_result {
     bool on_tensor_cores; /* a backward pass multiplied the routed experts' rows there */
     bool retained;        /* of a step with `retain`: this slot retains. Other slots may differ */
     bool used_retained;   /* of a backward pass with `retained`: this slot used it */
+    uint64_t began_ns;    /* monotonic time of the start on this slot; 0 = not known */
     uint64_t total_ns;    /* from start to finish on this slot, waits on peers included */
     int missing_slot;     /* the slot that did not answer, or -1 */
     bool refused;         /* with a failure: all slots refused the step, before any change; the
