@@ -9,6 +9,7 @@
 #include "daemon/hangup.h"
 #include "daemon/local.h"
 #include "daemon/log.h"
+#include "daemon/metrics.h"
 #include "rpc/server.h"
 #include "tls/tls.h"
 
@@ -40,7 +41,9 @@ struct moe_guard {
     struct moe_tls *tls; /* NULL = plain TCP */
     pthread_t thread;
     bool running;
-    bool warned; /* of an address without TLS; the thread that starts servers */
+    struct moe_gauge *expiry; /* of the servers' registry; NULL without TLS or servers. Set while
+                                 the guard has no server */
+    bool warned;              /* of an address without TLS; the thread that starts servers */
 
     struct moe_mutex lock;
     pthread_cond_t changed;
@@ -187,10 +190,21 @@ static bool has_lost(void *ctx, const struct moe_rpc_identity *who)
     return moe_access_has_lost(g->access, &caller);
 }
 
+/* The registry lives as long as the servers. */
+static void show_expiry(struct moe_guard *g, struct moe_rpc_server *const *servers)
+{
+    bool any = false;
+    for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
+        any = any || servers[i] != NULL;
+    if (any && g->expiry != NULL)
+        moe_gauge_set(g->expiry, (double)moe_tls_expires(g->tls));
+}
+
 static void look(struct moe_guard *g, struct moe_rpc_server *const *servers)
 {
     if (g->tls != NULL)
         (void)moe_tls_refresh(g->tls);
+    show_expiry(g, servers);
     if (!moe_access_refresh(g->access, moe_clock_ns()))
         return;
     for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
@@ -245,6 +259,18 @@ static void warn_if_readable(struct moe_guard *g, const char *listen)
                  listen);
 }
 
+static struct moe_status add_expiry(struct moe_guard *g, struct moe_metrics *metrics)
+{
+    const struct moe_metric_desc desc = {
+        .name = "moe_tls_certificate_expiry_seconds",
+        .help = "When the certificate of this daemon expires, in seconds since 1970."};
+    if (g->tls == NULL || metrics == NULL || g->expiry != NULL)
+        return moe_ok();
+    MOE_TRY(moe_metrics_add_gauge(metrics, &desc, &g->expiry));
+    moe_gauge_set(g->expiry, (double)moe_tls_expires(g->tls));
+    return moe_ok();
+}
+
 struct moe_status moe_guard_start_server(struct moe_guard *g,
                                          const struct moe_rpc_server_config *config,
                                          struct moe_rpc_server **out)
@@ -259,7 +285,9 @@ struct moe_status moe_guard_start_server(struct moe_guard *g,
     guarded.authorise = authorise;
     guarded.finished = record;
     guarded.authorise_ctx = g;
-    struct moe_status st = moe_rpc_server_start(&guarded, out);
+    struct moe_status st = add_expiry(g, config->metrics);
+    if (!moe_failed(&st))
+        st = moe_rpc_server_start(&guarded, out);
     free(addresses);
     if (!moe_failed(&st)) {
         warn_if_readable(g, config->listen);
@@ -278,6 +306,11 @@ void moe_guard_remove(struct moe_guard *g, struct moe_rpc_server *server)
             g->servers[i] = NULL;
     while (g->looking)
         moe_wait(&g->changed, &g->lock);
+    bool any = false;
+    for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
+        any = any || g->servers[i] != NULL;
+    if (!any)
+        g->expiry = NULL;
     moe_mutex_unlock(&g->lock);
 }
 
