@@ -70,12 +70,15 @@ static bool is_near(const char *listen)
            strncmp(listen, "[::]:", 5) == 0;
 }
 
-/* `listen` and, where it makes sense, the local socket. Free `*addresses`. */
+/* `listen` and, where they make sense, the local sockets. Free `*addresses`. */
 static struct moe_status list_addresses(const struct moe_guard *g, const char *listen,
                                         char **addresses)
 {
-    char path[MOE_LOCAL_PATH_BYTES];
+    char path[MOE_LOCAL_PATH_BYTES], shared[MOE_LOCAL_PATH_BYTES];
     bool local = !is_open(g->config) && is_near(listen);
+    bool operators = local && g->config->admin_socket_dir != NULL;
+    if (operators)
+        MOE_TRY(moe_local_admin_path(g->config->admin_socket_dir, shared));
     bool other_way = g->config->access_file != NULL || g->config->token_file != NULL;
     if (local) {
         struct moe_status st = moe_local_listen_path(path);
@@ -85,8 +88,8 @@ static struct moe_status list_addresses(const struct moe_guard *g, const char *l
             moe_log_warn("%s; processes of this host need a token or a certificate, too", st.text);
         local = !moe_failed(&st);
     }
-    int n =
-        local ? asprintf(addresses, "%s,unix:%s", listen, path) : asprintf(addresses, "%s", listen);
+    int n = asprintf(addresses, "%s%s%s%s%s", listen, local ? ",unix:" : "", local ? path : "",
+                     operators ? ",unix-group:" : "", operators ? shared : "");
     return n >= 0 ? moe_ok()
                   : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory");
 }
@@ -101,6 +104,7 @@ static struct moe_access_caller caller_of(const struct moe_rpc_identity *who)
                                                 : MOE_ACCESS_TCP,
         .name = who->link == MOE_RPC_LINK_TLS ? who->name : "",
         .uid = who->uid,
+        .is_operator = who->is_operator,
     };
 }
 

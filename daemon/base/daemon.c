@@ -17,7 +17,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-enum { EXIT_OK = 0, EXIT_FAILED = 1, EXIT_USAGE = 2 };
+enum { EXIT_OK = 0, EXIT_FAILED = 1, EXIT_USAGE = 2, CREDENTIAL_BYTES = 512 };
 
 static int usage(const struct moe_daemon *d, const char *text)
 {
@@ -45,6 +45,10 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
          "--token-file, every caller may do everything"},
         {"access-file", 0, MOE_OPTION_STRING, &s->access_file, 0, 0, "FILE",
          "JSON: the roles of identities and tokens; changes count within 10 s"},
+        {"admin-socket-dir", 0, MOE_OPTION_STRING, &s->admin_socket_dir, 0, 0, "DIR",
+         "Directory for a second local socket: members of the directory's group, who reach it, "
+         "have "
+         "the role admin"},
         {"token-file", 0, MOE_OPTION_STRING, &s->token_file, 0, 0, "FILE",
          "Token that this daemon shows to others, mode 0600. Without --access-file, a caller with "
          "the same token may do everything"},
@@ -114,6 +118,33 @@ static void raise_descriptor_limit(void)
     files.rlim_cur = files.rlim_max;
     if (setrlimit(RLIMIT_NOFILE, &files) != 0)
         moe_log_warn("the limit of open files stays as it is: %s", strerror(errno));
+}
+
+/* A file of trust that no setting names, and that the service manager has passed on as the
+ * credential "moed.NAME" (LoadCredential=). `path` outlives the settings. */
+static void take_credential(const char *name, const char **setting, char path[CREDENTIAL_BYTES])
+{
+    const char *directory = getenv("CREDENTIALS_DIRECTORY");
+    if (*setting != NULL || directory == NULL)
+        return;
+    int n = snprintf(path, CREDENTIAL_BYTES, "%s/moed.%s", directory, name);
+    if (n > 0 && n < CREDENTIAL_BYTES && access(path, F_OK) == 0)
+        *setting = path;
+}
+
+static void take_credentials(struct moe_daemon_settings *s)
+{
+    const struct {
+        const char *name, **setting;
+    } all[] = {
+        {"access-file", &s->access_file},         {"token-file", &s->token_file},
+        {"tls-certificate", &s->tls_certificate}, {"tls-key", &s->tls_key},
+        {"tls-client-ca", &s->tls_client_ca},     {"tls-ca", &s->tls_ca},
+    };
+    enum { COUNT = sizeof all / sizeof *all };
+    static char paths[COUNT][CREDENTIAL_BYTES];
+    for (size_t i = 0; i < COUNT; i++)
+        take_credential(all[i].name, all[i].setting, paths[i]);
 }
 
 /* NULL, or one line for the user. */
@@ -200,6 +231,7 @@ int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
     } else if (first < argc) {
         code = usage(d, "takes no arguments");
     } else {
+        take_credentials(&s);
         code = start(d, &s, owned.given);
     }
     free(help);

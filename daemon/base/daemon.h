@@ -15,11 +15,12 @@
 
 /* Values of the common options, checked. */
 struct moe_daemon_settings {
-    const char *metrics_listen; /* HOST:PORT, or NULL: no metrics */
-    uint64_t health_step_ms;    /* see struct moe_progress_config */
-    bool insecure;              /* allow addresses that are not loopback without encryption */
-    const char *access_file;    /* who may do what; NULL: none */
-    const char *token_file;     /* what this daemon shows to others; NULL: nothing */
+    const char *metrics_listen;   /* HOST:PORT, or NULL: no metrics */
+    uint64_t health_step_ms;      /* see struct moe_progress_config */
+    bool insecure;                /* allow addresses that are not loopback without encryption */
+    const char *access_file;      /* who may do what; NULL: none */
+    const char *token_file;       /* what this daemon shows to others; NULL: nothing */
+    const char *admin_socket_dir; /* of the sockets for operators (local.h); NULL: none */
     /* PEM files. The first two come together; the third needs them. */
     const char *tls_certificate, *tls_key; /* its servers use TLS, and it shows the same certificate
                                               to servers; NULL: plain TCP */

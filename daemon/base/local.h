@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The Unix sockets by which processes of one user reach the daemons of this host.
+/* The Unix sockets by which processes of this host reach its daemons: those of the daemons' user,
+ * and those of its operators.
  *
  * A daemon that listens on TCP port P of a loopback address also listens at the socket
  * DIRECTORY/P-NETWORK.sock. NETWORK is the inode of its network namespace: port P means another
@@ -27,5 +28,18 @@ struct moe_status moe_local_listen_path(char path[MOE_LOCAL_PATH_BYTES]) MOE_CHE
  * `path` is its place. A socket of another user, in a directory that others can use, or without a
  * listener, does not count. */
 bool moe_local_find(const char *endpoint, char path[MOE_LOCAL_PATH_BYTES]);
+
+/* The sockets for operators: other users, who may administrate. The mode and the group of their
+ * directory say who. An administrator makes it: it belongs to the daemons' user or root, and only
+ * they may write to it. Its sockets have its group, and mode 0660. */
+
+/* As moe_local_listen_path, for such a directory. Errors: MOE_FAILED_PRECONDITION/IO (no such
+ * directory, or others may write to it), MOE_INVALID_ARGUMENT/CONFIG_INVALID (the path is too long,
+ * not absolute, or has a comma). */
+struct moe_status moe_local_admin_path(const char *directory,
+                                       char path[MOE_LOCAL_PATH_BYTES]) MOE_CHECKED;
+/* As moe_local_find, in $MOED_ADMIN_DIR or else /run/moed-admin. The socket belongs to the owner of
+ * the directory. */
+bool moe_local_find_admin(const char *endpoint, char path[MOE_LOCAL_PATH_BYTES]);
 
 #endif

@@ -5,6 +5,7 @@
 #include "daemon/hangup.h"
 #include "daemon/log.h"
 #include "support/check.h"
+#include "support/directory.h"
 
 #include <fcntl.h>
 #include <signal.h>
@@ -16,7 +17,7 @@ static const char *name;
 static unsigned runs;
 static struct moe_status outcome;
 static bool insecure, announces;
-static const char *metrics_listen;
+static const char *metrics_listen, *token_file, *admin_socket_dir;
 
 static bool was_given;
 
@@ -33,6 +34,8 @@ static struct moe_status run(const struct moe_daemon_settings *common, void *ctx
     runs++;
     insecure = common->insecure;
     metrics_listen = common->metrics_listen;
+    token_file = common->token_file;
+    admin_socket_dir = common->admin_socket_dir;
     if (announces)
         MOE_TRY(moe_daemon_announce(common, "127.0.0.1:4711"));
     return outcome;
@@ -118,6 +121,30 @@ static void a_good_start_runs_once_and_its_failure_is_the_exit_code(void **state
     assert_int_equal(START("--name", "a", "--log-format", "text"), 1);
     assert_int_equal(runs, 1);
     outcome = moe_ok();
+}
+
+static void credentials_of_the_service_manager_are_settings_unless_given(void **state)
+{
+    char directory[MOE_TEST_DIRECTORY_BYTES], path[MOE_TEST_DIRECTORY_BYTES + 32];
+    (void)state;
+    assert_true(moe_test_directory("daemon", directory));
+    assert_int_equal(setenv("CREDENTIALS_DIRECTORY", directory, 1), 0);
+    assert_int_equal(START("--name", "a"), 0);
+    assert_null(token_file);
+    (void)snprintf(path, sizeof path, "%s/moed.token-file", directory);
+    int fd = open(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0400);
+    assert_true(fd >= 0);
+    close(fd);
+    assert_int_equal(START("--name", "a", "--admin-socket-dir", "/run/x"), 0);
+    assert_string_equal(token_file, path);
+    assert_string_equal(admin_socket_dir, "/run/x");
+    assert_int_equal(START("--name", "a", "--token-file", "/t"), 0);
+    assert_string_equal(token_file, "/t");
+    assert_int_equal(unsetenv("CREDENTIALS_DIRECTORY"), 0);
+    assert_int_equal(START("--name", "a"), 0);
+    assert_null(token_file);
+    assert_int_equal(unlink(path), 0);
+    assert_int_equal(rmdir(directory), 0);
 }
 
 static void help_and_version_start_no_daemon(void **state)
@@ -247,6 +274,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_good_start_runs_once_and_its_failure_is_the_exit_code),
         cmocka_unit_test(help_and_version_start_no_daemon),
+        cmocka_unit_test(credentials_of_the_service_manager_are_settings_unless_given),
         cmocka_unit_test(impossible_settings_are_refused_at_the_start),
         cmocka_unit_test(check_config_runs_nothing),
         cmocka_unit_test(the_address_is_written_once_as_a_line),
