@@ -100,6 +100,7 @@ struct moe_status moe_coordinator__observe_start(struct moe_coordinator *c, cons
 {
     c->seen.reported_state = -1;
     MOE_TRY(moe_metrics_create(&c->seen.registry));
+    MOE_TRY(moe_process_metrics_add(c->seen.registry, &c->seen.process));
     MOE_TRY(add_all(c));
     if (listen == NULL)
         return moe_ok();

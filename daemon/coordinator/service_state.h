@@ -17,6 +17,7 @@
 #include "coordinator/weights.h"
 #include "daemon/metrics.h"
 #include "daemon/metrics_http.h"
+#include "daemon/process_metrics.h"
 #include "rpc/server.h"
 
 #include "moe/v1/types.pb-c.h"
@@ -51,6 +52,7 @@ struct session {
 struct observed {
     struct moe_metrics *registry;
     struct moe_metrics_http *http; /* NULL when off */
+    struct moe_process_metrics process;
     struct moe_gauge *epoch, *last_epoch, *state[MOE_GROUP_FAILED + 1], *taken;
     struct moe_gauge *lease[MOE_PLACEMENT_SLOTS_MAX];
     struct moe_counter *reforms[MOE_CAUSE_COUNT];

@@ -42,6 +42,7 @@ struct moe_step_slot {
     int32_t *ids_in, *ids_out;       /* [tokens, top_k] */
     float *weights_in, *weights_out; /* [tokens, top_k] */
     uint8_t *mode, *token_state;     /* [tokens] */
+    struct moe_step_counts counts;   /* of a forward step */
 };
 
 /* `step_slot` is zeroed. On failure nothing is left behind. */

@@ -11,6 +11,7 @@
 #include "daemon/log.h"
 #include "daemon/metrics_http.h"
 #include "daemon/notify.h"
+#include "daemon/process_metrics.h"
 #include "rpc/msg.h"
 #include "trace/trace.h"
 #include "worker/host.h"
@@ -180,6 +181,7 @@ struct run {
     uv_async_t ended;
     struct moe_progress *progress;
     struct moe_worker *worker;
+    struct moe_process_metrics process;
     unsigned signals_seen;
     uint64_t first_signal_ns;
     struct moe_status outcome; /* set before `ended` is sent */
@@ -356,6 +358,7 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     MOE_TRY_GOTO(st, moe_progress_create(&progress, &run.progress), out);
     MOE_TRY_GOTO(st, watch(&run), out);
     MOE_TRY_GOTO(st, moe_metrics_create(&metrics), out);
+    MOE_TRY_GOTO(st, moe_process_metrics_add(metrics, &run.process), out);
     MOE_TRY_GOTO(st, moe_guard_create(common, &config.guard), out);
     config.metrics = metrics;
     config.progress = run.progress;

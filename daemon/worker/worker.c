@@ -10,6 +10,7 @@
 #include "base/random.h"
 #include "base/wait.h"
 #include "daemon/log.h"
+#include "engine/row_metrics.h"
 #include "engine/step_metrics.h"
 #include "links/eventcount.h"
 #include "rpc/client.h"
@@ -223,6 +224,8 @@ static struct moe_status create_training(struct moe_worker *w)
 static struct moe_status create_engine(struct moe_worker *w)
 {
     MOE_TRY(moe_step_metrics_create(w->config.metrics, w->train != NULL, &w->step_metrics));
+    MOE_TRY(moe_row_metrics_create(w->config.metrics, moe_loader_specs(w->loader),
+                                   moe_loader_layer_count(w->loader), &w->row_metrics));
     const struct moe_engine_config engine = {
         .backend = w->config.backend,
         .device = w->device,
@@ -234,6 +237,7 @@ static struct moe_status create_engine(struct moe_worker *w)
         .calls = w->train != NULL ? &moe_train_call_ops : NULL,
         .calls_ctx = w->train,
         .metrics = w->step_metrics,
+        .row_metrics = w->row_metrics,
         .announce = announce,
         .announce_training = announce_training,
         .block_weight_updates = block_weight_updates,
@@ -464,6 +468,7 @@ void moe_worker_stop(struct moe_worker *w)
     moe_worker__stop_servers(w);
     moe_engine_destroy(w->engine);
     moe_step_metrics_destroy(w->step_metrics);
+    moe_row_metrics_destroy(w->row_metrics);
     moe_training_service_destroy(w->training_service);
     moe_service_destroy(w->service);
     moe_tracer_destroy(w->tracer);

@@ -35,6 +35,7 @@ struct moe_worker {
     struct moe_engine *engine;
     struct moe_step_metrics *step_metrics; /* NULL: none */
     struct moe_tracer *tracer;             /* NULL: none */
+    struct moe_row_metrics *row_metrics;   /* NULL: none */
     struct moe_staging *staging;
     struct moe_staging *
         training_staging; /* separate, so that waiting Backward calls take no memory from Forward */

@@ -199,6 +199,8 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     struct moe_rows rows;
     MOE_TRY(receive(s, a, &rows, &retains));
     r->rows = moe_cpu_ep_rows(s->ep);
+    if (a->counts != NULL)
+        moe_cpu_ep_count(s->ep, a->counts);
     moe_cpu_step_lap(r, MOE_STAGE_DISPATCH, &since);
 
     uint32_t n = rows.start[rows.local_experts];

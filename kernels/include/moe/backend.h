@@ -135,6 +135,20 @@ enum moe_stage {
 };
 extern const char *const moe_stage_names[MOE_STAGE_COUNT]; /* "router", ... */
 
+/* Exact numbers of rows of one forward step on this slot. Those that a backend does not report stay
+ * as they are: set `by_expert` and `to_slots` to false before the step. The CPU backend reports
+ * both. CUDA reports neither yet: its counts stay on the device. */
+struct moe_step_counts {
+    bool by_expert;                        /* the next two are set */
+    uint32_t local_experts;                /* experts of the layer on this slot */
+    uint32_t expert_rows[MOE_MAX_EXPERTS]; /* [E] rows computed on this slot; 0 if not local */
+    bool to_slots;                         /* the next two are set */
+    uint32_t slots;                        /* of the session */
+    uint32_t sent_rows[MOE_MAX_SLOTS];     /* rows of this slot's tokens that it sent to each other
+                                              slot; as many sums came back. Rows that it forwards
+                                              for other slots do not count */
+};
+
 /* The caller owns the memory; it must stay valid until the step is finished. If T = 0, all tensor
  * pointers may be NULL, and the slot still takes part. */
 struct moe_step_args {
@@ -154,6 +168,7 @@ struct moe_step_args {
      * this batch can use them (moe/training.h, "Retained"). The same on all slots. A step without
      * room runs without it and never fails for it: see moe_step_result.retained. */
     uint64_t retain;
+    struct moe_step_counts *counts; /* filled if the step succeeds; NULL = not wanted */
 };
 
 /* Stages of a backward pass. */
