@@ -44,8 +44,8 @@ struct moe_status moe_metrics_add_counter(struct moe_metrics *m, const struct mo
                                           struct moe_counter **out) MOE_CHECKED;
 struct moe_status moe_metrics_add_gauge(struct moe_metrics *m, const struct moe_metric_desc *desc,
                                         struct moe_gauge **out) MOE_CHECKED;
-/* A counter whose value somebody else counts, such as the kernel: it may have fractions, and its
- * owner sets it, never to less than before. */
+/* A counter of what somebody else counts, such as the kernel: it may have fractions, and its owner
+ * sets it, never to less than before. */
 struct moe_status moe_metrics_add_set_counter(struct moe_metrics *m,
                                               const struct moe_metric_desc *desc,
                                               struct moe_gauge **out) MOE_CHECKED;

@@ -54,6 +54,10 @@ struct observed {
     struct moe_metrics_http *http; /* NULL when off */
     struct moe_process_metrics process;
     struct moe_gauge *epoch, *last_epoch, *state[MOE_GROUP_FAILED + 1], *taken;
+    struct moe_gauge *slots;
+    struct moe_histogram *recovery_seconds;
+    uint64_t seen_epoch;  /* in force at the last look */
+    uint64_t view_end_ns; /* the last view ended then; 0 = none has, or one is in force */
     struct moe_gauge *lease[MOE_PLACEMENT_SLOTS_MAX];
     struct moe_counter *reforms[MOE_CAUSE_COUNT];
     struct moe_histogram *save_seconds;

@@ -5,7 +5,8 @@
  *
  * The number of series is bounded: for each layer some figures and its MOE_ROW_TOP most loaded
  * experts, not one series per expert. These figures cover a window: the rows since one to two
- * MOE_ROW_WINDOW_NS ago, or since earlier if nobody scraped. */
+ * MOE_ROW_WINDOW_NS ago, or since earlier if there was no
+ * scrape. */
 #ifndef MOE_ENGINE_ROW_METRICS_H
 #define MOE_ENGINE_ROW_METRICS_H
 

@@ -418,6 +418,7 @@ static void started(struct moe_rpc_call *c)
     if (!moe_failed(&st) && !admit(c))
         st = moe_rpc_draining();
     if (moe_failed(&st)) {
+        moe_rpc_memory_count_refused(&c->shard->server->memory, &st);
         moe_rpc_fail(c, st);
         return;
     }

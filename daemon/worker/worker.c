@@ -112,13 +112,6 @@ static void slot_assigned(void *ctx, uint32_t slot, uint32_t slots, uint32_t adm
     w->config.slot_assigned(w->config.ctx, slot);
 }
 
-static void show_lease(struct moe_worker *w)
-{
-    if (w->lease_gauge != NULL)
-        moe_gauge_set(w->lease_gauge,
-                      (double)moe_lease_gate_remaining_ns(&w->lease) / (double)MOE_NS_PER_S);
-}
-
 static void numbers(void *ctx, struct moe_group_numbers *out)
 {
     struct moe_worker *w = ctx;
@@ -127,13 +120,11 @@ static void numbers(void *ctx, struct moe_group_numbers *out)
     moe_loader_progress(w->loader, &out->loaded_bytes, &out->total_bytes);
     out->tokens = c.tokens;
     out->steps = c.steps;
-    show_lease(w);
 }
 
 static void lease_changed(void *ctx, bool held)
 {
     struct moe_worker *w = ctx;
-    show_lease(w);
     if (w->train == NULL)
         return;
     /* What waits is refused, as what comes from now on is. */
@@ -319,7 +310,7 @@ static struct moe_status create_peers(struct moe_worker *w)
         .training_permille = w->config.training_permille,
         .eventcount = moe_engine_eventcount(w->engine),
         .lease = gate_of(w),
-        .ticket_seconds = w->ticket_seconds,
+        .ticket_seconds = w->metrics.ticket_seconds,
         .run = run_ticket,
         .lost = lost,
         .ctx = w,
@@ -363,7 +354,7 @@ static struct moe_status start_group(struct moe_worker *w)
         .reform_ms = REFORM_MS,
         .lease = &w->lease,
         .progress = c->progress,
-        .heartbeat_seconds = w->heartbeat_seconds,
+        .heartbeat_seconds = w->metrics.heartbeat_seconds,
         .hooks =
             {
                 .load = moe_worker__load,
@@ -386,38 +377,6 @@ static struct moe_status start_group(struct moe_worker *w)
     return moe_group_start(&group, &w->group);
 }
 
-static struct moe_status add_metrics(struct moe_worker *w)
-{
-    if (w->config.metrics == NULL)
-        return moe_ok();
-    const struct moe_metric_desc build = {
-        .name = "moe_build_info",
-        .help = "Release, commit and backend of the worker; always 1.",
-        .labels = {{"version", moe_build_version()},
-                   {"commit", moe_build_commit()},
-                   {"backend", w->config.backend->name}}};
-    struct moe_gauge *info;
-    MOE_TRY(moe_metrics_add_gauge(w->config.metrics, &build, &info));
-    moe_gauge_set(info, 1);
-    const struct moe_metric_desc desc = {.name = "moe_epoch",
-                                         .help = "Epoch of the view that is served; 0 = none."};
-    MOE_TRY(moe_metrics_add_gauge(w->config.metrics, &desc, &w->epoch_gauge));
-    const struct moe_metric_desc lease = {
-        .name = "moe_lease_remaining_seconds",
-        .help = "Time left of this worker's lease; 0 = none. A group that trains stops without."};
-    MOE_TRY(moe_metrics_add_gauge(w->config.metrics, &lease, &w->lease_gauge));
-    const struct moe_metric_desc heartbeat = {
-        .name = "moe_heartbeat_seconds",
-        .help = "Time from a heartbeat of this worker to the coordinator's answer."};
-    MOE_TRY(moe_metrics_add_histogram(w->config.metrics, &heartbeat, moe_metrics_seconds_bounds,
-                                      MOE_METRIC_SECONDS_BOUNDS, &w->heartbeat_seconds));
-    const struct moe_metric_desc ticket = {
-        .name = "moe_ticket_seconds",
-        .help = "Way of a ticket to a slot and of its answer to this sequencer, without the step."};
-    return moe_metrics_add_histogram(w->config.metrics, &ticket, moe_metrics_seconds_bounds,
-                                     MOE_METRIC_SECONDS_BOUNDS, &w->ticket_seconds);
-}
-
 struct moe_status moe_worker_start(const struct moe_worker_config *config, struct moe_worker **out)
 {
     struct moe_worker *w = calloc(1, sizeof *w);
@@ -430,8 +389,12 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
     moe_lease_gate_init(&w->lease, moe_lease_clock_ns);
     MOE_TRY_GOTO(st, moe_random_id(&w->incarnation), fail);
     MOE_TRY_GOTO(st, moe_random_bytes(w->slot_token, sizeof w->slot_token), fail);
-    MOE_TRY_GOTO(st, add_metrics(w), fail);
+    MOE_TRY_GOTO(st, moe_worker_metrics_add(&w->metrics, config->metrics, config->backend->name),
+                 fail);
     MOE_TRY_GOTO(st, open_model(w), fail);
+    MOE_TRY_GOTO(
+        st, moe_worker_metrics_watch(&w->metrics, &w->lease, config->backend, w->device, w->loader),
+        fail);
     MOE_TRY_GOTO(st, create_training(w), fail);
     MOE_TRY_GOTO(st, create_engine(w), fail);
     MOE_TRY_GOTO(st, create_tracer(w), fail);
@@ -455,6 +418,7 @@ void moe_worker_stop(struct moe_worker *w)
         return;
     set_may_wake_group(w, false);
     moe_progress_close(w->config.progress);
+    moe_worker_metrics_remove(&w->metrics);
     if (!atomic_load(&w->draining)) /* else the drain has logged it */
         moe_train_log_leaving(w->train);
     moe_group_destroy(w->group); /* leaves the view; no step runs afterwards */

@@ -12,6 +12,7 @@
 #include "trace/trace.h"
 #include "worker/loader.h"
 #include "worker/worker.h"
+#include "worker/worker_metrics.h"
 
 #include <stdatomic.h>
 
@@ -51,8 +52,7 @@ struct moe_worker {
     struct moe_mutex wake_lock;
     MOE_GUARDED_BY(wake_lock)
     bool may_wake_group; /* `group` exists; a client's recovery choice may reach it */
-    struct moe_gauge *epoch_gauge, *lease_gauge;
-    struct moe_histogram *heartbeat_seconds, *ticket_seconds;
+    struct moe_worker_metrics metrics;
 
     /* Jobs thread only. */
     struct moe_session *session; /* formed; NULL = none */

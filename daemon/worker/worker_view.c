@@ -3,6 +3,7 @@
  * group/group.h for when. */
 #include "worker/worker_state.h"
 
+#include "base/clock.h"
 #include "checkpoint/checkpoint.h"
 #include "daemon/log.h"
 #include "training/training.h"
@@ -21,8 +22,7 @@ static struct moe_status update_service(struct moe_worker *w, uint64_t epoch)
 static void set_epoch(struct moe_worker *w, uint64_t epoch)
 {
     atomic_store(&w->epoch, epoch);
-    if (w->epoch_gauge != NULL)
-        moe_gauge_set(w->epoch_gauge, (double)epoch);
+    moe_worker_metrics_epoch(&w->metrics, epoch);
 }
 
 void moe_worker__leave_view(void *ctx)
@@ -39,6 +39,7 @@ void moe_worker__leave_view(void *ctx)
     moe_engine_stop_view(w->engine);
     w->config.backend->session_leave(w->session);
     w->session = NULL;
+    moe_worker_metrics_transport(&w->metrics, NULL);
 }
 
 /* Activations are optional: without room for them next to gradients and optimizer state, Backward
@@ -111,7 +112,9 @@ struct moe_status moe_worker__load(void *ctx, const struct moe_group_assignment 
     }
     if (w->train != NULL)
         moe_train_detach(w->train);
+    uint64_t begun_ns = moe_clock_ns();
     MOE_TRY(moe_loader_load(w->loader, assignment));
+    moe_worker_metrics_loaded(&w->metrics, moe_clock_ns() - begun_ns);
     MOE_TRY(check_manifest(w));
     return attach_training(w);
 }
@@ -190,6 +193,7 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
     }
     MOE_TRY(w->config.backend->session_join(w->device, &c, &w->session));
     const char *transport = w->config.backend->session_transport(w->session);
+    moe_worker_metrics_transport(&w->metrics, transport);
     bool network = strstr(transport, "network") != NULL && hosts[v->slot].address[0] != '\0';
     moe_log_info("epoch %llu: rows travel over %s%s%s", (unsigned long long)v->epoch, transport,
                  network ? ", here at " : "", network ? hosts[v->slot].address : "");

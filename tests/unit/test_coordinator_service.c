@@ -697,6 +697,8 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
     check_metrics("\nmoe_group_epoch 1\n");
     check_answered_metrics("\nmoe_group_epoch 1\n");
     check_metrics("\nmoe_group_state{state=\"serving\"} 1\n");
+    check_metrics("\nmoe_group_slots 3\n");
+    check_metrics("\nmoe_group_recovery_seconds_count 0\n"); /* there was nothing to recover */
     send_try_again(&w[1]); /* no attempt is possible, and the request is answered */
     expect_and_free(&w[1], MOE__V1__SESSION_RESPONSE__BODY_TRYING_AGAIN);
 
@@ -721,6 +723,7 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
     assert_int_equal(form(w), 2);
     check_serving(2);
     check_metrics("\nmoe_group_reforms_total{reason=\"left\"} 1\n");
+    check_metrics("\nmoe_group_recovery_seconds_count 1\n");
     shut_down(w);
 }
 

@@ -90,7 +90,7 @@ static void a_backend_without_counts_has_the_sum_of_rows_only(void **state)
     assert_int_equal(count_series(), 2);
 }
 
-static void the_most_loaded_experts_come_first(void **state)
+static void experts_come_in_the_order_of_their_rows(void **state)
 {
     (void)state;
     step((uint32_t[]){1, 0, 6, 1});
@@ -175,7 +175,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         ROW_TEST(a_backend_without_counts_has_the_sum_of_rows_only),
-        ROW_TEST(the_most_loaded_experts_come_first),
+        ROW_TEST(experts_come_in_the_order_of_their_rows),
         ROW_TEST(figures_cover_one_to_two_windows),
         ROW_TEST(many_experts_do_not_make_many_series),
         ROW_TEST(rows_to_peers_are_counted_with_their_bytes),

@@ -11,8 +11,8 @@
  *           step     one enqueued pass of one layer
  * Lifetime  A device outlives its layers and sessions. A session outlives its steps.
  * Threads   Calls on one object must not overlap, with these exceptions. session_abort and
- *           session_lost: any thread at any time. mem_alloc and mem_free: any thread while the
- *           device is in use. trainer_read: during steps, as moe/training.h states.
+ *           session_lost: any thread at any time. device_info, mem_alloc and mem_free: any thread
+ *           while the device is in use. trainer_read: during steps, as moe/training.h states.
  * Time      The session's budget bounds every wait on a peer; no wait is endless. step_enqueue and
  *           backward_enqueue (moe/training.h) wait neither for a peer nor for an earlier step.
  *           step_wait returns the error of a step.
