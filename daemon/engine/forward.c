@@ -86,6 +86,7 @@ static void add_result(struct moe_work *w, const struct moe_step_slot *step_slot
 void moe_engine__hand_out(struct moe_engine *e, struct moe_step_slot *step_slot,
                           const struct moe_step_result *result)
 {
+    size_t index = find_layer(e, step_slot->ticket.layer);
     if (step_slot->timed)
         step_slot->ended_ns = moe_clock_ns();
     e->config.finished(e->config.ctx, &step_slot->ticket, moe_ok(), 0);

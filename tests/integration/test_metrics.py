@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The series of /metrics: those that the READMEs name, all of them and no others, with their
-labels; and what they say after some calls. The group trains and uses TLS, so it has all."""
+labels; and what they say after some calls. The group trains, traces and uses TLS, so it has all."""
 
 import os
 import re
@@ -66,7 +66,7 @@ class Metrics(Case):
         self.workers = [
             self.d.worker(self.coordinator.endpoint, name, *self.served(name), "--tls-ca", self.ca,
                           "--slot", str(slot), "--training", "adamw", "--training-dir", training,
-                          *metrics, environment=self.alone(name))
+                          "--otlp", "127.0.0.1:1", *metrics, environment=self.alone(name))
             for slot, name in enumerate(("w0", "w1")[:slots])]
         waited = self.moectl("ops", "wait", "--endpoint", self.coordinator.endpoint, "--timeout",
                              "60")
