@@ -36,7 +36,6 @@ struct moe_access_caller {
     enum moe_access_link link;
     const char *name; /* of the certificate; "" = none */
     uint32_t uid;     /* UNIX */
-    bool is_operator; /* UNIX: came by a socket for operators */
 };
 
 /* What was found about a caller. Zeros: no role. */

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of the Debian packages in clean trees of Debian 12: built, judged by lintian, installed
+in a booted tree, started, checked with a golden model, upgraded from the version before under load,
+purged with nothing left.
+
+    test_packages.py GOLDEN_MODELS
+
+Exits with 77 and the reason where root, debootstrap, systemd-nspawn or the history is missing."""
+
+import glob
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+
+import tree
+from tree import ROOT, run
+
+MODELS = os.path.abspath(sys.argv[1])
+SUITE = "bookworm"
+# The last commit of the release before. 0.1 had neither packages nor sd_notify: its daemons get the
+# packages' files, and units that do not wait for them.
+BEFORE, BEFORE_RELEASE = "cfbd6dcd933cda84c1c14a83d0ebab62579f1d9a", "0.1.0"
+NAMES = ("moed", "moectl", "libmoeclient-dev", "python3-moed")
+WAIT_S = 120
+SETTINGS = {
+    "etc/moed/coordinator.conf": "workers = 2\n",
+    "etc/moed/worker.conf": "model = /srv/model\ncoordinator = 127.0.0.1:7700\nthreads = 1\n",
+    "etc/moed/worker-0.env": "MOED_WORKER_OPTIONS=--listen 127.0.0.1:7600\n",
+    "etc/moed/worker-1.env": "MOED_WORKER_OPTIONS=--listen 127.0.0.1:7601\n",
+}
+# What a host changes by itself.
+OWN = re.compile(r"^/(proc|sys|dev|run|tmp|root|srv|var/cache|var/log|var/lib/(apt|dpkg|systemd)|"
+                 r"etc/(ld\.so\.cache|passwd-|group-|shadow-|gshadow-|\.pwd\.lock))")
+
+
+def check(right, text):
+    print(("ok      " if right else "FAILED  ") + text)
+    if not right:
+        sys.exit(1)
+
+
+def packages_of(folder, name):
+    return glob.glob(os.path.join(folder, name + "_*.deb"))
+
+
+def build(builder, folder):
+    """The packages of HEAD; lintian has no error and no warning."""
+    run(os.path.join(ROOT, "deploy", "package.sh"), "--tree", builder, folder)
+    changes = os.path.basename(glob.glob(os.path.join(folder, "*.changes"))[0])
+    said = tree.inside(builder, folder, "lintian", "--allow-root", "--fail-on", "error,warning",
+                       changes)
+    check(not re.search("^[EW]:", said, re.M), "packages are built, lintian is silent")
+
+
+def build_before(builder, folder, package):
+    """The package of the release before: its daemons in the files of `package`."""
+    source, root = os.path.join(folder, "before"), os.path.join(folder, "root")
+    os.mkdir(source)
+    run("sh", "-euc", 'git -C "$1" archive "$2" | tar -x -C "$3"', "sh", ROOT, BEFORE, source)
+    tree.inside(builder, source, "sh", "-euc",
+                "cmake -S . -B b -DCMAKE_BUILD_TYPE=RelWithDebInfo -DMOE_TESTS=OFF -DMOE_CUDA=OFF "
+                "-DMOE_COMMIT=%s && cmake --build b --parallel $(nproc) "
+                "--target moe-worker moe-coordinator" % BEFORE[:12])
+    run("dpkg-deb", "--raw-extract", package, root)
+    for role in ("worker", "coordinator"):
+        shutil.copy(os.path.join(source, "b", "daemon", role, "moe-" + role),
+                    os.path.join(root, "usr", "bin"))
+    for unit in glob.glob(os.path.join(root, "lib/systemd/system/*.service")):
+        with open(unit, encoding="utf-8") as file:
+            text = file.read()
+        with open(unit, "w", encoding="utf-8") as file:
+            file.write(re.sub("(?m)^WatchdogSec=.*\n", "", text.replace("=notify", "=simple")))
+    run("sed", "-i", "s/^Version: .*/Version: %s/; /^Breaks/d" % BEFORE_RELEASE,
+        os.path.join(root, "DEBIAN", "control"))
+    built = os.path.join(folder, "moed_%s_amd64.deb" % BEFORE_RELEASE)
+    run("dpkg-deb", "--root-owner-group", "--build", root, built)
+    return built
+
+
+def wait_for(what, seconds=WAIT_S):
+    limit = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def log_of(host, unit):
+    return host.shell("journalctl --no-pager -o cat -u %s" % unit)
+
+
+def views(host):
+    """The epochs under which the coordinator has served."""
+    return [int(e) for e in re.findall(r"coordinator: serving under epoch (\d+)",
+                                       log_of(host, "moe-coordinator"))]
+
+
+def files_of(host):
+    """All files, users and groups, without what any system changes by itself."""
+    listing = host.shell("find / -xdev -printf '%p\\n'; sed 's/:.*//; s/^/user /' /etc/passwd; "
+                         "sed 's/:.*//; s/^/group /' /etc/group")
+    return {line for line in listing.splitlines() if not OWN.match(line)}
+
+
+def configure(host):
+    for name, text in SETTINGS.items():
+        host.write(name, text)
+    shutil.copytree(os.path.join(MODELS, "qwen3_moe"), host.path("srv/model"), dirs_exist_ok=True)
+    for name in ("deploy/quickstart_check.py", "tests/packages/watch.py"):
+        shutil.copy(os.path.join(ROOT, name), host.path("srv"))
+    run("chmod", "-R", "a+rX", host.path("srv"))
+
+
+def start(host):
+    host.shell("systemctl enable --now moed.target moe-coordinator moe-worker@0 moe-worker@1")
+    check(wait_for(lambda: views(host)), "the units form a group")
+
+
+def watch(host):
+    """A client that calls until `end_watch`."""
+    host.shell("systemd-run --quiet --unit=watch python3 -B /srv/watch.py 127.0.0.1:7600 "
+               "/srv/model/golden.safetensors /srv/report")
+    check(wait_for(lambda: os.path.exists(host.path("srv/report"))
+                   and "answer" in host.read("srv/report")), "a client gets right answers")
+
+
+def end_watch(host):
+    host.write("srv/report.end", "")
+    check(wait_for(lambda: "right answers" in host.read("srv/report")), "it got no wrong one")
+    return host.read("srv/report").splitlines()[1:]
+
+
+def upgrade(host):
+    """From the release before, while a client calls."""
+    start(host)
+    check(views(host) == [1], "release %s serves under epoch 1" % BEFORE_RELEASE)
+    host.shell("cp /usr/bin/moe-worker /srv/moe-worker-before")
+    watch(host)
+    host.shell("apt-get install -y -qq --no-install-recommends moed")
+    check(wait_for(lambda: len(views(host)) > 1), "the group serves again after the upgrade")
+    time.sleep(5)
+    lines = end_watch(host)
+    print("\n".join("        " + line for line in lines))
+    check(views(host) == [1, 2], "one interruption: the state was read, and epoch 2 follows 1")
+    check(len(lines) == 2, "the client saw one interruption")
+    check(host.shell("cat /etc/moed/*") == "".join(SETTINGS[n] for n in sorted(SETTINGS)),
+          "the settings stay")
+
+
+def refuse_before(host):
+    """A worker of the release before, and a coordinator of this one that trusts everybody."""
+    host.shell("systemd-run --quiet --unit=open moe-coordinator --listen 127.0.0.1:7790 --insecure")
+    said = host.shell("timeout 60 /srv/moe-worker-before --coordinator 127.0.0.1:7790 "
+                      "--model /srv/model --backend cpu --threads 1 2>&1", check=False)
+    host.shell("systemctl stop open")
+    print("        " + said.strip().splitlines()[-1])
+    check("worker release %s does not go with coordinator release" % BEFORE_RELEASE in said,
+          "a worker of the release before is refused by the names of both")
+
+
+def use(host):
+    """What a user does with the packages."""
+    said = host.shell("python3 -B /srv/quickstart_check.py 127.0.0.1:7600 /srv/model")
+    check("at most 1e-05: yes" in said, "quickstart's check passes against the installed group")
+    said = host.shell("runuser -u moed -- env MOED_RUNTIME_DIR=/run/moed moectl status "
+                      "--endpoint 127.0.0.1:7700")
+    check("SERVING" in said, "moectl shows the group")
+    check("backend_cuda.so is not installed" in log_of(host, "moe-worker@0"),
+          "the log says that moed-cuda is missing")
+    check("-lmoeclient" in run("cat", glob.glob(host.path("usr/lib/*/pkgconfig/moeclient.pc"))[0]),
+          "the C library is there")
+
+
+def life(builder, folder):
+    """All of it, in one booted tree."""
+    output = os.path.join(folder, "out")
+    build(builder, output)
+    new = packages_of(output, "moed")
+    old = build_before(builder, folder, new[0])
+    host = tree.Booted(tree.base(SUITE), folder)
+    try:
+        run("chroot", host.tree, "apt-get", "update", "-qq")
+        run("chroot", host.tree, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install",
+            "-y", "-qq", "--no-install-recommends", "systemd", "systemd-sysv", "dbus")
+        host.publish([p for name in NAMES + ("libmoeclient1",)
+                      for p in packages_of(output, name)])
+        host.install_dependencies(*NAMES)
+        host.boot()
+        clean = files_of(host)
+        host.publish([old])
+        host.shell("apt-get install -y -qq --no-install-recommends moed=%s moectl libmoeclient-dev "
+                   "python3-moed" % BEFORE_RELEASE)
+        check(host.shell("systemctl is-active moed.target moe-coordinator || true").split()
+              == ["inactive", "inactive"], "the installation starts nothing")
+        configure(host)
+        upgrade(host)
+        refuse_before(host)
+        use(host)
+        host.shell("apt-get purge -y -qq %s libmoeclient1" % " ".join(NAMES))
+        left, gone = files_of(host) - clean, clean - files_of(host)
+        check(not left and not gone, "a purge leaves nothing: %s" % (sorted(left) + sorted(gone)))
+    finally:
+        host.end()
+
+
+def main():
+    tree.require("debootstrap", "systemd-nspawn", "git", "dpkg-scanpackages")
+    if "commit" not in run("git", "-C", ROOT, "cat-file", "-t", BEFORE, check=False):
+        tree.skip("the history lacks the release before (%s)" % BEFORE[:12])
+    builder = tree.base(SUITE, "build", "package")
+    with tempfile.TemporaryDirectory(prefix="moed-packages-") as folder:
+        os.chmod(folder, 0o755)
+        life(builder, folder)
+
+
+if __name__ == "__main__":
+    main()
