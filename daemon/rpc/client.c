@@ -67,7 +67,11 @@ struct moe_status moe_rpc_client_create(struct moe_rpc_client **out)
     struct moe_rpc_client *c = calloc(1, sizeof *c);
     if (c == NULL)
         return no_memory;
-    moe_rpc_library_ref();
+    struct moe_status st = moe_rpc_library_ref();
+    if (moe_failed(&st)) {
+        free(c);
+        return st;
+    }
     moe_mutex_init(&c->lock);
     pthread_cond_init(&c->idle, NULL);
     TAILQ_INIT(&c->calls);

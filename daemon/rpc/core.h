@@ -34,8 +34,9 @@ enum {
 /* ---------------------------------------------------------------- library (library.c) */
 
 /* Every server and client has one reference to the library. The last unref shuts it down and waits
- * for the end of the shutdown. */
-void moe_rpc_library_ref(void);
+ * for the end of the shutdown, at most 20 s.
+ * Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY (memory or threads are too few to start it). */
+struct moe_status moe_rpc_library_ref(void) MOE_CHECKED;
 void moe_rpc_library_unref(void);
 
 /* The core takes a pointer from one thread to another, under locks that ThreadSanitizer

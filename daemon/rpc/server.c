@@ -147,11 +147,17 @@ static uint64_t time_limit(uint32_t ms)
     return (ms > 0 ? ms : TIME_LIMIT_MS) * MOE_NS_PER_MS;
 }
 
-static struct moe_rpc_server *server_create(const struct moe_rpc_server_config *config)
+static struct moe_status server_create(const struct moe_rpc_server_config *config,
+                                       struct moe_rpc_server **out)
 {
     struct moe_rpc_server *s = calloc(1, sizeof *s);
     if (s == NULL)
-        return NULL;
+        return no_memory();
+    struct moe_status st = moe_rpc_library_ref();
+    if (moe_failed(&st)) {
+        free(s);
+        return st;
+    }
     s->max_message_bytes = config->max_message_bytes;
     const uint32_t streams = config->max_concurrent_streams;
     s->max_streams = streams == 0 ? STREAMS : streams > STREAMS_MAX ? STREAMS_MAX : streams;
@@ -164,20 +170,19 @@ static struct moe_rpc_server *server_create(const struct moe_rpc_server_config *
     TAILQ_INIT(&s->endless);
     moe_wait_init(&s->changed);
     moe_mutex_init(&s->lock);
-    moe_rpc_library_ref();
     moe_rpc_memory_init(&s->memory, config);
-    return s;
+    *out = s;
+    return moe_ok();
 }
 
 struct moe_status moe_rpc_server_start(const struct moe_rpc_server_config *config,
                                        struct moe_rpc_server **out)
 {
     struct moe_status st;
+    struct moe_rpc_server *s = NULL;
     *out = NULL;
     MOE_TRY(check_config(config));
-    struct moe_rpc_server *s = server_create(config);
-    if (s == NULL)
-        return no_memory();
+    MOE_TRY(server_create(config, &s));
     MOE_TRY_GOTO(st, moe_rpc_upload_prepare(), fail);
     MOE_TRY_GOTO(st, moe_rpc_memory_add_metrics(&s->memory, config), fail);
     MOE_TRY_GOTO(st, open_listener(s, config), fail);
