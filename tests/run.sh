@@ -2,28 +2,36 @@
 # SPDX-License-Identifier: Apache-2.0
 # Builds everything and runs all tests through ctest; exits non-zero if anything fails.
 #
-#   tests/run.sh [--yes] [--preset release|debug|asan|clang|tsan] [--quick | --nightly] [ctest arguments ...]
+#   tests/run.sh [--yes] [--preset release|debug|asan|clang|tsan] [--quick | --nightly] [CTEST ...]
 #
 #   --yes       install packages without asking
 #   --quick     only tests that take seconds (label quick)
 #   --nightly   only the long matrices (label nightly), on the release build; their result is
 #               written to tests/nightly.md
+#   CTEST       arguments of ctest: they begin with one of a single dash (-R REGEX), or follow `--`
 #
 # Installs the packages it needs (deploy/packages.txt) where they are missing.
 set -eu
 
 cd "$(dirname "$0")/.."
+refuse() {
+    echo "tests/run.sh: unknown argument '$1'; see --help. Arguments of ctest follow --" >&2
+    exit 2
+}
+
 yes=
 preset=release
 tests=
 while [ $# -gt 0 ]; do
     case $1 in
         --yes) yes=--yes; shift ;;
-        --preset) preset=$2; shift 2 ;;
+        --preset) preset=${2:?a name follows --preset}; shift 2 ;;
         --quick) tests=quick; shift ;;
         --nightly) tests=nightly; shift ;;
         -h|--help) sed -n '3,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;;
-        *) break ;;
+        --) shift; break ;;
+        -[!-]*) break ;;
+        *) refuse "$1" ;;
     esac
 done
 if [ -n "$tests" ] && [ "$preset" != release ]; then

@@ -8,9 +8,9 @@
 #include <string.h>
 
 static const struct moectl_command *const commands[] = {
-    &moectl_up,       &moectl_down,    &moectl_status,  &moectl_wait,  &moectl_get,
-    &moectl_describe, &moectl_replace, &moectl_forward, &moectl_bench, &moectl_training,
-    &moectl_model,    &moectl_context, &moectl_version,
+    &moectl_up,       &moectl_down,   &moectl_status,  &moectl_wait,    &moectl_get,
+    &moectl_describe, &moectl_health, &moectl_replace, &moectl_forward, &moectl_bench,
+    &moectl_training, &moectl_model,  &moectl_context, &moectl_version,
 };
 enum { COMMAND_COUNT = sizeof commands / sizeof *commands };
 
@@ -22,7 +22,8 @@ static void print_help(FILE *to)
     fputs("  help      Shows this text; `moectl help COMMAND` shows the options of a command.\n"
           "\n"
           "exit codes: 0 done, 1 failed, 2 wrong command line, 3 the group does not serve,\n"
-          "4 not found, 5 unreachable or out of time, 6 not allowed, 7 conflict.\n"
+          "4 not found, 5 unreachable or out of time, 6 not allowed, 7 conflict,\n"
+          "8 warnings (health).\n"
           "With 2 no daemon was contacted and nothing has changed. Errors of a daemon give 1, 4,\n"
           "5, 6 or 7.\n"
           "\n"

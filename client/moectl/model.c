@@ -34,6 +34,9 @@ static int accept(const struct moectl_common *common, const char *reason)
                               moectl_deadline(common), &moe__v1__accept_model_response__descriptor,
                               &answer);
     moectl_link_close(link);
+    if (st.code == MOE_UNAVAILABLE)
+        moectl_say("the coordinator keeps the record, so it must run, without workers. While it is "
+                   "stopped, removing model.digests from its --state-dir does the same");
     if (moe_failed(&st))
         return moectl_fail(&st);
     int code = show(common, ((Moe__V1__AcceptModelResponse *)answer)->forgotten);
@@ -72,8 +75,10 @@ const struct moectl_command moectl_model = {
         "\n"
         "A coordinator records the digests of the model that its group serves, and refuses\n"
         "workers with other bytes in their files. To serve those, end all workers, run\n"
-        "`moectl model accept`, and start workers with the new files. `moectl up` begins a new\n"
-        "record by itself. A model with another configuration needs no decision",
+        "`moectl model accept`, and start workers with the new files. The coordinator must run.\n"
+        "While it is stopped, removing model.digests from its --state-dir does the same.\n"
+        "`moectl up` begins a new record by itself. A model with another configuration needs no "
+        "decision",
     .examples = "  moectl model accept --endpoint 127.0.0.1:7700 --reason \"fine-tuned again\"\n",
     .run = run,
 };

@@ -162,7 +162,7 @@ const struct moectl_command moectl_status = {
 struct sample {
     bool serving, gone;
     struct moe_status status; /* of the call */
-    char state[256];          /* "WAITING: slot 1 is empty"; "" without an answer */
+    char state[1024];         /* "WAITING: slot 1 is empty"; "" without an answer */
 };
 
 /* `gone`: the address does not answer, or no process of the local group is left. */

@@ -23,6 +23,7 @@ enum {
     STATUS_LIMIT_MS = 2000,    /* for one answer of the coordinator */
     TERMINATE_LIMIT_MS = 5000, /* between SIGTERM and SIGKILL */
     ARGUMENT_MAX = 64,         /* bytes of a number or address on a daemon's command line */
+    TEXT_BYTES = 1024,         /* a state with its reason */
 };
 
 static const char port_advice[] = "use another port with --port P, or --port 0 for any free port";
@@ -267,7 +268,7 @@ static struct moe_status poll_status(struct up *u, char *last, size_t size, bool
     struct moe_status st = moectl_link_status(u->link, in_ms(STATUS_LIMIT_MS), &s);
     if (st.code != MOE_OK)
         return st.code == MOE_UNAVAILABLE || st.code == MOE_DEADLINE_EXCEEDED ? moe_ok() : st;
-    char text[256];
+    char text[TEXT_BYTES];
     describe(s, text, sizeof text);
     if (strcmp(text, last) != 0)
         moectl_say("%s", text);
@@ -281,7 +282,7 @@ static struct moe_status poll_status(struct up *u, char *last, size_t size, bool
 
 static struct moe_status await_serving(struct up *u, uint64_t deadline_ns)
 {
-    char last[256] = "";
+    char last[TEXT_BYTES] = "";
     bool serving = false;
     MOE_TRY(moectl_link_open(u->group.processes[0].endpoint, &u->link));
     for (;;) {
@@ -464,7 +465,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "workers listen on P, P+1, ..., the coordinator on the next two ports; 0 = any free "
          "ports"},
         {"metrics-port", 0, MOE_OPTION_UINT, &u.metrics_port, 0, UINT16_MAX - MOE_MAX_SLOTS, "P",
-         "HTTP /metrics and /healthz: coordinator on P, workers on P+1, ...; 0 = off"},
+         "HTTP /metrics, /livez, /readyz: coordinator on P, workers on P+1, ...; 0 = off"},
         {"threads", 0, MOE_OPTION_UINT, &u.threads, 0, 1024, "N",
          "CPU threads per worker; 0 = CPUs / workers, at least 1"},
         {"detach", 'd', MOE_OPTION_BOOL, &u.detach, 0, 0, NULL,

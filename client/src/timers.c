@@ -66,11 +66,12 @@ struct moe_status moe_client_timers_create(struct moe_client_timers **out)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "timers");
     moe_mutex_init(&timers->lock);
     moe_wait_init(&timers->change);
-    if (moe_thread_create(&timers->thread, "moe-timers", run, timers) != 0) {
+    int rc = moe_thread_create(&timers->thread, "moe-timers", run, timers);
+    if (rc != 0) {
         pthread_cond_destroy(&timers->change);
         moe_mutex_destroy(&timers->lock);
         free(timers);
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_IO, "cannot start the timer thread");
+        return moe_thread_failure("moe-timers", rc);
     }
     *out = timers;
     return moe_ok();

@@ -110,10 +110,11 @@ static uint32_t roles_of(const struct moe_access *a, const struct moe_access_rul
     if (a->config.open || is_local_owner(a, c))
         return MOE_ROLES_ALL;
     name_of(c, name);
+    const uint32_t by_socket = c->link == MOE_ACCESS_UNIX && c->is_operator ? MOE_ROLE_ADMIN : 0;
     const struct moe_access_entry *e = moe_access_rules_find(rules, name);
     if (e != NULL)
-        return e->roles;
-    return strcmp(name, anonymous_name) == 0 ? a->config.anonymous_roles : 0;
+        return e->roles | by_socket;
+    return strcmp(name, anonymous_name) == 0 ? a->config.anonymous_roles : by_socket;
 }
 
 /* False for an unknown token. */

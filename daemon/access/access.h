@@ -36,6 +36,7 @@ struct moe_access_caller {
     enum moe_access_link link;
     const char *name; /* of the certificate; "" = none */
     uint32_t uid;     /* UNIX */
+    bool is_operator; /* UNIX: came by a socket for operators */
 };
 
 /* What was found about a caller. Zeros: no role. */

@@ -9,6 +9,7 @@
 #include "daemon/hangup.h"
 #include "daemon/local.h"
 #include "daemon/log.h"
+#include "daemon/metrics.h"
 #include "rpc/server.h"
 #include "tls/tls.h"
 
@@ -40,7 +41,9 @@ struct moe_guard {
     struct moe_tls *tls; /* NULL = plain TCP */
     pthread_t thread;
     bool running;
-    bool warned; /* of an address without TLS; the thread that starts servers */
+    struct moe_gauge *expiry; /* of the servers' registry; NULL without TLS or servers. Set while
+                                 the guard has no server */
+    bool warned;              /* of an address without TLS; the thread that starts servers */
 
     struct moe_mutex lock;
     pthread_cond_t changed;
@@ -67,12 +70,15 @@ static bool is_near(const char *listen)
            strncmp(listen, "[::]:", 5) == 0;
 }
 
-/* `listen` and, where it makes sense, the local socket. Free `*addresses`. */
+/* `listen` and, where they make sense, the local sockets. Free `*addresses`. */
 static struct moe_status list_addresses(const struct moe_guard *g, const char *listen,
                                         char **addresses)
 {
-    char path[MOE_LOCAL_PATH_BYTES];
+    char path[MOE_LOCAL_PATH_BYTES], shared[MOE_LOCAL_PATH_BYTES];
     bool local = !is_open(g->config) && is_near(listen);
+    bool operators = local && g->config->admin_socket_dir != NULL;
+    if (operators)
+        MOE_TRY(moe_local_admin_path(g->config->admin_socket_dir, shared));
     bool other_way = g->config->access_file != NULL || g->config->token_file != NULL;
     if (local) {
         struct moe_status st = moe_local_listen_path(path);
@@ -82,8 +88,8 @@ static struct moe_status list_addresses(const struct moe_guard *g, const char *l
             moe_log_warn("%s; processes of this host need a token or a certificate, too", st.text);
         local = !moe_failed(&st);
     }
-    int n =
-        local ? asprintf(addresses, "%s,unix:%s", listen, path) : asprintf(addresses, "%s", listen);
+    int n = asprintf(addresses, "%s%s%s%s%s", listen, local ? ",unix:" : "", local ? path : "",
+                     operators ? ",unix-group:" : "", operators ? shared : "");
     return n >= 0 ? moe_ok()
                   : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory");
 }
@@ -98,6 +104,7 @@ static struct moe_access_caller caller_of(const struct moe_rpc_identity *who)
                                                 : MOE_ACCESS_TCP,
         .name = who->link == MOE_RPC_LINK_TLS ? who->name : "",
         .uid = who->uid,
+        .is_operator = who->is_operator,
     };
 }
 
@@ -187,10 +194,21 @@ static bool has_lost(void *ctx, const struct moe_rpc_identity *who)
     return moe_access_has_lost(g->access, &caller);
 }
 
+/* The registry lives as long as the servers. */
+static void show_expiry(struct moe_guard *g, struct moe_rpc_server *const *servers)
+{
+    bool any = false;
+    for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
+        any = any || servers[i] != NULL;
+    if (any && g->expiry != NULL)
+        moe_gauge_set(g->expiry, (double)moe_tls_expires(g->tls));
+}
+
 static void look(struct moe_guard *g, struct moe_rpc_server *const *servers)
 {
     if (g->tls != NULL)
         (void)moe_tls_refresh(g->tls);
+    show_expiry(g, servers);
     if (!moe_access_refresh(g->access, moe_clock_ns()))
         return;
     for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
@@ -245,6 +263,18 @@ static void warn_if_readable(struct moe_guard *g, const char *listen)
                  listen);
 }
 
+static struct moe_status add_expiry(struct moe_guard *g, struct moe_metrics *metrics)
+{
+    const struct moe_metric_desc desc = {
+        .name = "moe_tls_certificate_expiry_seconds",
+        .help = "When the certificate of this daemon expires, in seconds since 1970."};
+    if (g->tls == NULL || metrics == NULL || g->expiry != NULL)
+        return moe_ok();
+    MOE_TRY(moe_metrics_add_gauge(metrics, &desc, &g->expiry));
+    moe_gauge_set(g->expiry, (double)moe_tls_expires(g->tls));
+    return moe_ok();
+}
+
 struct moe_status moe_guard_start_server(struct moe_guard *g,
                                          const struct moe_rpc_server_config *config,
                                          struct moe_rpc_server **out)
@@ -259,7 +289,9 @@ struct moe_status moe_guard_start_server(struct moe_guard *g,
     guarded.authorise = authorise;
     guarded.finished = record;
     guarded.authorise_ctx = g;
-    struct moe_status st = moe_rpc_server_start(&guarded, out);
+    struct moe_status st = add_expiry(g, config->metrics);
+    if (!moe_failed(&st))
+        st = moe_rpc_server_start(&guarded, out);
     free(addresses);
     if (!moe_failed(&st)) {
         warn_if_readable(g, config->listen);
@@ -278,6 +310,11 @@ void moe_guard_remove(struct moe_guard *g, struct moe_rpc_server *server)
             g->servers[i] = NULL;
     while (g->looking)
         moe_wait(&g->changed, &g->lock);
+    bool any = false;
+    for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
+        any = any || g->servers[i] != NULL;
+    if (!any)
+        g->expiry = NULL;
     moe_mutex_unlock(&g->lock);
 }
 
@@ -315,10 +352,12 @@ struct moe_status moe_guard_create(const struct moe_daemon_settings *config, str
     struct moe_status st = moe_access_create(&access, &g->access);
     if (!moe_failed(&st) && files.certificate != NULL)
         st = moe_tls_create(&files, &g->tls);
-    if (!moe_failed(&st) && moe_thread_create(&g->thread, "moe-guard", guard_main, g) != 0)
-        st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread");
-    else
-        g->running = !moe_failed(&st);
+    if (!moe_failed(&st)) {
+        int rc = moe_thread_create(&g->thread, "moe-guard", guard_main, g);
+        g->running = rc == 0;
+        if (rc != 0)
+            st = moe_thread_failure("moe-guard", rc);
+    }
     if (moe_failed(&st)) {
         moe_guard_destroy(g);
         return st;

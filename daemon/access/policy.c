@@ -38,6 +38,7 @@ static const struct moe_access_policy table[] = {
     {ADMIN "Shutdown", MOE_ROLE_ADMIN, false, true},
     {ADMIN "AcceptModel", MOE_ROLE_ADMIN, false, true},
     {ADMIN "ListEvents", MOE_ROLE_ADMIN | MOE_ROLE_METRICS, false, false},
+    {ADMIN "GetMetrics", MOE_ROLE_ADMIN | MOE_ROLE_METRICS, false, false},
     {"/moe.v1.CoordinatorService/Session", MOE_ROLE_WORKER, false, false},
     {"/moe.v1.WorkerService/Sequence", MOE_ROLE_WORKER, false, false},
     /* Probes of a cluster have neither certificate nor token. */

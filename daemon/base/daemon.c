@@ -2,6 +2,7 @@
 #include "daemon/daemon.h"
 #include "base/build.h"
 
+#include "base/clock.h"
 #include "daemon/endpoint.h"
 #include "daemon/hangup.h"
 #include "daemon/log.h"
@@ -16,7 +17,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-enum { EXIT_OK = 0, EXIT_FAILED = 1, EXIT_USAGE = 2 };
+enum { EXIT_OK = 0, EXIT_FAILED = 1, EXIT_USAGE = 2, CREDENTIAL_BYTES = 512 };
 
 static int usage(const struct moe_daemon *d, const char *text)
 {
@@ -30,7 +31,10 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
 {
     const struct moe_option common[] = {
         {"metrics-listen", d->metrics_letter, MOE_OPTION_STRING, &s->metrics_listen, 0, 0,
-         "HOST:PORT", "Address of /metrics and /healthz; off by default"},
+         "HOST:PORT", "Address of /metrics, /livez and /readyz; off by default"},
+        {"health-step-ms", 0, MOE_OPTION_UINT, &s->health_step_ms, 10, 3600000, "MS",
+         "Longest pause of an idle loop; an idle group runs an empty step that often. A loop that "
+         "rests for longer than this and what it may wait for others is not healthy"},
         {"log-level", 0, MOE_OPTION_STRING, &s->log_level, 0, 0, "LEVEL",
          "error, warn, info or debug"},
         {"log-format", 0, MOE_OPTION_STRING, &s->log_format, 0, 0, "FORMAT", "text or json"},
@@ -41,6 +45,10 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
          "--token-file, every caller may do everything"},
         {"access-file", 0, MOE_OPTION_STRING, &s->access_file, 0, 0, "FILE",
          "JSON: the roles of identities and tokens; changes count within 10 s"},
+        {"admin-socket-dir", 0, MOE_OPTION_STRING, &s->admin_socket_dir, 0, 0, "DIR",
+         "Directory for a second local socket: members of the directory's group, who reach it, "
+         "have "
+         "the role admin"},
         {"token-file", 0, MOE_OPTION_STRING, &s->token_file, 0, 0, "FILE",
          "Token that this daemon shows to others, mode 0600. Without --access-file, a caller with "
          "the same token may do everything"},
@@ -112,6 +120,33 @@ static void raise_descriptor_limit(void)
         moe_log_warn("the limit of open files stays as it is: %s", strerror(errno));
 }
 
+/* A file of trust that no setting names, and that the service manager has passed on as the
+ * credential "moed.NAME" (LoadCredential=). `path` outlives the settings. */
+static void take_credential(const char *name, const char **setting, char path[CREDENTIAL_BYTES])
+{
+    const char *directory = getenv("CREDENTIALS_DIRECTORY");
+    if (*setting != NULL || directory == NULL)
+        return;
+    int n = snprintf(path, CREDENTIAL_BYTES, "%s/moed.%s", directory, name);
+    if (n > 0 && n < CREDENTIAL_BYTES && access(path, F_OK) == 0)
+        *setting = path;
+}
+
+static void take_credentials(struct moe_daemon_settings *s)
+{
+    const struct {
+        const char *name, **setting;
+    } all[] = {
+        {"access-file", &s->access_file},         {"token-file", &s->token_file},
+        {"tls-certificate", &s->tls_certificate}, {"tls-key", &s->tls_key},
+        {"tls-client-ca", &s->tls_client_ca},     {"tls-ca", &s->tls_ca},
+    };
+    enum { COUNT = sizeof all / sizeof *all };
+    static char paths[COUNT][CREDENTIAL_BYTES];
+    for (size_t i = 0; i < COUNT; i++)
+        take_credential(all[i].name, all[i].setting, paths[i]);
+}
+
 /* NULL, or one line for the user. */
 static const char *check_tls(const struct moe_daemon_settings *s)
 {
@@ -178,7 +213,8 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
 
 int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
 {
-    struct moe_daemon_settings s = {.log_level = "info", .log_format = "text"};
+    struct moe_daemon_settings s = {
+        .log_level = "info", .log_format = "text", .health_step_ms = 500};
     struct moe_option table[MOE_OPTIONS_MAX];
     size_t count = join_options(d, &s, table);
     char *help = describe(d, table, count);
@@ -195,11 +231,30 @@ int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
     } else if (first < argc) {
         code = usage(d, "takes no arguments");
     } else {
+        take_credentials(&s);
         code = start(d, &s, owned.given);
     }
     free(help);
     moe_options_free(&owned);
     return code;
+}
+
+static void on_turn(uv_timer_t *timer)
+{
+    moe_loop_turn(timer->data);
+}
+
+struct moe_status moe_daemon_turn(struct moe_progress *p, uv_loop_t *loop, uv_timer_t *timer)
+{
+    const struct moe_loop_config config = {.name = "main", .code = "MAIN_STUCK", .always = true};
+    uint64_t period_ms = moe_progress_step_ns(p) / (2 * MOE_NS_PER_MS);
+    timer->data = moe_progress_add(p, &config);
+    int wrong = uv_timer_init(loop, timer);
+    if (wrong == 0)
+        wrong = uv_timer_start(timer, on_turn, 0, period_ms > 0 ? period_ms : 1);
+    return wrong == 0
+               ? moe_ok()
+               : moe_error(MOE_INTERNAL, MOE_REASON_IO, "event loop: %s", uv_strerror(wrong));
 }
 
 struct moe_status moe_daemon_announce(const struct moe_daemon_settings *common,

@@ -9,13 +9,18 @@
 
 #include "base/status.h"
 #include "daemon/options.h"
+#include "daemon/progress.h"
+
+#include <uv.h>
 
 /* Values of the common options, checked. */
 struct moe_daemon_settings {
-    const char *metrics_listen; /* HOST:PORT, or NULL: no metrics */
-    bool insecure;              /* allow addresses that are not loopback without encryption */
-    const char *access_file;    /* who may do what; NULL: none */
-    const char *token_file;     /* what this daemon shows to others; NULL: nothing */
+    const char *metrics_listen;   /* HOST:PORT, or NULL: no metrics */
+    uint64_t health_step_ms;      /* see struct moe_progress_config */
+    bool insecure;                /* allow addresses that are not loopback without encryption */
+    const char *access_file;      /* who may do what; NULL: none */
+    const char *token_file;       /* what this daemon shows to others; NULL: nothing */
+    const char *admin_socket_dir; /* of the sockets for operators (local.h); NULL: none */
     /* PEM files. The first two come together; the third needs them. */
     const char *tls_certificate, *tls_key; /* its servers use TLS, and it shows the same certificate
                                               to servers; NULL: plain TCP */
@@ -48,6 +53,11 @@ struct moe_daemon {
 
 /* The exit status. Settings that are strings live until `run` has returned. */
 int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv);
+
+/* Adds the loop "main" to `p`, and turns it from `loop` often enough. Close `timer` like any handle
+ * of the loop. Errors: MOE_INTERNAL/IO. */
+struct moe_status moe_daemon_turn(struct moe_progress *p, uv_loop_t *loop,
+                                  uv_timer_t *timer) MOE_CHECKED;
 
 /* The daemon listens: tells the service manager (notify.h), and writes `endpoints` (one, or several
  * with a blank between) as a line to --ready-fd and closes it, where that option is given. */

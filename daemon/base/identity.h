@@ -18,6 +18,7 @@ enum moe_rpc_link {
 struct moe_rpc_identity {
     enum moe_rpc_link link;
     uint32_t uid;     /* Unix only: the user of the process that connected */
+    bool is_operator; /* Unix only: at a socket of a group (listener.h, "unix-group:") */
     char name[256];   /* "" = anonymous. Mutual TLS: the first URI of the certificate's alternative
                          names, else the first DNS name. Unix: "uid:1000" */
     char address[64]; /* the peer's IP address without its port; "" for Unix. For logs and limits:

@@ -45,6 +45,7 @@ void moe_lease_on_answered(struct moe_lease *l, uint64_t sequence, uint64_t olde
         return;
     uint64_t until_ns = sent_ns + l->term_ns;
     uint64_t all_ns = until_ns > oldest_ns ? until_ns - oldest_ns : 0;
+    l->answered_ns = later(l->answered_ns, sent_ns);
     l->until_ns = later(l->until_ns, until_ns);
     l->all_until_ns = later(l->all_until_ns, all_ns);
 }
@@ -65,6 +66,7 @@ void moe_lease_gate_init(struct moe_lease_gate *g, uint64_t (*clock)(void))
     atomic_init(&g->all_until_ns, 0);
     atomic_init(&g->ticket_ns, 0);
     atomic_init(&g->slack_ns, 0);
+    atomic_init(&g->answered_ns, 0);
 }
 
 void moe_lease_gate_set(struct moe_lease_gate *g, const struct moe_lease *l)
@@ -72,6 +74,7 @@ void moe_lease_gate_set(struct moe_lease_gate *g, const struct moe_lease *l)
     atomic_store(&g->ticket_ns, l->term_ns / MOE_LEASE_TICKETS);
     atomic_store(&g->slack_ns, l->term_ns / MOE_LEASE_SLACKS);
     atomic_store(&g->all_until_ns, l->all_until_ns);
+    atomic_store(&g->answered_ns, l->answered_ns);
     atomic_store(&g->until_ns, l->until_ns);
 }
 
@@ -110,4 +113,10 @@ uint64_t moe_lease_gate_remaining_ns(const struct moe_lease_gate *g)
 {
     uint64_t now = g->clock(), until = atomic_load(&g->until_ns);
     return now < until ? until - now : 0;
+}
+
+uint64_t moe_lease_gate_heartbeat_age_ns(const struct moe_lease_gate *g)
+{
+    uint64_t answered = atomic_load(&g->answered_ns), now = g->clock();
+    return answered != 0 && now > answered ? now - answered : 0;
 }

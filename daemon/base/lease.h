@@ -42,6 +42,7 @@ uint64_t moe_lease_clock_ns(void);
 struct moe_lease {
     uint64_t term_ns;      /* of the worker's lease; 0 = the coordinator has not sent it yet */
     uint64_t until_ns;     /* the lease ends; 0 = there was none */
+    uint64_t answered_ns;  /* the last heartbeat that was answered was sent then; 0 = none */
     uint64_t all_until_ns; /* an estimate: by then the first member of the group loses its lease */
     uint64_t sequence;     /* of the last heartbeat */
     uint64_t sent_ns[MOE_LEASE_UNANSWERED]; /* of heartbeat n at [n % MOE_LEASE_UNANSWERED] */
@@ -67,7 +68,7 @@ void moe_lease_end(struct moe_lease *l);
 
 struct moe_lease_gate {
     uint64_t (*clock)(void); /* moe_lease_clock_ns, except in tests */
-    _Atomic uint64_t until_ns, all_until_ns, ticket_ns, slack_ns;
+    _Atomic uint64_t until_ns, all_until_ns, ticket_ns, slack_ns, answered_ns;
 };
 
 /* No lease is held until the first moe_lease_gate_set. */
@@ -87,5 +88,7 @@ bool moe_lease_gate_await_change(const struct moe_lease_gate *g);
 bool moe_lease_gate_covers_group(const struct moe_lease_gate *g);
 /* Time left, for metrics; 0 = none. */
 uint64_t moe_lease_gate_remaining_ns(const struct moe_lease_gate *g);
+/* Time since the last heartbeat that was answered was sent, for metrics; 0 = none was. */
+uint64_t moe_lease_gate_heartbeat_age_ns(const struct moe_lease_gate *g);
 
 #endif

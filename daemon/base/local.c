@@ -15,16 +15,33 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { DIRECTORIES = 3, STALE_AFTER_S = 60 };
+/* The longest name of a socket: the kernel numbers namespaces with 32 bits. */
+#define LONGEST_NAME "/65535-4294967295.sock"
+
+enum {
+    DIRECTORIES = 3,
+    STALE_AFTER_S = 60,
+    DIRECTORY_MAX = MOE_LOCAL_PATH_BYTES - sizeof LONGEST_NAME,
+    SESSION_MAX = DIRECTORY_MAX - (sizeof "/moed" - 1),
+};
+
+/* $XDG_RUNTIME_DIR; NULL for one that leaves no room for the name of a socket. */
+static const char *session_directory(void)
+{
+    const char *session = getenv("XDG_RUNTIME_DIR");
+    return session != NULL && session[0] == '/' && strlen(session) <= SESSION_MAX ? session : NULL;
+}
 
 /* Directory `index` of the list; false at its end. */
 static bool directory_at(unsigned index, char to[MOE_LOCAL_PATH_BYTES])
 {
-    const char *own = getenv("MOED_RUNTIME_DIR"), *session = getenv("XDG_RUNTIME_DIR");
+    const char *own = getenv("MOED_RUNTIME_DIR"), *session = session_directory();
     int n = -1;
     if (own != NULL && own[0] == '/')
-        n = index == 0 ? snprintf(to, MOE_LOCAL_PATH_BYTES, "%s", own) : -1;
-    else if (index == 0 && session != NULL && session[0] == '/')
+        n = index == 0 && strlen(own) <= DIRECTORY_MAX
+                ? snprintf(to, MOE_LOCAL_PATH_BYTES, "%s", own)
+                : -1;
+    else if (index == 0 && session != NULL)
         n = snprintf(to, MOE_LOCAL_PATH_BYTES, "%s/moed", session);
     else if (index == 0 || index == 1) /* a session that this environment does not name */
         n = snprintf(to, MOE_LOCAL_PATH_BYTES, "/run/user/%u/moed", geteuid());
@@ -100,16 +117,18 @@ static void remove_all_stale(const char *root)
 struct moe_status moe_local_listen_path(char path[MOE_LOCAL_PATH_BYTES])
 {
     char directory[MOE_LOCAL_PATH_BYTES];
-    struct moe_status st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                                     "MOED_RUNTIME_DIR is too long, or is no absolute path");
+    struct moe_status st =
+        moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                  "MOED_RUNTIME_DIR is too long for a directory of sockets: at most %d bytes",
+                  (int)DIRECTORY_MAX);
     for (unsigned i = 0; directory_at(i, directory); i++) {
         int error = mkdir(directory, S_IRWXU) == 0 || errno == EEXIST ? 0 : errno;
         if (error == 0 && is_private(directory) && strchr(directory, ',') == NULL) {
             remove_all_stale(directory);
             return name_socket(directory, "*", path)
                        ? moe_ok()
-                       : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                                   "%s is too long for a socket's directory", directory);
+                       : moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "/proc/self/ns/net: %s",
+                                   strerror(errno));
         }
         st =
             moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO,
@@ -119,20 +138,71 @@ struct moe_status moe_local_listen_path(char path[MOE_LOCAL_PATH_BYTES])
     return st;
 }
 
-bool moe_local_find(const char *endpoint, char path[MOE_LOCAL_PATH_BYTES])
+/* The port of "127.0.0.1:7700" and other loopback addresses, else NULL. */
+static const char *port_of(const char *endpoint)
 {
-    char directory[MOE_LOCAL_PATH_BYTES];
-    struct stat file;
     const char *colon = strrchr(endpoint, ':');
     struct moe_status st = moe_endpoint_check("endpoint", endpoint);
     if (!moe_failed(&st))
         st = moe_endpoint_check_loopback(endpoint);
-    if (moe_failed(&st) || colon == NULL)
-        return false;
-    for (unsigned i = 0; directory_at(i, directory); i++)
-        if (is_private(directory) && name_socket(directory, colon + 1, path) &&
-            lstat(path, &file) == 0 && S_ISSOCK(file.st_mode) && file.st_uid == geteuid() &&
-            reach(path) == 0)
+    return moe_failed(&st) || colon == NULL ? NULL : colon + 1;
+}
+
+/* True if `owner` listens there. */
+static bool has_listener(const char *directory, const char *port, uid_t owner,
+                         char path[MOE_LOCAL_PATH_BYTES])
+{
+    struct stat file;
+    return name_socket(directory, port, path) && lstat(path, &file) == 0 &&
+           S_ISSOCK(file.st_mode) && file.st_uid == owner && reach(path) == 0;
+}
+
+bool moe_local_find(const char *endpoint, char path[MOE_LOCAL_PATH_BYTES])
+{
+    char directory[MOE_LOCAL_PATH_BYTES];
+    const char *port = port_of(endpoint);
+    for (unsigned i = 0; port != NULL && directory_at(i, directory); i++)
+        if (is_private(directory) && has_listener(directory, port, geteuid(), path))
             return true;
     return false;
+}
+
+/* ------------------------------------------------------------------ operators */
+
+/* NULL, or why not. */
+static const char *refuse_shared(const char *directory, struct stat *st)
+{
+    if (lstat(directory, st) != 0)
+        return strerror(errno);
+    if (!S_ISDIR(st->st_mode))
+        return "not a directory";
+    if ((st->st_mode & (S_IWGRP | S_IWOTH)) != 0)
+        return "others than its owner may write to it";
+    return NULL;
+}
+
+struct moe_status moe_local_admin_path(const char *directory, char path[MOE_LOCAL_PATH_BYTES])
+{
+    struct stat st;
+    if (directory[0] != '/' || strchr(directory, ',') != NULL || !name_socket(directory, "*", path))
+        return moe_error(
+            MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+            "--admin-socket-dir: %.80s is too long, is no absolute path or has a comma", directory);
+    const char *wrong = refuse_shared(directory, &st);
+    if (wrong == NULL && st.st_uid != geteuid() && st.st_uid != 0)
+        wrong = "it belongs to another user";
+    if (wrong != NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "--admin-socket-dir: %.80s: %s",
+                         directory, wrong);
+    remove_all_stale(directory);
+    return moe_ok();
+}
+
+bool moe_local_find_admin(const char *endpoint, char path[MOE_LOCAL_PATH_BYTES])
+{
+    const char *named = getenv("MOED_ADMIN_DIR"), *port = port_of(endpoint);
+    const char *directory = named != NULL && named[0] == '/' ? named : "/run/moed-admin";
+    struct stat st;
+    return port != NULL && refuse_shared(directory, &st) == NULL &&
+           has_listener(directory, port, st.st_uid, path);
 }

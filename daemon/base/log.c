@@ -53,14 +53,36 @@ static bool is_same_file(int a, int b)
     return fstat(a, &x) == 0 && fstat(b, &y) == 0 && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
 }
 
+/* A FIFO blocks its writers: at open until somebody reads, later while its reader is slow. */
+static bool can_hold_a_log(int fd)
+{
+    struct stat st;
+    return fstat(fd, &st) == 0 && (S_ISREG(st.st_mode) || S_ISCHR(st.st_mode));
+}
+
+static struct moe_status open_file(const char *path, int *out)
+{
+    const int flags = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY;
+    int fd = open(path, flags | O_NONBLOCK, FILE_MODE);
+    if (fd < 0 && errno != ENXIO) /* ENXIO: a socket, or a FIFO without a reader */
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "cannot open the log file %s: %s",
+                         path, strerror(errno));
+    if (fd < 0 || !can_hold_a_log(fd) || fcntl(fd, F_SETFL, O_APPEND) != 0) {
+        if (fd >= 0)
+            close(fd);
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+                         "the log file %s is neither a regular file nor a character device", path);
+    }
+    *out = fd;
+    return moe_ok();
+}
+
 /* dup2 replaces a descriptor in one step, so a line of another thread goes to the old file or to
  * the new one. */
 static struct moe_status switch_to(const char *path)
 {
-    int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOCTTY, FILE_MODE);
-    if (fd < 0)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "cannot open the log file %s: %s",
-                         path, strerror(errno));
+    int fd = -1;
+    MOE_TRY(open_file(path, &fd));
     bool with_stdout = is_same_file(STDOUT_FILENO, STDERR_FILENO);
     bool done = dup2(fd, STDERR_FILENO) >= 0 && (!with_stdout || dup2(fd, STDOUT_FILENO) >= 0);
     struct moe_status st = moe_ok();

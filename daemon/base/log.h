@@ -33,7 +33,8 @@ bool moe_log_level_from_name(const char *name, enum moe_log_level *out);
 
 /* Redirects stderr, which this log and libraries write to, to the end of file `path`; also stdout
  * if it is the same file as stderr. Creates a missing file with mode 0640. `path` is static.
- * Errors: MOE_FAILED_PRECONDITION/IO; nothing changes then. */
+ * Never blocks. Errors: MOE_FAILED_PRECONDITION/IO, and CONFIG_INVALID for a path that is neither a
+ * regular file nor a character device (a FIFO may block every line); nothing changes then. */
 struct moe_status moe_log_open(const char *path) MOE_CHECKED;
 /* NULL until moe_log_open has succeeded. */
 const char *moe_log_path(void);

@@ -10,11 +10,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-const double moe_metrics_seconds_bounds[16] = {0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005,
-                                               0.01,   0.025,   0.05,   0.1,   0.25,   0.5,
-                                               1,      2.5,     5,      10};
+const double moe_metrics_seconds_bounds[MOE_METRIC_SECONDS_BOUNDS] = {
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05,
+    0.1,    0.25,    0.5,    1,     2.5,    5,     10,   30,    60};
 
-enum kind { KIND_COUNTER, KIND_GAUGE, KIND_HISTOGRAM };
+/* A set counter is stored as a gauge. */
+enum kind { KIND_COUNTER, KIND_GAUGE, KIND_HISTOGRAM, KIND_SET_COUNTER };
 
 /* A double in an atomic word: the bits, because atomic arithmetic on doubles needs a loop anyway.
  */
@@ -50,7 +51,15 @@ struct family {
     struct series *first, *last;
 };
 
+struct collector {
+    struct collector *next;
+    void (*fn)(void *ctx);
+    void *ctx;
+};
+
 struct moe_metrics {
+    struct moe_mutex collecting; /* held while collectors run */
+    MOE_GUARDED_BY(collecting) struct collector *collectors;
     struct moe_mutex lock; /* guards the lists, never the values */
     MOE_GUARDED_BY(lock) struct {
         struct family *first, *last;
@@ -294,6 +303,16 @@ struct moe_status moe_metrics_add_gauge(struct moe_metrics *m, const struct moe_
     return moe_ok();
 }
 
+struct moe_status moe_metrics_add_set_counter(struct moe_metrics *m,
+                                              const struct moe_metric_desc *desc,
+                                              struct moe_gauge **out)
+{
+    struct series *s;
+    MOE_TRY(add_series(m, desc, KIND_SET_COUNTER, NULL, 0, &s));
+    *out = &s->gauge;
+    return moe_ok();
+}
+
 struct moe_status moe_metrics_add_histogram(struct moe_metrics *m,
                                             const struct moe_metric_desc *desc,
                                             const double *bounds, size_t bound_count,
@@ -317,6 +336,7 @@ struct moe_status moe_metrics_create(struct moe_metrics **out)
     if (m == NULL)
         return out_of_memory();
     moe_mutex_init(&m->lock);
+    moe_mutex_init(&m->collecting);
     *out = m;
     return moe_ok();
 }
@@ -326,13 +346,56 @@ void moe_metrics_destroy(struct moe_metrics *m)
     if (m == NULL)
         return;
     moe_mutex_not_shared(&m->lock);
+    moe_mutex_not_shared(&m->collecting);
+    while (m->collectors != NULL) {
+        struct collector *c = m->collectors;
+        m->collectors = c->next;
+        free(c);
+    }
     while (m->first != NULL) {
         struct family *f = m->first;
         m->first = f->next;
         free_family(f);
     }
     moe_mutex_destroy(&m->lock);
+    moe_mutex_destroy(&m->collecting);
     free(m);
+}
+
+/* ------------------------------------------------------------------ collectors */
+
+struct moe_status moe_metrics_add_collector(struct moe_metrics *m, void (*fn)(void *ctx), void *ctx)
+{
+    struct collector *c = malloc(sizeof *c);
+    if (c == NULL)
+        return out_of_memory();
+    *c = (struct collector){.fn = fn, .ctx = ctx};
+    moe_mutex_lock(&m->collecting);
+    c->next = m->collectors;
+    m->collectors = c;
+    moe_mutex_unlock(&m->collecting);
+    return moe_ok();
+}
+
+void moe_metrics_remove_collector(struct moe_metrics *m, void (*fn)(void *ctx), const void *ctx)
+{
+    moe_mutex_lock(&m->collecting);
+    struct collector **at = &m->collectors;
+    while (*at != NULL && ((*at)->fn != fn || (*at)->ctx != ctx))
+        at = &(*at)->next;
+    struct collector *c = *at;
+    if (c != NULL)
+        *at = c->next;
+    moe_mutex_unlock(&m->collecting);
+    free(c);
+}
+
+static void collect(struct moe_metrics *m)
+{
+    moe_mutex_lock(&m->collecting);
+    for (const struct collector *c = m->collectors; c != NULL; c = c->next)
+        c->fn(c->ctx);
+    moe_mutex_unlock(&m->collecting);
 }
 
 /* ------------------------------------------------------------------ rendering */
@@ -385,7 +448,8 @@ static void put_histogram(FILE *to, const struct family *f, const struct series 
 
 struct moe_status moe_metrics_render(struct moe_metrics *m, char **text, size_t *length)
 {
-    static const char *const kinds[] = {"counter", "gauge", "histogram"};
+    static const char *const kinds[] = {"counter", "gauge", "histogram", "counter"};
+    collect(m);
     FILE *to = open_memstream(text, length);
     if (to == NULL)
         return out_of_memory();

@@ -18,6 +18,7 @@ enum {
     LIMIT_MS = 30000,       /* for a whole request, and for its answer to be taken */
     HOST_BYTES = 64,
     REQUEST_BYTES = 16384, /* memory that one connection may use for its request */
+    PROBE_BYTES = 4096,    /* of the answer of a probe */
 };
 
 /* An open connection. At its limit the library accepts no connection, so a flood of incomplete
@@ -34,8 +35,7 @@ struct connection {
 struct moe_metrics_http {
     struct MHD_Daemon *daemon;
     struct moe_metrics *metrics;
-    bool (*healthy)(void *ctx);
-    void *ctx;
+    struct moe_progress *progress;
     uint16_t port;
     /* Only on the HTTP thread: head of the ring of open connections. `next` is the oldest. */
     struct connection ring;
@@ -161,6 +161,31 @@ static enum MHD_Result answer_metrics(struct moe_metrics_http *h, struct MHD_Con
                   MHD_RESPMEM_MUST_FREE);
 }
 
+/* ?verbose, with any value or none, asks for all lines. */
+static enum MHD_Result is_verbose(void *ctx, enum MHD_ValueKind kind, const char *key,
+                                  const char *value)
+{
+    bool *verbose = ctx;
+    (void)kind;
+    (void)value;
+    *verbose = *verbose || strcmp(key, "verbose") == 0;
+    return MHD_YES;
+}
+
+static enum MHD_Result answer_probe(struct moe_metrics_http *h, struct MHD_Connection *to,
+                                    bool ready)
+{
+    struct moe_health v = {.alive = true, .ready = true};
+    char text[PROBE_BYTES];
+    bool verbose = false;
+    if (h->progress != NULL)
+        moe_progress_judge(h->progress, moe_clock_ns(), &v);
+    (void)MHD_get_connection_values(to, MHD_GET_ARGUMENT_KIND, is_verbose, &verbose);
+    moe_health_print(&v, ready, verbose, text, sizeof text);
+    return answer_text(to, (ready ? v.ready : v.alive) ? MHD_HTTP_OK : MHD_HTTP_SERVICE_UNAVAILABLE,
+                       text);
+}
+
 static enum MHD_Result on_request(void *ctx, struct MHD_Connection *to, const char *url,
                                   const char *method, const char *version, const char *upload,
                                   size_t *upload_size, void **state)
@@ -176,11 +201,10 @@ static enum MHD_Result on_request(void *ctx, struct MHD_Connection *to, const ch
         return answer_text(to, MHD_HTTP_METHOD_NOT_ALLOWED, "GET only\n");
     if (strcmp(url, "/metrics") == 0)
         return answer_metrics(h, to);
-    if (strcmp(url, "/healthz") != 0)
-        return answer_text(to, MHD_HTTP_NOT_FOUND, "try /metrics or /healthz\n");
-    bool well = h->healthy == NULL || h->healthy(h->ctx);
-    return answer_text(to, well ? MHD_HTTP_OK : MHD_HTTP_SERVICE_UNAVAILABLE,
-                       well ? "ok\n" : "not healthy\n");
+    bool ready = strcmp(url, "/readyz") == 0 || strcmp(url, "/healthz") == 0;
+    if (!ready && strcmp(url, "/livez") != 0)
+        return answer_text(to, MHD_HTTP_NOT_FOUND, "try /metrics, /livez or /readyz\n");
+    return answer_probe(h, to, ready);
 }
 
 /* getaddrinfo takes any number for a port, cut to 16 bits. */
@@ -226,8 +250,7 @@ struct moe_status moe_metrics_http_start(const struct moe_metrics_http_config *c
     }
     *h = (struct moe_metrics_http){
         .metrics = config->metrics,
-        .healthy = config->healthy,
-        .ctx = config->ctx,
+        .progress = config->progress,
         .limit_ns = (config->limit_ms > 0 ? config->limit_ms : LIMIT_MS) * MOE_NS_PER_MS};
     h->ring.previous = h->ring.next = &h->ring;
     unsigned flags = MHD_USE_AUTO_INTERNAL_THREAD | MHD_USE_ITC; /* wakes it up to be stopped */

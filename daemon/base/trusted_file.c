@@ -81,13 +81,29 @@ struct moe_status moe_trusted_file_read(const char *setting, const char *path, u
 {
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO must not block */
     if (fd < 0)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "%s: %.120s: %s", setting, path,
-                         strerror(errno));
+        return moe_error(errno == ENOENT ? MOE_NOT_FOUND : MOE_FAILED_PRECONDITION, MOE_REASON_IO,
+                         "%s: %.120s: %s", setting, path, strerror(errno));
     struct moe_status st = check_file(setting, path, fd, forbidden);
     if (!moe_failed(&st))
         st = read_all(setting, path, fd, text, length);
     (void)close(fd);
     return st;
+}
+
+struct moe_status moe_trusted_directory_check(const char *path, int fd)
+{
+    struct stat st;
+    if (fstat(fd, &st) != 0)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "%.150s: %s", path, strerror(errno));
+    if (st.st_uid != geteuid() && st.st_uid != 0)
+        return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO,
+                         "%.150s belongs to another user (%u); choose a directory of user %u", path,
+                         (unsigned)st.st_uid, (unsigned)geteuid());
+    if ((st.st_mode & (S_IWGRP | S_IWOTH)) != 0)
+        return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO,
+                         "%.150s has mode %04o: other users may write to it; chmod go-w", path,
+                         (unsigned)st.st_mode & 07777);
+    return moe_ok();
 }
 
 struct moe_status moe_token_check(const char *token)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads a small file that decides about trust, and notices when it changes. */
+/* Reads a small file that decides about trust, and notices when it changes. Checks the directories
+ * of such files. */
 #ifndef MOE_BASE_TRUSTED_FILE_H
 #define MOE_BASE_TRUSTED_FILE_H
 
@@ -21,10 +22,15 @@ bool moe_trusted_file_changed(const char *path, struct moe_trusted_mark *mark);
 
 /* The content with a final 0; free it. Refuses a file that is not regular, that another user than
  * this one or root owns, or with one of the mode bits `forbidden`. `setting` ("--token-file")
- * begins the error text. Errors: MOE_FAILED_PRECONDITION/IO (missing, unreadable),
+ * begins the error text. Errors: MOE_NOT_FOUND/IO, MOE_FAILED_PRECONDITION/IO (unreadable),
  * MOE_FAILED_PRECONDITION/CONFIG_INVALID (owner or mode), MOE_INVALID_ARGUMENT/TOO_LARGE. */
 struct moe_status moe_trusted_file_read(const char *setting, const char *path, unsigned forbidden,
                                         char **text, size_t *length) MOE_CHECKED;
+
+/* Refuses an open directory in which other users can replace files: that of another user than this
+ * one or root, or with write permission for group or others. `path` is for the text. Errors:
+ * MOE_PERMISSION_DENIED/IO, MOE_UNAVAILABLE/IO. */
+struct moe_status moe_trusted_directory_check(const char *path, int fd) MOE_CHECKED;
 
 /* Characters of a token: printable ASCII without blanks. */
 enum { MOE_TOKEN_MIN = 16, MOE_TOKEN_MAX = 512 };

@@ -90,27 +90,52 @@ static struct moe_status open_source(const struct moe_checkpoint_context *c, con
 
 /* ---------------------------------------------------------------------------- hashes */
 
+/* Of a whole file. */
 static struct moe_status check_hash(const struct moe_checkpoint_context *c, int at,
-                                    const char *name, json_int_t offset, uint64_t bytes,
-                                    const char *want)
+                                    const char *name, const char *want)
 {
     char hash[MOE_SHA256_HEX];
     MOE_TRY(moe_ckpt__go_on(c));
-    if (name == NULL || want == NULL || offset < 0)
+    if (want == NULL)
         return damaged(MOE_CKPT_MANIFEST);
-    MOE_TRY(moe_ckpt__damaged(moe_ckpt__hash(c, at, name, (uint64_t)offset, bytes, hash)));
+    MOE_TRY(moe_ckpt__damaged(moe_ckpt__hash(c, at, name, 0, UINT64_MAX, hash)));
     return strcmp(hash, want) == 0 ? moe_ok() : damaged(name);
 }
 
+/* Other bytes than were written, at `offset` of a file of the model: the error names the tensor. */
+static struct moe_status damaged_tensor(int directory, const char *file, uint64_t offset)
+{
+    struct moe_st_file *f = NULL;
+    struct moe_status st = moe_st_open_at(directory, file, &f);
+    if (moe_failed(&st))
+        return damaged(file);
+    st = damaged(file);
+    for (size_t i = 0; i < moe_st_count(f); i++) {
+        const struct moe_tensor *t = moe_st_tensor(f, i);
+        if (offset >= t->offset && offset - t->offset < t->bytes)
+            st = moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, "%.60s: tensor %.120s is damaged",
+                           file, t->name);
+    }
+    moe_st_close(f);
+    return st;
+}
+
+/* A range is one tensor, or the part of an expert in it. */
 static struct moe_status check_range(const struct moe_checkpoint_context *c, const struct source *s,
                                      const json_t *range)
 {
+    char hash[MOE_SHA256_HEX];
+    const char *file = json_string_value(json_array_get(range, 0));
+    const char *want = json_string_value(json_array_get(range, 3));
     json_int_t offset = json_integer_value(json_array_get(range, 1));
     json_int_t bytes = json_integer_value(json_array_get(range, 2));
-    if (bytes < 0)
+    MOE_TRY(moe_ckpt__go_on(c));
+    if (file == NULL || want == NULL || offset < 0 || bytes < 0)
         return damaged(MOE_CKPT_MANIFEST);
-    return check_hash(c, s->directory, json_string_value(json_array_get(range, 0)), offset,
-                      (uint64_t)bytes, json_string_value(json_array_get(range, 3)));
+    MOE_TRY(moe_ckpt__damaged(
+        moe_ckpt__hash(c, s->directory, file, (uint64_t)offset, (uint64_t)bytes, hash)));
+    return strcmp(hash, want) == 0 ? moe_ok()
+                                   : damaged_tensor(s->directory, file, (uint64_t)offset);
 }
 
 /* The files of one slot. */
@@ -123,11 +148,10 @@ static struct moe_status check_slot(const struct moe_checkpoint_context *c, cons
     uint32_t slot = (uint32_t)json_integer_value(json_object_get(entry, "slot"));
     moe_ckpt__state_file(list, slot, "json");
     moe_ckpt__state_file(file, slot, "safetensors");
-    MOE_TRY(check_hash(c, s->state, list, 0, UINT64_MAX,
-                       json_string_value(json_object_get(entry, "sha256"))));
+    MOE_TRY(check_hash(c, s->state, list, json_string_value(json_object_get(entry, "sha256"))));
     MOE_TRY(moe_ckpt__damaged(moe_json_read_at(s->state, list, MOE_CKPT_JSON_BYTES_MAX, &part)));
-    struct moe_status st = check_hash(c, s->state, file, 0, UINT64_MAX,
-                                      json_string_value(json_object_get(part, "sha256")));
+    struct moe_status st =
+        check_hash(c, s->state, file, json_string_value(json_object_get(part, "sha256")));
     json_array_foreach(json_object_get(part, "weights"), i, range)
     {
         if (!moe_failed(&st))
@@ -280,7 +304,7 @@ static struct moe_status read_records(const struct moe_checkpoint_context *c,
     int fd = -1;
     uint64_t size = 0;
     const json_t *records = json_object_get(s->manifest, "records");
-    MOE_TRY(check_hash(c, s->state, MOE_CKPT_RECORDS, 0, UINT64_MAX,
+    MOE_TRY(check_hash(c, s->state, MOE_CKPT_RECORDS,
                        json_string_value(json_object_get(records, "sha256"))));
     MOE_TRY(moe_ckpt__damaged(moe_file_open_at(s->state, MOE_CKPT_RECORDS, &fd, &size)));
     out->owned = size < SIZE_MAX ? malloc((size_t)size + 1) : NULL;

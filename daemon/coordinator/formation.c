@@ -290,7 +290,7 @@ void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t
     m->awaited_save = 0;
     if (status->code != MOE_OK) {
         char why[MOE_MEMBERSHIP_REASON_BYTES];
-        snprintf(why, sizeof why, "cannot save the group's state: %.100s", status->text);
+        snprintf(why, sizeof why, "cannot save the group's state: %s", status->text);
         if (m->phase != PHASE_IDLE) {
             moe_membership__end_epoch(m, MOE_CAUSE_NOT_SAVED, why);
         } else {
@@ -368,7 +368,7 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
         return;
     if (error->code != MOE_OK) {
         char why[MOE_MEMBERSHIP_REASON_BYTES];
-        snprintf(why, sizeof why, "slot %u: %.120s", slot, error->text);
+        snprintf(why, sizeof why, "slot %u: %s", slot, error->text);
         moe_membership__keep_error(&m->members[slot], error);
         moe_membership__end_epoch(m, cause_of(error), why);
         return;

@@ -60,6 +60,7 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
                                             .form_timeout_ms = (uint32_t)s->form_timeout_ms,
                                             .state_dir = s->state_dir,
                                             .metrics_listen = common->metrics_listen,
+                                            .health_step_ms = common->health_step_ms,
                                             .handle_signals = true};
     struct moe_coordinator *c;
     MOE_TRY(moe_rpc_force_polling());
@@ -89,11 +90,15 @@ int main(int argc, char **argv)
         {"listen", 'l', MOE_OPTION_STRING, &s.listen, 0, 0, "HOST:PORT",
          "Address for moectl, and for workers without --control-listen"},
         {"control-listen", 0, MOE_OPTION_STRING, &s.control_listen, 0, 0, "HOST:PORT",
-         "Address for workers alone, so that clients of --listen delay no heartbeat"},
+         "Address for workers alone, so that clients of --listen delay no heartbeat; --listen then "
+         "has "
+         "AdminService alone"},
         {"workers", 'n', MOE_OPTION_UINT, &s.workers, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
          "Number of slots: workers that the group needs"},
         {"state-dir", 's', MOE_OPTION_STRING, &s.state_dir, 0, 0, "DIR",
-         "Directory that keeps epochs across restarts; without it a restart begins a new group"},
+         "Directory that keeps epochs across restarts, not writable for others; without it a "
+         "restart "
+         "begins a new group"},
         {"lease-ms", 0, MOE_OPTION_UINT, &s.lease_ms, 100, 600000, "MS",
          "Milliseconds without a message after which a worker loses its slot"},
         {"form-timeout-ms", 0, MOE_OPTION_UINT, &s.form_timeout_ms, 100, 3600000, "MS",

@@ -304,8 +304,8 @@ void moe_membership_on_wrong_weights(struct moe_membership *m, uint64_t now_ns, 
     uint32_t slot;
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
-    char what[MOE_STATUS_TEXT];
-    snprintf(what, sizeof what, "was refused: %.200s", why->text);
+    char what[MOE_MEMBERSHIP_REASON_BYTES];
+    snprintf(what, sizeof what, "was refused: %s", why->text);
     moe_membership__lose(m, slot, MOE_CAUSE_WRONG_WEIGHTS, what, *why);
     moe_membership__keep_error(&m->members[slot], why);
     end_input(m);
@@ -370,7 +370,7 @@ void moe_membership_on_drain_notice(struct moe_membership *m, uint64_t now_ns, u
     if (!m->members[slot].draining) {
         char clean[MOE_MEMBERSHIP_REASON_BYTES], why[MOE_MEMBERSHIP_REASON_BYTES];
         moe_membership_copy_text(clean, sizeof clean, reason);
-        snprintf(why, sizeof why, "slot %u is leaving: %.120s", slot, clean);
+        snprintf(why, sizeof why, "slot %u is leaving: %s", slot, clean);
         moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_DRAINING, slot, "%s", why);
         if (m->phase != PHASE_IDLE)
             moe_membership__end_epoch(m, MOE_CAUSE_LEFT, why);
@@ -389,7 +389,7 @@ void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64
     if (!m->shutting_down) {
         char clean[MOE_MEMBERSHIP_REASON_BYTES], what[MOE_MEMBERSHIP_REASON_BYTES];
         moe_membership_copy_text(clean, sizeof clean, reason);
-        snprintf(what, sizeof what, "left: %.120s", clean);
+        snprintf(what, sizeof what, "left: %s", clean);
         moe_membership__lose(m, slot, MOE_CAUSE_LEFT, what, moe_ok());
     }
     end_input(m);
@@ -491,7 +491,7 @@ struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns
     if (!m->members[slot].draining) {
         char clean[MOE_MEMBERSHIP_REASON_BYTES], why[MOE_MEMBERSHIP_REASON_BYTES];
         moe_membership_copy_text(clean, sizeof clean, reason);
-        snprintf(why, sizeof why, "slot %u is drained: %.120s", slot, clean);
+        snprintf(why, sizeof why, "slot %u is drained: %s", slot, clean);
         moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_DRAINING, slot, "%s", why);
         if (m->phase != PHASE_IDLE)
             moe_membership__end_epoch(m, MOE_CAUSE_LEFT, why);

@@ -24,9 +24,10 @@
 enum {
     MOE_MEMBERSHIP_ID_BYTES = 128, /* worker_id, model, fingerprint; with the final 0 */
     MOE_MEMBERSHIP_ENDPOINT_BYTES = 256,
-    MOE_MEMBERSHIP_SHORT_BYTES = 32,   /* backend, family, version */
-    MOE_MEMBERSHIP_HOST_BYTES = 80,    /* each text of a host */
-    MOE_MEMBERSHIP_REASON_BYTES = 160, /* reasons for operators; longer ones are cut */
+    MOE_MEMBERSHIP_SHORT_BYTES = 32, /* backend, family, version */
+    MOE_MEMBERSHIP_HOST_BYTES = 80,  /* each text of a host */
+    MOE_MEMBERSHIP_REASON_BYTES =
+        512, /* reasons for operators: a status text and what is around it */
     MOE_MEMBERSHIP_BLOB_BYTES = 1024,
     MOE_MEMBERSHIP_IDENTITY_BYTES = 256,
     MOE_MEMBERSHIP_TOKEN_BYTES = 16,

@@ -27,6 +27,11 @@ static const char *const states[] = {
     [MOE_GROUP_DEGRADED] = "degraded", [MOE_GROUP_DRAINING] = "draining",
     [MOE_GROUP_FAILED] = "failed"};
 
+const char *moe_coordinator__state_name(int state)
+{
+    return states[state];
+}
+
 static struct moe_status add_group(struct moe_coordinator *c)
 {
     struct observed *o = &c->seen;
@@ -43,6 +48,7 @@ static struct moe_status add_group(struct moe_coordinator *c)
     for (int s = MOE_GROUP_WAITING; s <= MOE_GROUP_FAILED; s++)
         MOE_TRY(add_gauge(c, "moe_group_state", "1 for the state that the group is in.", "state",
                           states[s], &o->state[s]));
+    MOE_TRY(add_gauge(c, "moe_group_slots", "Slots of the group.", NULL, NULL, &o->slots));
     MOE_TRY(add_gauge(c, "moe_group_slots_taken", "Slots taken by a live worker.", NULL, NULL,
                       &o->taken));
     for (int i = 0; i < MOE_CAUSE_COUNT; i++)
@@ -63,12 +69,17 @@ static struct moe_status add_waited(struct moe_coordinator *c, const char *messa
                                      MOE_METRIC_SECONDS_BOUNDS, out);
 }
 
+/* Seconds: of workers that have kept their weights, to a load of a large model. */
+static const double recovery_bounds[] = {0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1,   2.5,
+                                         5,    10,    20,   30,  60,   120, 300, 600};
+
 static struct moe_status add_all(struct moe_coordinator *c)
 {
     struct observed *o = &c->seen;
     MOE_TRY(add_group(c));
     struct moe_membership_group g;
     moe_membership_group(c->machine, &g);
+    c->health.slots = g.slots;
     for (uint32_t s = 0; s < g.slots; s++) {
         char slot[8];
         snprintf(slot, sizeof slot, "%u", s);
@@ -84,6 +95,12 @@ static struct moe_status add_all(struct moe_coordinator *c)
                         "Writes of the group state that failed.", NULL, NULL, &o->save_failures));
     MOE_TRY(add_waited(c, "heartbeat", &o->heartbeat_waited));
     MOE_TRY(add_waited(c, "other", &o->others_waited));
+    const struct moe_metric_desc recovery = {
+        .name = "moe_group_recovery_seconds",
+        .help = "Time from the end of a view to the commit of the next one."};
+    MOE_TRY(moe_metrics_add_histogram(o->registry, &recovery, recovery_bounds,
+                                      sizeof recovery_bounds / sizeof *recovery_bounds,
+                                      &o->recovery_seconds));
     struct moe_metric_desc save = {.name = "moe_state_save_seconds",
                                    .help = "Time to make the group state durable."};
     return moe_metrics_add_histogram(o->registry, &save, moe_metrics_seconds_bounds,
@@ -94,11 +111,27 @@ struct moe_status moe_coordinator__observe_start(struct moe_coordinator *c, cons
 {
     c->seen.reported_state = -1;
     MOE_TRY(moe_metrics_create(&c->seen.registry));
+    MOE_TRY(moe_process_metrics_add(c->seen.registry, &c->seen.process));
     MOE_TRY(add_all(c));
     if (listen == NULL)
         return moe_ok();
-    struct moe_metrics_http_config http = {.listen = listen, .metrics = c->seen.registry};
+    struct moe_metrics_http_config http = {
+        .listen = listen, .metrics = c->seen.registry, .progress = c->health.progress};
     return moe_metrics_http_start(&http, &c->seen.http);
+}
+
+/* A view that ends and the next one are never of the same look: between them, members answer. */
+static void observe_recovery(struct observed *o, uint64_t epoch)
+{
+    uint64_t now = moe_clock_ns();
+    if (epoch == 0 && o->seen_epoch != 0)
+        o->view_end_ns = now;
+    if (epoch != 0 && o->view_end_ns != 0) {
+        moe_histogram_observe(o->recovery_seconds,
+                              (double)(now - o->view_end_ns) / (double)MOE_NS_PER_S);
+        o->view_end_ns = 0;
+    }
+    o->seen_epoch = epoch;
 }
 
 void moe_coordinator__observe(struct moe_coordinator *c)
@@ -108,6 +141,8 @@ void moe_coordinator__observe(struct moe_coordinator *c)
     moe_membership_group(c->machine, &g);
     moe_gauge_set(o->epoch, (double)g.epoch);
     moe_gauge_set(o->last_epoch, (double)g.last_epoch);
+    moe_gauge_set(o->slots, g.slots);
+    observe_recovery(o, g.epoch);
     for (int s = MOE_GROUP_WAITING; s <= MOE_GROUP_FAILED; s++)
         moe_gauge_set(o->state[s], g.state == (enum moe_group_state)s ? 1 : 0);
     for (int i = 0; i < MOE_CAUSE_COUNT; i++)
@@ -120,6 +155,8 @@ void moe_coordinator__observe(struct moe_coordinator *c)
         moe_gauge_set(o->lease[s], (double)w.lease_remaining_ns / (double)MOE_NS_PER_S);
     }
     moe_gauge_set(o->taken, taken);
+    atomic_store(&c->health.state, (int)g.state);
+    atomic_store(&c->health.taken, taken);
     if (o->reported_state == (int)g.state && o->reported_taken == taken)
         return;
     o->reported_state = (int)g.state;

@@ -46,7 +46,7 @@ static void describe_load_failure(const struct moe_membership *m, uint32_t slot,
 {
     char clean[MOE_MEMBERSHIP_REASON_BYTES];
     moe_membership_copy_text(clean, sizeof clean, m->members[slot].error.text);
-    snprintf(to, size, "slot %u cannot load: %.130s", slot, clean);
+    snprintf(to, size, "slot %u cannot load: %s", slot, clean);
 }
 
 /* Why the group does not form: "slot 1 is empty (1 of 2 workers)". False when nothing blocks it. */
@@ -78,23 +78,23 @@ static void describe(const struct moe_membership *m, struct moe_membership_group
     switch (out->state) {
     case MOE_GROUP_SERVING: out->reason[0] = '\0'; break;
     case MOE_GROUP_DRAINING:
-        snprintf(out->reason, size, "shutting down: %.120s", m->shutdown_reason);
+        snprintf(out->reason, size, "shutting down: %s", m->shutdown_reason);
         break;
     case MOE_GROUP_FAILED:
         if (find_load_failure(m, &slot))
             describe_load_failure(m, slot, out->reason, size);
         else
-            snprintf(out->reason, size, "gave up: %.140s", m->trouble);
+            snprintf(out->reason, size, "gave up: %s", m->trouble);
         break;
     case MOE_GROUP_FORMING:
-        snprintf(out->reason, size, "attempt %u%s%.120s", m->attempts + m->waits + 1,
+        snprintf(out->reason, size, "attempt %u%s%s", m->attempts + m->waits + 1,
                  m->trouble[0] != '\0' ? "; last: " : "", m->trouble);
         break;
     case MOE_GROUP_DEGRADED:
         if (blocked)
-            snprintf(out->reason, size, "%.90s; %s", m->trouble, blocker);
+            snprintf(out->reason, size, "%s; %s", m->trouble, blocker);
         else
-            snprintf(out->reason, size, "%.120s; trying again", m->trouble);
+            snprintf(out->reason, size, "%s; trying again", m->trouble);
         break;
     case MOE_GROUP_WAITING:
     case MOE_GROUP_LOADING:
@@ -104,7 +104,7 @@ static void describe(const struct moe_membership *m, struct moe_membership_group
         else if (blocked && (m->placement_durable || m->trouble[0] == '\0'))
             snprintf(out->reason, size, "%s", blocker);
         else
-            snprintf(out->reason, size, "%.120s; trying again", m->trouble);
+            snprintf(out->reason, size, "%s; trying again", m->trouble);
         break;
     }
 }

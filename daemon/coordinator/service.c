@@ -4,8 +4,10 @@
 #include "base/random.h"
 #include "coordinator/service_state.h"
 
+#include "daemon/daemon.h"
 #include "daemon/hangup.h"
 #include "daemon/notify.h"
+#include "inspect/metrics_method.h"
 #include "proto/descriptors.h"
 
 #include <signal.h>
@@ -148,6 +150,7 @@ static struct moe_status make_loop(struct moe_coordinator *c, bool signals)
         r = uv_signal_start(&c->signals[1], on_signal, SIGINT);
     if (r != 0)
         return uv_error("event loop", r);
+    MOE_TRY(moe_daemon_turn(c->health.progress, &c->loop, &c->turn));
     if (!signals)
         return moe_ok();
     MOE_TRY(moe_notify_watch(&c->loop, &c->watchdog));
@@ -190,6 +193,7 @@ server_config(const struct moe_coordinator *c, const struct moe_coordinator_conf
         .max_message_bytes = MESSAGE_MAX_BYTES,
         .max_reading_bytes = READING_BYTES,
         .metrics = c->seen.registry,
+        .progress = c->health.progress,
         .max_concurrent_streams = STREAMS_PER_CONNECTION,
         .methods = methods,
         .method_count = count,
@@ -200,11 +204,11 @@ server_config(const struct moe_coordinator *c, const struct moe_coordinator_conf
 static struct moe_status make_servers(struct moe_coordinator *c,
                                       const struct moe_coordinator_config *config)
 {
-    struct moe_rpc_method methods[ADMIN_METHODS + 1];
+    struct moe_rpc_method methods[ADMIN_METHODS + 2];
     size_t count = ADMIN_METHODS;
     struct moe_rpc_method session = moe_coordinator__session_method(c);
     moe_coordinator__admin_methods(c, methods);
-    struct moe_rpc_server **sessions = &c->server;
+    methods[count++] = moe_inspect_metrics_method(c->seen.registry);
     if (config->control_listen != NULL) {
         struct moe_rpc_server_config control =
             server_config(c, config, config->control_listen, &session, 1);
@@ -212,7 +216,6 @@ static struct moe_status make_servers(struct moe_coordinator *c,
         control.max_concurrent_streams = SESSIONS_PER_CONNECTION;
         control.descriptors_percent = CONTROL_DESCRIPTORS_PERCENT;
         MOE_TRY(moe_guard_start_server(c->guard, &control, &c->control_server));
-        sessions = &c->control_server;
     } else {
         methods[count++] = session;
     }
@@ -222,10 +225,7 @@ static struct moe_status make_servers(struct moe_coordinator *c,
     if (c->control_server != NULL)
     public.descriptors_percent = 100 - CONTROL_DESCRIPTORS_PERCENT;
     MOE_TRY(moe_guard_start_server(c->guard, &public, &c->server));
-    moe_rpc_server_set_health(c->server, "", true);
-    moe_rpc_server_set_health(c->server, "moe.v1.AdminService", true);
-    moe_rpc_server_set_health(*sessions, "moe.v1.CoordinatorService", true);
-    return moe_ok();
+    return moe_coordinator__health_watch(c);
 }
 
 struct moe_status moe_coordinator_create(const struct moe_coordinator_config *config,
@@ -240,6 +240,7 @@ struct moe_status moe_coordinator_create(const struct moe_coordinator_config *co
     c->started_unix_ms = moe_coordinator__unix_ms();
     moe_mutex_init(&c->inbox_lock);
     struct moe_status st;
+    MOE_TRY_GOTO(st, moe_coordinator__health_create(c, config->health_step_ms), fail);
     MOE_TRY_GOTO(st, make_loop(c, config->handle_signals), fail);
     MOE_TRY_GOTO(st, make_machine(c, config), fail);
     MOE_TRY_GOTO(st, moe_coordinator__observe_start(c, config->metrics_listen), fail);
@@ -290,6 +291,7 @@ void moe_coordinator_destroy(struct moe_coordinator *c)
 {
     if (c == NULL)
         return;
+    moe_progress_close(c->health.progress);
     if (c->server != NULL) {
         c->quit = true;
         moe_rpc_server_set_health(c->server, "", false);
@@ -306,6 +308,7 @@ void moe_coordinator_destroy(struct moe_coordinator *c)
     moe_membership_destroy(c->machine);
     moe_weights_destroy(c->weights);
     moe_store_close(c->store);
+    moe_progress_destroy(c->health.progress);
     moe_mutex_destroy(&c->inbox_lock);
     free(c);
 }

@@ -22,6 +22,7 @@ struct moe_coordinator_config {
     uint32_t form_timeout_ms;
     const char *state_dir;      /* NULL: no durable state; epochs start at 1 */
     const char *metrics_listen; /* NULL: no metrics endpoint */
+    uint64_t health_step_ms;    /* see struct moe_progress_config; 0 = 500 */
     /* SIGTERM, SIGINT: the first shuts the group down, the second quits. SIGHUP opens the log file
      * again; call moe_hangup_hold before. */
     bool handle_signals;

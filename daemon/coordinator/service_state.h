@@ -17,6 +17,7 @@
 #include "coordinator/weights.h"
 #include "daemon/metrics.h"
 #include "daemon/metrics_http.h"
+#include "daemon/process_metrics.h"
 #include "rpc/server.h"
 
 #include "moe/v1/types.pb-c.h"
@@ -51,7 +52,12 @@ struct session {
 struct observed {
     struct moe_metrics *registry;
     struct moe_metrics_http *http; /* NULL when off */
+    struct moe_process_metrics process;
     struct moe_gauge *epoch, *last_epoch, *state[MOE_GROUP_FAILED + 1], *taken;
+    struct moe_gauge *slots;
+    struct moe_histogram *recovery_seconds;
+    uint64_t seen_epoch;  /* in force at the last look */
+    uint64_t view_end_ns; /* the last view ended then; 0 = none has, or one is in force */
     struct moe_gauge *lease[MOE_PLACEMENT_SLOTS_MAX];
     struct moe_counter *reforms[MOE_CAUSE_COUNT];
     struct moe_histogram *save_seconds;
@@ -60,6 +66,14 @@ struct observed {
     int reported_state; /* to the service manager, with reported_taken workers; -1 = nothing */
     uint32_t reported_taken;
     struct moe_histogram *heartbeat_waited, *others_waited; /* seconds of messages in the inbox */
+};
+
+/* For probes: any thread reads it. */
+struct health {
+    struct moe_progress *progress;
+    uint32_t slots;
+    atomic_int state; /* enum moe_group_state */
+    atomic_uint taken;
 };
 
 enum admin_method {
@@ -88,6 +102,7 @@ struct moe_coordinator {
     int64_t started_unix_ms;
     struct moe_events events;
     struct observed seen;
+    struct health health;
 
     uv_loop_t loop;
     uv_async_t wake;
@@ -95,6 +110,7 @@ struct moe_coordinator {
     uv_signal_t signals[2];
     uv_poll_t hangup;
     uv_timer_t watchdog;
+    uv_timer_t turn;          /* its `data` is the main loop of `health` */
     uint64_t first_signal_ns; /* 0 = none yet */
     bool loop_made, quit, exited;
     atomic_uint stops_requested; /* any thread */
@@ -174,5 +190,15 @@ struct moe_status moe_coordinator__observe_start(struct moe_coordinator *c,
                                                  const char *listen) MOE_CHECKED;
 void moe_coordinator__observe(struct moe_coordinator *c);
 void moe_coordinator__observe_stop(struct moe_coordinator *c);
+/* "serving"; `state` is one of enum moe_group_state. */
+const char *moe_coordinator__state_name(int state);
+
+/* ------------------------------------------------------------------ health.c */
+
+/* `step_ms`: as in the configuration. */
+struct moe_status moe_coordinator__health_create(struct moe_coordinator *c,
+                                                 uint64_t step_ms) MOE_CHECKED;
+/* The servers run: tells their health services from now on. */
+struct moe_status moe_coordinator__health_watch(struct moe_coordinator *c) MOE_CHECKED;
 
 #endif

@@ -299,12 +299,16 @@ static void send_action(struct moe_coordinator *c, const struct moe_membership_a
 
 static void save(struct moe_coordinator *c, uint64_t sequence)
 {
+    static const struct moe_loop_place disk = {
+        .what = "a write of the group's state", .code = "DISK_SLOW", .outside = true};
     struct moe_status st = moe_ok();
     uint64_t begun = moe_clock_ns();
+    moe_loop_enter(c->turn.data, &disk);
     if (c->store != NULL)
         st = moe_coordinator__save_weights(c);
     if (c->store != NULL && !moe_failed(&st))
         st = moe_store_append(c->store, moe_membership_to_save(c->machine));
+    moe_loop_leave(c->turn.data);
     uint64_t now = moe_clock_ns();
     moe_histogram_observe(c->seen.save_seconds, (double)(now - begun) / (double)MOE_NS_PER_S);
     if (st.code != MOE_OK)

@@ -3,6 +3,7 @@
 #include "coordinator/weights.h"
 
 #include "daemon/log.h"
+#include "daemon/trusted_file.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -104,7 +105,7 @@ static size_t encode_record(uint8_t to[RECORD_MAX_BYTES], const struct moe_membe
 
 static struct moe_status damaged(const char *what)
 {
-    return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, "group state: %s", what);
+    return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, "damaged: %s", what);
 }
 
 static struct moe_status decode_state(const uint8_t *at, size_t length,
@@ -163,8 +164,8 @@ static struct moe_status check_header(const uint8_t *image, size_t length)
         return damaged("header checksum");
     if (version == 0 || version > FORMAT_VERSION)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                         "group state has format %u; this release reads up to %d",
-                         (unsigned)version, FORMAT_VERSION);
+                         "has format %u; this release reads up to %d", (unsigned)version,
+                         FORMAT_VERSION);
     return moe_ok();
 }
 
@@ -199,7 +200,7 @@ struct moe_status moe_store_decode(const uint8_t *image, size_t length,
         const uint8_t *kind = at + 4;
         if (get(&kind, 4) != KIND_STATE)
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                             "group state holds a record that only a newer release knows");
+                             "holds a record that only a newer release knows");
         MOE_TRY(decode_state(at + RECORD_HEAD_BYTES, bytes - RECORD_HEAD_BYTES, state));
     }
     if (records == 0) /* a new log gets one record before it gets its name */
@@ -273,6 +274,7 @@ static struct moe_status open_directory(const char *path, int *dir, int *lock)
     if (*dir < 0)
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot open the state directory %s: %s",
                          path, strerror(errno));
+    MOE_TRY(moe_error_context(moe_trusted_directory_check(path, *dir), "the state directory"));
     *lock = openat(*dir, lock_name, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (*lock < 0)
         return io_error("cannot open the lock of the state directory");
@@ -369,9 +371,18 @@ static struct moe_status read_all(int fd, size_t max, uint8_t **image, size_t *l
 static struct moe_status read_log(struct moe_store *s, struct moe_membership_saved *state)
 {
     uint8_t *image = NULL;
-    bool incomplete;
-    MOE_TRY(read_all(s->log, FILE_MAX_BYTES, &image, &s->bytes));
-    struct moe_status st = moe_store_decode(image, s->bytes, state, &incomplete);
+    bool incomplete = false;
+    struct stat file;
+    struct moe_status st = damaged("not a regular file"); /* reading a FIFO would block */
+    if (fstat(s->log, &file) == 0 && S_ISREG(file.st_mode))
+        st = read_all(s->log, FILE_MAX_BYTES, &image, &s->bytes);
+    if (!moe_failed(&st))
+        st = moe_store_decode(image, s->bytes, state, &incomplete);
+    if (st.code == MOE_DATA_LOSS)
+        st = moe_error(st.code, st.reason,
+                       "%s; move it away: numbering continues from the epoch that workers report",
+                       st.text);
+    st = moe_error_context(st, "%.120s/%s", s->path, log_name);
     /* Records of this format need a header of this format. */
     if (st.code == MOE_OK && (incomplete || image[sizeof magic] < FORMAT_VERSION))
         st = write_new(s, state);
@@ -420,11 +431,11 @@ struct moe_status moe_store_write_weights(struct moe_store *s, const uint8_t *im
 static struct moe_status open_files(struct moe_store *s, struct moe_membership_saved *state)
 {
     MOE_TRY(open_directory(s->path, &s->dir, &s->lock));
-    s->log = openat(s->dir, log_name, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    s->log = openat(s->dir, log_name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (s->log >= 0)
         return read_log(s, state);
     if (errno != ENOENT)
-        return io_error("cannot open the group state");
+        return moe_error_context(io_error("cannot open it"), "%.120s/%s", s->path, log_name);
     return write_new(s, state);
 }
 

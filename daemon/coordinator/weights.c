@@ -4,6 +4,8 @@
  * Numbers are little-endian. */
 #include "coordinator/weights.h"
 
+#include "daemon/bytes.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -318,31 +320,7 @@ static struct moe_status damaged(const char *what)
                      what);
 }
 
-/* What is left of an image. */
-struct rest {
-    const uint8_t *at;
-    size_t left;
-};
-
-static const uint8_t *take(struct rest *r, size_t bytes)
-{
-    if (bytes > r->left)
-        return NULL;
-    r->at += bytes;
-    r->left -= bytes;
-    return r->at - bytes;
-}
-
-static bool take_number(struct rest *r, uint32_t *value)
-{
-    const uint8_t *at = take(r, 4);
-    if (at != NULL)
-        *value =
-            (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
-    return at != NULL;
-}
-
-static struct moe_status check_frame(struct rest *r)
+static struct moe_status check_frame(struct moe_bytes *r)
 {
     uint8_t sum[MOE_SHA256_BYTES];
     uint32_t format = 0;
@@ -352,8 +330,8 @@ static struct moe_status check_frame(struct rest *r)
     MOE_TRY(hash(r->at, r->left, sum));
     if (memcmp(sum, r->at + r->left, sizeof sum) != 0)
         return damaged("the checksum is wrong");
-    (void)take(r, sizeof magic);
-    if (!take_number(r, &format))
+    (void)moe_bytes_take(r, sizeof magic);
+    if (!moe_bytes_take_u32(r, &format))
         return damaged("it is cut");
     if (format != FORMAT)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
@@ -362,15 +340,15 @@ static struct moe_status check_frame(struct rest *r)
     return moe_ok();
 }
 
-static struct moe_status take_parts(struct rest *r, struct moe_digest_table *t)
+static struct moe_status take_parts(struct moe_bytes *r, struct moe_digest_table *t)
 {
     uint32_t length = 0;
     for (;;) {
-        if (!take_number(r, &length))
+        if (!moe_bytes_take_u32(r, &length))
             return damaged("it is cut");
         if (length == 0)
             break;
-        const uint8_t *part = take(r, length);
+        const uint8_t *part = moe_bytes_take(r, length);
         if (part == NULL)
             return damaged("it is cut");
         struct moe_status st = moe_digest_table_unpack(t, part, length);
@@ -382,12 +360,12 @@ static struct moe_status take_parts(struct rest *r, struct moe_digest_table *t)
 
 struct moe_status moe_weights_decode(struct moe_weights *w, const uint8_t *image, size_t length)
 {
-    struct rest r = {image, length};
+    struct moe_bytes r = {image, length};
     char fingerprint[FINGERPRINT_BYTES] = "";
     uint32_t bytes = 0;
     moe_weights_forget(w);
     MOE_TRY(check_frame(&r));
-    const uint8_t *text = take_number(&r, &bytes) ? take(&r, bytes) : NULL;
+    const uint8_t *text = moe_bytes_take_u32(&r, &bytes) ? moe_bytes_take(&r, bytes) : NULL;
     if (text == NULL || bytes >= sizeof fingerprint || memchr(text, 0, bytes) != NULL)
         return damaged("the fingerprint is none");
     memcpy(fingerprint, text, bytes);

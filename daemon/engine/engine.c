@@ -145,6 +145,7 @@ static struct moe_step_slot *fill_step_slot(struct moe_engine *e) MOE_REQUIRES(e
     e->ticket_count--;
     step_slot->step = NULL;
     step_slot->segment_count = step_slot->tokens = 0;
+    step_slot->timed = false;
     step_slot->call = NULL;
     memset(step_slot->exec, 0, step_slot->shape.exec_bytes);
     step_slot->weights_version = e->weights_version;
@@ -154,10 +155,13 @@ static struct moe_step_slot *fill_step_slot(struct moe_engine *e) MOE_REQUIRES(e
         return step_slot;
     e->last_seq = step_slot->ticket.seq;
     step_slot->failure = row_of(step_slot)->claim(e, step_slot);
-    uint64_t now = moe_clock_ns();
-    for (size_t i = 0; i < step_slot->segment_count; i++)
-        if (step_slot->segments[i].work->started_ns == 0)
-            step_slot->segments[i].work->started_ns = now;
+    step_slot->taken_ns = moe_clock_ns();
+    for (size_t i = 0; i < step_slot->segment_count; i++) {
+        struct moe_work *w = step_slot->segments[i].work;
+        if (w->started_ns == 0)
+            w->started_ns = step_slot->taken_ns;
+        step_slot->timed |= w->times != NULL;
+    }
     return step_slot;
 }
 
@@ -171,6 +175,8 @@ static void begin_step(struct moe_engine *e) MOE_REQUIRES(e->lock)
         return;
     moe_mutex_unlock(&e->lock);
     row_of(step_slot)->begin(e, step_slot, session);
+    if (step_slot->timed)
+        step_slot->enqueued_ns = moe_clock_ns();
     moe_mutex_lock(&e->lock);
 }
 
@@ -389,9 +395,8 @@ static struct moe_status start_thread(struct moe_engine *e)
 {
     moe_mutex_init(&e->lock);
     moe_wait_init(&e->idle);
-    if (moe_thread_create(&e->thread, "moe-engine", run_thread, e) == 0)
-        return moe_ok();
-    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "cannot start a thread");
+    int rc = moe_thread_create(&e->thread, "moe-engine", run_thread, e);
+    return rc == 0 ? moe_ok() : moe_thread_failure("moe-engine", rc);
 }
 
 struct moe_status moe_engine_create(const struct moe_engine_config *config, struct moe_engine **out)
@@ -538,6 +543,8 @@ static void accept_work(struct moe_engine *e, struct moe_work *w, struct moe_ste
     w->retained_name = w->number = 0;
     w->retained_here = w->cancelled = false;
     w->failure = moe_ok();
+    if (w->times != NULL)
+        w->times->count = 0;
     key->kind = moe_engine__queue_of(e, w);
     w->own_step = key->kind == MOE_STEP_FORWARD_RETAIN;
     e->retain_count += w->own_step;

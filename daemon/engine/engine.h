@@ -13,6 +13,7 @@
 
 struct moe_eventcount;
 struct moe_engine;
+struct moe_row_metrics;
 struct moe_step_metrics;
 
 struct moe_engine_config {
@@ -26,7 +27,8 @@ struct moe_engine_config {
     const struct moe_call_ops
         *calls;      /* operations of tickets with a descriptor; NULL: no training */
     void *calls_ctx; /* borrowed */
-    struct moe_step_metrics *metrics; /* gets every step that succeeded; borrowed, may be NULL */
+    struct moe_step_metrics *metrics;    /* gets every step that succeeded; borrowed, may be NULL */
+    struct moe_row_metrics *row_metrics; /* gets every forward step that succeeded; the same */
     /* Work was queued while a view is in force, or waited when the view began: the sequencer needs
      * to know. Any thread, no lock held. From within, only moe_engine_run may be called. Announced
      * tokens may be gone when their ticket comes (cancelled, or taken by an earlier one); no

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Forward passes: the row of MOE_STEP_FORWARD. Its steps take all waiting tokens of their layer and
  * dtype. Retained passes (retain.c) share parts of it. */
+#include "base/clock.h"
 #include "engine/state.h"
 
-static const struct moe_layer_spec *find_spec(const struct moe_engine *e, uint32_t layer,
-                                              struct moe_layer **handle)
+/* The layer's index in the configuration. */
+static size_t find_layer(const struct moe_engine *e, uint32_t layer)
 {
     size_t low = 0, high = e->config.layer_count;
     while (low < high) {
@@ -15,8 +16,7 @@ static const struct moe_layer_spec *find_spec(const struct moe_engine *e, uint32
             high = middle;
     }
     MOE_INVARIANT(low < e->config.layer_count && e->config.specs[low]->layer == layer);
-    *handle = e->config.layers[low];
-    return e->config.specs[low];
+    return low;
 }
 
 static struct moe_status claim(struct moe_engine *e, struct moe_step_slot *step_slot)
@@ -33,10 +33,9 @@ void moe_engine__begin_forward(struct moe_engine *e, struct moe_step_slot *step_
                                struct moe_session *session, uint64_t retain_as)
 {
     struct moe_step_args args;
-    struct moe_layer *layer;
-    const struct moe_layer_spec *spec = find_spec(e, step_slot->ticket.layer, &layer);
-    moe_step_slot_gather(step_slot, spec, &args);
-    args.layer = layer;
+    size_t index = find_layer(e, step_slot->ticket.layer);
+    moe_step_slot_gather(step_slot, e->config.specs[index], &args);
+    args.layer = e->config.layers[index];
     args.retain = retain_as;
     step_slot->failure = e->config.backend->step_enqueue(session, &args, &step_slot->step);
     if (moe_failed(&step_slot->failure))
@@ -51,6 +50,20 @@ static void begin(struct moe_engine *e, struct moe_step_slot *step_slot,
 
 /* --------------------------------------------------------------------------- ends */
 
+static void add_times(struct moe_work_times *to, const struct moe_step_slot *step_slot,
+                      const struct moe_step_result *r)
+{
+    to->count += to->count < MOE_WORK_TIMES_MAX;
+    struct moe_step_times *times = &to->step[to->count - 1];
+    *times = (struct moe_step_times){.taken_ns = step_slot->taken_ns,
+                                     .enqueued_ns = step_slot->enqueued_ns,
+                                     .began_ns = r->began_ns,
+                                     .ended_ns = step_slot->ended_ns,
+                                     .total_ns = r->total_ns};
+    for (int i = 0; i < MOE_STAGE_COUNT; i++)
+        times->stage_ns[i] = r->stage_ns[i];
+}
+
 static void add_result(struct moe_work *w, const struct moe_step_slot *step_slot,
                        const struct moe_step_result *r)
 {
@@ -63,6 +76,8 @@ static void add_result(struct moe_work *w, const struct moe_step_slot *step_slot
     w->answered_version = step_slot->weights_version;
     w->step_tokens = step_slot->tokens;
     w->steps++;
+    if (w->times != NULL)
+        add_times(w->times, step_slot, r);
 }
 
 /* `finished` comes before rows are copied out, so that the sequencer can issue the next ticket
@@ -71,10 +86,14 @@ static void add_result(struct moe_work *w, const struct moe_step_slot *step_slot
 void moe_engine__hand_out(struct moe_engine *e, struct moe_step_slot *step_slot,
                           const struct moe_step_result *result)
 {
-    struct moe_layer *layer;
+    size_t index = find_layer(e, step_slot->ticket.layer);
+    if (step_slot->timed)
+        step_slot->ended_ns = moe_clock_ns();
     e->config.finished(e->config.ctx, &step_slot->ticket, moe_ok(), 0);
-    moe_step_slot_scatter(step_slot, find_spec(e, step_slot->ticket.layer, &layer));
+    moe_step_slot_scatter(step_slot, e->config.specs[index]);
     moe_step_metrics_forward(e->config.metrics, result);
+    moe_row_metrics_add(e->config.row_metrics, index, step_slot->ticket.dtype, result->rows,
+                        &step_slot->counts);
 }
 
 void moe_engine__finish_segments(struct moe_engine *e, const struct moe_step_slot *step_slot,

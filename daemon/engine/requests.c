@@ -59,6 +59,8 @@ static bool rewind_queue(struct moe_engine *e, size_t i, struct moe_step_key *ke
     if (*tokens > 0) {
         w->step = (struct moe_step_result){.missing_slot = -1};
         w->steps = 0;
+        if (w->times != NULL)
+            w->times->count = 0;
     }
     return true;
 }

@@ -6,6 +6,7 @@
 
 #include "base/mutex.h"
 #include "engine/engine.h"
+#include "engine/row_metrics.h"
 #include "engine/step_metrics.h"
 #include "engine/step_slot.h"
 #include "links/eventcount.h"

@@ -134,7 +134,10 @@ void moe_step_slot_gather(struct moe_step_slot *step_slot, const struct moe_laye
 {
     *args = (struct moe_step_args){.dtype = step_slot->ticket.dtype,
                                    .bucket = step_slot->ticket.bucket,
-                                   .tokens = step_slot->tokens};
+                                   .tokens = step_slot->tokens,
+                                   .counts = &step_slot->counts};
+    step_slot->counts.by_expert = false;
+    step_slot->counts.to_slots = false;
     if (step_slot->tokens == 0)
         return;
     args->ids_out = step_slot->ids_out;

@@ -30,9 +30,11 @@ struct moe_step_slot {
     uint32_t tokens;       /* sum over the segments */
     struct moe_step *step; /* NULL with a `failure`: it could not be enqueued */
     struct moe_status failure;
-    uint64_t weights_version;    /* used by the step */
-                                 /* a training ticket */
-    struct moe_train_work *call; /* on the origin; NULL on other slots */
+    bool timed; /* a request wants times: the three below are measured */
+    uint64_t taken_ns, enqueued_ns, ended_ns; /* see moe_step_times */
+    uint64_t weights_version;                 /* used by the step */
+                                              /* a training ticket */
+    struct moe_train_work *call;              /* on the origin; NULL on other slots */
     struct moe_call_exec
         *exec; /* [shape.exec_bytes], of tickets with a descriptor; aligned for any type */
     /* host memory; rows of the step's layer, packed */
@@ -40,6 +42,7 @@ struct moe_step_slot {
     int32_t *ids_in, *ids_out;       /* [tokens, top_k] */
     float *weights_in, *weights_out; /* [tokens, top_k] */
     uint8_t *mode, *token_state;     /* [tokens] */
+    struct moe_step_counts counts;   /* of a forward step */
 };
 
 /* `step_slot` is zeroed. On failure nothing is left behind. */

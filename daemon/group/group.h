@@ -127,6 +127,7 @@ struct moe_group_config {
     struct moe_lease_gate *lease; /* initialised; the group writes it. Borrowed */
     /* Seconds from each heartbeat to its answer. NULL: not measured. Borrowed */
     struct moe_histogram *heartbeat_seconds;
+    struct moe_progress *progress; /* gets the loops of both threads; borrowed, may be NULL */
     struct moe_group_hooks hooks;
 };
 

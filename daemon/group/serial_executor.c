@@ -60,11 +60,12 @@ struct moe_status moe_serial_executor_create(struct moe_serial_executor **out)
     moe_mutex_not_shared(&e->lock);
     e->end = &e->first;
     pthread_cond_init(&e->wake, NULL);
-    if (moe_thread_create(&e->thread, "moe-group-exec", thread_main, e) != 0) {
+    int rc = moe_thread_create(&e->thread, "moe-group-exec", thread_main, e);
+    if (rc != 0) {
         moe_mutex_destroy(&e->lock);
         pthread_cond_destroy(&e->wake);
         free(e);
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread");
+        return moe_thread_failure("moe-group-exec", rc);
     }
     *out = e;
     return moe_ok();

@@ -362,7 +362,11 @@ static void *thread_main(void *arg)
     struct moe_group *g = arg;
     bool quit = false;
     while (!quit) {
-        struct event *e = moe_group__wait_for_event(g, next_deadline(g), &quit);
+        moe_loop_turn(g->loop);
+        uint64_t at = next_deadline(g);
+        if (g->turn_ns > 0)
+            at = moe_earlier(at, moe_clock_ns() + g->turn_ns);
+        struct event *e = moe_group__wait_for_event(g, at, &quit);
         if (e != NULL && !quit)
             handle_event(g, e);
         free(e);
@@ -403,17 +407,20 @@ struct moe_status moe_group_start(const struct moe_group_config *config, struct 
     g->backoff_ms = BACKOFF_MIN_MS;
     g->heartbeat_ns = g->give_up_ns = g->lease_end_ns = MOE_NEVER;
     g->reconnect_ns = 0;
+    g->loop = moe_progress_add(
+        config->progress,
+        &(struct moe_loop_config){.name = "group", .code = "GROUP_STUCK", .always = true});
+    g->turn_ns = moe_progress_step_ns(config->progress);
     moe_mutex_init(&g->lock);
     moe_wait_init(&g->wake);
     struct moe_status st;
     MOE_TRY_GOTO(st, moe_gather_create(moe_group__send_blob, g, &g->gather), fail);
     MOE_TRY_GOTO(st, moe_serial_executor_create(&g->executor), fail);
     *out = g; /* before the thread starts: hooks may use it */
-    if (moe_thread_create(&g->thread, "moe-group", thread_main, g) != 0) {
-        st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread");
-        goto fail;
-    }
-    return st;
+    int rc = moe_thread_create(&g->thread, "moe-group", thread_main, g);
+    if (rc == 0)
+        return st;
+    st = moe_thread_failure("moe-group", rc);
 fail:
     *out = NULL;
     moe_serial_executor_destroy(g->executor);

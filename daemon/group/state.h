@@ -12,6 +12,7 @@
 
 #include "base/mutex.h"
 #include "daemon/lease.h"
+#include "daemon/progress.h"
 #include "group/gather.h"
 #include "group/group.h"
 #include "group/serial_executor.h"
@@ -91,6 +92,8 @@ struct moe_group {
     enum shutdown_phase shutdown;
     uint64_t shutdown_ns, drain_limit_ns;
     struct moe_status outcome;
+    struct moe_loop *loop;
+    uint64_t turn_ns; /* longest wait of the thread; 0 = any */
 };
 
 /* Events (events.c). */

@@ -121,6 +121,7 @@ static bool identify(const struct moe_listener *l, const struct moe_listen_socke
             return false;
         who->link = MOE_RPC_LINK_UNIX;
         who->uid = peer.uid;
+        who->is_operator = s->is_group;
         (void)snprintf(who->name, sizeof who->name, "uid:%u", peer.uid);
         return true;
     }

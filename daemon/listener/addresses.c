@@ -15,7 +15,7 @@
 
 enum { BACKLOG = 4096, ADDRESS_MAX = 320 };
 
-static const char unix_prefix[] = "unix:";
+static const char unix_prefix[] = "unix:", group_prefix[] = "unix-group:";
 
 static struct moe_status bad_address(const char *why)
 {
@@ -91,11 +91,28 @@ static bool is_stale(const struct sockaddr_un *at, socklen_t length)
     return stale;
 }
 
+/* Opens the socket file to the group of its directory. A directory with the set-group-ID bit has
+ * given it that group already. */
+static struct moe_status give_to_group(const char *path)
+{
+    char directory[sizeof((struct sockaddr_un *)0)->sun_path];
+    struct stat folder, file;
+    (void)snprintf(directory, sizeof directory, "%.*s", (int)(strrchr(path, '/') - path), path);
+    if (stat(directory, &folder) != 0 || lstat(path, &file) != 0)
+        return cannot_listen(path, errno);
+    if (folder.st_gid != file.st_gid && lchown(path, (uid_t)-1, folder.st_gid) != 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO,
+                         "cannot give %.120s to the group of its directory: %s; chmod g+s %.120s",
+                         path, strerror(errno), directory);
+    return chmod(path, S_IRUSR | S_IWUSR | S_IRGRP | S_IWGRP) == 0 ? moe_ok()
+                                                                   : cannot_listen(path, errno);
+}
+
 /* A '*' in the path stands for the port of the first TCP address. */
-static struct moe_status listen_unix(const char *address, uint16_t port,
+static struct moe_status listen_unix(const char *pattern, uint16_t port, bool of_group,
                                      struct moe_listen_socket *s)
 {
-    const char *pattern = address + sizeof unix_prefix - 1, *star = strchr(pattern, '*');
+    const char *star = strchr(pattern, '*'), *address = pattern;
     char path[ADDRESS_MAX];
     struct sockaddr_un at = {.sun_family = AF_UNIX};
     struct stat file;
@@ -109,6 +126,7 @@ static struct moe_status listen_unix(const char *address, uint16_t port,
     memcpy(at.sun_path, path, strlen(path) + 1);
     const socklen_t length = sizeof at;
     s->is_unix = true;
+    s->is_group = of_group;
     s->fd = socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     /* The file gets the mode of the socket: no other user can connect, not even for a moment. */
     if (s->fd < 0 || fchmod(s->fd, S_IRUSR | S_IWUSR) != 0)
@@ -121,19 +139,28 @@ static struct moe_status listen_unix(const char *address, uint16_t port,
     s->device = file.st_dev;
     s->inode = file.st_ino;
     memcpy(s->path, path, strlen(path) + 1);
-    return moe_ok();
+    return of_group ? give_to_group(path) : moe_ok();
 }
 
 /* ------------------------------------------------------------------ all */
+
+static bool has_prefix(const char *address, const char *prefix)
+{
+    return strncmp(address, prefix, strlen(prefix)) == 0;
+}
 
 static struct moe_status listen_at(const char *address, bool insecure, uint16_t port,
                                    struct moe_listen_socket *s, bool *local)
 {
     *s = (struct moe_listen_socket){.fd = -1};
     *local = true;
-    struct moe_status st = strncmp(address, unix_prefix, sizeof unix_prefix - 1) == 0
-                               ? listen_unix(address, port, s)
-                               : listen_tcp(address, insecure, s, local);
+    struct moe_status st;
+    if (has_prefix(address, unix_prefix))
+        st = listen_unix(address + strlen(unix_prefix), port, false, s);
+    else if (has_prefix(address, group_prefix))
+        st = listen_unix(address + strlen(group_prefix), port, true, s);
+    else
+        st = listen_tcp(address, insecure, s, local);
     if (moe_failed(&st))
         moe_listen_close(s);
     return st;

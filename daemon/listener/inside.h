@@ -26,8 +26,8 @@
 
 struct moe_listen_socket {
     int fd;
-    bool is_unix;
-    bool watched; /* accept.c waits for its connections */
+    bool is_unix, is_group; /* a group's: also Unix */
+    bool watched;           /* accept.c waits for its connections */
     char path[108];
     dev_t device; /* of the socket file, so that another's is not removed */
     ino_t inode;

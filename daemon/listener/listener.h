@@ -28,7 +28,9 @@ enum { MOE_LISTENER_ADDRESSES_MAX = 4 };
 struct moe_listener_config {
     /* 1 to 4 addresses, separated by commas: "host:port", "[v6]:port" (port 0 = any free one), or
      * "unix:/absolute/path". A path's socket has mode 0600; a stale one is replaced. A '*' in the
-     * path stands for the port of the first address, which must be a TCP one. */
+     * path stands for the port of the first address, which must be a TCP one. The socket of
+     * "unix-group:/absolute/path" has mode 0660 and the group of its directory; who connects there
+     * is an operator. */
     const char *addresses;
     struct moe_tls *tls;      /* of all TCP addresses; outlives the listener. NULL = plain TCP */
     bool insecure;            /* allow TCP addresses that are not loopback without TLS */

@@ -556,13 +556,15 @@ struct moe_status moe_relay_start(struct moe_listener *l, struct moe_relay *r)
     TAILQ_INIT(&r->connections);
     r->epoll = epoll_create1(EPOLL_CLOEXEC);
     r->wake = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    if (r->epoll < 0 || r->wake < 0 || epoll_ctl(r->epoll, EPOLL_CTL_ADD, r->wake, &event) != 0 ||
-        moe_thread_create(&r->thread, "moe-relay", relay_main, r) != 0) {
-        relay_free(r);
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                         "cannot start a thread that relays connections");
-    }
-    return moe_ok();
+    int rc = 0;
+    if (r->epoll < 0 || r->wake < 0 || epoll_ctl(r->epoll, EPOLL_CTL_ADD, r->wake, &event) != 0)
+        rc = errno;
+    if (rc == 0)
+        rc = moe_thread_create(&r->thread, "moe-relay", relay_main, r);
+    if (rc == 0)
+        return moe_ok();
+    relay_free(r);
+    return moe_thread_failure("moe-relay", rc);
 }
 
 void moe_relay_stop(struct moe_relay *r)

@@ -2,6 +2,7 @@
 /* Layers ascending in one array; each has an array of its units, the common one first. */
 #include "model/digest_table.h"
 
+#include "daemon/bytes.h"
 #include "moe/types.h"
 
 #include <stdio.h>
@@ -369,39 +370,14 @@ size_t moe_digest_table_pack(const struct moe_digest_table *t, struct moe_digest
     return (size_t)(end - part);
 }
 
-/* What is left of a part. */
-struct rest {
-    const uint8_t *at;
-    size_t left;
-};
-
-static const uint8_t *take(struct rest *r, size_t bytes)
-{
-    if (bytes > r->left)
-        return NULL;
-    const uint8_t *at = r->at;
-    r->at += bytes;
-    r->left -= bytes;
-    return at;
-}
-
-static bool take_number(struct rest *r, uint32_t *value)
-{
-    const uint8_t *at = take(r, 4);
-    if (at == NULL)
-        return false;
-    *value = (uint32_t)at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
-    return true;
-}
-
-static bool take_names(struct rest *r, uint8_t count, struct moe_digest_names *out)
+static bool take_names(struct moe_bytes *r, uint8_t count, struct moe_digest_names *out)
 {
     if (count > MOE_DIGEST_UNIT_TENSORS)
         return false;
     out->count = count;
     for (uint32_t i = 0; i < count; i++) {
-        const uint8_t *length = take(r, 1);
-        const uint8_t *text = length != NULL ? take(r, *length) : NULL;
+        const uint8_t *length = moe_bytes_take(r, 1);
+        const uint8_t *text = length != NULL ? moe_bytes_take(r, *length) : NULL;
         if (text == NULL || *length >= MOE_DIGEST_NAME_BYTES || memchr(text, 0, *length) != NULL)
             return false;
         memcpy(out->of[i], text, *length);
@@ -410,14 +386,14 @@ static bool take_names(struct rest *r, uint8_t count, struct moe_digest_names *o
     return true;
 }
 
-static bool take_unit(struct rest *r, struct moe_digest_table *t, const struct layer *l)
+static bool take_unit(struct moe_bytes *r, struct moe_digest_table *t, const struct layer *l)
 {
     uint32_t expert;
     struct moe_digest_unit unit = {0};
-    if (!take_number(r, &expert) || (expert != MOE_DIGEST_COMMON && expert >= l->experts))
+    if (!moe_bytes_take_u32(r, &expert) || (expert != MOE_DIGEST_COMMON && expert >= l->experts))
         return false;
     size_t tags = names_at(l, index_of(expert))->count * (size_t)MOE_DIGEST_TAG_BYTES;
-    const uint8_t *digest = take(r, MOE_SHA256_BYTES), *tag = take(r, tags);
+    const uint8_t *digest = moe_bytes_take(r, MOE_SHA256_BYTES), *tag = moe_bytes_take(r, tags);
     if (digest == NULL || tag == NULL)
         return false;
     memcpy(unit.digest.bytes, digest, MOE_SHA256_BYTES);
@@ -429,21 +405,22 @@ static bool take_unit(struct rest *r, struct moe_digest_table *t, const struct l
 struct moe_status moe_digest_part_layer(const uint8_t *part, size_t length, uint32_t *layer,
                                         uint32_t *experts)
 {
-    struct rest r = {part, length};
-    return take_number(&r, layer) && take_number(&r, experts) ? moe_ok()
-                                                              : malformed("a part is cut");
+    struct moe_bytes r = {part, length};
+    return moe_bytes_take_u32(&r, layer) && moe_bytes_take_u32(&r, experts)
+               ? moe_ok()
+               : malformed("a part is cut");
 }
 
 struct moe_status moe_digest_table_unpack(struct moe_digest_table *t, const uint8_t *part,
                                           size_t length)
 {
-    struct rest r = {part, length};
+    struct moe_bytes r = {part, length};
     struct moe_digest_names common = {0}, expert = {0};
     uint32_t layer, experts, count;
     const uint8_t *counts = NULL;
-    if (!take_number(&r, &layer) || !take_number(&r, &experts) || (counts = take(&r, 2)) == NULL ||
-        !take_names(&r, counts[0], &common) || !take_names(&r, counts[1], &expert) ||
-        !take_number(&r, &count))
+    if (!moe_bytes_take_u32(&r, &layer) || !moe_bytes_take_u32(&r, &experts) ||
+        (counts = moe_bytes_take(&r, 2)) == NULL || !take_names(&r, counts[0], &common) ||
+        !take_names(&r, counts[1], &expert) || !moe_bytes_take_u32(&r, &count))
         return malformed("a part is cut");
     MOE_TRY(moe_digest_table_add_layer(t, layer, experts, &common, &expert));
     const struct layer *l = find_layer(t, layer);

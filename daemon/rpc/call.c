@@ -418,6 +418,7 @@ static void started(struct moe_rpc_call *c)
     if (!moe_failed(&st) && !admit(c))
         st = moe_rpc_draining();
     if (moe_failed(&st)) {
+        moe_rpc_memory_count_refused(&c->shard->server->memory, &st);
         moe_rpc_fail(c, st);
         return;
     }
@@ -556,6 +557,24 @@ uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c)
 const struct moe_rpc_grant *moe_rpc_call_grant(const struct moe_rpc_call *c)
 {
     return &c->grant;
+}
+
+const char *moe_rpc_call_header(const struct moe_rpc_call *c, const char *name, size_t *length)
+{
+    const grpc_metadata *found = NULL;
+    *length = 0;
+    for (size_t i = 0; i < c->metadata.count; i++) {
+        const grpc_metadata *m = &c->metadata.metadata[i];
+        if (grpc_slice_str_cmp(m->key, name) != 0)
+            continue;
+        if (found != NULL)
+            return NULL;
+        found = m;
+    }
+    if (found == NULL)
+        return NULL;
+    *length = GRPC_SLICE_LENGTH(found->value);
+    return (const char *)GRPC_SLICE_START_PTR(found->value);
 }
 
 const struct moe_rpc_identity *moe_rpc_call_identity(const struct moe_rpc_call *c)

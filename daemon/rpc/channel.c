@@ -278,12 +278,15 @@ struct moe_rpc_route *moe_rpc_channel_route(struct moe_rpc_channel *ch)
 
 /* ------------------------------------------------------------------ channels */
 
-/* A daemon of this user is reached by its socket, where it knows the user. */
-static struct moe_status find_target(const char *endpoint, char target[TARGET_BYTES], bool *local)
+/* A daemon of this user is reached by its socket, where it knows the user. An operator without a
+ * token or a certificate uses the socket for operators. */
+static struct moe_status find_target(const char *endpoint, bool has_identity,
+                                     char target[TARGET_BYTES], bool *local)
 {
     static const char scheme[] = "unix:";
     char path[MOE_LOCAL_PATH_BYTES];
-    bool found = moe_local_find(endpoint, path);
+    bool found =
+        moe_local_find(endpoint, path) || (!has_identity && moe_local_find_admin(endpoint, path));
     int n = found ? snprintf(target, TARGET_BYTES, "%s%s", scheme, path)
                   : snprintf(target, TARGET_BYTES, "%s", endpoint);
     *local = strncmp(target, scheme, sizeof scheme - 1) == 0;
@@ -332,7 +335,9 @@ struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
                          "largest message must be below 2 GiB");
     char target[TARGET_BYTES];
     bool local;
-    MOE_TRY(find_target(config->target, target, &local));
+    const struct moe_rpc_trust *trust = &config->trust;
+    MOE_TRY(find_target(config->target, trust->token_file != NULL || trust->tls.ca != NULL, target,
+                        &local));
     struct moe_rpc_channel *ch = calloc(1, sizeof *ch);
     if (ch == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,

@@ -76,14 +76,15 @@ struct moe_status moe_rpc_client_create(struct moe_rpc_client **out)
     pthread_cond_init(&c->idle, NULL);
     TAILQ_INIT(&c->calls);
     c->queue = grpc_completion_queue_create_for_next(NULL);
-    if (moe_thread_create(&c->thread, "moe-rpc-client", client_main, c) != 0) {
+    int rc = moe_thread_create(&c->thread, "moe-rpc-client", client_main, c);
+    if (rc != 0) {
         grpc_completion_queue_shutdown(c->queue);
         (void)client_main(c);
         this_client = NULL;
         grpc_completion_queue_destroy(c->queue);
         moe_rpc_library_unref();
         free(c);
-        return no_memory;
+        return moe_thread_failure("moe-rpc-client", rc);
     }
     *out = c;
     return moe_ok();

@@ -71,6 +71,34 @@ static struct moe_status add_gauge(const struct moe_rpc_server_config *config, c
         out);
 }
 
+static struct moe_status add_call_refusals(const struct moe_rpc_server_config *config,
+                                           struct moe_rpc_figures *f)
+{
+    static const char *const reasons[] = {[MOE_RPC_UNAUTHENTICATED] = "unauthenticated",
+                                          [MOE_RPC_DENIED] = "permission_denied",
+                                          [MOE_RPC_UNKNOWN_METHOD] = "unknown_method",
+                                          [MOE_RPC_UNAVAILABLE] = "unavailable"};
+    for (int i = 0; i < MOE_RPC_CALL_REFUSALS; i++)
+        MOE_TRY(moe_metrics_add_counter(
+            config->metrics,
+            &(struct moe_metric_desc){
+                .name = "moe_rpc_calls_refused_total",
+                .help = "Calls that ended before their method saw them, by reason.",
+                .labels = {{"server", name_of(config)}, {"reason", reasons[i]}}},
+            &f->calls_refused[i]));
+    return moe_ok();
+}
+
+void moe_rpc_memory_count_refused(struct moe_rpc_memory *m, const struct moe_status *why)
+{
+    enum moe_rpc_call_refusal reason = why->code == MOE_UNAUTHENTICATED ? MOE_RPC_UNAUTHENTICATED
+                                       : why->code == MOE_PERMISSION_DENIED ? MOE_RPC_DENIED
+                                       : why->code == MOE_UNIMPLEMENTED     ? MOE_RPC_UNKNOWN_METHOD
+                                                                            : MOE_RPC_UNAVAILABLE;
+    if (m->figures.calls_refused[reason] != NULL)
+        moe_counter_add(m->figures.calls_refused[reason], 1);
+}
+
 struct moe_status moe_rpc_memory_add_metrics(struct moe_rpc_memory *m,
                                              const struct moe_rpc_server_config *config)
 {
@@ -80,6 +108,7 @@ struct moe_status moe_rpc_memory_add_metrics(struct moe_rpc_memory *m,
     struct moe_rpc_figures *f = &m->figures;
     if (config->metrics == NULL)
         return moe_ok();
+    MOE_TRY(add_call_refusals(config, f));
     MOE_TRY(add_gauge(config, "moe_rpc_upload_bytes",
                       "Bytes of messages that were announced and not handled yet.", &f->bytes));
     MOE_TRY(add_gauge(config, "moe_rpc_uploads_reading", "Messages over 1 MiB that are being read.",

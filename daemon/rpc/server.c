@@ -89,8 +89,12 @@ static struct moe_status create_entries(struct moe_rpc_server *s,
     return moe_ok();
 }
 
-static struct moe_status create_shards(struct moe_rpc_server *s, uint32_t count)
+static struct moe_status create_shards(struct moe_rpc_server *s,
+                                       const struct moe_rpc_server_config *config)
 {
+    const struct moe_loop_config loop = {
+        .name = config->name != NULL ? config->name : "data", .code = "RPC_STUCK", .always = true};
+    uint32_t count = config->shards > 0 ? config->shards : 1;
     s->shards = calloc(count, sizeof *s->shards);
     if (s->shards == NULL)
         return no_memory();
@@ -99,6 +103,8 @@ static struct moe_status create_shards(struct moe_rpc_server *s, uint32_t count)
         struct moe_rpc_shard *shard = &s->shards[i];
         shard->server = s;
         shard->queue = grpc_completion_queue_create_for_next(NULL);
+        shard->loop = moe_progress_add(config->progress, &loop);
+        shard->turn_ns = moe_progress_step_ns(config->progress);
         MOE_TRY(moe_rpc_shard_start(shard));
     }
     return moe_ok();
@@ -188,7 +194,7 @@ struct moe_status moe_rpc_server_start(const struct moe_rpc_server_config *confi
     MOE_TRY_GOTO(st, open_listener(s, config), fail);
     set_core_args(s, config);
     MOE_TRY_GOTO(st, create_entries(s, config), fail);
-    MOE_TRY_GOTO(st, create_shards(s, config->shards > 0 ? config->shards : 1), fail);
+    MOE_TRY_GOTO(st, create_shards(s, config), fail);
     MOE_TRY_GOTO(st, moe_listener_run(s->listener), fail);
     *out = s;
     return moe_ok();

@@ -14,6 +14,7 @@
 #define MOE_RPC_SERVER_H
 
 #include "daemon/identity.h"
+#include "daemon/progress.h"
 #include "rpc/msg.h"
 
 struct moe_rpc_server;
@@ -83,8 +84,9 @@ struct moe_rpc_server_config {
     const uint8_t
         *descriptors; /* serialised FileDescriptorSet for reflection; outlives the server */
     size_t descriptors_length;
-    struct moe_metrics *metrics; /* gets moe_rpc_connections, ...; may be NULL */
-    const char *name;            /* label `server` of the metrics; static. NULL = "data" */
+    struct moe_metrics *metrics;   /* gets moe_rpc_connections, ...; may be NULL */
+    const char *name;              /* label `server` of the metrics; static. NULL = "data" */
+    struct moe_progress *progress; /* gets a loop for each shard; borrowed, may be NULL */
     /* Whether `who` may call `path` with this token: the text after "authorization: Bearer", or "";
      * NULL if there is such a header, but not exactly one with printable characters.
      * Called on the call's shard before `started`, for every call: health, reflection and unknown
@@ -131,6 +133,9 @@ void *moe_rpc_call_user(const struct moe_rpc_call *c);
 uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c);
 /* [any thread] Who called. Valid while the call is referenced. */
 const struct moe_rpc_identity *moe_rpc_call_identity(const struct moe_rpc_call *c);
+/* [any thread] The value of header `name` (lower-case), `*length` bytes without a NUL. NULL unless
+ * the call has exactly one such header. Valid while the call is referenced. */
+const char *moe_rpc_call_header(const struct moe_rpc_call *c, const char *name, size_t *length);
 /* [any thread] What `authorise` has found. Valid while the call is referenced. */
 const struct moe_rpc_grant *moe_rpc_call_grant(const struct moe_rpc_call *c);
 /* [any thread] References keep `c` valid beyond `done`, which still runs when the call is over.

@@ -133,8 +133,18 @@ void moe_rpc_taking_passed(struct moe_rpc_limit *taking);
 
 /* ------------------------------------------------------------------ memory */
 
-/* Figures of the budget, for the metrics. */
+/* Why a call ended before its method saw it. */
+enum moe_rpc_call_refusal {
+    MOE_RPC_UNAUTHENTICATED,
+    MOE_RPC_DENIED,         /* the caller lacks the role */
+    MOE_RPC_UNKNOWN_METHOD, /* the server has no such method */
+    MOE_RPC_UNAVAILABLE,    /* the server drains, or the client has left */
+    MOE_RPC_CALL_REFUSALS
+};
+
+/* Figures of the budget and of refused calls, for the metrics. */
 struct moe_rpc_figures {
+    struct moe_counter *calls_refused[MOE_RPC_CALL_REFUSALS];
     struct moe_gauge *bytes, *reading, *waiting, *oldest;
     struct moe_counter *refused[MOE_RPC_REFUSALS];
     uint64_t reported[MOE_RPC_REFUSALS]; /* refusals that are counted in `refused` */
@@ -156,6 +166,8 @@ void moe_rpc_memory_init(struct moe_rpc_memory *m, const struct moe_rpc_server_c
 struct moe_status
 moe_rpc_memory_add_metrics(struct moe_rpc_memory *m,
                            const struct moe_rpc_server_config *config) MOE_CHECKED;
+/* [any thread] A call ended with this failure before its method saw it. */
+void moe_rpc_memory_count_refused(struct moe_rpc_memory *m, const struct moe_status *why);
 /* The quota as an argument of the core. */
 grpc_arg moe_rpc_memory_arg(const struct moe_rpc_memory *m);
 /* No connection is left. */
@@ -176,6 +188,8 @@ struct moe_rpc_shard {
     void (*apply)(struct moe_rpc_op *op);
     bool applying;       /* the inbox is being drained */
     uint64_t spin_until; /* of a server with spin_ns */
+    struct moe_loop *loop;
+    uint64_t turn_ns; /* longest wait of the thread; 0 = any */
     struct moe_rpc_limits reading, taking;
 };
 

@@ -28,6 +28,8 @@ static uint64_t do_timed(struct moe_rpc_shard *shard)
     struct moe_rpc_server *server = shard->server;
     uint64_t next = moe_rpc_limits_expire(&shard->reading);
     next = moe_earlier(next, moe_rpc_limits_expire(&shard->taking));
+    if (shard->turn_ns > 0)
+        next = moe_earlier(next, moe_clock_ns() + shard->turn_ns);
     return shard == server->shards ? moe_earlier(next, moe_rpc_memory_check(&server->memory))
                                    : next;
 }
@@ -37,6 +39,7 @@ static void *shard_main(void *arg)
     struct moe_rpc_shard *shard = arg;
     moe_rpc_inbox_enter(shard);
     for (;;) {
+        moe_loop_turn(shard->loop);
         grpc_event event = next_event(shard, do_timed(shard));
         if (event.type == GRPC_QUEUE_SHUTDOWN)
             return NULL;
@@ -51,11 +54,9 @@ struct moe_status moe_rpc_shard_start(struct moe_rpc_shard *shard)
     moe_rpc_limits_init(&shard->reading, server->read_limit_ns, moe_rpc_reading_passed);
     moe_rpc_limits_init(&shard->taking, server->send_limit_ns, moe_rpc_taking_passed);
     moe_rpc_inbox_init(shard, moe_rpc_apply);
-    if (moe_thread_create(&shard->thread, "moe-rpc-shard", shard_main, shard) != 0)
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                         "cannot start a shard thread");
-    shard->started = true;
-    return moe_ok();
+    int rc = moe_thread_create(&shard->thread, "moe-rpc-shard", shard_main, shard);
+    shard->started = rc == 0;
+    return rc == 0 ? moe_ok() : moe_thread_failure("moe-rpc-shard", rc);
 }
 
 void moe_rpc_shard_stop(struct moe_rpc_shard *shard)

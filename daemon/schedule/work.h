@@ -9,6 +9,26 @@
 
 struct moe_train_answer;
 
+enum { MOE_WORK_TIMES_MAX = 8 };
+
+/* When one step carried a request; monotonic ns. Between `ended_ns` and the next `taken_ns` the
+ * request waits. */
+struct moe_step_times {
+    uint64_t taken_ns;                  /* the step took the request's tokens */
+    uint64_t enqueued_ns;               /* rows are gathered, the backend has the step */
+    uint64_t began_ns;                  /* as in moe_step_result; 0 = not known */
+    uint64_t ended_ns;                  /* the engine saw its end */
+    uint64_t total_ns;                  /* as in moe_step_result */
+    uint64_t stage_ns[MOE_STAGE_COUNT]; /* the same */
+};
+
+/* The first steps of a request, and its last one. A step that ran in vain, because a view or a
+ * version ended, is not among them. */
+struct moe_work_times {
+    uint32_t count; /* of `step`; `steps` of the request may be more */
+    struct moe_step_times step[MOE_WORK_TIMES_MAX];
+};
+
 /* One forward request. All memory belongs to the submitter and must stay until `done`, which is
  * called exactly once for each accepted request, on the engine's thread (it must not block). */
 struct moe_work {
@@ -28,6 +48,7 @@ struct moe_work {
      * and not too many such requests wait. Needs training. */
     const char *retain_session;
     uint64_t retain_id;
+    struct moe_work_times *times; /* gets the times of its steps; NULL: not wanted */
     /* out */
     uint64_t retained_name; /* name under which devices may have retained it, in the session of
                                answered_epoch; 0 = none has */

@@ -356,7 +356,7 @@ static Moe__V1__DataType narrow_ids(const struct moe_request *r, size_t pairs)
     return small ? MOE__V1__DATA_TYPE__DATA_TYPE_U8 : MOE__V1__DATA_TYPE__DATA_TYPE_U16;
 }
 
-static void fill_stages(const struct moe_request *r, Moe__V1__StageTimes *to)
+static void fill_stages(struct moe_request *r, Moe__V1__StageTimes *to)
 {
     const struct moe_work *w = &r->work;
     moe__v1__stage_times__init(to);
@@ -364,7 +364,8 @@ static void fill_stages(const struct moe_request *r, Moe__V1__StageTimes *to)
     to->copy_in_ns = w->copy_in_ns;
     moe_request_fill_stages(&w->step, to);
     to->copy_out_ns = w->copy_out_ns;
-    to->server_ns = moe_clock_ns() - r->received_ns;
+    r->answered_ns = moe_clock_ns();
+    to->server_ns = r->answered_ns - r->received_ns;
     to->step_tokens = w->step_tokens;
     to->steps = w->steps;
 }

@@ -43,6 +43,7 @@ struct moe_request {
     const struct moe_layer_spec *spec; /* of the layer asked for */
     uint64_t id;                       /* of a stream's item, 0 otherwise; set on failure too */
     uint64_t received_ns;
+    uint64_t answered_ns; /* when moe_request_answer read the clock for server_ns; 0: it did not */
     bool return_routing;
     /* Retained for Backward under (retain_session, retain_id); NULL: not requested, or no room. */
     struct moe_pass_record *pass;

@@ -5,11 +5,13 @@
 #include "service/service.h"
 
 #include "base/build.h"
+#include "base/clock.h"
 #include "base/mutex.h"
 #include "daemon/lease.h"
 #include "group/report.h"
 #include "moe/v1/expert.pb-c.h"
 #include "service/request.h"
+#include "service/request_trace.h"
 #include "service/service_metrics.h"
 
 #include <stdatomic.h>
@@ -34,6 +36,7 @@ struct moe_service {
     _Atomic bool draining;
     _Atomic bool awaited;               /* see struct moe_standing */
     const struct moe_lease_gate *lease; /* NULL: none is needed */
+    struct moe_tracer *tracer;          /* NULL = none */
     _Atomic(const struct moe_served_model *) model;
     struct moe_mutex lock; /* of the endpoints and names */
     MOE_GUARDED_BY(lock) struct {
@@ -68,6 +71,8 @@ struct forward {
     struct stream *stream;       /* NULL for a unary call */
     _Atomic uint32_t references; /* the engine; a unary call */
     struct forward *next, *prev; /* in stream->running */
+    struct moe_trace_context trace;
+    struct moe_work_times *times; /* NULL: not sampled, or no memory */
 };
 
 /* --------------------------------------------------------------- life of a request */
@@ -92,6 +97,7 @@ static void drop_forward(struct forward *f)
     if (atomic_fetch_sub(&f->references, 1) != 1)
         return;
     moe_request_release(&f->request);
+    free(f->times);
     free(f);
 }
 
@@ -105,12 +111,48 @@ static void record(struct forward *f, const struct moe_status *status)
     moe_service_metrics_end(f->service->metrics, rpc_of(f), status, f->request.received_ns);
 }
 
+/* Before the request is parsed. */
+static void begin_trace(struct forward *f)
+{
+    size_t length;
+    if (f->service->tracer == NULL)
+        return;
+    const char *parent = moe_rpc_call_header(f->call, "traceparent", &length);
+    moe_trace_begin(f->service->tracer, parent, length, &f->trace);
+    if (f->trace.sampled)
+        f->times = calloc(1, sizeof *f->times); /* without memory, steps are not shown */
+}
+
+/* `handed_back_ns` 0: the engine has not had the request. */
+static void end_trace(struct forward *f, const struct moe_status *status, uint64_t handed_back_ns)
+{
+    const uint64_t answered_ns = f->request.answered_ns;
+    if (!f->trace.sampled)
+        return;
+    const struct moe_request_end end = {.context = &f->trace,
+                                        .streamed = f->stream != NULL,
+                                        .request = &f->request,
+                                        .status = status,
+                                        .handed_back_ns = handed_back_ns,
+                                        .end_ns = answered_ns != 0 ? answered_ns : moe_clock_ns()};
+    moe_request_trace_end(f->service->tracer, &end);
+}
+
+/* A request that the engine has not accepted. */
+static void record_refusal(struct forward *f, const struct moe_status *status)
+{
+    record(f, status);
+    end_trace(f, status, 0);
+}
+
 static void stream_answered(struct forward *f, const struct moe_rpc_out *out);
 
-/* The engine's thread: the end of a request that it had accepted. */
+/* The engine's thread: the end of a request that it had accepted. Its spans are made when the
+ * answer has left. */
 static void forward_done(struct moe_work *work, struct moe_status status)
 {
     struct forward *f = work->user;
+    const uint64_t handed_back_ns = f->trace.sampled ? moe_clock_ns() : 0;
     uint8_t head[MOE_REQUEST_HEAD_MAX];
     struct moe_rpc_out out;
     if (!moe_failed(&status) && !moe_service_may_answer(f->service))
@@ -121,13 +163,13 @@ static void forward_done(struct moe_work *work, struct moe_status status)
         moe_request_answer(&f->request, head, &out);
     else if (f->stream != NULL)
         moe_request_answer_error(f->request.id, &status, head, &out);
-
     if (f->stream != NULL)
         stream_answered(f, &out);
     else if (moe_failed(&status))
         moe_rpc_fail(f->call, status);
     else
         moe_rpc_reply(f->call, &out);
+    end_trace(f, &status, handed_back_ns);
     moe_rpc_call_unref(f->call);
     drop_forward(f);
 }
@@ -165,14 +207,16 @@ static struct moe_status parse_forward(struct moe_service *s, struct moe_rpc_cal
     f->call = call;
     f->stream = stream;
     atomic_store(&f->references, 1);
+    begin_trace(f);
     struct moe_request_context context = context_of(s);
     struct moe_status st = moe_request_parse(&f->request, &context, m);
     *id = f->request.id;
+    f->request.work.times = f->times;
     if (!moe_failed(&st)) {
         *out = f;
         return st;
     }
-    record(f, &st);
+    record_refusal(f, &st);
     drop_forward(f);
     return st;
 }
@@ -194,7 +238,7 @@ static void unary_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void
     moe_rpc_call_set_user(call, f);
     st = submit(f);
     if (moe_failed(&st)) {
-        record(f, &st);
+        record_refusal(f, &st);
         moe_rpc_fail(call, st);
         drop_forward(f); /* the engine's reference; the call's goes with `done` */
     }
@@ -317,7 +361,7 @@ static void take_item(struct stream *s, struct moe_rpc_msg *m)
     if (!moe_failed(&st)) {
         st = stream_submit(s, f);
         if (moe_failed(&st)) {
-            record(f, &st);
+            record_refusal(f, &st);
             drop_forward(f);
         }
     }
@@ -529,6 +573,7 @@ struct moe_status moe_service_create(const struct moe_service_config *config,
     s->engine = config->engine;
     s->staging = config->staging;
     s->training = config->training;
+    s->tracer = config->tracer;
     atomic_store(&s->slot, config->info.slot);
     struct moe_status st = moe_service_metrics_create(config->metrics, s->engine,
                                                       config->training != NULL, &s->metrics);

@@ -16,6 +16,7 @@
 
 struct ProtobufCMessage;
 struct moe_lease_gate;
+struct moe_tracer;
 struct moe_service;
 struct moe_service_metrics; /* service/service_metrics.h */
 
@@ -32,6 +33,7 @@ struct moe_service_config {
     struct moe_metrics *metrics; /* registry of the request metrics; NULL = none */
     /* NULL: the group does not train, and serves without a lease. Borrowed. */
     const struct moe_lease_gate *lease;
+    struct moe_tracer *tracer; /* of Forward and ForwardStream; NULL = none. Borrowed */
 };
 
 struct moe_status moe_service_create(const struct moe_service_config *config,

@@ -15,6 +15,8 @@ struct moe_service_metrics {
     struct moe_engine *engine;
     struct moe_counter *requests[MOE_SERVICE_RPC_COUNT][CODES];
     struct moe_histogram *seconds[MOE_SERVICE_RPC_COUNT];
+    /* By reason, or by code if the status has none. */
+    struct moe_counter *refused[MOE_REASON_COUNT], *refused_code[CODES];
     struct moe_counter *tokens, *steps, *dropped, *nonfinite;
     struct moe_gauge *queued;
     _Atomic uint64_t steps_seen; /* of the engine's counter */
@@ -51,6 +53,32 @@ static struct moe_status add_counter(struct moe_service_metrics *m, const char *
     return moe_metrics_add_counter(m->registry, &desc, out);
 }
 
+static struct moe_status add_refused(struct moe_service_metrics *m, const char *reason,
+                                     struct moe_counter **out)
+{
+    const struct moe_metric_desc desc = {
+        .name = "moe_refused_total",
+        .help = "Requests that were not answered with a result, by reason, or code without one.",
+        .labels = {{"reason", reason}}};
+    return moe_metrics_add_counter(m->registry, &desc, out);
+}
+
+/* A code and a reason may have one name: they share the series. */
+static struct moe_status add_refusals(struct moe_service_metrics *m)
+{
+    for (int r = MOE_REASON_NONE + 1; r < MOE_REASON_COUNT; r++)
+        MOE_TRY(add_refused(m, moe_reason_name((enum moe_reason)r), &m->refused[r]));
+    for (int code = MOE_OK + 1; code < CODES; code++) {
+        const char *name = moe_code_name((enum moe_code)code);
+        enum moe_reason same = moe_reason_from_name(name);
+        if (same != MOE_REASON_NONE)
+            m->refused_code[code] = m->refused[same];
+        else
+            MOE_TRY(add_refused(m, name, &m->refused_code[code]));
+    }
+    return moe_ok();
+}
+
 static struct moe_status add_all(struct moe_service_metrics *m, bool training)
 {
     const struct moe_metric_desc queued = {
@@ -59,6 +87,7 @@ static struct moe_status add_all(struct moe_service_metrics *m, bool training)
     int count = training ? MOE_SERVICE_RPC_COUNT : MOE_SERVICE_BACKWARD;
     for (int rpc = 0; rpc < count; rpc++)
         MOE_TRY(add_rpc(m, (enum moe_service_rpc)rpc));
+    MOE_TRY(add_refusals(m));
     MOE_TRY(add_counter(m, "moe_tokens_total", "Tokens computed and answered.", &m->tokens));
     MOE_TRY(add_counter(m, "moe_steps_total", "Steps that this worker took part in.", &m->steps));
     MOE_TRY(add_counter(m, "moe_dropped_tokens_total",
@@ -100,6 +129,11 @@ void moe_service_metrics_end(struct moe_service_metrics *m, enum moe_service_rpc
     moe_counter_add(m->requests[rpc][code], 1);
     moe_histogram_observe(m->seconds[rpc],
                           (double)(moe_clock_ns() - received_ns) / (double)MOE_NS_PER_S);
+    if (code != MOE_OK && (unsigned)status->reason < MOE_REASON_COUNT &&
+        status->reason != MOE_REASON_NONE)
+        moe_counter_add(m->refused[status->reason], 1);
+    else if (code != MOE_OK)
+        moe_counter_add(m->refused_code[code], 1);
     if (status->reason == MOE_REASON_NONFINITE_LOGITS)
         moe_counter_add(m->nonfinite, 1);
 }

@@ -139,13 +139,14 @@ static struct moe_status start(struct moe_training_service *s, struct moe_rpc_ca
         return moe_service_out_of_memory();
     *l = (struct listing){s, call, limit};
     moe_rpc_call_ref(call);
-    if (moe_thread_create(&thread, "moe-ckpt-list", run_listing, l) == 0) {
+    int rc = moe_thread_create(&thread, "moe-ckpt-list", run_listing, l);
+    if (rc == 0) {
         (void)pthread_detach(thread);
         return moe_ok();
     }
     moe_rpc_call_unref(call);
     free(l);
-    return moe_service_out_of_memory();
+    return moe_thread_failure("moe-ckpt-list", rc);
 }
 
 static struct moe_status begin(struct moe_training_service *s, struct moe_rpc_call *call,

@@ -9,6 +9,7 @@
 #include <openssl/x509v3.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
 
 enum {
     FILES = 3,
@@ -190,4 +191,14 @@ SSL_CTX *moe_tls_current(struct moe_tls *t)
     (void)SSL_CTX_up_ref(c);
     moe_mutex_unlock(&t->lock);
     return c;
+}
+
+int64_t moe_tls_expires(struct moe_tls *t)
+{
+    struct tm date;
+    SSL_CTX *c = moe_tls_current(t);
+    const X509 *leaf = SSL_CTX_get0_certificate(c);
+    bool known = leaf != NULL && ASN1_TIME_to_tm(X509_get0_notAfter(leaf), &date) == 1;
+    SSL_CTX_free(c);
+    return known ? (int64_t)timegm(&date) : 0;
 }

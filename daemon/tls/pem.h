@@ -14,7 +14,7 @@ struct moe_tls_pem {
 /* Reads all files that are given, and checks them together: each holds what it should, the key is
  * that of the certificate, each certificate of the chain has signed the one before it, all dates
  * hold now, and other users can read no key and write no file. The text of an error begins with the
- * path. Errors: MOE_FAILED_PRECONDITION/IO (missing, unreadable),
+ * path. Errors: MOE_NOT_FOUND/IO, MOE_FAILED_PRECONDITION/IO (unreadable),
  * MOE_FAILED_PRECONDITION/CONFIG_INVALID (owner, mode, content), MOE_INVALID_ARGUMENT/TOO_LARGE. */
 struct moe_status moe_tls_pem_read(const struct moe_rpc_tls_files *files,
                                    struct moe_tls_pem *out) MOE_CHECKED;

@@ -28,6 +28,8 @@ void moe_tls_destroy(struct moe_tls *t);
  * now on use them; others stay as they are. Files that do not pass the checks are logged, and those
  * read before stay in use. Call every few seconds. True if new files are in use. */
 bool moe_tls_refresh(struct moe_tls *t);
+/* [any thread] When the certificate in use expires, in seconds since 1970; 0 = not known. */
+int64_t moe_tls_expires(struct moe_tls *t);
 
 /* ------------------------------------------------------------------ sessions */
 

@@ -173,11 +173,12 @@ static void start_thread(struct moe_train *t, struct moe_train_job *j, enum moe_
 {
     struct actions next;
     j->part = part;
-    if (moe_thread_create(&j->thread[j->threads], "moe-train-job", run_thread, j) == 0) {
+    int rc = moe_thread_create(&j->thread[j->threads], "moe-train-job", run_thread, j);
+    if (rc == 0) {
         j->threads++;
         return;
     }
-    const struct moe_job_end end = {.status = moe_train__out_of_memory()};
+    const struct moe_job_end end = {.status = moe_thread_failure("moe-train-job", rc)};
     if (part != MOE_JOB_NONE)
         end_part(t, j, part, &end, &next);
     if (wants_ticket(t, j))

@@ -11,7 +11,9 @@
 #include "daemon/log.h"
 #include "daemon/metrics_http.h"
 #include "daemon/notify.h"
+#include "daemon/process_metrics.h"
 #include "rpc/msg.h"
+#include "trace/trace.h"
 #include "worker/host.h"
 #include "worker/worker.h"
 
@@ -36,7 +38,8 @@ struct settings {
     const char *training, *lora_targets, *freeze, *training_dir;
     uint64_t lora_rank, retained_bytes, retained_device_bytes, retained_seconds;
     double lora_alpha, training_share;
-    const char *net_interface;
+    const char *net_interface, *otlp;
+    double trace_sample;
     uint64_t domain_size;
 };
 
@@ -174,9 +177,11 @@ struct run {
     uv_loop_t loop;
     uv_signal_t signals[2];
     uv_poll_t hangup;
-    uv_timer_t watchdog;
+    uv_timer_t watchdog, turn;
     uv_async_t ended;
+    struct moe_progress *progress;
     struct moe_worker *worker;
+    struct moe_process_metrics process;
     unsigned signals_seen;
     uint64_t first_signal_ns;
     struct moe_status outcome; /* set before `ended` is sent */
@@ -238,6 +243,7 @@ static struct moe_status watch(struct run *run)
         run->signals[i].data = run;
         MOE_TRY(check_uv(uv_signal_start(&run->signals[i], on_signal, signums[i])));
     }
+    MOE_TRY(moe_daemon_turn(run->progress, &run->loop, &run->turn));
     MOE_TRY(moe_notify_watch(&run->loop, &run->watchdog));
     return moe_hangup_watch(&run->loop, &run->hangup);
 }
@@ -256,12 +262,6 @@ static void close_loop(struct run *run)
     (void)uv_loop_close(&run->loop);
 }
 
-static bool is_healthy(void *ctx)
-{
-    const struct run *run = ctx;
-    return moe_worker_epoch(run->worker) != 0;
-}
-
 static struct moe_status serve_until_ended(struct run *run,
                                            const struct moe_daemon_settings *common,
                                            struct moe_metrics *metrics)
@@ -270,10 +270,8 @@ static struct moe_status serve_until_ended(struct run *run,
     moe_log_info("release %s (commit %s), listening on %s", moe_build_version(), moe_build_commit(),
                  moe_worker_endpoint(run->worker));
     if (common->metrics_listen != NULL) {
-        const struct moe_metrics_http_config config = {.listen = common->metrics_listen,
-                                                       .metrics = metrics,
-                                                       .healthy = is_healthy,
-                                                       .ctx = run};
+        const struct moe_metrics_http_config config = {
+            .listen = common->metrics_listen, .metrics = metrics, .progress = run->progress};
         MOE_TRY(moe_metrics_http_start(&config, &http));
         moe_log_info("metrics on port %u", moe_metrics_http_port(http));
     }
@@ -345,17 +343,25 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .spin_ns = spin_of(s, strcmp(backend->name, "cuda") == 0),
         .slot_assigned = on_slot_assigned,
         .ended = on_ended,
+        .otlp = s->otlp,
+        .trace_sample = s->trace_sample,
         .ctx = &run,
     };
     configure_training(s, &config);
     if (interface.name[0] != '\0')
         config.network_address = interface.address;
+    const struct moe_progress_config progress = {
+        .step_ns = common->health_step_ms * MOE_NS_PER_MS,
+        .limit_ns = (common->health_step_ms + s->wait_budget_ms) * MOE_NS_PER_MS};
     MOE_TRY(check_uv(uv_loop_init(&run.loop)));
     struct moe_status st;
+    MOE_TRY_GOTO(st, moe_progress_create(&progress, &run.progress), out);
     MOE_TRY_GOTO(st, watch(&run), out);
     MOE_TRY_GOTO(st, moe_metrics_create(&metrics), out);
+    MOE_TRY_GOTO(st, moe_process_metrics_add(metrics, &run.process), out);
     MOE_TRY_GOTO(st, moe_guard_create(common, &config.guard), out);
     config.metrics = metrics;
+    config.progress = run.progress;
     st = moe_worker_start(&config, &run.worker);
     if (moe_failed(&st))
         goto out;
@@ -365,6 +371,7 @@ out:
     moe_guard_destroy(config.guard);
     moe_metrics_destroy(metrics);
     close_loop(&run);
+    moe_progress_destroy(run.progress);
     return st;
 }
 
@@ -383,6 +390,7 @@ static struct settings settings = {
     .wait_budget_ms = 2000,
     .drain_ms = 10000,
     .spin_us = MOE_OPTION_UNSET,
+    .trace_sample = 0.01,
     .training = "off",
     .freeze = "",
     .lora_targets = "gate,up,down",
@@ -444,6 +452,10 @@ static const struct moe_option other_options[] = {
     {"spin-us", 0, MOE_OPTION_UINT, &settings.spin_us, 0, 1000000, "US",
      "Microseconds to poll for the next step before sleeping; default 1000 on a GPU with 8 or more "
      "usable cores (shared ones count), else 0"},
+    {"otlp", 0, MOE_OPTION_STRING, &settings.otlp, 0, 0, "HOST:PORT",
+     "Collector for traces of requests, by OTLP/gRPC; https://HOST:PORT = by TLS, with --tls-ca"},
+    {"trace-sample", 0, MOE_OPTION_DOUBLE, &settings.trace_sample, 0, 1, "SHARE",
+     "Share of requests to trace, of those without a traceparent header"},
     {"training", 0, MOE_OPTION_CHOICE, &settings.training, 0, 0, "off|adamw|sgd",
      "Offer TrainingService, with the state of this optimizer"},
     {"freeze", 0, MOE_OPTION_STRING, &settings.freeze, 0, 0, "LIST",
@@ -516,11 +528,13 @@ static const char *const needs[][2] = {
     {"training-share", "training"},   {"training-dir", "training"},
     {"retained-bytes", "training"},   {"retained-device-bytes", "training"},
     {"retained-seconds", "training"}, {"lora-alpha", "lora-rank"},
-    {"lora-targets", "lora-rank"},
+    {"lora-targets", "lora-rank"},    {"trace-sample", "otlp"},
 };
 
 static bool is_on(const struct settings *s, const char *name)
 {
+    if (strcmp(name, "otlp") == 0)
+        return s->otlp != NULL;
     return strcmp(name, "training") == 0 ? strcmp(s->training, "off") != 0 : s->lora_rank > 0;
 }
 
@@ -569,6 +583,8 @@ static const char *check_settings(const void *ctx, const bool *given)
         wrong = moe_endpoint_check_listen("--admin-listen", s->admin_listen);
     if (!moe_failed(&wrong) && s->advertise != NULL)
         wrong = moe_endpoint_check("--advertise", s->advertise);
+    if (!moe_failed(&wrong) && s->otlp != NULL) /* the CA is checked when the tracer starts */
+        wrong = moe_tracer_check("--otlp", s->otlp, true);
     return moe_failed(&wrong) ? wrong.text : NULL;
 }
 

@@ -10,6 +10,7 @@
 #include "base/random.h"
 #include "base/wait.h"
 #include "daemon/log.h"
+#include "engine/row_metrics.h"
 #include "engine/step_metrics.h"
 #include "links/eventcount.h"
 #include "rpc/client.h"
@@ -107,14 +108,8 @@ static void slot_assigned(void *ctx, uint32_t slot, uint32_t slots, uint32_t adm
     if (moe_failed(&st))
         moe_log_warn("clients do not get the coordinator's address: %s", st.text);
     moe_service_set_slot(w->service, slot);
+    moe_tracer_set_slot(w->tracer, slot);
     w->config.slot_assigned(w->config.ctx, slot);
-}
-
-static void show_lease(struct moe_worker *w)
-{
-    if (w->lease_gauge != NULL)
-        moe_gauge_set(w->lease_gauge,
-                      (double)moe_lease_gate_remaining_ns(&w->lease) / (double)MOE_NS_PER_S);
 }
 
 static void numbers(void *ctx, struct moe_group_numbers *out)
@@ -125,13 +120,11 @@ static void numbers(void *ctx, struct moe_group_numbers *out)
     moe_loader_progress(w->loader, &out->loaded_bytes, &out->total_bytes);
     out->tokens = c.tokens;
     out->steps = c.steps;
-    show_lease(w);
 }
 
 static void lease_changed(void *ctx, bool held)
 {
     struct moe_worker *w = ctx;
-    show_lease(w);
     if (w->train == NULL)
         return;
     /* What waits is refused, as what comes from now on is. */
@@ -222,6 +215,8 @@ static struct moe_status create_training(struct moe_worker *w)
 static struct moe_status create_engine(struct moe_worker *w)
 {
     MOE_TRY(moe_step_metrics_create(w->config.metrics, w->train != NULL, &w->step_metrics));
+    MOE_TRY(moe_row_metrics_create(w->config.metrics, moe_loader_specs(w->loader),
+                                   moe_loader_layer_count(w->loader), &w->row_metrics));
     const struct moe_engine_config engine = {
         .backend = w->config.backend,
         .device = w->device,
@@ -233,6 +228,7 @@ static struct moe_status create_engine(struct moe_worker *w)
         .calls = w->train != NULL ? &moe_train_call_ops : NULL,
         .calls_ctx = w->train,
         .metrics = w->step_metrics,
+        .row_metrics = w->row_metrics,
         .announce = announce,
         .announce_training = announce_training,
         .block_weight_updates = block_weight_updates,
@@ -242,6 +238,18 @@ static struct moe_status create_engine(struct moe_worker *w)
         .ctx = w,
     };
     return moe_engine_create(&engine, &w->engine);
+}
+
+static struct moe_status create_tracer(struct moe_worker *w)
+{
+    const struct moe_tracer_config tracer = {
+        .collector = w->config.otlp,
+        .trust = &w->config.trust,
+        .sample = w->config.trace_sample,
+        .service_name = "moe-worker",
+        .metrics = w->config.metrics,
+    };
+    return tracer.collector != NULL ? moe_tracer_create(&tracer, &w->tracer) : moe_ok();
 }
 
 /* A group that only serves goes on without a lease: its weights never change. */
@@ -272,6 +280,7 @@ static struct moe_status create_service(struct moe_worker *w)
         .training = w->train,
         .metrics = c->metrics,
         .lease = gate_of(w),
+        .tracer = w->tracer,
     };
     MOE_TRY(moe_service_create(&service, &w->service));
     if (w->train == NULL)
@@ -301,7 +310,7 @@ static struct moe_status create_peers(struct moe_worker *w)
         .training_permille = w->config.training_permille,
         .eventcount = moe_engine_eventcount(w->engine),
         .lease = gate_of(w),
-        .ticket_seconds = w->ticket_seconds,
+        .ticket_seconds = w->metrics.ticket_seconds,
         .run = run_ticket,
         .lost = lost,
         .ctx = w,
@@ -344,7 +353,8 @@ static struct moe_status start_group(struct moe_worker *w)
         .gather_ms = c->wait_budget_ms * GATHER_BUDGETS,
         .reform_ms = REFORM_MS,
         .lease = &w->lease,
-        .heartbeat_seconds = w->heartbeat_seconds,
+        .progress = c->progress,
+        .heartbeat_seconds = w->metrics.heartbeat_seconds,
         .hooks =
             {
                 .load = moe_worker__load,
@@ -367,38 +377,6 @@ static struct moe_status start_group(struct moe_worker *w)
     return moe_group_start(&group, &w->group);
 }
 
-static struct moe_status add_metrics(struct moe_worker *w)
-{
-    if (w->config.metrics == NULL)
-        return moe_ok();
-    const struct moe_metric_desc build = {
-        .name = "moe_build_info",
-        .help = "Release, commit and backend of the worker; always 1.",
-        .labels = {{"version", moe_build_version()},
-                   {"commit", moe_build_commit()},
-                   {"backend", w->config.backend->name}}};
-    struct moe_gauge *info;
-    MOE_TRY(moe_metrics_add_gauge(w->config.metrics, &build, &info));
-    moe_gauge_set(info, 1);
-    const struct moe_metric_desc desc = {.name = "moe_epoch",
-                                         .help = "Epoch of the view that is served; 0 = none."};
-    MOE_TRY(moe_metrics_add_gauge(w->config.metrics, &desc, &w->epoch_gauge));
-    const struct moe_metric_desc lease = {
-        .name = "moe_lease_remaining_seconds",
-        .help = "Time left of this worker's lease; 0 = none. A group that trains stops without."};
-    MOE_TRY(moe_metrics_add_gauge(w->config.metrics, &lease, &w->lease_gauge));
-    const struct moe_metric_desc heartbeat = {
-        .name = "moe_heartbeat_seconds",
-        .help = "Time from a heartbeat of this worker to the coordinator's answer."};
-    MOE_TRY(moe_metrics_add_histogram(w->config.metrics, &heartbeat, moe_metrics_seconds_bounds,
-                                      MOE_METRIC_SECONDS_BOUNDS, &w->heartbeat_seconds));
-    const struct moe_metric_desc ticket = {
-        .name = "moe_ticket_seconds",
-        .help = "Way of a ticket to a slot and of its answer to this sequencer, without the step."};
-    return moe_metrics_add_histogram(w->config.metrics, &ticket, moe_metrics_seconds_bounds,
-                                     MOE_METRIC_SECONDS_BOUNDS, &w->ticket_seconds);
-}
-
 struct moe_status moe_worker_start(const struct moe_worker_config *config, struct moe_worker **out)
 {
     struct moe_worker *w = calloc(1, sizeof *w);
@@ -411,13 +389,20 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
     moe_lease_gate_init(&w->lease, moe_lease_clock_ns);
     MOE_TRY_GOTO(st, moe_random_id(&w->incarnation), fail);
     MOE_TRY_GOTO(st, moe_random_bytes(w->slot_token, sizeof w->slot_token), fail);
-    MOE_TRY_GOTO(st, add_metrics(w), fail);
+    MOE_TRY_GOTO(st, moe_worker_metrics_add(&w->metrics, config->metrics, config->backend->name),
+                 fail);
     MOE_TRY_GOTO(st, open_model(w), fail);
+    MOE_TRY_GOTO(
+        st, moe_worker_metrics_watch(&w->metrics, &w->lease, config->backend, w->device, w->loader),
+        fail);
     MOE_TRY_GOTO(st, create_training(w), fail);
     MOE_TRY_GOTO(st, create_engine(w), fail);
+    MOE_TRY_GOTO(st, create_tracer(w), fail);
     MOE_TRY_GOTO(st, create_service(w), fail);
     MOE_TRY_GOTO(st, create_peers(w), fail);
     MOE_TRY_GOTO(st, moe_worker__start_servers(w), fail);
+    moe_tracer_set_instance(w->tracer, w->worker_id);
+    MOE_TRY_GOTO(st, moe_worker__watch_health(w), fail);
     MOE_TRY_GOTO(st, start_group(w), fail);
     set_may_wake_group(w, true);
     *out = w;
@@ -432,6 +417,8 @@ void moe_worker_stop(struct moe_worker *w)
     if (w == NULL)
         return;
     set_may_wake_group(w, false);
+    moe_progress_close(w->config.progress);
+    moe_worker_metrics_remove(&w->metrics);
     if (!atomic_load(&w->draining)) /* else the drain has logged it */
         moe_train_log_leaving(w->train);
     moe_group_destroy(w->group); /* leaves the view; no step runs afterwards */
@@ -445,8 +432,10 @@ void moe_worker_stop(struct moe_worker *w)
     moe_worker__stop_servers(w);
     moe_engine_destroy(w->engine);
     moe_step_metrics_destroy(w->step_metrics);
+    moe_row_metrics_destroy(w->row_metrics);
     moe_training_service_destroy(w->training_service);
     moe_service_destroy(w->service);
+    moe_tracer_destroy(w->tracer);
     moe_peers_destroy(w->peers);
     moe_rpc_client_destroy(w->client);
     moe_staging_destroy(w->staging);

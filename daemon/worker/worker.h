@@ -7,6 +7,7 @@
 
 #include "daemon/identity.h"
 #include "daemon/metrics.h"
+#include "daemon/progress.h"
 #include "moe/training.h"
 
 struct moe_worker;
@@ -41,6 +42,12 @@ struct moe_worker_config {
     uint32_t drain_ms;           /* limit of a drain, unless the coordinator sets one */
     uint64_t spin_ns;            /* see moe_engine_config */
     struct moe_metrics *metrics; /* NULL = none */
+    /* Gets the worker's loops and conditions; its judge answers health checks. Borrowed; closed by
+     * moe_worker_stop. NULL: health checks know the conditions alone, and an idle group runs no
+     * heartbeats. */
+    struct moe_progress *progress;
+    const char *otlp;    /* collector of traces, see moe_tracer_check; NULL = none */
+    double trace_sample; /* with `otlp`: share of requests without a parent */
     bool training; /* offer TrainingService; without it the fields down to training_directory are
                       ignored */
     struct moe_trainer_config trainer;

@@ -4,6 +4,7 @@
 #include "access/guard.h"
 #include "base/clock.h"
 #include "daemon/log.h"
+#include "inspect/metrics_method.h"
 #include "links/peers.h"
 #include "proto/descriptors.h"
 #include "rpc/server.h"
@@ -15,7 +16,7 @@
 #include <unistd.h>
 
 enum {
-    METHODS = MOE_SERVICE_METHODS + MOE_TRAINING_SERVICE_METHODS,
+    METHODS = MOE_SERVICE_METHODS + MOE_TRAINING_SERVICE_METHODS + 1, /* and GetMetrics */
     SHARDS = 2,
     WAITING_READS = 128, /* messages over 1 MiB that may wait to be read */
     STREAMS_MAX = 256,   /* calls per connection */
@@ -132,6 +133,7 @@ static struct moe_status start_control(struct moe_worker *w)
         .descriptors_percent = PEER_DESCRIPTORS_PERCENT,
         .spin_ns = c->spin_ns,
         .metrics = c->metrics,
+        .progress = c->progress,
         .name = "control",
         .methods = &method,
         .method_count = 1,
@@ -151,6 +153,8 @@ static struct moe_status start_data(struct moe_worker *w, const char *listen, bo
         moe_training_service_methods(w->training_service, &methods[count]);
         count += MOE_TRAINING_SERVICE_METHODS;
     }
+    if (c->metrics != NULL)
+        methods[count++] = moe_inspect_metrics_method(c->metrics);
     const struct moe_rpc_server_config server = {
         .listen = listen,
         .insecure = c->insecure,
@@ -163,6 +167,7 @@ static struct moe_status start_data(struct moe_worker *w, const char *listen, bo
         .descriptors_percent = descriptors_percent,
         .spin_ns = c->spin_ns,
         .metrics = c->metrics,
+        .progress = c->progress,
         .name = out == &w->admin_server ? "admin" : "data",
         .methods = methods,
         .method_count = count,

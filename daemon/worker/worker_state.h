@@ -9,8 +9,10 @@
 #include "links/peers.h"
 #include "model/sha256.h"
 #include "service/service.h"
+#include "trace/trace.h"
 #include "worker/loader.h"
 #include "worker/worker.h"
+#include "worker/worker_metrics.h"
 
 #include <stdatomic.h>
 
@@ -33,6 +35,8 @@ struct moe_worker {
     struct moe_loader *loader;
     struct moe_engine *engine;
     struct moe_step_metrics *step_metrics; /* NULL: none */
+    struct moe_tracer *tracer;             /* NULL: none */
+    struct moe_row_metrics *row_metrics;   /* NULL: none */
     struct moe_staging *staging;
     struct moe_staging *
         training_staging; /* separate, so that waiting Backward calls take no memory from Forward */
@@ -48,8 +52,7 @@ struct moe_worker {
     struct moe_mutex wake_lock;
     MOE_GUARDED_BY(wake_lock)
     bool may_wake_group; /* `group` exists; a client's recovery choice may reach it */
-    struct moe_gauge *epoch_gauge, *lease_gauge;
-    struct moe_histogram *heartbeat_seconds, *ticket_seconds;
+    struct moe_worker_metrics metrics;
 
     /* Jobs thread only. */
     struct moe_session *session; /* formed; NULL = none */
@@ -79,8 +82,10 @@ struct moe_status moe_worker__name_coordinator(struct moe_worker *w,
                                                uint32_t admin_port) MOE_CHECKED;
 /* Stops those that were started. */
 void moe_worker__stop_servers(struct moe_worker *w);
-/* [any thread] Sets the answer of health checks: SERVING under a view, unless the worker leaves, or
- * trains and has no lease. Call it after a change of one of these. */
+/* [any thread] Sets the answers of health checks: SERVING under a view, unless the worker leaves,
+ * or trains and has no lease, or a loop is stuck. Call it after a change of one of these. */
 void moe_worker__show_health(struct moe_worker *w);
+/* Gives config.progress the worker's conditions, and watches its judge. */
+struct moe_status moe_worker__watch_health(struct moe_worker *w) MOE_CHECKED;
 
 #endif

@@ -3,45 +3,13 @@
  * group/group.h for when. */
 #include "worker/worker_state.h"
 
+#include "base/clock.h"
 #include "checkpoint/checkpoint.h"
 #include "daemon/log.h"
-#include "rpc/server.h"
 #include "training/training.h"
 
 #include <stdio.h>
 #include <string.h>
-
-static bool is_healthy(const struct moe_worker *w)
-{
-    return atomic_load(&w->epoch) != 0 && !atomic_load(&w->draining) &&
-           moe_lease_gate_held(w->train != NULL ? &w->lease : NULL);
-}
-
-static void set_health_of(struct moe_rpc_server *server, bool trains, bool serving)
-{
-    moe_rpc_server_set_health(server, "", serving);
-    moe_rpc_server_set_health(server, "moe.v1.ExpertService", serving);
-    if (trains) /* else unknown to health checks */
-        moe_rpc_server_set_health(server, "moe.v1.TrainingService", serving);
-}
-
-static void set_health(struct moe_worker *w, bool serving)
-{
-    bool trains = w->training_service != NULL;
-    set_health_of(w->server, trains && w->admin_server == NULL, serving);
-    if (w->admin_server != NULL)
-        set_health_of(w->admin_server, trains, serving);
-}
-
-/* Two threads may do this at the same time: the last to set it looks again. */
-void moe_worker__show_health(struct moe_worker *w)
-{
-    bool serving;
-    do {
-        serving = is_healthy(w);
-        set_health(w, serving);
-    } while (serving != is_healthy(w));
-}
 
 static struct moe_status update_service(struct moe_worker *w, uint64_t epoch)
 {
@@ -54,8 +22,7 @@ static struct moe_status update_service(struct moe_worker *w, uint64_t epoch)
 static void set_epoch(struct moe_worker *w, uint64_t epoch)
 {
     atomic_store(&w->epoch, epoch);
-    if (w->epoch_gauge != NULL)
-        moe_gauge_set(w->epoch_gauge, (double)epoch);
+    moe_worker_metrics_epoch(&w->metrics, epoch);
 }
 
 void moe_worker__leave_view(void *ctx)
@@ -72,6 +39,7 @@ void moe_worker__leave_view(void *ctx)
     moe_engine_stop_view(w->engine);
     w->config.backend->session_leave(w->session);
     w->session = NULL;
+    moe_worker_metrics_transport(&w->metrics, NULL);
 }
 
 /* Activations are optional: without room for them next to gradients and optimizer state, Backward
@@ -144,7 +112,9 @@ struct moe_status moe_worker__load(void *ctx, const struct moe_group_assignment 
     }
     if (w->train != NULL)
         moe_train_detach(w->train);
+    uint64_t begun_ns = moe_clock_ns();
     MOE_TRY(moe_loader_load(w->loader, assignment));
+    moe_worker_metrics_loaded(&w->metrics, moe_clock_ns() - begun_ns);
     MOE_TRY(check_manifest(w));
     return attach_training(w);
 }
@@ -223,6 +193,7 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
     }
     MOE_TRY(w->config.backend->session_join(w->device, &c, &w->session));
     const char *transport = w->config.backend->session_transport(w->session);
+    moe_worker_metrics_transport(&w->metrics, transport);
     bool network = strstr(transport, "network") != NULL && hosts[v->slot].address[0] != '\0';
     moe_log_info("epoch %llu: rows travel over %s%s%s", (unsigned long long)v->epoch, transport,
                  network ? ", here at " : "", network ? hosts[v->slot].address : "");

@@ -3,8 +3,6 @@
  * another thread. */
 #include "base/thread.h"
 
-#include "base/status.h"
-
 #include <errno.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -40,4 +38,10 @@ int moe_thread_create(pthread_t *thread, const char *name, void *(*run)(void *),
     if (rc != 0)
         free(start);
     return rc;
+}
+
+struct moe_status moe_thread_failure(const char *name, int error)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start the thread %s: %s",
+                     name, strerrordesc_np(error));
 }

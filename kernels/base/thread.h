@@ -3,6 +3,8 @@
 #ifndef MOE_BASE_THREAD_H
 #define MOE_BASE_THREAD_H
 
+#include "base/status.h"
+
 #include <pthread.h>
 
 enum { MOE_THREAD_NAME_MAX = 15 }; /* characters: the system's limit */
@@ -12,5 +14,9 @@ enum { MOE_THREAD_NAME_MAX = 15 }; /* characters: the system's limit */
  * it like any other. Returns 0 or an error number, and then no thread runs. */
 int moe_thread_create(pthread_t *thread, const char *name, void *(*run)(void *), void *arg)
     __attribute__((warn_unused_result));
+
+/* The failure for an error number of moe_thread_create: MOE_RESOURCE_EXHAUSTED; the text has the
+ * name of the thread and the system's reason. */
+struct moe_status moe_thread_failure(const char *name, int error) MOE_CHECKED;
 
 #endif

@@ -6,6 +6,7 @@
 #include "base/thread.h"
 #include "base/wait.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -95,18 +96,19 @@ static void *pool_thread(void *arg)
     return NULL;
 }
 
-static bool start_thread(struct moe_thread_pool *pool)
+static struct moe_status start_thread(struct moe_thread_pool *pool)
 {
     struct start *start = malloc(sizeof *start);
     if (start == NULL)
-        return false;
+        return moe_thread_failure(pool->name, ENOMEM);
     *start = (struct start){pool, pool->threads};
-    if (moe_thread_create(&pool->thread[pool->threads], pool->name, pool_thread, start) != 0) {
+    int rc = moe_thread_create(&pool->thread[pool->threads], pool->name, pool_thread, start);
+    if (rc != 0) {
         free(start);
-        return false;
+        return moe_thread_failure(pool->name, rc);
     }
     pool->threads++;
-    return true;
+    return moe_ok();
 }
 
 struct moe_status moe_thread_pool_create(const char *name, uint32_t threads, moe_thread_pool_fn fn,
@@ -122,14 +124,14 @@ struct moe_status moe_thread_pool_create(const char *name, uint32_t threads, moe
     moe_mutex_init(&pool->lock);
     pthread_cond_init(&pool->work, NULL);
     pthread_cond_init(&pool->finished, NULL);
-    for (uint32_t i = 0; i < threads; i++)
-        if (!start_thread(pool)) {
-            moe_thread_pool_destroy(pool);
-            return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                             "the system gives no more threads");
-        }
-    *out = pool;
-    return moe_ok();
+    struct moe_status st = moe_ok();
+    for (uint32_t i = 0; i < threads && !moe_failed(&st); i++)
+        st = start_thread(pool);
+    if (moe_failed(&st))
+        moe_thread_pool_destroy(pool);
+    else
+        *out = pool;
+    return st;
 }
 
 void moe_thread_pool_destroy(struct moe_thread_pool *pool)

@@ -4,8 +4,10 @@ time all of them, then a reboot, then whether the group came back by itself."""
 
 import grp
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import unittest
@@ -31,9 +33,10 @@ def must(*command, **options):
     return done.stdout
 
 
-def moectl(*arguments, user="moed"):
-    """As a user without its environment."""
-    names = {"MOED_RUNTIME_DIR": "/run/moed"} if user == "moed" else {}
+def moectl(*arguments, user="moed", **names):
+    """As a user, with these variables in the environment."""
+    if user == "moed":
+        names["MOED_RUNTIME_DIR"] = "/run/moed"
     return run("moectl", *arguments, "--endpoint", COORDINATOR, user=user, group=user,
                extra_groups=os.getgrouplist(user, grp.getgrnam(user).gr_gid), cwd="/",
                env={"PATH": os.environ["PATH"], **names})
@@ -183,6 +186,26 @@ class FirstBoot(unittest.TestCase):
         self.assertRegex(show("moe-worker@0", "StatusText"), "^serving under epoch [0-9]+$")
         self.assertEqual(show("moe-coordinator", "StatusText"), "serving: 2 of 2 workers")
         self.assertIn("loaded ", log_of("moe-worker@0"))
+
+    def test_operators_are_the_members_of_a_group(self):
+        status = moectl("status", user="alice")
+        self.assertEqual(status.returncode, 0, status.stdout)
+        self.assertIn("SERVING", status.stdout)
+        refused = moectl("status", user="bob")
+        self.assertEqual(refused.returncode, 6, refused.stdout)
+        self.assertIn("needs a role", refused.stdout)
+        self.assertEqual(run("ls", "/run/moed", user="alice", group="alice",
+                             extra_groups=[]).returncode, 2)
+
+    def test_a_token_of_the_credential_store_counts(self):
+        with open("/etc/credstore/moed.token-file") as file:
+            token = file.read()
+        with tempfile.NamedTemporaryFile("w") as copy:
+            copy.write(token)
+            copy.flush()
+            shutil.chown(copy.name, "bob")
+            status = moectl("status", user="bob", MOED_TOKEN_FILE=copy.name)
+        self.assertEqual(status.returncode, 0, status.stdout)
 
     def test_stop_drains_and_start_serves_again(self):
         must("systemctl", "stop", "moed.target")

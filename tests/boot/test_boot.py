@@ -35,6 +35,7 @@ FILES = {
                             "threads = 1\n",
     "etc/moed/worker-0.env": "MOED_WORKER_OPTIONS=--listen 127.0.0.1:7600\n",
     "etc/moed/worker-1.env": "MOED_WORKER_OPTIONS=--listen 127.0.0.1:7601\n",
+    "etc/credstore/moed.token-file": "a-token-in-the-credential-store\n",
     "etc/hostname": "moed-boot\n",
     "usr/lib/sysusers.d/boot-check.conf": "u alice - \"operator\"\nu bob - \"user\"\n"
                                           "m alice moed-admin\n",
@@ -140,6 +141,7 @@ def install(tree):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "w") as file:
             file.write(text)
+    os.chmod(os.path.join(tree, "etc/credstore/moed.token-file"), 0o400)
     os.makedirs(os.path.join(tree, "var/log/journal"), exist_ok=True)
     os.chmod(os.path.join(tree, "srv"), 0o755)
     must("systemd-sysusers", "--root=" + tree)

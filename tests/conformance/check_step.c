@@ -5,6 +5,7 @@
  * Routing is compared by a margin rule: if the difference of keys is within fp32 rounding, a
  * backend may choose other ids. So y is compared under the routing of the backend. */
 #include "check.h"
+#include "group.h"
 
 #include "base/clock.h"
 
@@ -17,6 +18,7 @@ struct outcome {
     int32_t *ids;
     float *weights;
     uint8_t *state;
+    struct moe_step_counts counts;
     struct moe_step_result result;
 };
 
@@ -32,6 +34,8 @@ static struct outcome blank_outcome(struct subject *s)
     memset(o.ids, 0x7f, pairs * sizeof(int32_t));
     memset(o.weights, 0xff, pairs * sizeof(float));
     memset(o.state, 0xff, s->in->tokens);
+    memset(o.counts.expert_rows, 0xff, sizeof o.counts.expert_rows);
+    memset(o.counts.sent_rows, 0xff, sizeof o.counts.sent_rows);
     return o;
 }
 
@@ -39,8 +43,11 @@ static struct moe_step_args step_args(struct subject *s, struct outcome *o)
 {
     const struct case_input *in = s->in;
     size_t pairs = (size_t)in->tokens * s->c->spec.router.top_k;
-    struct moe_step_args a = {
-        .layer = s->layer, .dtype = s->c->dtype, .bucket = s->c->bucket, .tokens = in->tokens};
+    struct moe_step_args a = {.layer = s->layer,
+                              .dtype = s->c->dtype,
+                              .bucket = s->c->bucket,
+                              .tokens = in->tokens,
+                              .counts = &o->counts};
     if (in->tokens == 0)
         return a; /* NULL pointers are legal then */
     void *x = take(&s->host, tensor_bytes(s->c, in->tokens));
@@ -311,19 +318,52 @@ static bool check_output(struct subject *s, const struct outcome *o)
     return good;
 }
 
+/* The counts by expert and by slot, where the backend reports them. `want` [E]: rows here. */
+static bool check_counts(struct subject *s, const struct outcome *o, const uint32_t *want)
+{
+    const struct moe_step_counts *n = &o->counts;
+    const struct board *b = s->member->board;
+    uint32_t top_k = s->c->spec.router.top_k, own = s->member->slot, sent[MOE_MAX_SLOTS] = {0};
+    if (strcmp(s->backend->name, "cpu") == 0 && !(n->by_expert && n->to_slots))
+        return wrong(s, "the step reports no counts");
+    for (uint32_t e = 0; n->by_expert && e < s->c->spec.experts; e++)
+        if (n->expert_rows[e] != want[e])
+            return wrong(s, "expert %u has %u rows, not %u", e, n->expert_rows[e], want[e]);
+    for (uint32_t t = 0; t < s->in->tokens; t++) {
+        uint64_t to = 0;
+        for (uint32_t k = 0; k < top_k; k++) {
+            int slot = case_target(s->c, t, b->ids[own][t * top_k + k]);
+            to |= slot >= 0 ? UINT64_C(1) << slot : 0;
+        }
+        for (uint32_t p = 0; p < s->member->slots; p++)
+            sent[p] += p != own && (to >> p & 1) != 0;
+    }
+    if (n->to_slots && n->slots != s->member->slots)
+        return wrong(s, "the counts are of %u slots", n->slots);
+    bool direct = group_domain_size == 0; /* else one slot of a domain gets rows for several */
+    for (uint32_t p = 0; n->to_slots && direct && p < s->member->slots; p++)
+        if (n->sent_rows[p] != sent[p])
+            return wrong(s, "%u rows went to slot %u, not %u", n->sent_rows[p], p, sent[p]);
+    return true;
+}
+
 /* Rows on this slot by the routing of all slots: the step must have computed so many. */
 static bool check_rows(struct subject *s, const struct outcome *o)
 {
     const struct board *b = s->member->board;
-    uint32_t top_k = s->c->spec.router.top_k;
+    uint32_t top_k = s->c->spec.router.top_k, of_expert[CASE_MAX_EXPERTS] = {0};
     uint64_t want = 0;
     for (uint32_t p = 0; p < s->member->slots; p++)
         for (uint32_t i = 0; i < s->c->input[p].tokens * top_k; i++)
-            want += case_target(s->c, i / top_k, b->ids[p][i]) == (int)s->member->slot;
+            if (case_target(s->c, i / top_k, b->ids[p][i]) == (int)s->member->slot) {
+                want++;
+                of_expert[b->ids[p][i]]++;
+            }
     s->tally->rows += want;
-    return o->result.rows == want ||
-           wrong(s, "the step computed %llu rows, not %llu", (unsigned long long)o->result.rows,
-                 (unsigned long long)want);
+    if (o->result.rows != want)
+        return wrong(s, "the step computed %llu rows, not %llu", (unsigned long long)o->result.rows,
+                     (unsigned long long)want);
+    return check_counts(s, o, of_expert);
 }
 
 /* ------------------------------------------------------------------ anywhere */

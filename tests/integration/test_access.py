@@ -49,7 +49,7 @@ POLICY = {
     "moe.v1.AdminService": {
         "GetStatus": {"trainer", "worker", "admin", "metrics"},
         "GetPlacement": {"admin", "metrics"}, "DrainWorker": {"admin"}, "Shutdown": {"admin"},
-        "AcceptModel": {"admin"}},
+        "AcceptModel": {"admin"}, "ListEvents": {"admin", "metrics"}},
     "moe.v1.CoordinatorService": {"Session": {"worker"}},
     "moe.v1.WorkerService": {"Sequence": {"worker"}},
     "grpc.health.v1.Health": {m: None for m in ("Check", "List", "Watch")},  # None: everyone

@@ -450,12 +450,22 @@ class Checkpoints(unittest.TestCase):
         self.assertEqual(set(codes), {0})
 
     def damage(self, *names):
+        """Changes a byte; returns its place."""
         path = self.path(*names)
         with open(path, "r+b") as file:
-            file.seek(os.path.getsize(path) * 3 // 4)
+            place = file.seek(os.path.getsize(path) * 3 // 4)
             byte = file.read(1)[0]
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 1]))
+        return place
+
+    def tensor_at(self, place, *names):
+        with open(self.path(*names), "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return next(name for name, tensor in header.items()
+                    if tensor["data_offsets"][0] <= place - 8 - length < tensor["data_offsets"][1])
 
     def test_a_damaged_checkpoint_is_refused_and_changes_nothing(self):
         parts = [("manifest.json", ), ("model.safetensors", ),
@@ -469,10 +479,13 @@ class Checkpoints(unittest.TestCase):
             before = client.forward(client.layer, client.x).y_data
             for i, part in enumerate(parts):
                 shutil.copytree(self.path("good"), self.path("bad%d" % i))
-                self.damage("bad%d" % i, *part)
+                place = self.damage("bad%d" % i, *part)
                 answer, error = refusal(client.load, "bad%d" % i, 30 + i)
                 print(error.details())
                 self.assertEqual(answer, ("DATA_LOSS", "MALFORMED"), part)
+                if part == ("model.safetensors", ):
+                    self.assertIn(f"tensor {self.tensor_at(place, 'bad%d' % i, *part)} is damaged",
+                                  error.details())
             shutil.copytree(self.path("good"), self.path("short"))
             path = self.path("short", "optimizer", "slot-00001.safetensors")
             os.truncate(path, os.path.getsize(path) - 4)

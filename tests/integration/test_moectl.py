@@ -28,7 +28,7 @@ import moed
 
 FAMILY = "qwen3_moe"
 OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = range(8)
-COMMANDS = ("up", "down", "status", "wait", "get", "describe", "replace", "forward",
+COMMANDS = ("up", "down", "status", "wait", "get", "describe", "health", "replace", "forward",
             "bench", "training", "context", "version")
 
 PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT, WALL = 0x4206, 17, 1 << 6, 0x40000000
@@ -112,6 +112,7 @@ class CommandLine(unittest.TestCase):
             self.assertIn("127.0.0.1:3", run("status", MOED_ENDPOINT="127.0.0.1:3", **there).stderr)
             far = run("status", "--context", "far", **there)
             self.assertIn("token: No such file", far.stderr)  # its token is looked for
+            self.assertEqual(far.returncode, NOT_FOUND)
             self.assertEqual(run("context", "use", "far", **there).returncode, OK)
             with open(path, encoding="ascii") as file:
                 self.assertEqual(file.read().splitlines()[:3],
@@ -136,6 +137,7 @@ class CommandLine(unittest.TestCase):
             for more, missing in ((), "me"), (("--tls-certificate", f"{home}/other"), "other"):
                 done = run("status", "--context", "sealed", *more, **there)
                 self.assertIn(f"{home}/{missing}: No such file", done.stderr)
+                self.assertEqual(done.returncode, NOT_FOUND)
             self.assertEqual(run("context", "use", "local", **there).returncode, OK)
             self.assertEqual(run("status", **there).returncode, NOT_FOUND)
             self.assertEqual(run("context", "use", "none", **there).returncode, NOT_FOUND)
@@ -228,6 +230,10 @@ class CommandLine(unittest.TestCase):
                 self.assertNotIn("last error", done.stderr)
         self.expect(OK, "wait", "--for=gone", *nowhere)
 
+    def test_a_model_is_accepted_by_the_coordinator_only(self):
+        text = self.expect(UNREACHABLE, "model", "accept", "--endpoint", "127.0.0.1:1").stderr
+        self.assertIn("removing model.digests from its --state-dir", text)
+
     def test_a_state_directory_without_a_group(self):
         with folder() as path:
             for arguments in (["status"], ["down"], ["bench", "--layer", "0"]):
@@ -242,7 +248,8 @@ class CommandLine(unittest.TestCase):
     def test_a_state_directory_that_others_may_write_to_is_refused(self):
         with folder() as path:
             os.chmod(path, 0o777)
-            self.expect(PERMISSION, "status", "--state-dir", path)
+            text = self.expect(PERMISSION, "status", "--state-dir", path).stderr
+            self.assertIn("has mode 0777: other users may write to it; chmod go-w", text)
             self.expect(PERMISSION, "up", "--model", model_directory(FAMILY), "--state-dir", path)
             link = path + ".link"
             os.symlink("/etc", link)
@@ -529,6 +536,7 @@ class UpAndDown(unittest.TestCase):
                 text = self.on_a_full_disk("replace", *here)
                 self.assertIn("cannot write group.json: File too large", text)
                 self.assertNotIn("starting", text)
+                self.assertFalse(os.path.exists(os.path.join(state, "group.json.new")))
                 # The disk becomes full after the start of the first worker.
                 os.kill(second["pid"], signal.SIGSTOP)
                 wait_until(lambda: all(worker["state"] == "GONE" for worker in json.loads(
@@ -543,6 +551,7 @@ class UpAndDown(unittest.TestCase):
                     _, text = replace.communicate(timeout=60)
                 print(text)
                 self.assertIn("replace killed the daemons", text)
+                self.assertFalse(os.path.exists(os.path.join(state, "group.json.new")))
                 self.assertEqual(self.processes(state), before)
                 self.assertFalse(run("version", "--endpoint", first["endpoint"]).returncode == OK)
             finally:
@@ -708,9 +717,16 @@ class UpAndDown(unittest.TestCase):
             byhand = None
             try:
                 coordinator, _, victim = self.processes(state)
+
+                def seen():
+                    status = json.loads(run("status", "-o", "json", *here).stdout)
+                    return status["state"], int(status["epoch"])
+
+                _, epoch = seen()
                 self.kill(victim)
                 byhand = subprocess.Popen(victim["command"], stderr=subprocess.DEVNULL)
-                self.assertEqual(run("wait", "--timeout", "60", *here).returncode, OK)
+                # Not `wait`: the coordinator may not have noticed the loss yet.
+                wait_until(lambda: seen()[0] == "SERVING" and seen()[1] > epoch)
                 self.kill(coordinator)
                 down = run("down", *here)
                 print(down.stderr)

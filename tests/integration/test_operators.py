@@ -6,12 +6,15 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import unittest
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
+from certificates import Certificates  # noqa: E402
 from group import MOECTL, group, main, model_directory, wait_until
 
-OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = range(8)
+OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT, WARNING = range(9)
 NOWHERE = tempfile.TemporaryDirectory(prefix="moed-test-")
 
 
@@ -132,6 +135,59 @@ class Reading(unittest.TestCase):
         self.assertIn("WORKER_JOINED", text)
         self.assertEqual(self.document("describe")["group"]["state"], "SERVING")
         self.assertEqual(run("describe", "worker", "9", *self.at).returncode, NOT_FOUND)
+
+
+class Checks(unittest.TestCase):
+    def setUp(self):
+        self.state = tempfile.mkdtemp(prefix="moed-test-")
+        self.certificates = Certificates()
+        c = self.certificates
+        c.ca("ca")
+        c.pair("server", "ca", "DNS:localhost,IP:127.0.0.1", days=10)
+        self.here = ("--state-dir", self.state)
+        done = run("up", "--model", model_directory("qwen3_moe"), "--workers", "2", "--port", "0",
+                   "--detach", "--tls-certificate", c.pem("server"), "--tls-key", c.key("server"),
+                   *self.here)
+        self.assertEqual(done.returncode, OK, done.stderr)
+
+    def tearDown(self):
+        run("down", "--force", *self.here)
+        shutil.rmtree(self.state, ignore_errors=True)
+        self.certificates.__exit__()
+
+    def processes(self):
+        with open(os.path.join(self.state, "group.json"), encoding="ascii") as file:
+            return json.load(file)["processes"]
+
+    def health(self, code):
+        done = run("health", "-o", "json", "--timeout", "60", *self.here)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        said = json.loads(done.stdout)
+        return said, {(c["code"], c["subject"]) for c in said["checks"] if c["result"] != "OK"}
+
+    def test_checks_find_what_is_wrong(self):
+        expiry = {("CERTIFICATE_EXPIRY", s) for s in ("coordinator", "slot 0", "slot 1")}
+        said, wrong = self.health(WARNING)
+        self.assertEqual(said["result"], "WARNING")
+        # A busy machine may have refused a worker, or ended an epoch.
+        self.assertEqual(wrong - {("GROUP_STABLE", "group"), ("WORKER_REFUSED", "group")}, expiry)
+        self.assertGreater(len(said["checks"]), 15)
+        text = run("health", *self.here).stdout.splitlines()
+        self.assertEqual(text[0], "WARNING: %d checks" % len(said["checks"]))
+        self.assertEqual(len(text), 2 + len(wrong))
+        detail = run("health", "--detail", *self.here).stdout.splitlines()
+        self.assertEqual(len(detail), 2 + len(said["checks"]))
+
+        os.kill(self.processes()[2]["pid"], signal.SIGKILL)
+        wait_until(lambda: run("status", *self.here).returncode == UNHEALTHY)
+        said, wrong = self.health(UNHEALTHY)
+        self.assertEqual(said["result"], "CRITICAL")
+        self.assertLessEqual({("GROUP_SERVING", "group"), ("SLOTS_TAKEN", "group"),
+                              ("GROUP_STABLE", "group"), ("WORKER_LEASE", "slot 1"),
+                              ("CERTIFICATE_EXPIRY", "slot 0")}, wrong)
+        os.kill(self.processes()[0]["pid"], signal.SIGKILL)
+        _, wrong = self.health(UNREACHABLE)
+        self.assertEqual(wrong, {("COORDINATOR_ANSWERS", "coordinator")})
 
 
 class Watching(unittest.TestCase):

@@ -168,6 +168,7 @@ class ThirdPartyClients(unittest.TestCase):
     def test_health_check_is_honest_per_service(self):
         self.assertEqual(self.health(""), 1)
         self.assertEqual(self.health("moe.v1.ExpertService"), 1)
+        self.assertEqual(self.health("moed.live"), 1)
         with self.assertRaises(grpc.RpcError) as refused:
             self.health("no.such.Service")
         self.assertEqual(refused.exception.code(), grpc.StatusCode.NOT_FOUND)

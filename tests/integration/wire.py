@@ -91,42 +91,35 @@ def error_worker(error):
     return ""
 
 
+def _call(channel, service, method, request, answer, timeout):
+    """Makes one unary call; `request` is a message object or raw bytes."""
+    raw = request if isinstance(request, bytes) else request.SerializeToString()
+    call = channel.unary_unary(f"/moe.v1.{service}/{method}",
+                               response_deserializer=answer.FromString)
+    return call(raw, timeout=timeout)
+
+
 def train(channel, name, request, timeout=30):
     """Makes one call of TrainingService; returns its answer."""
-    call = channel.unary_unary(
-        "/moe.v1.TrainingService/" + name,
-        response_deserializer=getattr(training, name + "Response").FromString)
-    return call(request.SerializeToString(), timeout=timeout)
+    return _call(channel, "TrainingService", name, request, getattr(training, name + "Response"),
+                 timeout)
 
 
 def forward(channel, request, timeout=30):
     """Sends a Forward, a message object or raw bytes; returns the ForwardResponse."""
-    raw = request if isinstance(request, bytes) else request.SerializeToString()
-    call = channel.unary_unary(
-        "/moe.v1.ExpertService/Forward",
-        response_deserializer=expert.ForwardResponse.FromString)
-    return call(raw, timeout=timeout)
+    return _call(channel, "ExpertService", "Forward", request, expert.ForwardResponse, timeout)
 
 
 def get_status(channel, timeout=10):
-    call = channel.unary_unary(
-        "/moe.v1.AdminService/GetStatus",
-        request_serializer=admin.GetStatusRequest.SerializeToString,
-        response_deserializer=admin.GetStatusResponse.FromString)
-    return call(admin.GetStatusRequest(), timeout=timeout)
+    return _call(channel, "AdminService", "GetStatus", admin.GetStatusRequest(),
+                 admin.GetStatusResponse, timeout)
 
 
 def get_server_info(channel, timeout=10):
-    call = channel.unary_unary(
-        "/moe.v1.ExpertService/GetServerInfo",
-        request_serializer=expert.GetServerInfoRequest.SerializeToString,
-        response_deserializer=expert.GetServerInfoResponse.FromString)
-    return call(expert.GetServerInfoRequest(), timeout=timeout)
+    return _call(channel, "ExpertService", "GetServerInfo", expert.GetServerInfoRequest(),
+                 expert.GetServerInfoResponse, timeout)
 
 
 def get_model(channel, timeout=10):
-    call = channel.unary_unary(
-        "/moe.v1.ExpertService/GetModel",
-        request_serializer=expert.GetModelRequest.SerializeToString,
-        response_deserializer=expert.GetModelResponse.FromString)
-    return call(expert.GetModelRequest(), timeout=timeout)
+    return _call(channel, "ExpertService", "GetModel", expert.GetModelRequest(),
+                 expert.GetModelResponse, timeout)

@@ -136,6 +136,18 @@ struct moe_status deliveries_sink(void *ctx, enum moe_weight weight, uint32_t ex
     return moe_ok();
 }
 
+struct moe_status fixture_ignore(void *ctx, enum moe_weight weight, uint32_t expert,
+                                 enum moe_dtype dtype, const void *data, size_t bytes)
+{
+    (void)ctx;
+    (void)weight;
+    (void)expert;
+    (void)dtype;
+    (void)data;
+    (void)bytes;
+    return moe_ok();
+}
+
 void deliveries_progress(void *ctx, uint64_t read_bytes)
 {
     struct deliveries *d = ctx;

@@ -57,6 +57,9 @@ struct deliveries {
 
 struct moe_status deliveries_sink(void *ctx, enum moe_weight weight, uint32_t expert,
                                   enum moe_dtype dtype, const void *data, size_t bytes);
+/* A sink that takes everything and keeps nothing. */
+struct moe_status fixture_ignore(void *ctx, enum moe_weight weight, uint32_t expert,
+                                 enum moe_dtype dtype, const void *data, size_t bytes);
 void deliveries_progress(void *ctx, uint64_t read_bytes);
 /* The one delivery of this weight; fails the test when there is none or more than one. */
 const struct delivery *deliveries_find(const struct deliveries *d, enum moe_weight weight,

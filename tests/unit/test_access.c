@@ -70,15 +70,21 @@ static struct moe_access *make(bool open, uint32_t anonymous, bool with_rules, b
 
 static struct moe_access_caller tls(const char *name)
 {
-    return (struct moe_access_caller){MOE_ACCESS_TLS, name, 0};
+    return (struct moe_access_caller){.link = MOE_ACCESS_TLS, .name = name};
 }
 
 static struct moe_access_caller unix_uid(uint32_t uid)
 {
-    return (struct moe_access_caller){MOE_ACCESS_UNIX, "", uid};
+    return (struct moe_access_caller){.link = MOE_ACCESS_UNIX, .name = "", .uid = uid};
 }
 
-static const struct moe_access_caller tcp = {MOE_ACCESS_TCP, "", 0};
+static struct moe_access_caller operator_uid(uint32_t uid)
+{
+    return (struct moe_access_caller){
+        .link = MOE_ACCESS_UNIX, .name = "", .uid = uid, .is_operator = true};
+}
+
+static const struct moe_access_caller tcp = {.link = MOE_ACCESS_TCP, .name = ""};
 
 static enum moe_code ask(struct moe_access *a, struct moe_access_caller caller, const char *path,
                          const char *token)
@@ -144,6 +150,23 @@ static void the_token_of_the_group_has_all_roles(void **state)
     assert_int_equal(ask(a, tcp, FORWARD, "short"), MOE_UNAUTHENTICATED);
     assert_int_equal(ask(a, tcp, FORWARD, ""), MOE_UNAUTHENTICATED);
     assert_int_equal(ask(a, tcp, HEALTH, ""), MOE_OK);
+    moe_access_destroy(a);
+}
+
+static void an_operators_socket_adds_the_role_admin_and_no_other(void **state)
+{
+    (void)state;
+    struct moe_access *a = make(false, MOE_ROLE_CLIENT, false, false);
+    assert_int_equal(ask(a, operator_uid(1002), SHUTDOWN, ""), MOE_OK);
+    assert_int_equal(ask(a, operator_uid(1002), FORWARD, ""), MOE_OK);
+    assert_int_equal(ask(a, operator_uid(1002), STEP, ""), MOE_PERMISSION_DENIED);
+    assert_false(speaks(a, operator_uid(1002), "", "w1"));
+    moe_access_destroy(a);
+    write_rules();
+    a = make(false, 0, true, false);
+    assert_int_equal(ask(a, operator_uid(1001), STEP, ""), MOE_OK); /* by its entry */
+    assert_int_equal(ask(a, operator_uid(1001), SHUTDOWN, ""), MOE_OK);
+    assert_int_equal(ask(a, operator_uid(1002), STEP, ""), MOE_PERMISSION_DENIED);
     moe_access_destroy(a);
 }
 
@@ -260,7 +283,7 @@ static void a_token_that_others_can_read_is_refused(void **state)
     write_file(token_path, "", 0600);
     assert_int_equal(read_token(), MOE_INVALID_ARGUMENT);
     assert_int_equal(remove(token_path), 0);
-    assert_int_equal(read_token(), MOE_FAILED_PRECONDITION);
+    assert_int_equal(read_token(), MOE_NOT_FOUND);
     assert_int_equal(mkfifo(token_path, 0600), 0);
     assert_int_equal(read_token(), MOE_FAILED_PRECONDITION);
     assert_int_equal(remove(token_path), 0);
@@ -375,6 +398,7 @@ int main(void)
         cmocka_unit_test(without_files_the_owner_may_all_and_tcp_is_a_client),
         cmocka_unit_test(open_means_every_caller_may_everything_known),
         cmocka_unit_test(the_token_of_the_group_has_all_roles),
+        cmocka_unit_test(an_operators_socket_adds_the_role_admin_and_no_other),
         cmocka_unit_test(certificates_have_the_roles_of_their_name),
         cmocka_unit_test(a_worker_speaks_only_for_its_own_ids),
         cmocka_unit_test(a_token_decides_alone),

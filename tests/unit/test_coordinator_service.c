@@ -644,6 +644,21 @@ static void check_events(uint64_t after, const Moe__V1__EventKind *kinds, size_t
     moe__v1__list_events_response__free_unpacked(r, NULL);
 }
 
+/* GetMetrics has the page of the HTTP endpoint. */
+static void check_answered_metrics(const char *want)
+{
+    static uint8_t bytes[65536];
+    struct moe_status st;
+    Moe__V1__GetMetricsRequest request = MOE__V1__GET_METRICS_REQUEST__INIT;
+    size_t length =
+        call_admin("/moe.v1.AdminService/GetMetrics", &request.base, bytes, sizeof bytes, &st);
+    assert_ok(st);
+    Moe__V1__GetMetricsResponse *r = moe__v1__get_metrics_response__unpack(NULL, length, bytes);
+    assert_non_null(r);
+    assert_non_null(strstr(r->text, want));
+    moe__v1__get_metrics_response__free_unpacked(r, NULL);
+}
+
 static void check_metrics(const char *want)
 {
     char text[16384] = "";
@@ -680,7 +695,10 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
                                          MOE__V1__EVENT_KIND__EVENT_KIND_EPOCH_SERVING};
     check_events(0, formed, 5, -1);
     check_metrics("\nmoe_group_epoch 1\n");
+    check_answered_metrics("\nmoe_group_epoch 1\n");
     check_metrics("\nmoe_group_state{state=\"serving\"} 1\n");
+    check_metrics("\nmoe_group_slots 3\n");
+    check_metrics("\nmoe_group_recovery_seconds_count 0\n"); /* there was nothing to recover */
     send_try_again(&w[1]); /* no attempt is possible, and the request is answered */
     expect_and_free(&w[1], MOE__V1__SESSION_RESPONSE__BODY_TRYING_AGAIN);
 
@@ -705,6 +723,7 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
     assert_int_equal(form(w), 2);
     check_serving(2);
     check_metrics("\nmoe_group_reforms_total{reason=\"left\"} 1\n");
+    check_metrics("\nmoe_group_recovery_seconds_count 1\n");
     shut_down(w);
 }
 

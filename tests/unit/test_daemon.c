@@ -5,6 +5,7 @@
 #include "daemon/hangup.h"
 #include "daemon/log.h"
 #include "support/check.h"
+#include "support/directory.h"
 
 #include <fcntl.h>
 #include <signal.h>
@@ -16,7 +17,7 @@ static const char *name;
 static unsigned runs;
 static struct moe_status outcome;
 static bool insecure, announces;
-static const char *metrics_listen;
+static const char *metrics_listen, *token_file, *admin_socket_dir;
 
 static bool was_given;
 
@@ -33,6 +34,8 @@ static struct moe_status run(const struct moe_daemon_settings *common, void *ctx
     runs++;
     insecure = common->insecure;
     metrics_listen = common->metrics_listen;
+    token_file = common->token_file;
+    admin_socket_dir = common->admin_socket_dir;
     if (announces)
         MOE_TRY(moe_daemon_announce(common, "127.0.0.1:4711"));
     return outcome;
@@ -118,6 +121,30 @@ static void a_good_start_runs_once_and_its_failure_is_the_exit_code(void **state
     assert_int_equal(START("--name", "a", "--log-format", "text"), 1);
     assert_int_equal(runs, 1);
     outcome = moe_ok();
+}
+
+static void credentials_of_the_service_manager_are_settings_unless_given(void **state)
+{
+    char directory[MOE_TEST_DIRECTORY_BYTES], path[MOE_TEST_DIRECTORY_BYTES + 32];
+    (void)state;
+    assert_true(moe_test_directory("daemon", directory));
+    assert_int_equal(setenv("CREDENTIALS_DIRECTORY", directory, 1), 0);
+    assert_int_equal(START("--name", "a"), 0);
+    assert_null(token_file);
+    (void)snprintf(path, sizeof path, "%s/moed.token-file", directory);
+    int fd = open(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0400);
+    assert_true(fd >= 0);
+    close(fd);
+    assert_int_equal(START("--name", "a", "--admin-socket-dir", "/run/x"), 0);
+    assert_string_equal(token_file, path);
+    assert_string_equal(admin_socket_dir, "/run/x");
+    assert_int_equal(START("--name", "a", "--token-file", "/t"), 0);
+    assert_string_equal(token_file, "/t");
+    assert_int_equal(unsetenv("CREDENTIALS_DIRECTORY"), 0);
+    assert_int_equal(START("--name", "a"), 0);
+    assert_null(token_file);
+    assert_int_equal(unlink(path), 0);
+    assert_int_equal(rmdir(directory), 0);
 }
 
 static void help_and_version_start_no_daemon(void **state)
@@ -212,15 +239,47 @@ static void sighup_reopens_the_log_file_and_the_daemon_goes_on(void **state)
     assert_int_equal(unlink(path) | rmdir(directory), 0);
 }
 
+/* An open of a FIFO without a reader would wait for one. */
+static void a_log_file_that_can_block_is_refused(void **state)
+{
+    (void)state;
+    char directory[] = "/tmp/moe-daemon-XXXXXX";
+    static char path[64]; /* the log keeps the pointer */
+    assert_non_null(mkdtemp(directory));
+    snprintf(path, sizeof path, "%s/fifo", directory);
+    assert_int_equal(mkfifo(path, 0600), 0);
+    int without_reader = START("--name", "a", "--log-file", path);
+    int reader = open(path, O_RDONLY | O_NONBLOCK);
+    int with_reader = START("--name", "a", "--log-file", path);
+    char byte;
+    assert_int_equal(read(reader, &byte, 1), 0); /* no line went there */
+    close(reader);
+    assert_int_equal(unlink(path), 0);
+    assert_int_equal(symlink("/dev/null", path), 0);
+    int out = dup(STDOUT_FILENO), err = dup(STDERR_FILENO);
+    int device = START("--name", "a", "--log-file", path);
+    int flags = fcntl(STDERR_FILENO, F_GETFL);
+    assert_true(dup2(out, STDOUT_FILENO) >= 0 && dup2(err, STDERR_FILENO) >= 0);
+    close(out);
+    close(err);
+    assert_int_equal(unlink(path) | rmdir(directory), 0);
+    assert_int_equal(without_reader, 1);
+    assert_int_equal(with_reader, 1);
+    assert_int_equal(device, 0);
+    assert_int_equal(flags & (O_NONBLOCK | O_APPEND), O_APPEND);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_good_start_runs_once_and_its_failure_is_the_exit_code),
         cmocka_unit_test(help_and_version_start_no_daemon),
+        cmocka_unit_test(credentials_of_the_service_manager_are_settings_unless_given),
         cmocka_unit_test(impossible_settings_are_refused_at_the_start),
         cmocka_unit_test(check_config_runs_nothing),
         cmocka_unit_test(the_address_is_written_once_as_a_line),
         cmocka_unit_test(sighup_reopens_the_log_file_and_the_daemon_goes_on),
+        cmocka_unit_test(a_log_file_that_can_block_is_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

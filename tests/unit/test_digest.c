@@ -15,18 +15,6 @@
 
 /* ------------------------------------------------------------------ loading */
 
-static struct moe_status ignore(void *ctx, enum moe_weight weight, uint32_t expert,
-                                enum moe_dtype dtype, const void *data, size_t bytes)
-{
-    (void)ctx;
-    (void)weight;
-    (void)expert;
-    (void)dtype;
-    (void)data;
-    (void)bytes;
-    return moe_ok();
-}
-
 /* A backend that reads for itself: pieces of `*ctx` bytes, the last one first; none if 0. */
 static struct moe_status read_pieces(void *ctx, enum moe_weight weight, uint32_t expert,
                                      enum moe_dtype dtype, const struct moe_weight_source *source,
@@ -55,7 +43,7 @@ static void add_digests(const struct moe_model *m, size_t i, const uint32_t *exp
 {
     struct moe_digester *d;
     assert_ok(moe_digester_create(m, 2, &d));
-    assert_ok(moe_model_stream_layer(m, i, experts, count, ignore,
+    assert_ok(moe_model_stream_layer(m, i, experts, count, fixture_ignore,
                                      piece != NULL ? read_pieces : NULL, piece, d, NULL, NULL));
     assert_ok(moe_digester_finish(d, t));
     moe_digester_destroy(d);

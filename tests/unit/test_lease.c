@@ -100,11 +100,13 @@ static void the_gate_shows_what_the_time_left_suffices_for(void **state)
     now_ns = MOE_NS_PER_S;
     assert_false(moe_lease_gate_held(&g));
     assert_int_equal(moe_lease_gate_remaining_ns(&g), 0);
+    assert_int_equal(moe_lease_gate_heartbeat_age_ns(&g), 0); /* none was answered */
     moe_lease_on_answered(&l, moe_lease_on_sent(&l, now_ns), TERM / 10);
     moe_lease_gate_set(&g, &l);
     assert_true(moe_lease_gate_held(&g) && moe_lease_gate_covers_change(&g) &&
                 moe_lease_gate_covers_group(&g));
     now_ns += TERM * 4 / 10; /* another member may have only half of it left */
+    assert_int_equal(moe_lease_gate_heartbeat_age_ns(&g), TERM * 4 / 10);
     assert_true(moe_lease_gate_held(&g) && moe_lease_gate_covers_change(&g));
     assert_false(moe_lease_gate_covers_group(&g));
     now_ns += TERM * 2 / 10;
@@ -113,6 +115,7 @@ static void the_gate_shows_what_the_time_left_suffices_for(void **state)
     now_ns += TERM * 4 / 10;
     assert_false(moe_lease_gate_held(&g));
     assert_int_equal(moe_lease_gate_remaining_ns(&g), 0);
+    assert_int_equal(moe_lease_gate_heartbeat_age_ns(&g), TERM); /* it grows without a lease, too */
     assert_true(moe_lease_gate_held(NULL) && moe_lease_gate_covers_group(NULL));
 }
 

@@ -335,10 +335,30 @@ static void a_socket_file_in_use_is_refused_and_a_stale_one_replaced(void **stat
     assert_int_equal(rmdir(s.directory), 0);
 }
 
+static void the_socket_of_a_group_is_open_to_it_and_to_no_one_else(void **state)
+{
+    char directory[MOE_TEST_DIRECTORY_BYTES], address[160], path[128];
+    struct stat folder, file;
+    struct moe_listener *l;
+    (void)state;
+    assert_true(moe_test_directory("listener", directory));
+    snprintf(path, sizeof path, "%s/sock", directory);
+    snprintf(address, sizeof address, "127.0.0.1:0,unix-group:%s", path);
+    assert_ok(moe_listener_open(&(struct moe_listener_config){.addresses = address}, &l));
+    assert_int_equal(stat(directory, &folder), 0);
+    assert_int_equal(lstat(path, &file), 0);
+    assert_int_equal(file.st_mode & 07777, 0660);
+    assert_int_equal(file.st_gid, folder.st_gid);
+    moe_listener_destroy(l);
+    assert_int_equal(access(path, F_OK), -1);
+    assert_int_equal(rmdir(directory), 0);
+}
+
 static void bad_addresses_are_refused(void **state)
 {
     static const char *const bad[] = {
         "unix:",
+        "unix-group:",
         "unix:relative/path",
         "127.0.0.1:0,",
         ",127.0.0.1:0",
@@ -882,6 +902,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_kernel_says_who_connects),
         cmocka_unit_test(a_socket_file_in_use_is_refused_and_a_stale_one_replaced),
+        cmocka_unit_test(the_socket_of_a_group_is_open_to_it_and_to_no_one_else),
         cmocka_unit_test(bad_addresses_are_refused),
         cmocka_unit_test(bytes_arrive_whole_and_in_order_both_ways),
         cmocka_unit_test(what_the_server_sent_arrives_before_the_end),

@@ -120,6 +120,31 @@ static void a_session_directory_that_cannot_be_used_gives_way(void **state)
     assert_int_equal(setenv("MOED_RUNTIME_DIR", runtime, 1), 0);
 }
 
+/* Some build systems and containers have such names. */
+static void a_session_directory_of_a_long_name_gives_way(void **state)
+{
+    char name[MOE_LOCAL_PATH_BYTES + 40], path[MOE_LOCAL_PATH_BYTES];
+    (void)state;
+    assert_int_equal(unsetenv("MOED_RUNTIME_DIR"), 0);
+    for (size_t length = 60; length < sizeof name; length++) {
+        int n = snprintf(name, sizeof name, "%s/", root);
+        memset(name + n, 'x', length - (size_t)n);
+        name[length] = '\0';
+        assert_int_equal(mkdir(name, 0700), 0);
+        assert_int_equal(setenv("XDG_RUNTIME_DIR", name, 1), 0);
+        assert_ok(moe_local_listen_path(path));
+        bool taken = strstr(path, name) == path;
+        assert_int_equal(taken, length <= 80);
+        /* A listener puts a port in place of the '*'. */
+        assert_true(!taken || strlen(path) + strlen("65535") - 1 < sizeof path);
+        (void)snprintf(path, sizeof path, "%.*s/moed", (int)sizeof path - 8, name);
+        assert_int_equal(taken ? rmdir(path) : 0, 0);
+        assert_int_equal(rmdir(name), 0);
+    }
+    assert_int_equal(setenv("XDG_RUNTIME_DIR", root, 1), 0);
+    assert_int_equal(setenv("MOED_RUNTIME_DIR", runtime, 1), 0);
+}
+
 static void a_directory_of_a_long_name_is_refused(void **state)
 {
     char name[200], path[MOE_LOCAL_PATH_BYTES];
@@ -131,6 +156,54 @@ static void a_directory_of_a_long_name_is_refused(void **state)
     assert_refused(moe_local_listen_path(path), MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID);
     assert_false(moe_local_find("127.0.0.1:7700", path));
     assert_int_equal(setenv("MOED_RUNTIME_DIR", runtime, 1), 0);
+}
+
+/* What a listener does for operators. */
+static int put_admin_socket(const char *directory, char path[MOE_LOCAL_PATH_BYTES])
+{
+    char pattern[MOE_LOCAL_PATH_BYTES];
+    struct sockaddr_un at = {.sun_family = AF_UNIX};
+    assert_ok(moe_local_admin_path(directory, pattern));
+    const char *star = strchr(pattern, '*');
+    assert_non_null(star);
+    (void)snprintf(path, MOE_LOCAL_PATH_BYTES, "%.*s7700%s", (int)(star - pattern), pattern,
+                   star + 1);
+    memcpy(at.sun_path, path, strlen(path) + 1);
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_true(fd >= 0);
+    assert_int_equal(bind(fd, (const struct sockaddr *)&at, sizeof at), 0);
+    assert_int_equal(listen(fd, 16), 0);
+    return fd;
+}
+
+static void operators_find_their_socket_where_only_the_owner_writes(void **state)
+{
+    char admin[96], made[MOE_LOCAL_PATH_BYTES], path[MOE_LOCAL_PATH_BYTES];
+    (void)state;
+    (void)snprintf(admin, sizeof admin, "%s/admin", root);
+    assert_refused(moe_local_admin_path(admin, path), MOE_FAILED_PRECONDITION, MOE_REASON_IO);
+    assert_refused(moe_local_admin_path("run/admin", path), MOE_INVALID_ARGUMENT,
+                   MOE_REASON_CONFIG_INVALID);
+    assert_int_equal(mkdir(admin, 0750), 0);
+    assert_int_equal(setenv("MOED_ADMIN_DIR", admin, 1), 0);
+    assert_false(moe_local_find_admin("127.0.0.1:7700", path));
+    int listener = put_admin_socket(admin, made);
+    assert_true(moe_local_find_admin("127.0.0.1:7700", path));
+    assert_string_equal(path, made);
+    assert_false(moe_local_find_admin("10.0.0.1:7700", path));
+    assert_false(moe_local_find("127.0.0.1:7700", path)); /* it is not the user's */
+    const mode_t open_to[] = {0770, 0757};
+    for (size_t i = 0; i < 2; i++) {
+        assert_int_equal(chmod(admin, open_to[i]), 0);
+        assert_false(moe_local_find_admin("127.0.0.1:7700", path));
+        assert_refused(moe_local_admin_path(admin, path), MOE_FAILED_PRECONDITION, MOE_REASON_IO);
+    }
+    assert_int_equal(chmod(admin, 0750), 0);
+    close(listener);
+    assert_false(moe_local_find_admin("127.0.0.1:7700", path));
+    assert_int_equal(unlink(made), 0);
+    assert_int_equal(rmdir(admin), 0);
+    assert_int_equal(unsetenv("MOED_ADMIN_DIR"), 0);
 }
 
 static int make_root(void **state)
@@ -159,7 +232,9 @@ int main(void)
         cmocka_unit_test(only_old_sockets_of_killed_daemons_are_removed),
         cmocka_unit_test(a_directory_that_others_can_use_does_not_count),
         cmocka_unit_test(a_session_directory_that_cannot_be_used_gives_way),
+        cmocka_unit_test(a_session_directory_of_a_long_name_gives_way),
         cmocka_unit_test(a_directory_of_a_long_name_is_refused),
+        cmocka_unit_test(operators_find_their_socket_where_only_the_owner_writes),
     };
     return cmocka_run_group_tests(tests, make_root, remove_root);
 }

@@ -621,6 +621,26 @@ static void a_worker_too_many_learns_when_a_slot_may_become_free(void **unused)
     assert_in_range(closed_with.retry_after_ms, 1, LEASE_MS + 1);
 }
 
+/* The name of a tensor, and what to do, stand at its end. */
+static void the_reason_of_a_refusal_is_shown_whole(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    struct moe_status why = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH, "%s", "");
+    memset(why.text, 'x', sizeof why.text - 2);
+    why.text[sizeof why.text - 2] = '!';
+    why.text[sizeof why.text - 1] = '\0';
+    serve(s);
+    moe_membership_on_wrong_weights(m, now, s[1], &why);
+    carry_out();
+    expect_state(MOE_GROUP_DEGRADED);
+    print_message("    reason: %s\n", group().reason);
+    assert_non_null(strstr(group().reason, why.text));
+    struct moe_membership_worker w;
+    assert_true(moe_membership_worker(m, 1, &w));
+    assert_string_equal(w.error->text, why.text);
+}
+
 static void a_silent_worker_loses_its_slot_and_not_before_its_lease(void **unused)
 {
     (void)unused;
@@ -1000,6 +1020,7 @@ int main(void)
         STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
         STORY(a_living_worker_keeps_its_slot),
         STORY(the_address_of_another_worker_is_refused),
+        STORY(the_reason_of_a_refusal_is_shown_whole),
         STORY(another_identity_waits_for_the_end_of_the_lease),
         STORY(the_same_process_proves_itself_by_its_token),
         STORY(the_reason_names_the_empty_slot),

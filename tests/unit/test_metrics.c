@@ -5,6 +5,7 @@
 #include "base/wait.h"
 #include "daemon/metrics.h"
 #include "daemon/metrics_http.h"
+#include "daemon/process_metrics.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -18,6 +19,7 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -171,6 +173,80 @@ static void bad_series_are_refused(void **unused)
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
 }
 
+static struct moe_gauge *collected, *late;
+
+/* Registers a series at its second call. */
+static void count_call(void *ctx)
+{
+    int *calls = ctx;
+    if (++*calls == 2)
+        ok(moe_metrics_add_gauge(m, &(struct moe_metric_desc){.name = "late"}, &late));
+    moe_gauge_set(collected, *calls / 4.0);
+}
+
+static void collectors_run_before_each_rendering_until_they_are_removed(void **unused)
+{
+    (void)unused;
+    int calls = 0, others = 0;
+    ok(moe_metrics_add_set_counter(m, &(struct moe_metric_desc){.name = "c_total"}, &collected));
+    ok(moe_metrics_add_collector(m, count_call, &calls));
+    expect_text("# HELP c_total \n# TYPE c_total counter\nc_total 0.25\n");
+    expect_text("# HELP c_total \n# TYPE c_total counter\nc_total 0.5\n"
+                "# HELP late \n# TYPE late gauge\nlate 0\n");
+    moe_metrics_remove_collector(m, count_call, &others); /* no such one */
+    free(render());
+    assert_int_equal(calls, 3);
+    moe_metrics_remove_collector(m, count_call, &calls);
+    free(render());
+    assert_int_equal(calls, 3);
+}
+
+static double value_of(const char *text, const char *name)
+{
+    char line[96];
+    snprintf(line, sizeof line, "\n%s ", name);
+    const char *at = strstr(text, line);
+    if (at == NULL)
+        fail_msg("no series %s in\n%s", name, text);
+    return strtod(at + strlen(line), NULL);
+}
+
+static void the_figures_of_the_process_are_its_own(void **unused)
+{
+    (void)unused;
+    enum { DESCRIPTORS = 5 };
+    struct moe_process_metrics process;
+    struct rlimit files;
+    ok(moe_process_metrics_add(m, &process));
+    char *before = render();
+    double began = value_of(before, "process_cpu_seconds_total");
+    int fds[DESCRIPTORS];
+    for (int i = 0; i < DESCRIPTORS; i++)
+        assert_true((fds[i] = dup(STDOUT_FILENO)) >= 0);
+    struct timespec used;
+    do { /* the kernel counts in ticks of some milliseconds */
+        assert_int_equal(clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used), 0);
+    } while ((double)used.tv_sec + (double)used.tv_nsec * 1e-9 < began + 0.05);
+    char *after = render();
+    for (int i = 0; i < DESCRIPTORS; i++)
+        close(fds[i]);
+    assert_true(value_of(after, "process_open_fds") ==
+                value_of(before, "process_open_fds") + DESCRIPTORS);
+    assert_true(value_of(after, "process_cpu_seconds_total") > began);
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &files), 0);
+    assert_true(value_of(after, "process_max_fds") == (double)files.rlim_cur);
+    assert_true(value_of(after, "process_threads") >= 1); /* sanitizers have threads */
+    assert_true(value_of(after, "process_resident_memory_bytes") > 100e3);
+    assert_true(value_of(after, "process_virtual_memory_bytes") >
+                value_of(after, "process_resident_memory_bytes"));
+    double start = value_of(after, "process_start_time_seconds"), now = (double)time(NULL);
+    assert_true(start > now - 86400 && start < now + 86400);
+    assert_true(start == value_of(before, "process_start_time_seconds"));
+    assert_non_null(strstr(after, "# TYPE process_cpu_seconds_total counter\n"));
+    free(before);
+    free(after);
+}
+
 enum { THREADS = 4, UPDATES = 20000 };
 static struct moe_counter *shared_counter;
 static struct moe_gauge *shared_gauge;
@@ -214,9 +290,11 @@ static void no_update_is_lost_among_threads(void **unused)
 
 static atomic_bool well;
 
-static bool is_well(void *ctx)
+/* Conditions of a daemon that is alive, and ready once it is well. */
+static void add_conditions(void *ctx, struct moe_health *v)
 {
-    return atomic_load((atomic_bool *)ctx);
+    bool is_well = atomic_load((atomic_bool *)ctx);
+    moe_health_add(v, "view", is_well ? NULL : "NO_VIEW", false, "a condition");
 }
 
 /* A connection on which `text` has been sent. */
@@ -251,8 +329,10 @@ static void prometheus_and_probes_are_answered(void **unused)
     struct moe_counter *c;
     ok(moe_metrics_add_counter(m, &(struct moe_metric_desc){.name = "moe_c_total"}, &c));
     moe_counter_add(c, 5);
-    struct moe_metrics_http_config config = {
-        .listen = "127.0.0.1:0", .metrics = m, .healthy = is_well, .ctx = &well};
+    struct moe_progress *p;
+    ok(moe_progress_create(&(struct moe_progress_config){.step_ns = 1, .limit_ns = 1}, &p));
+    moe_progress_set_conditions(p, add_conditions, &well);
+    struct moe_metrics_http_config config = {.listen = "127.0.0.1:0", .metrics = m, .progress = p};
     struct moe_metrics_http *h;
     ok(moe_metrics_http_start(&config, &h));
     uint16_t port = moe_metrics_http_port(h);
@@ -261,9 +341,19 @@ static void prometheus_and_probes_are_answered(void **unused)
     assert_non_null(strstr(a, " 200 OK"));
     assert_non_null(strstr(a, "text/plain; version=0.0.4"));
     assert_non_null(strstr(a, "\nmoe_c_total 5\n"));
-    assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 503 "));
-    atomic_store(&well, true);
-    assert_non_null(strstr(ask(port, "GET /healthz HTTP/1.0\r\n\r\n"), " 200 OK"));
+    for (size_t i = 0; i < 2; i++) {
+        static const char *const ready[] = {"GET /healthz HTTP/1.0\r\n\r\n",
+                                            "GET /readyz?verbose HTTP/1.0\r\n\r\n"};
+        atomic_store(&well, false);
+        a = ask(port, ready[i]);
+        assert_non_null(strstr(a, " 503 "));
+        assert_non_null(strstr(a, "\r\n\r\n[-] view NO_VIEW: a condition\nnot ready\n"));
+        assert_non_null(strstr(ask(port, "GET /livez HTTP/1.0\r\n\r\n"), "\r\n\r\nok\n"));
+        atomic_store(&well, true);
+        assert_non_null(strstr(ask(port, ready[i]), " 200 OK"));
+    }
+    assert_non_null(strstr(ask(port, "GET /readyz?verbose=1 HTTP/1.0\r\n\r\n"),
+                           "\r\n\r\n[+] view: a condition\nok\n"));
     assert_non_null(strstr(ask(port, "GET /etc/passwd HTTP/1.0\r\n\r\n"), " 404 "));
     assert_non_null(
         strstr(ask(port, "POST /metrics HTTP/1.0\r\nContent-Length: 3\r\n\r\nabc"), " 405 "));
@@ -277,6 +367,7 @@ static void prometheus_and_probes_are_answered(void **unused)
     struct moe_status st = moe_metrics_http_start(&config, &second);
     assert_int_equal(st.code, MOE_UNAVAILABLE);
     moe_metrics_http_stop(h);
+    moe_progress_destroy(p);
 }
 
 static void bad_addresses_are_refused(void **unused)
@@ -413,6 +504,8 @@ int main(void)
         METRICS_TEST(odd_numbers_are_written_as_prometheus_reads_them),
         METRICS_TEST(bad_series_are_refused),
         METRICS_TEST(no_update_is_lost_among_threads),
+        METRICS_TEST(collectors_run_before_each_rendering_until_they_are_removed),
+        METRICS_TEST(the_figures_of_the_process_are_its_own),
         METRICS_TEST(prometheus_and_probes_are_answered),
         METRICS_TEST(a_flood_of_half_requests_shuts_nobody_out),
         METRICS_TEST(a_byte_now_and_then_keeps_no_connection),

@@ -95,18 +95,6 @@ static void write_back(const struct moe_model *m, int to, struct moe_digest_tabl
     moe_digester_destroy(d);
 }
 
-static struct moe_status ignore(void *ctx, enum moe_weight weight, uint32_t expert,
-                                enum moe_dtype dtype, const void *data, size_t bytes)
-{
-    (void)ctx;
-    (void)weight;
-    (void)expert;
-    (void)dtype;
-    (void)data;
-    (void)bytes;
-    return moe_ok();
-}
-
 /* The digests that a reader of `m` computes. */
 static void add_read(const struct moe_model *m, struct moe_digest_table *all)
 {
@@ -116,7 +104,8 @@ static void add_read(const struct moe_model *m, struct moe_digest_table *all)
         uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(m, i)->experts;
         for (uint32_t e = 0; e < n; e++)
             experts[e] = e;
-        assert_ok(moe_model_stream_layer(m, i, experts, n, ignore, NULL, NULL, d, NULL, NULL));
+        assert_ok(
+            moe_model_stream_layer(m, i, experts, n, fixture_ignore, NULL, NULL, d, NULL, NULL));
         assert_ok(moe_digester_finish(d, all));
     }
     moe_digester_destroy(d);

@@ -735,6 +735,8 @@ static void requests_tokens_and_errors_are_counted(void **state)
                    MOE_REASON_NONFINITE_LOGITS);
     assert_true(metric("moe_requests_total{rpc=\"Forward\",code=\"OK\"} ") == 2);
     assert_true(metric("moe_requests_total{rpc=\"Forward\",code=\"INVALID_ARGUMENT\"} ") == 1);
+    assert_true(metric("moe_refused_total{reason=\"NONFINITE_LOGITS\"} ") == 1);
+    assert_true(metric("moe_refused_total{reason=\"INVALID_ARGUMENT\"} ") == 0); /* has a reason */
     assert_true(metric("moe_request_seconds_count{rpc=\"Forward\"} ") == 3);
     assert_true(metric("\nmoe_tokens_total ") == 6);
     assert_true(metric("\nmoe_steps_total ") == 3);

@@ -108,6 +108,56 @@ static void a_restart_finds_the_last_state(void **unused)
     }
 }
 
+static void refuse_open(enum moe_code code, const char *what)
+{
+    struct moe_membership_saved found;
+    struct moe_store *s = NULL;
+    struct moe_status st = moe_store_open(directory, &s, &found);
+    print_message("  %s\n", st.text);
+    assert_int_equal(st.code, code);
+    assert_null(s);
+    assert_non_null(strstr(st.text, what));
+    assert_non_null(strstr(st.text, directory));
+}
+
+/* Others could replace the log, and with it the epoch. */
+static void a_directory_that_others_may_write_to_is_refused(void **unused)
+{
+    (void)unused;
+    static const mode_t shared[] = {0777, 0770, 0702, 01777};
+    struct moe_membership_saved found;
+    for (size_t i = 0; i < sizeof shared / sizeof *shared; i++) {
+        assert_int_equal(chmod(directory, shared[i]), 0);
+        refuse_open(MOE_PERMISSION_DENIED, "chmod go-w");
+    }
+    if (geteuid() == 0) {
+        assert_int_equal(chmod(directory, 0700), 0);
+        assert_int_equal(chown(directory, 12345, 0), 0);
+        refuse_open(MOE_PERMISSION_DENIED, "belongs to another user (12345)");
+        assert_int_equal(chown(directory, 0, 0), 0);
+    }
+    assert_int_equal(access(log_path, F_OK), -1);
+    assert_int_equal(chmod(directory, 0755), 0);
+    moe_store_close(open_store(&found));
+}
+
+static void damage_is_reported_with_the_name_of_the_file(void **unused)
+{
+    (void)unused;
+    char link[MOE_TEST_DIRECTORY_BYTES + 16];
+    write_file((const uint8_t *)"no log at all, but long enough", 30);
+    refuse_open(MOE_DATA_LOSS, "/group.log: damaged: not a group log; move it away");
+    write_file(NULL, 0);
+    refuse_open(MOE_DATA_LOSS, "/group.log: damaged: not a group log");
+    snprintf(link, sizeof link, "%s/lock", directory);
+    assert_int_equal(unlink(log_path), 0);
+    assert_int_equal(symlink(link, log_path), 0); /* what a link names is never read or written */
+    refuse_open(MOE_UNAVAILABLE, "/group.log");
+    assert_int_equal(unlink(log_path), 0);
+    assert_int_equal(mkfifo(log_path, 0600), 0); /* an open waits for no writer */
+    refuse_open(MOE_DATA_LOSS, "not a regular file");
+}
+
 static void only_one_process_has_it_open(void **unused)
 {
     (void)unused;
@@ -371,6 +421,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         STORE_TEST(a_restart_finds_the_last_state),
         STORE_TEST(only_one_process_has_it_open),
+        STORE_TEST(a_directory_that_others_may_write_to_is_refused),
+        STORE_TEST(damage_is_reported_with_the_name_of_the_file),
         STORE_TEST(a_directory_that_cannot_be_is_named),
         STORE_TEST(the_file_stays_small),
         STORE_TEST(an_incomplete_tail_loses_no_acknowledged_epoch),

@@ -2,9 +2,11 @@
 /* kernels/base: a thread pool does each item of each job once, and each batch gets its result.
  * The pool frees all it took. Also: how many cores a process may use. */
 #include "base/cores.h"
+#include "base/thread.h"
 #include "base/thread_pool.h"
 #include "support/check.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -221,6 +223,15 @@ static void a_mask_confines(void **state)
     assert_int_equal(sched_setaffinity(0, sizeof all, &all), 0);
 }
 
+static void a_thread_that_does_not_start_has_a_name_and_a_reason(void **state)
+{
+    (void)state;
+    struct moe_status st = moe_thread_failure("moe-engine", EAGAIN);
+    assert_int_equal(st.code, MOE_RESOURCE_EXHAUSTED);
+    assert_string_equal(st.text,
+                        "cannot start the thread moe-engine: Resource temporarily unavailable");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -230,6 +241,7 @@ int main(void)
         cmocka_unit_test(jobs_of_a_failed_batch_are_not_taken),
         cmocka_unit_test(givers_on_several_threads_do_not_disturb_each_other),
         cmocka_unit_test(an_idle_pool_ends),
+        cmocka_unit_test(a_thread_that_does_not_start_has_a_name_and_a_reason),
         cmocka_unit_test(a_quota_counts_as_whole_cores),
         cmocka_unit_test(a_mask_confines),
     };

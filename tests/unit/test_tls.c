@@ -73,6 +73,10 @@ static void a_pair_that_no_client_could_use_is_refused(void **state)
     struct moe_tls *t;
     assert_ok(moe_tls_create(&with_ca, &t));
     moe_tls_destroy(t);
+    certificates_make(at, "server", "ca", "DNS:a", -DAY, 5 * DAY);
+    assert_ok(moe_tls_create(&with_ca, &t));
+    assert_in_range(moe_tls_expires(t), time(NULL) + 4 * DAY, time(NULL) + 6 * DAY);
+    moe_tls_destroy(t);
     make("leaf", "DNS:a");
     assert_int_equal(rename(certificates_file(at, "leaf", "pem"), ca_path), 0);
     check_refused("not that of a CA");

@@ -108,6 +108,32 @@ struct moe_status moectl_link_status(struct moectl_link *link, uint64_t deadline
     return st;
 }
 
+struct moe_status moectl_link_metrics(struct moectl_link *link, uint64_t deadline_ns, char **page)
+{
+    Moe__V1__GetMetricsRequest request = MOE__V1__GET_METRICS_REQUEST__INIT;
+    ProtobufCMessage *answer = NULL;
+    *page = NULL;
+    MOE_TRY(moectl_link_call(link, "/moe.v1.AdminService/GetMetrics", &request.base, deadline_ns,
+                             &moe__v1__get_metrics_response__descriptor, &answer));
+    *page = strdup(((Moe__V1__GetMetricsResponse *)answer)->text);
+    protobuf_c_message_free_unpacked(answer, NULL);
+    return *page != NULL
+               ? moe_ok()
+               : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
+}
+
+struct moe_status moectl_link_samples(struct moectl_link *link, uint64_t deadline_ns,
+                                      struct moectl_samples *out)
+{
+    char *page;
+    *out = (struct moectl_samples){0};
+    MOE_TRY(moectl_link_metrics(link, deadline_ns, &page));
+    bool parsed = moectl_samples_parse(page, out);
+    free(page);
+    return parsed ? moe_ok()
+                  : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
+}
+
 /* Asks for the info of a worker, and drops it. A coordinator answers MOE_UNIMPLEMENTED. */
 static struct moe_status probe_worker(const char *endpoint, uint64_t deadline_ns)
 {

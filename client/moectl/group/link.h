@@ -6,6 +6,7 @@
 #include "moe/v1/admin.pb-c.h"
 #include "moe/v1/expert.pb-c.h"
 #include "moectl/group/state.h"
+#include "moectl/io/samples.h"
 
 struct moectl_link;
 
@@ -23,6 +24,14 @@ struct moe_status moectl_link_server_info(struct moectl_link *link, uint64_t dea
                                           Moe__V1__GetServerInfoResponse **out) MOE_CHECKED;
 struct moe_status moectl_link_status(struct moectl_link *link, uint64_t deadline_ns,
                                      Moe__V1__GetStatusResponse **out) MOE_CHECKED;
+
+/* The daemon's metrics; free `out` also after a failure. Errors: also MOE_UNIMPLEMENTED, of an
+ * older release. */
+struct moe_status moectl_link_samples(struct moectl_link *link, uint64_t deadline_ns,
+                                      struct moectl_samples *out) MOE_CHECKED;
+/* The page itself; free `*page`. */
+struct moe_status moectl_link_metrics(struct moectl_link *link, uint64_t deadline_ns,
+                                      char **page) MOE_CHECKED;
 
 /* Whether a daemon answers at `endpoint`, even with an error. */
 bool moectl_link_answers(const char *endpoint, uint64_t deadline_ns);

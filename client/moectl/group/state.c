@@ -3,6 +3,7 @@
 #include "moectl/group/state.h"
 
 #include "base/clock.h"
+#include "daemon/trusted_file.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -38,18 +39,6 @@ static struct moe_status default_path(char path[MOECTL_PATH_MAX])
     return moe_ok();
 }
 
-/* Any user can create a directory in /tmp, so refuse one of another user. */
-static struct moe_status check_owner(int directory, const char *name)
-{
-    struct stat s;
-    if (fstat(directory, &s) != 0)
-        return io_error("look at", name);
-    if (s.st_uid != getuid() || (s.st_mode & (S_IWGRP | S_IWOTH)) != 0)
-        return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO,
-                         "%s belongs to another user, or other users may write to it", name);
-    return moe_ok();
-}
-
 struct moe_status moectl_state_open(const char *named, bool create, char path[MOECTL_PATH_MAX],
                                     int *directory)
 {
@@ -65,7 +54,8 @@ struct moe_status moectl_state_open(const char *named, bool create, char path[MO
     int fd = open(wanted, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0)
         return io_error("open", wanted);
-    struct moe_status st = check_owner(fd, wanted);
+    /* Any user can create a directory in /tmp. */
+    struct moe_status st = moe_trusted_directory_check(wanted, fd);
     if (st.code == MOE_OK && realpath(wanted, path) == NULL)
         st = io_error("open", wanted);
     if (st.code != MOE_OK) {
@@ -228,8 +218,11 @@ struct moe_status moectl_state_write(int directory, const struct moectl_group *g
     if (fd >= 0)
         good = close(fd) == 0 && good;
     good = good && renameat(directory, NEW_FILE, directory, GROUP_FILE) == 0;
+    struct moe_status st = good ? moe_ok() : io_error("write", GROUP_FILE);
+    if (fd >= 0 && !good)
+        unlinkat(directory, NEW_FILE, 0);
     json_decref(document);
-    return good ? moe_ok() : io_error("write", GROUP_FILE);
+    return st;
 }
 
 static bool is_command(const json_t *command)

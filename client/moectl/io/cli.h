@@ -24,6 +24,7 @@ enum {
     MOECTL_UNREACHABLE = 5, /* no answer, or not in time */
     MOECTL_PERMISSION = 6,  /* not allowed */
     MOECTL_CONFLICT = 7,    /* stale epoch or version, or a group is already there */
+    MOECTL_WARNING = 8,     /* the group serves, and a check has a warning (health) */
 };
 
 #define MOECTL_API_VERSION "moed/v1"
@@ -52,6 +53,9 @@ struct moectl_common {
 };
 
 enum { MOECTL_OPTIONS_MAX = 32 };
+
+/* Of functions that format a text, which moectl_put prints later. */
+#define MOECTL_FORMAT(text, first) MOE_PRINTF(text, first)
 
 /* Parses `own` and the common options; refuses positional arguments. False if the command ends
  * here, after help or a message: `*code` is its exit code. */

@@ -29,6 +29,11 @@ def _is_loopback(host):
         return False
 
 
+def _admin_directory():
+    named = os.environ.get("MOED_ADMIN_DIR", "")
+    return named if named.startswith("/") else "/run/moed-admin"
+
+
 def _answers(path):
     """False for a socket that a killed daemon has left behind."""
     with socket.socket(socket.AF_UNIX) as s:
@@ -41,20 +46,30 @@ def local_socket(endpoint):
 
     daemon/base/local.h has the rules: a socket of another user, in a directory that others can
     use, or without a listener, does not count."""
+    return next(filter(None, (_socket_in(directory, endpoint, 0o077, os.geteuid())
+                              for directory in _directories())), None)
+
+
+def admin_socket(endpoint):
+    """The Unix socket for operators of the daemon at a loopback endpoint, or None."""
+    return _socket_in(_admin_directory(), endpoint, 0o022, None)
+
+
+def _socket_in(directory, endpoint, forbidden, owner):
+    """The socket of the endpoint in a directory without the mode bits `forbidden`. `owner` None:
+    the owner of the directory."""
     host, _, port = endpoint.rpartition(":")
     if not port.isdigit() or not _is_loopback(host):
         return None
-    for directory in _directories():
-        try:
-            path = f"{directory}/{port}-{os.stat('/proc/self/ns/net').st_ino}.sock"
-            folder, file = os.lstat(directory), os.lstat(path)
-        except OSError:
-            continue
-        private = stat.S_ISDIR(folder.st_mode) and not folder.st_mode & 0o077
-        if (private and stat.S_ISSOCK(file.st_mode)
-                and folder.st_uid == file.st_uid == os.geteuid() and _answers(path)):
-            return path
-    return None
+    try:
+        path = f"{directory}/{port}-{os.stat('/proc/self/ns/net').st_ino}.sock"
+        folder, file = os.lstat(directory), os.lstat(path)
+    except OSError:
+        return None
+    fits = (stat.S_ISDIR(folder.st_mode) and not folder.st_mode & forbidden
+            and stat.S_ISSOCK(file.st_mode) and folder.st_uid == file.st_uid
+            and owner in (None, file.st_uid))
+    return path if fits and _answers(path) else None
 
 
 class _Details(grpc.ClientCallDetails):
@@ -101,6 +116,8 @@ def open_channel(endpoint, trust, options=()):
     reaches a group, and its error would name the wrong address."""
     options = [("grpc.enable_http_proxy", 0), *options]
     path = local_socket(endpoint)
+    if path is None and trust.token_file is None and trust.tls_ca is None:
+        path = admin_socket(endpoint)
     if path is not None:
         return grpc.insecure_channel(f"unix:{path}", options=options)
     _check_token(endpoint, trust)

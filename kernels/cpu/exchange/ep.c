@@ -114,6 +114,23 @@ uint64_t moe_cpu_ep_rows(const struct moe_cpu_ep *ep)
     return ep->row_total;
 }
 
+void moe_cpu_ep_count(const struct moe_cpu_ep *ep, struct moe_step_counts *out)
+{
+    const struct moe_layer *layer = ep->batch.layer;
+    const uint64_t own = UINT64_C(1) << ep->session->config.slot;
+    memset(out->expert_rows, 0, layer->spec.experts * sizeof *out->expert_rows);
+    for (uint32_t l = 0; l < layer->local_experts; l++)
+        out->expert_rows[layer->local[l]] = ep->rows[l];
+    out->local_experts = layer->local_experts;
+    out->by_expert = true;
+    out->slots = ep->session->config.slots;
+    memset(out->sent_rows, 0, out->slots * sizeof *out->sent_rows);
+    for (uint32_t t = 0; t < ep->batch.tokens; t++)
+        for (uint64_t to = ep->direct[t] & ~own; to != 0; to &= to - 1)
+            out->sent_rows[__builtin_ctzll(to)]++;
+    out->to_slots = true;
+}
+
 /* --------------------------------------------------------------- prepare */
 
 struct moe_status moe_cpu_ep_check(const struct moe_session *session, const struct moe_layer *layer,

@@ -97,5 +97,7 @@ bool moe_cpu_ep_take_refusal(struct moe_cpu_ep *ep);
 
 /* Rows computed on this slot in the current pass. */
 uint64_t moe_cpu_ep_rows(const struct moe_cpu_ep *ep);
+/* After receive: the numbers of rows of the current pass. */
+void moe_cpu_ep_count(const struct moe_cpu_ep *ep, struct moe_step_counts *out);
 
 #endif

@@ -430,9 +430,7 @@ struct moe_status moe_cpu_peers_watch(struct moe_cpu_peers *p, void (*changed)(v
         return os_error("cannot make an event descriptor");
     int rc = moe_thread_create(&p->watcher, "moe-cpu-watch", watch, p);
     p->watching = rc == 0;
-    return rc == 0 ? moe_ok()
-                   : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread: %s",
-                               strerror(rc));
+    return rc == 0 ? moe_ok() : moe_thread_failure("moe-cpu-watch", rc);
 }
 
 uint64_t moe_cpu_peers_lost(const struct moe_cpu_peers *p)

@@ -449,9 +449,7 @@ struct moe_status moe_cpu_network_connect(struct moe_cpu_network *n, uint64_t pe
     MOE_TRY(st);
     int rc = moe_thread_create(&n->thread, "moe-cpu-net", run_network, n);
     n->running = rc == 0;
-    return rc == 0 ? moe_ok()
-                   : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread: %s",
-                               strerror(rc));
+    return rc == 0 ? moe_ok() : moe_thread_failure("moe-cpu-net", rc);
 }
 
 static void part_from_all(struct moe_cpu_network *n)

@@ -199,6 +199,8 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     struct moe_rows rows;
     MOE_TRY(receive(s, a, &rows, &retains));
     r->rows = moe_cpu_ep_rows(s->ep);
+    if (a->counts != NULL)
+        moe_cpu_ep_count(s->ep, a->counts);
     moe_cpu_step_lap(r, MOE_STAGE_DISPATCH, &since);
 
     uint32_t n = rows.start[rows.local_experts];
@@ -219,6 +221,7 @@ static void run(struct moe_session *s, struct moe_step *step)
     struct step_memory memory = {0};
     uint64_t start = moe_clock_ns();
     step->result.missing_slot = -1;
+    step->result.began_ns = start;
     (void)moe_cpu_ep_take_refusal(s->ep);
     if (step->backward)
         step->status = moe_cpu_backward_run(s, &step->backward_args, &step->result);
@@ -284,8 +287,7 @@ struct moe_status moe_cpu_steps_create(struct moe_session *session, struct moe_c
     int rc = moe_thread_create(&q->thread, "moe-cpu-step", run_steps, q);
     if (rc != 0) {
         free(q);
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE, "cannot start a thread: %s",
-                         strerror(rc));
+        return moe_thread_failure("moe-cpu-step", rc);
     }
     *out = q;
     return moe_ok();

@@ -11,8 +11,8 @@
  *           step     one enqueued pass of one layer
  * Lifetime  A device outlives its layers and sessions. A session outlives its steps.
  * Threads   Calls on one object must not overlap, with these exceptions. session_abort and
- *           session_lost: any thread at any time. mem_alloc and mem_free: any thread while the
- *           device is in use. trainer_read: during steps, as moe/training.h states.
+ *           session_lost: any thread at any time. device_info, mem_alloc and mem_free: any thread
+ *           while the device is in use. trainer_read: during steps, as moe/training.h states.
  * Time      The session's budget bounds every wait on a peer; no wait is endless. step_enqueue and
  *           backward_enqueue (moe/training.h) wait neither for a peer nor for an earlier step.
  *           step_wait returns the error of a step.
@@ -135,6 +135,20 @@ enum moe_stage {
 };
 extern const char *const moe_stage_names[MOE_STAGE_COUNT]; /* "router", ... */
 
+/* Exact numbers of rows of one forward step on this slot. Those that a backend does not report stay
+ * as they are: set `by_expert` and `to_slots` to false before the step. The CPU backend reports
+ * both. CUDA reports neither yet: its counts stay on the device. */
+struct moe_step_counts {
+    bool by_expert;                        /* the next two are set */
+    uint32_t local_experts;                /* experts of the layer on this slot */
+    uint32_t expert_rows[MOE_MAX_EXPERTS]; /* [E] rows computed on this slot; 0 if not local */
+    bool to_slots;                         /* the next two are set */
+    uint32_t slots;                        /* of the session */
+    uint32_t sent_rows[MOE_MAX_SLOTS];     /* rows of this slot's tokens that it sent to each other
+                                              slot; as many sums came back. Rows that it forwards
+                                              for other slots do not count */
+};
+
 /* The caller owns the memory; it must stay valid until the step is finished. If T = 0, all tensor
  * pointers may be NULL, and the slot still takes part. */
 struct moe_step_args {
@@ -154,6 +168,7 @@ struct moe_step_args {
      * this batch can use them (moe/training.h, "Retained"). The same on all slots. A step without
      * room runs without it and never fails for it: see moe_step_result.retained. */
     uint64_t retain;
+    struct moe_step_counts *counts; /* filled if the step succeeds; NULL = not wanted */
 };
 
 /* Stages of a backward pass. */
@@ -181,6 +196,7 @@ struct moe_step_result {
     bool on_tensor_cores; /* a backward pass multiplied the routed experts' rows there */
     bool retained;        /* of a step with `retain`: this slot retains. Other slots may differ */
     bool used_retained;   /* of a backward pass with `retained`: this slot used it */
+    uint64_t began_ns;    /* monotonic time of the start on this slot; 0 = not known */
     uint64_t total_ns;    /* from start to finish on this slot, waits on peers included */
     int missing_slot;     /* the slot that did not answer, or -1 */
     bool refused;         /* with a failure: all slots refused the step, before any change; the
