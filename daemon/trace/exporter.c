@@ -11,6 +11,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 
 enum {
     QUEUE_TRACES = 2048,
@@ -21,6 +22,7 @@ enum {
     TRIES = 4,
     STOP_MS = 1000,
     MESSAGE_BYTES = 4 << 20,
+    NICE = 10, /* requests have priority on a busy host */
 };
 
 static const char export_path[] = "/opentelemetry.proto.collector.trace.v1.TraceService/Export";
@@ -193,9 +195,18 @@ static void send_batch(struct moe_tracer *t)
     free_batch(t);
 }
 
+static struct moe_status open_channel(struct moe_tracer *t);
+
+/* The client's thread inherits the niceness of this one, which therefore creates it. */
 static void *run_exporter(void *arg)
 {
     struct moe_tracer *t = arg;
+    (void)setpriority(PRIO_PROCESS, 0, NICE); /* of this thread; without it, it only costs more */
+    t->status = open_channel(t);
+    bool failed = moe_failed(&t->status);
+    (void)sem_post(&t->opened);
+    if (failed)
+        return NULL;
     while (!atomic_load(&t->stopping)) {
         rest(t, moe_clock_ns() + t->flush_ns);
         while (!is_over(t) && take_batch(t))
@@ -248,8 +259,9 @@ static struct moe_status add_metrics(struct moe_tracer *t, struct moe_metrics *m
     return moe_ok();
 }
 
-static struct moe_status open_channel(struct moe_tracer *t, const struct moe_tracer_config *config)
+static struct moe_status open_channel(struct moe_tracer *t)
 {
+    const struct moe_tracer_config *config = t->config;
     bool tls;
     struct moe_rpc_channel_config channel = {.target = address_of(config->collector, &tls),
                                              .max_message_bytes = MESSAGE_BYTES,
@@ -281,12 +293,14 @@ static struct moe_status start(struct moe_tracer *t, const struct moe_tracer_con
     uint32_t traces = config->queue_traces != 0 ? config->queue_traces : QUEUE_TRACES;
     if (!moe_trace_queue_init(&t->queue, traces))
         return no_memory();
-    MOE_TRY(open_channel(t, config));
+    t->config = config;
     int rc = moe_thread_create(&t->thread, "moe-trace", run_exporter, t);
     if (rc != 0)
         return moe_thread_failure("moe-trace", rc);
     t->started = true;
-    return moe_ok();
+    while (sem_wait(&t->opened) != 0) /* a signal */
+        ;
+    return t->status;
 }
 
 struct moe_status moe_tracer_create(const struct moe_tracer_config *config, struct moe_tracer **out)
@@ -298,6 +312,7 @@ struct moe_status moe_tracer_create(const struct moe_tracer_config *config, stru
     if (t == NULL)
         return no_memory();
     (void)sem_init(&t->wake, 0, 0);
+    (void)sem_init(&t->opened, 0, 0);
     t->service_name = config->service_name;
     t->samples_roots = config->sample > 0;
     t->threshold = config->sample < 1 ? (uint64_t)(config->sample * 0x1p64) : UINT64_MAX;
@@ -327,6 +342,7 @@ void moe_tracer_destroy(struct moe_tracer *t)
     moe_rpc_client_destroy(t->client);
     moe_trace_queue_free(&t->queue);
     (void)sem_destroy(&t->wake);
+    (void)sem_destroy(&t->opened);
     free(t);
 }
 

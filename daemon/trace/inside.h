@@ -57,7 +57,9 @@ struct moe_tracer {
     struct moe_rpc_channel *channel;
     pthread_t thread;
     bool started;
-    sem_t wake; /* the thread has something to do */
+    const struct moe_tracer_config *config; /* until `opened` */
+    sem_t opened;                           /* the thread has set `status`: of the channel */
+    sem_t wake;                             /* the thread has something to do */
     atomic_bool stopping;
     _Atomic uint64_t stop_at; /* with `stopping`: nothing is sent after this */
 
