@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tracing costs a request of one token: workers with and without it, in turn.
 
-Usage: tracing.py BUILD_DIRECTORY GOLDEN_MODELS [STARTS [ROUNDS [REQUESTS [TOKENS]]]]   default 5 60 100 1
+Usage: tracing.py BUILD_DIRECTORY GOLDEN_MODELS [STARTS [ROUNDS [REQUESTS [TOKENS]]]]
+default 5 60 100 1
 
 One group of one worker per setting, all with the same golden model, all running at the same time.
 `pair_bench` sends blocks of REQUESTS to one after the other, ROUNDS times. All groups are started

@@ -66,8 +66,8 @@ class _Handler(grpc.GenericRpcHandler):
 
 
 class Collector:
-    """`hangs`: calls wait until the end. `credentials`: of a TLS server. `keeps`: without it, spans are
-    dropped unread, which takes the least processor time."""
+    """`hangs`: calls wait until the end. `credentials`: of a TLS server. `keeps`: without it, spans
+    are dropped unread, which takes the least processor time."""
 
     def __init__(self, hangs=False, credentials=None, keeps=True):
         self.hangs, self.keeps = hangs, keeps
