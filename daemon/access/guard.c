@@ -362,7 +362,7 @@ struct moe_status moe_guard_create(const struct moe_daemon_settings *config, str
         moe_guard_destroy(g);
         return st;
     }
-    moe_hangup_call(reload, g);
+    moe_hangup_call(MOE_HANGUP_TRUST, reload, g);
     *out = g;
     return st;
 }
@@ -371,7 +371,7 @@ void moe_guard_destroy(struct moe_guard *g)
 {
     if (g == NULL)
         return;
-    moe_hangup_call(NULL, NULL);
+    moe_hangup_call(MOE_HANGUP_TRUST, NULL, NULL);
     moe_mutex_lock(&g->lock);
     g->quit = true;
     pthread_cond_broadcast(&g->changed);

@@ -3,6 +3,7 @@
 #include "base/build.h"
 
 #include "base/clock.h"
+#include "base/restart.h"
 #include "daemon/endpoint.h"
 #include "daemon/hangup.h"
 #include "daemon/log.h"
@@ -168,6 +169,38 @@ static int check_files(const struct moe_daemon *d, const struct moe_daemon_setti
     return moe_failed(&st) ? EXIT_FAILED : EXIT_OK;
 }
 
+/* ------------------------------------------------------------------ starts in a row */
+
+/* The file of $MOED_START_RECORD, which a unit of systemd names; NULL: none. */
+static const char *start_record;
+
+/* Waits before this start if the last ones ended soon. A daemon that is stopped meanwhile starts at
+ * once the next time. */
+static void hold_start(void)
+{
+    uint64_t wait_ns;
+    uint32_t ends;
+    sigset_t set;
+    struct moe_status st = moe_restart_note(start_record, &wait_ns, &ends);
+    if (moe_failed(&st))
+        moe_log_warn("%s; this start does not wait", st.text);
+    if (wait_ns == 0)
+        return;
+    struct timespec rest = {.tv_sec = (time_t)(wait_ns / MOE_NS_PER_S),
+                            .tv_nsec = (long)(wait_ns % MOE_NS_PER_S)};
+    sigemptyset(&set);
+    sigaddset(&set, SIGTERM);
+    sigaddset(&set, SIGINT);
+    (void)sigprocmask(SIG_BLOCK, &set, NULL);
+    moe_log_warn("%u starts in a row ended within a minute: this one waits %.1f s", ends,
+                 (double)wait_ns / (double)MOE_NS_PER_S);
+    if (sigtimedwait(&set, NULL, &rest) > 0) {
+        moe_restart_forget(start_record);
+        _exit(EXIT_OK);
+    }
+    (void)sigprocmask(SIG_UNBLOCK, &set, NULL);
+}
+
 static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s, const bool *given)
 {
     const char *wrong = d->check(d->ctx, given);
@@ -188,6 +221,8 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
         return usage(d, "--log-level is error, warn, info or debug; --log-format is text or json");
     if (s->check_config)
         return check_files(d, s);
+    if (start_record != NULL)
+        hold_start();
     st = moe_hangup_hold();
     if (!moe_failed(&st) && s->log_file != NULL)
         st = moe_log_open(s->log_file);
@@ -208,11 +243,58 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
     signal(SIGINT, SIG_IGN);
     if (moe_failed(&st))
         moe_log_error("%s", st.text);
+    else if (start_record != NULL)
+        moe_restart_forget(start_record);
     return moe_failed(&st) ? EXIT_FAILED : EXIT_OK;
+}
+
+/* ------------------------------------------------------------------ SIGHUP */
+
+/* What a second look at the settings needs. */
+struct arguments {
+    const struct moe_option *table;
+    size_t count;
+    const struct moe_daemon_settings *settings;
+    int argc;
+    char **argv;
+};
+
+/* At SIGHUP. Reads all settings as at the start, into a separate table, and takes the log level
+ * of it: the only setting that may change while a daemon runs. */
+static void read_level_again(void *ctx)
+{
+    const struct arguments *a = ctx;
+    struct moe_option table[MOE_OPTIONS_MAX];
+    union {
+        bool flag;
+        uint64_t number;
+        double real;
+        const char *text;
+    } values[MOE_OPTIONS_MAX] = {0};
+    const char *text = "info";
+    enum moe_log_level level;
+    int first;
+    memcpy(table, a->table, a->count * sizeof *table);
+    for (size_t i = 0; i < a->count; i++)
+        table[i].value =
+            a->table[i].value == &a->settings->log_level ? (void *)&text : (void *)&values[i];
+    struct moe_options owned;
+    struct moe_status st =
+        moe_options_parse(table, a->count, "config", a->argc, a->argv, &first, &owned);
+    if (moe_failed(&st)) {
+        moe_log_error("SIGHUP: %s; the log level stays", st.text);
+        return;
+    }
+    if (moe_log_level_from_name(text, &level))
+        moe_log_set_level(level);
+    else
+        moe_log_error("SIGHUP: log-level is error, warn, info or debug, not '%.32s'", text);
+    moe_options_free(&owned);
 }
 
 int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
 {
+    start_record = getenv("MOED_START_RECORD");
     struct moe_daemon_settings s = {
         .log_level = "info", .log_format = "text", .health_step_ms = 500};
     struct moe_option table[MOE_OPTIONS_MAX];
@@ -231,9 +313,14 @@ int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
     } else if (first < argc) {
         code = usage(d, "takes no arguments");
     } else {
+        struct arguments arguments = {table, count, &s, argc, argv};
         take_credentials(&s);
+        moe_hangup_call(MOE_HANGUP_SETTINGS, read_level_again, &arguments);
         code = start(d, &s, owned.given);
+        moe_hangup_call(MOE_HANGUP_SETTINGS, NULL, NULL);
     }
+    if (code == EXIT_USAGE && start_record != NULL)
+        hold_start(); /* the service manager starts it again, and so often */
     free(help);
     moe_options_free(&owned);
     return code;

@@ -12,13 +12,15 @@
 #include <unistd.h>
 
 static int arrivals = -1; /* signalfd; open for as long as the process lives */
-static void (*called)(void *ctx);
-static void *called_ctx;
+static struct {
+    void (*fn)(void *ctx);
+    void *ctx;
+} parts[MOE_HANGUP_PARTS];
 
-void moe_hangup_call(void (*fn)(void *ctx), void *ctx)
+void moe_hangup_call(enum moe_hangup_part part, void (*fn)(void *ctx), void *ctx)
 {
-    called = fn;
-    called_ctx = ctx;
+    parts[part].fn = fn;
+    parts[part].ctx = ctx;
 }
 
 struct moe_status moe_hangup_hold(void)
@@ -46,15 +48,16 @@ static void on_readable(uv_poll_t *watch, int status, int events)
     if (!came)
         return;
     moe_notify_reloading();
-    if (called != NULL)
-        called(called_ctx);
+    for (int i = 0; i < MOE_HANGUP_PARTS; i++)
+        if (parts[i].fn != NULL)
+            parts[i].fn(parts[i].ctx);
     struct moe_status st = moe_log_reopen();
     if (moe_failed(&st))
         moe_log_error("SIGHUP: %s; lines go on to the old file", st.text);
     else if (moe_log_path() != NULL)
         moe_log_info("SIGHUP: the log file %s was opened anew", moe_log_path());
     else
-        moe_log_info("SIGHUP: nothing to do, there is no --log-file");
+        moe_log_info("SIGHUP: looked at the settings and the files of trust again");
     moe_notify_ready();
 }
 

@@ -137,14 +137,15 @@ void moe_notify_extend(uint64_t ms)
 
 static void on_timer(uv_timer_t *timer)
 {
-    (void)timer;
-    send_text("WATCHDOG=1");
+    if (moe_progress_is_alive(timer->data))
+        send_text("WATCHDOG=1");
 }
 
-struct moe_status moe_notify_watch(uv_loop_t *loop, uv_timer_t *timer)
+struct moe_status moe_notify_watch(struct moe_progress *p, uv_loop_t *loop, uv_timer_t *timer)
 {
     uint64_t period_ms = watchdog_us / (1000 * FEEDS);
     int wrong = uv_timer_init(loop, timer);
+    timer->data = p;
     if (wrong == 0 && watchdog_us > 0)
         wrong = uv_timer_start(timer, on_timer, 0, period_ms > 0 ? period_ms : 1);
     return wrong == 0 ? moe_ok()

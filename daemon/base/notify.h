@@ -8,6 +8,7 @@
 #define MOE_BASE_NOTIFY_H
 
 #include "base/status.h"
+#include "daemon/progress.h"
 
 #include <uv.h>
 
@@ -29,9 +30,11 @@ void moe_notify_status(const char *fmt, ...) MOE_PRINTF(1, 2);
 /* Starting or stopping may take `ms` from now. */
 void moe_notify_extend(uint64_t ms);
 
-/* Feeds the watchdog from `loop`, four times in each of its periods: a daemon that is stopped, or
- * stuck in the loop, is restarted. Does nothing without a watchdog. Close `timer` like any
- * handle of the loop. Errors: MOE_INTERNAL/IO. */
-struct moe_status moe_notify_watch(uv_loop_t *loop, uv_timer_t *timer) MOE_CHECKED;
+/* Feeds the watchdog from `loop`, four times in each of its periods, while the judge of `p` says
+ * that the daemon is alive: one that is stopped, or that a loop without progress has made useless,
+ * is restarted. Does nothing without a watchdog. Close `timer` like any handle of the loop; `p`
+ * outlives it. Errors: MOE_INTERNAL/IO. */
+struct moe_status moe_notify_watch(struct moe_progress *p, uv_loop_t *loop,
+                                   uv_timer_t *timer) MOE_CHECKED;
 
 #endif

@@ -21,6 +21,7 @@ enum {
     ATTEMPTS_MAX = 8,
 };
 #define SHUTDOWN_NS    (60 * MOE_NS_PER_S)
+#define LAST_NS        (30 * MOE_NS_PER_S) /* from the end of the shutdown to that of the process */
 #define BACKOFF_NS     (250 * MOE_NS_PER_MS)
 #define BACKOFF_MAX_NS (8 * MOE_NS_PER_S)
 #define ECHO_NS        (100 * MOE_NS_PER_MS)
@@ -102,6 +103,7 @@ static void on_signal(uv_signal_t *s, int number)
         c->first_signal_ns = now;
     moe_log_info("signal %d", number);
     moe_notify_stopping();
+    moe_notify_extend((SHUTDOWN_NS + LAST_NS) / MOE_NS_PER_MS);
     stop_once(c);
     settle(c);
 }
@@ -153,7 +155,7 @@ static struct moe_status make_loop(struct moe_coordinator *c, bool signals)
     MOE_TRY(moe_daemon_turn(c->health.progress, &c->loop, &c->turn));
     if (!signals)
         return moe_ok();
-    MOE_TRY(moe_notify_watch(&c->loop, &c->watchdog));
+    MOE_TRY(moe_notify_watch(c->health.progress, &c->loop, &c->watchdog));
     return moe_hangup_watch(&c->loop, &c->hangup);
 }
 

@@ -244,7 +244,7 @@ static struct moe_status watch(struct run *run)
         MOE_TRY(check_uv(uv_signal_start(&run->signals[i], on_signal, signums[i])));
     }
     MOE_TRY(moe_daemon_turn(run->progress, &run->loop, &run->turn));
-    MOE_TRY(moe_notify_watch(&run->loop, &run->watchdog));
+    MOE_TRY(moe_notify_watch(run->progress, &run->loop, &run->watchdog));
     return moe_hangup_watch(&run->loop, &run->hangup);
 }
 

@@ -207,6 +207,30 @@ class FirstBoot(unittest.TestCase):
             status = moectl("status", user="bob", MOED_TOKEN_FILE=copy.name)
         self.assertEqual(status.returncode, 0, status.stdout)
 
+    def test_a_worker_that_cannot_start_waits_longer_each_time(self):
+        unit = "moe-worker@7"
+        with open("/etc/moed/worker-7.env", "w") as file:
+            file.write("MOED_WORKER_OPTIONS=--nonsense\n")
+        run("systemctl", "start", unit)
+        wait_until(lambda: "4 starts in a row" in log_of(unit), "it waits")
+        starts = int(show(unit, "NRestarts"))
+        must("systemctl", "stop", unit)
+        print("    %d starts until then" % starts)
+        os.unlink("/etc/moed/worker-7.env")
+
+    def test_a_reload_changes_the_log_level(self):
+        unit, path = "moe-worker@0", "/etc/moed/worker.conf"
+        with open(path) as file:
+            before = file.read()
+        for level, count in (("error", 0), ("info", 1)):
+            with open(path, "w") as file:
+                file.write(before + "log-level = %s\n" % level)
+            since = time.strftime("%F %T")
+            must("systemctl", "reload", unit)
+            wait_until(lambda: show(unit, "ActiveState") == "active", "the reload is over")
+            wait_until(lambda: log_of(unit, since=since).count("SIGHUP: looked at") >= count,
+                       "the log shows the reload")
+
     def test_stop_drains_and_start_serves_again(self):
         must("systemctl", "stop", "moed.target")
         for unit in ("moe-coordinator", "moe-worker@0", "moe-worker@1"):

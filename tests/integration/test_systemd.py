@@ -2,18 +2,21 @@
 """What a service manager sees: the units, and the messages of real daemons on its socket."""
 
 import glob
+import itertools
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
+import time
 import unittest
 
 from group import BUILD, main, model_directory
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 UNITS = sorted(glob.glob(os.path.join(ROOT, "deploy", "systemd", "*.*")))
+COORDINATOR = os.path.join(BUILD, "daemon", "coordinator", "moe-coordinator")
 EXPOSURE = 25  # in tenths
 
 
@@ -104,12 +107,71 @@ class Daemons(unittest.TestCase):
         manager.socket.settimeout(30)
         manager.wait_for("WATCHDOG=1")
 
+    def logged(self, process):
+        """Lines of its stderr, as they come."""
+        for line in process.stderr:
+            print("    " + line.rstrip())
+            yield line
+
+    def test_a_reload_changes_the_log_level(self):
+        manager, settings = self.manager("level"), os.path.join(self.folder, "settings")
+
+        def reload_with(text):
+            with open(settings, "w") as file:
+                file.write(text)
+            process.send_signal(signal.SIGHUP)
+            manager.wait_for("RELOADING=1")
+            manager.wait_for("READY=1")
+
+        with open(settings, "w") as file:
+            file.write("log-level = error\nlisten = 127.0.0.1:0\n")
+        process = subprocess.Popen([COORDINATOR, "--config", settings], text=True,
+                                   env={**os.environ, "NOTIFY_SOCKET": manager.path},
+                                   stderr=subprocess.PIPE)
+        self.addCleanup(lambda: (process.kill(), process.communicate()))
+        manager.wait_for("READY=1")
+        reload_with("log-level = info\nlisten = 10.0.0.1:1\n")
+        reload_with("log-level = loud\n")
+        reload_with("nonsense = 1\n")
+        reload_with("log-level = error\n")
+        process.send_signal(signal.SIGTERM)
+        log = process.communicate(timeout=60)[1]
+        print(log)
+        self.assertEqual(process.returncode, 0)
+        self.assertEqual(log.count("SIGHUP: looked at the settings"), 3)
+        self.assertEqual(log.count("not 'loud'"), 1)
+        self.assertEqual(log.count("unknown setting 'nonsense'; the log level stays"), 1)
+        self.assertNotIn("signal 15", log)
+
+    def test_a_daemon_that_died_again_and_again_waits(self):
+        record = os.path.join(self.folder, "starts")
+
+        def start(*arguments):
+            with open(record, "w") as file:
+                file.write("9 %d\n" % time.clock_gettime_ns(time.CLOCK_MONOTONIC))
+            process = subprocess.Popen(
+                [COORDINATOR, *arguments], text=True, stderr=subprocess.PIPE,
+                env={**os.environ, "MOED_START_RECORD": record})
+            self.addCleanup(lambda: (process.kill(), process.communicate()))
+            return process
+
+        process = start("--listen", "127.0.0.1:0")
+        waits = r"10 starts in a row ended within a minute: this one waits 9\.9 s"
+        self.assertRegex(next(self.logged(process)), waits)
+        process.send_signal(signal.SIGTERM)
+        self.assertEqual(process.wait(60), 0)
+        self.assertFalse(os.path.exists(record))  # who stops it may start it at once
+        process = start("--nonsense")
+        lines = self.logged(process)
+        self.assertIn("unknown option '--nonsense'", next(lines))
+        self.assertRegex("".join(itertools.islice(lines, 2)), waits)
+
     def test_garbage_is_one_line_and_the_daemon_runs(self):
         for name in ("relative", "/nowhere/notify", "@" + 200 * "x"):
             ready, write = os.pipe()
             process = subprocess.Popen(
-                [os.path.join(BUILD, "daemon", "coordinator", "moe-coordinator"), "--listen",
-                 "127.0.0.1:0", "--ready-fd", str(write)], pass_fds=[write],
+                [COORDINATOR, "--listen", "127.0.0.1:0", "--ready-fd", str(write)],
+                pass_fds=[write],
                 env={**os.environ, "NOTIFY_SOCKET": name}, stderr=subprocess.PIPE, text=True)
             self.addCleanup(process.wait)
             self.addCleanup(process.kill)

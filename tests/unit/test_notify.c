@@ -126,6 +126,47 @@ static void without_a_manager_nothing_is_sent(void **state)
     assert_silent();
 }
 
+static void nothing_of(uv_handle_t *handle, void *arg)
+{
+    (void)arg;
+    uv_close(handle, NULL);
+}
+
+static void the_watchdog_is_fed_only_while_the_judge_says_alive(void **state)
+{
+    (void)state;
+    const struct moe_progress_config config = {.step_ns = MOE_NS_PER_MS, .limit_ns = MOE_NS_PER_MS};
+    const struct moe_loop_config stuck = {.name = "test", .code = "TEST_STUCK", .always = true};
+    struct moe_progress *p;
+    uv_loop_t loop;
+    uv_timer_t timer;
+    set(name, PERIOD, NULL);
+    assert_ok(moe_notify_open());
+    assert_int_equal(uv_loop_init(&loop), 0);
+    assert_ok(moe_progress_create(&config, &p));
+    struct moe_loop *l = moe_progress_add(p, &stuck);
+    assert_ok(moe_notify_watch(p, &loop, &timer));
+    while (moe_progress_is_alive(p)) /* the loop never turns */
+        (void)uv_run(&loop, UV_RUN_ONCE);
+    while (recv(manager, (char[16]){0}, 16, MSG_DONTWAIT) >= 0)
+        ; /* from before */
+    for (int i = 0; i < 8; i++)
+        (void)uv_run(&loop, UV_RUN_ONCE);
+    assert_silent();
+    moe_loop_turn(l);
+    bool fed = false;
+    for (int i = 0; i < 1000 && !fed; i++) {
+        moe_loop_turn(l);
+        (void)uv_run(&loop, UV_RUN_ONCE);
+        fed = recv(manager, (char[16]){0}, 16, MSG_DONTWAIT) >= 0;
+    }
+    assert_true(fed);
+    uv_walk(&loop, nothing_of, NULL);
+    (void)uv_run(&loop, UV_RUN_DEFAULT);
+    assert_int_equal(uv_loop_close(&loop), 0);
+    moe_progress_destroy(p);
+}
+
 static void garbage_is_one_clear_error(void **state)
 {
     (void)state;
@@ -161,7 +202,7 @@ static void await_feeds(int count)
     uv_loop_t loop;
     uv_timer_t timer;
     assert_int_equal(uv_loop_init(&loop), 0);
-    assert_ok(moe_notify_watch(&loop, &timer));
+    assert_ok(moe_notify_watch(NULL, &loop, &timer));
     for (int i = 0; i < count; i++) {
         (void)uv_run(&loop, UV_RUN_ONCE);
         assert_string_equal(received(), "WATCHDOG=1");
@@ -206,6 +247,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(garbage_is_one_clear_error, make_manager, close_manager),
         cmocka_unit_test_setup_teardown(the_watchdog_is_fed_by_the_loop, make_manager,
                                         close_manager),
+        cmocka_unit_test_setup_teardown(the_watchdog_is_fed_only_while_the_judge_says_alive,
+                                        make_manager, close_manager),
         cmocka_unit_test_setup_teardown(the_watchdog_of_another_process_is_not_fed, make_manager,
                                         close_manager),
     };
