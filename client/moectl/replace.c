@@ -31,19 +31,13 @@ static struct moe_status start(struct replace *r, size_t place)
 {
     const struct moectl_process *p = &r->group.processes[place];
     const char *argv[MOECTL_ARGUMENTS_MAX + 3];
-    size_t n = 0;
     if (p->command == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                          "group.json has no command line of %s: an older release wrote it",
                          p->name);
-    for (; n < json_array_size(p->command); n++)
-        argv[n] = json_string_value(json_array_get(p->command, n));
-    const char *program = argv[0];
-    argv[n++] = "--ready-fd";
-    argv[n++] = MOECTL_READY_FD;
-    argv[n] = NULL;
+    moectl_daemons_command(p, argv);
     r->places[r->daemons.count] = place;
-    return moectl_daemons_start(&r->daemons, p->name, program, argv);
+    return moectl_daemons_start(&r->daemons, p->name, argv[0], argv);
 }
 
 static struct moe_status report_ended(const struct replace *r)
@@ -198,15 +192,16 @@ static struct moe_status start_missing(struct replace *r, uint64_t deadline_ns)
     return st.code != MOE_OK ? st : recorded;
 }
 
-/* `up` in the foreground ends the group when a daemon ends, but does not know daemons of replace.
- */
+/* `up` in the foreground ends the group when a daemon ends, or starts that daemon again; it does
+ * not know daemons of replace. */
 static struct moe_status check_detached(const struct moectl_group *group)
 {
     if (!group->foreground)
         return moe_ok();
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
-                     "a `moectl up` in the foreground holds the group, and ends it when a daemon "
-                     "dies; replace works with groups of `moectl up --detach`");
+                     "a `moectl up` in the foreground holds the group: when a daemon dies, it ends "
+                     "the group, or with --restart starts the daemon again; replace works with "
+                     "groups of `moectl up --detach`");
 }
 
 static struct moe_status prepare(struct replace *r, uint64_t deadline_ns)

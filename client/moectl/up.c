@@ -3,6 +3,7 @@
  * runs until the user ends the group or a daemon dies. With --detach it leaves them running. */
 #include "commands.h"
 #include "moectl/group/daemons.h"
+#include "moectl/group/keeper.h"
 #include "moectl/group/link.h"
 #include "moectl/group/train_state.h"
 
@@ -41,7 +42,7 @@ struct up {
     struct moectl_common common;
     const char *model, *backend, *transport, *log_level, *worker_config;
     uint64_t workers, port, metrics_port, threads, drain_s;
-    bool detach;
+    bool detach, restart;
 
     char coordinator_program[MOECTL_PATH_MAX], worker_program[MOECTL_PATH_MAX];
     char state_path[MOECTL_PATH_MAX];
@@ -368,31 +369,56 @@ static void report_unsaved(const struct up *u)
             answered = moectl_train_report_unsaved(u->daemons.all[i].process.endpoint, MOE_NEVER);
 }
 
+static void drain(struct up *u)
+{
+    report_unsaved(u);
+    moectl_say("draining");
+    end_all(u, true);
+}
+
+static void await_others(struct up *u)
+{
+    moectl_say("the group is being shut down");
+    await_end(u, u->drain_s * 1000);
+    end_all(u, false);
+}
+
+static int report_failed(const struct up *u)
+{
+    const struct moectl_daemon *failed = moectl_daemons_failed(&u->daemons);
+    if (failed != NULL)
+        moectl_daemons_report(failed, port_advice);
+    return failed == NULL ? MOECTL_OK : MOECTL_FAILED;
+}
+
+/* In the foreground with --restart: from serving to the end. */
+static int keep(struct up *u)
+{
+    if (moectl_keep(&u->daemons, u->directory, &u->group) == MOECTL_KEPT_STOP)
+        drain(u);
+    else
+        await_others(u);
+    return report_failed(u);
+}
+
 /* In the foreground: from serving to the end. */
 static int watch(struct up *u)
 {
     enum moectl_event event = moectl_daemons_wait(&u->daemons, MOE_NEVER);
     const struct moectl_daemon *failed = moectl_daemons_failed(&u->daemons);
     if (event == MOECTL_EVENT_STOP && failed == NULL) {
-        report_unsaved(u);
-        moectl_say("draining");
-        end_all(u, true);
+        drain(u);
     } else if (failed == NULL) { /* a daemon has exited with 0: somebody ended the group */
-        moectl_say("the group is being shut down");
-        await_end(u, u->drain_s * 1000);
-        end_all(u, false);
+        await_others(u);
     } else {
         moectl_daemons_report(failed, port_advice);
         report_unsaved(u);
-        moectl_say("a daemon died, so moectl ends the group (with `up --detach` the other daemons "
-                   "would go on until `moectl replace`)");
+        moectl_say("a daemon died, so moectl ends the group (`up --restart` would start the daemon "
+                   "again; with `up --detach` the others would go on until `moectl replace`)");
         end_all(u, false);
         return MOECTL_FAILED;
     }
-    failed = moectl_daemons_failed(&u->daemons);
-    if (failed != NULL)
-        moectl_daemons_report(failed, port_advice);
-    return failed == NULL ? MOECTL_OK : MOECTL_FAILED;
+    return report_failed(u);
 }
 
 /* ------------------------------------------------------------------ the command */
@@ -431,7 +457,7 @@ static int bring_up(struct up *u)
     if (code == MOECTL_OK && u->detach)
         return code;
     if (code == MOECTL_OK)
-        code = watch(u);
+        code = u->restart ? keep(u) : watch(u);
     else
         end_all(u, false);
     moectl_state_remove(u->directory);
@@ -470,6 +496,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "CPU threads per worker; 0 = CPUs / workers, at least 1"},
         {"detach", 'd', MOE_OPTION_BOOL, &u.detach, 0, 0, NULL,
          "return when the group serves; the group keeps running"},
+        {"restart", 0, MOE_OPTION_BOOL, &u.restart, 0, 0, NULL,
+         "start a daemon that dies again: after 100 ms, then twice as long each time, up to 10 s"},
         {"drain", 0, MOE_OPTION_UINT, &u.drain_s, 0, 3600, "SECONDS",
          "at the end of the group, time for requests in flight to finish"},
         {"log-level", 0, MOE_OPTION_STRING, &u.log_level, 0, 0, "LEVEL",
@@ -497,6 +525,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     const char *variable = moectl_trust_names[MOECTL_TOKEN_FILE].variable;
     if (u.trust[TOKEN_FILE] != NULL && setenv(variable, u.trust[TOKEN_FILE], 1) != 0)
         return moectl_usage_error("out of memory");
+    if (u.restart && u.detach)
+        return moectl_usage_error("--restart needs a moectl that goes on: it excludes --detach");
     code = moectl_require(&(struct moectl_required){"model", u.model != NULL}, 1);
     if (code != MOECTL_OK)
         return code;

@@ -454,6 +454,50 @@ class UpAndDown(unittest.TestCase):
             self.assertEqual([p["pid"] for p in after if is_alive(p["pid"])], [])
             self.assertEqual(run("replace", *here).returncode, NOT_FOUND)
 
+    def test_up_starts_again_what_dies(self):
+        """Each daemon in turn, then both workers; the group has its old addresses."""
+        g = Group(model_directory(FAMILY), 2, "--restart")
+        here = ("--state-dir", g.state)
+        try:
+            before = self.processes(g.state)
+            for victims in ([2], [0], [1, 2]):
+                old = self.processes(g.state)
+                for victim in victims:
+                    os.kill(old[victim]["pid"], signal.SIGKILL)
+                wait_until(lambda: all(
+                    new["pid"] != old[i]["pid"] for i, new in enumerate(self.processes(g.state))
+                    if i in victims))
+                self.assertEqual(run("wait", "--timeout", "60", *here).returncode, OK)
+                for was, now in zip(before, self.processes(g.state)):
+                    self.assertEqual((was["endpoint"], was["command"]),
+                                     (now["endpoint"], now["command"]))
+                    self.assertTrue(is_alive(now["pid"]))
+            with moed.Client(g.endpoint) as client:
+                for layer, _, x, want in golden_cases(FAMILY):
+                    self.assertLessEqual(relative_error(client.forward(layer, x), want), 1e-5)
+            self.assertEqual(run("replace", *here).returncode, CONFLICT)
+            pids = [p["pid"] for p in self.processes(g.state)]
+            self.assertEqual(run("down", *here).returncode, OK)
+            self.assertEqual(g.process.wait(timeout=60), OK)
+            self.assertEqual([pid for pid in pids if is_alive(pid)], [])
+        finally:
+            g.stop()
+
+    def test_ctrl_c_ends_a_group_with_a_daemon_that_waits_for_its_start(self):
+        g = Group(model_directory(FAMILY), 2, "--restart")
+        log = os.path.join(g.state, "worker-1.log")
+        os.unlink(log)
+        os.mkdir(log)  # a daemon that cannot open its log ends at once
+        os.kill(self.processes(g.state)[2]["pid"], signal.SIGKILL)
+        wait_until(lambda: not is_alive(self.processes(g.state)[2]["pid"]))
+        g.process.send_signal(signal.SIGINT)
+        self.assertEqual(g.process.wait(timeout=60), OK)
+        g.stop()
+
+    def test_restart_excludes_detach(self):
+        with folder() as state:
+            self.assertEqual(self.up(state, "--restart", "--detach").returncode, USAGE)
+
     def test_replace_refuses_a_group_in_the_foreground(self):
         g = Group(model_directory(FAMILY), 2)
         try:

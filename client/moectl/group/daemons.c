@@ -193,6 +193,37 @@ static void record_endpoint(struct moectl_process *p, const char *option, const 
             json_array_set_new(p->command, i + 1, json_string(endpoint));
 }
 
+void moectl_daemons_command(const struct moectl_process *p,
+                            const char *argv[MOECTL_ARGUMENTS_MAX + 3])
+{
+    size_t n = 0;
+    for (; n < json_array_size(p->command) && n < MOECTL_ARGUMENTS_MAX; n++)
+        argv[n] = json_string_value(json_array_get(p->command, n));
+    argv[n++] = READY_OPTION;
+    argv[n++] = MOECTL_READY_FD;
+    argv[n] = NULL;
+}
+
+/* Starts the program as a child. */
+static struct moe_status launch(const struct moectl_daemons *d, struct moectl_daemon *daemon,
+                                const char *program, const char *const *argv)
+{
+    struct child_fds p;
+    pid_t parent = getpid();
+    pid_t child = open_child_fds(d, daemon->process.name, &p) ? fork() : -1;
+    if (child == 0)
+        exec_daemon(&p, d->detached, parent, program, argv);
+    struct moe_status st = child > 0 ? moe_ok() : failed(daemon->process.name);
+    if (child > 0) {
+        daemon->process.pid = child;
+        daemon->running = true;
+        daemon->ready = p.ready_read;
+        p.ready_read = -1;
+    }
+    close_child_fds(&p);
+    return st;
+}
+
 struct moe_status moectl_daemons_start(struct moectl_daemons *d, const char *name,
                                        const char *program, const char *const *argv)
 {
@@ -204,22 +235,21 @@ struct moe_status moectl_daemons_start(struct moectl_daemons *d, const char *nam
         (int)sizeof daemon->log)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
                          "the name of the state directory is too long");
-    struct child_fds p;
-    pid_t parent = getpid();
-    pid_t child = open_child_fds(d, name, &p) ? fork() : -1;
-    if (child == 0)
-        exec_daemon(&p, d->detached, parent, program, argv);
-    struct moe_status st = child > 0 ? moe_ok() : failed(name);
-    if (child > 0) {
-        daemon->process.pid = child;
-        daemon->running = true;
-        daemon->process.command = record_command(program, argv);
-        daemon->ready = p.ready_read;
-        p.ready_read = -1;
-        d->count++;
-    }
-    close_child_fds(&p);
-    return st;
+    MOE_TRY(launch(d, daemon, program, argv));
+    daemon->process.command = record_command(program, argv);
+    d->count++;
+    return moe_ok();
+}
+
+struct moe_status moectl_daemons_restart(struct moectl_daemons *d, size_t i)
+{
+    struct moectl_daemon *daemon = &d->all[i];
+    const char *argv[MOECTL_ARGUMENTS_MAX + 3];
+    moectl_daemons_command(&daemon->process, argv);
+    if (daemon->ready >= 0)
+        close(daemon->ready);
+    daemon->ready = -1;
+    return launch(d, daemon, argv[0], argv);
 }
 
 /* ------------------------------------------------------------------ waiting */

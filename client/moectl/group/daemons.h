@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The daemons of a local group as child processes: finds, starts, awaits and ends them.
  *
- * Fork them before moectl uses gRPC for the first time: a process with gRPC threads must not fork.
+ * Fork them before moectl uses gRPC for the first time. With threads of gRPC, a child may do
+ * nothing but start a program: moectl_daemons_restart does no more.
  * Each gets a new session, so that Ctrl-C reaches moectl alone. Unless the group is detached, the
  * kernel kills them when moectl dies. */
 #ifndef MOECTL_DAEMONS_H
@@ -50,6 +51,12 @@ void moectl_daemons_free(struct moectl_daemons *d);
  * the command line for a restart in process.command; `d` owns it. */
 struct moe_status moectl_daemons_start(struct moectl_daemons *d, const char *name,
                                        const char *program, const char *const *argv) MOE_CHECKED;
+
+/* The command line that starts a daemon again; its strings belong to `p`. */
+void moectl_daemons_command(const struct moectl_process *p,
+                            const char *argv[MOECTL_ARGUMENTS_MAX + 3]);
+/* Starts daemon `i`, which has ended, with its command line. */
+struct moe_status moectl_daemons_restart(struct moectl_daemons *d, size_t i) MOE_CHECKED;
 
 /* Waits for the next event. */
 enum moectl_event moectl_daemons_wait(struct moectl_daemons *d, uint64_t deadline_ns);
