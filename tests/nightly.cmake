@@ -27,6 +27,11 @@ moe_nightly(membership_sim 60 COMMAND
   ${CMAKE_COMMAND} -E env MOE_RUNS=200000 $<TARGET_FILE:test_membership_sim>)
 moe_nightly(compilers 180 COMMAND ${PROJECT_SOURCE_DIR}/tests/compilers.sh)
 set_tests_properties(nightly_compilers PROPERTIES RUN_SERIAL ON)
+# The files of deploy/monitoring with a real group; skipped without Prometheus.
+moe_nightly(monitoring_live 10 COMMAND ${MOE_PYTHON} -B
+  ${PROJECT_SOURCE_DIR}/tests/monitoring/test_live.py
+  ${PROJECT_BINARY_DIR} ${PROJECT_SOURCE_DIR}/tests/golden/models)
+set_tests_properties(nightly_monitoring_live PROPERTIES ENVIRONMENT "PYTHONUNBUFFERED=1")
 # The units of deploy/systemd in a booted system; skipped without root or systemd-nspawn.
 moe_nightly(boot 40 COMMAND ${MOE_PYTHON} -B ${PROJECT_SOURCE_DIR}/tests/boot/test_boot.py
   ${PROJECT_BINARY_DIR} ${PROJECT_SOURCE_DIR}/tests/golden/models)
