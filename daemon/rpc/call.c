@@ -93,6 +93,41 @@ void moe_rpc_start_granted(void *call)
     moe_rpc_call_unref(c);
 }
 
+/* True if the connection has not had its reads of this round. */
+static bool take_turn(struct moe_rpc_call *c)
+{
+    struct moe_rpc_connection *from = c->connection;
+    if (from->round != c->shard->round) {
+        from->round = c->shard->round;
+        from->reads = 0;
+    }
+    if (from->reads == MOE_RPC_ROUND_READS)
+        return false;
+    from->reads++;
+    return true;
+}
+
+static void start_in_turn(struct moe_rpc_call *c)
+{
+    c->queued = !take_turn(c);
+    if (c->queued)
+        TAILQ_INSERT_TAIL(&c->shard->waiting, c, turn);
+    else
+        start_read(c);
+}
+
+void moe_rpc_next_round(struct moe_rpc_shard *shard)
+{
+    struct moe_rpc_calls calls = TAILQ_HEAD_INITIALIZER(calls);
+    struct moe_rpc_call *c;
+    shard->round++;
+    TAILQ_CONCAT(&calls, &shard->waiting, turn);
+    while ((c = TAILQ_FIRST(&calls)) != NULL) {
+        TAILQ_REMOVE(&calls, c, turn);
+        start_in_turn(c);
+    }
+}
+
 /* Reads the next message as soon as the budget allows it. So the core never has a read before the
  * message is announced: it would open the window for a message of any length. */
 static void ask(struct moe_rpc_call *c)
@@ -106,7 +141,7 @@ static void ask(struct moe_rpc_call *c)
     c->reads = true;
     c->batches++;
     if (now)
-        start_read(c);
+        start_in_turn(c);
     else if (c->entry->method.kind == MOE_RPC_UNARY)
         moe_rpc_limit_start(&c->shard->reading, &c->reading);
 }
@@ -114,8 +149,11 @@ static void ask(struct moe_rpc_call *c)
 /* The call ends: a read that has not started does not start any more. */
 static void stop_asking(struct moe_rpc_call *c)
 {
-    if (!c->reads || !moe_rpc_upload_forget(c->upload))
+    if (!c->reads || (!moe_rpc_upload_forget(c->upload) && !c->queued))
         return;
+    if (c->queued)
+        TAILQ_REMOVE(&c->shard->waiting, c, turn);
+    c->queued = false;
     moe_rpc_limit_stop(&c->shard->reading, &c->reading);
     c->reads = false;
     c->batches--;

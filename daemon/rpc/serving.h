@@ -101,6 +101,7 @@ struct moe_rpc_call {
     bool reads;          /* a read is in `batches`; the core or the budget has it */
     bool delivers;       /* the handler is getting a message ... */
     bool reads_on;       /* ... and wants the next one */
+    bool queued;         /* in the shard's `waiting`; then `reads` too */
     int core_cancelled;  /* written by the core */
     bool introduced;     /* `started` has run, so `done` must */
     bool counted;        /* in the server's `active` */
@@ -111,6 +112,8 @@ struct moe_rpc_call {
     struct moe_rpc_tag on_accepted, on_closed, on_received, on_sent, on_ended;
     struct moe_rpc_limit reading; /* runs while a unary call has no message */
     struct moe_rpc_limit taking;  /* runs while a message or the status is with the core */
+
+    TAILQ_ENTRY(moe_rpc_call) turn; /* while `queued` */
 
     TAILQ_ENTRY(moe_rpc_call) endless; /* guarded by the server's lock */
 };
@@ -127,6 +130,9 @@ void moe_rpc_apply(struct moe_rpc_op *op);
 /* For the budget: the read that a call has asked for may start, and drops the reference of `hold`.
  * Any thread. */
 void moe_rpc_start_granted(void *call);
+/* Begins a round of reads. Shard thread. */
+enum { MOE_RPC_ROUND_READS = 16 };
+void moe_rpc_next_round(struct moe_rpc_shard *shard);
 /* Ends a call that brings no message, or leaves sent data unread, for too long. */
 void moe_rpc_reading_passed(struct moe_rpc_limit *reading);
 void moe_rpc_taking_passed(struct moe_rpc_limit *taking);
@@ -191,6 +197,12 @@ struct moe_rpc_shard {
     struct moe_loop *loop;
     uint64_t turn_ns; /* longest wait of the thread; 0 = any */
     struct moe_rpc_limits reading, taking;
+    /* The core looks at its sockets only when it has no event left. A client with many messages in
+     * the core could so keep others out. Therefore reads come in rounds, of MOE_RPC_ROUND_READS for
+     * each connection at most. A round ends when no event is left and all sockets were looked at.
+     */
+    uint64_t round;
+    struct moe_rpc_calls waiting; /* for a later round */
 };
 
 /* Starts the thread, which serves connections of this shard. */
@@ -227,6 +239,10 @@ struct moe_rpc_connection {
     struct moe_mutex requesting;
     MOE_GUARDED_BY(requesting) bool shutting;
     struct moe_rpc_tag on_shut_down;
+
+    /* Shard thread only. */
+    uint64_t round; /* the last one with a read */
+    unsigned reads; /* in that round */
 };
 
 void moe_rpc_connection_unref(struct moe_rpc_connection *c);

@@ -12,8 +12,9 @@ static grpc_event next_event(struct moe_rpc_shard *shard, uint64_t at)
 {
     const uint64_t spin = shard->server->spin_ns;
     const bool polls = spin > 0 && moe_clock_ns() < shard->spin_until;
+    const bool looks = polls || !TAILQ_EMPTY(&shard->waiting);
     grpc_event event = grpc_completion_queue_next(
-        shard->queue, polls ? gpr_inf_past(GPR_CLOCK_MONOTONIC) : moe_rpc_time_to_core(at), NULL);
+        shard->queue, looks ? gpr_inf_past(GPR_CLOCK_MONOTONIC) : moe_rpc_time_to_core(at), NULL);
     if (spin > 0 && event.type == GRPC_OP_COMPLETE)
         shard->spin_until = moe_clock_ns() + spin;
     else if (polls)
@@ -45,6 +46,8 @@ static void *shard_main(void *arg)
             return NULL;
         if (event.type == GRPC_OP_COMPLETE)
             moe_rpc_run_event(&event);
+        else
+            moe_rpc_next_round(shard);
     }
 }
 
@@ -54,6 +57,7 @@ struct moe_status moe_rpc_shard_start(struct moe_rpc_shard *shard)
     moe_rpc_limits_init(&shard->reading, server->read_limit_ns, moe_rpc_reading_passed);
     moe_rpc_limits_init(&shard->taking, server->send_limit_ns, moe_rpc_taking_passed);
     moe_rpc_inbox_init(shard, moe_rpc_apply);
+    TAILQ_INIT(&shard->waiting);
     int rc = moe_thread_create(&shard->thread, "moe-rpc-shard", shard_main, shard);
     shard->started = rc == 0;
     return rc == 0 ? moe_ok() : moe_thread_failure("moe-rpc-shard", rc);

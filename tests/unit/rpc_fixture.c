@@ -274,8 +274,10 @@ void fixture_start(struct fixture *f, const struct moe_rpc_server_config *config
                                         .done = on_done,
                                         .ctx = f}};
     struct moe_rpc_server_config c = config != NULL ? *config : fixture_config();
-    c.methods = methods;
-    c.method_count = sizeof methods / sizeof *methods;
+    if (c.methods == NULL) {
+        c.methods = methods;
+        c.method_count = sizeof methods / sizeof *methods;
+    }
     assert_ok(moe_rpc_server_start(&c, &f->server));
     assert_ok(moe_rpc_client_create(&f->client));
     f->channel = fixture_channel(f, 0);

@@ -43,6 +43,7 @@ struct fixture {
 
 /* The server's settings before it starts: 2 shards, 64 MiB messages, 256 MiB reading. */
 struct moe_rpc_server_config fixture_config(void);
+/* With the methods above if `config` has none. */
 void fixture_start(struct fixture *f, const struct moe_rpc_server_config *config);
 /* Drains, stops, and checks that every lent part came back once. */
 void fixture_stop(struct fixture *f);

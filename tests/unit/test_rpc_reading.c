@@ -252,6 +252,78 @@ static void a_client_with_too_many_open_streams_is_disconnected(void **state)
     moe_metrics_destroy(metrics);
 }
 
+/* ------------------------------------------------------------------ turns */
+
+/* A server of one shard. A stream is swallowed; its message number HELD keeps the shard's thread
+ * until `open` is set, and some that follow are slow until the unary call has come. */
+enum { MESSAGES = 12000, HELD = 100, SLOW = 2000, SLOW_US = 5000 };
+struct swallowing {
+    atomic_uint seen, held, open, called;
+    atomic_uint before; /* messages between the held one and the call */
+};
+
+static void swallow(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    struct swallowing *s = ctx;
+    if (m == NULL) {
+        moe_rpc_finish(call);
+        return;
+    }
+    moe_rpc_msg_free(m);
+    const unsigned seen = atomic_fetch_add(&s->seen, 1) + 1;
+    if (seen == HELD)
+        atomic_store(&s->held, 1);
+    while (seen == HELD && atomic_load(&s->open) == 0)
+        usleep(1000);
+    if (seen > HELD && seen <= HELD + SLOW && atomic_load(&s->called) == 0)
+        usleep(SLOW_US);
+    moe_rpc_read_next(call);
+}
+
+static void answer_call(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
+{
+    struct swallowing *s = ctx;
+    moe_rpc_msg_free(m);
+    if (atomic_load(&s->open) != 0 && atomic_fetch_add(&s->called, 1) == 0)
+        atomic_store(&s->before, atomic_load(&s->seen) - HELD);
+    moe_rpc_reply(call, &(struct moe_rpc_out){.head = (const uint8_t *)"", .head_length = 0});
+}
+
+/* Messages that wait in the core do not keep the sockets of other clients waiting. */
+static void a_pile_of_messages_lets_others_pass(void **state)
+{
+    enum { PER_FRAME = 2000, PREFIX = 5 };
+    static uint8_t messages[PER_FRAME * PREFIX]; /* all empty */
+    struct swallowing s = {0};
+    const struct moe_rpc_method methods[] = {
+        {.path = UNARY_PATH, .kind = MOE_RPC_UNARY, .message = answer_call, .ctx = &s},
+        {.path = STREAM_PATH, .kind = MOE_RPC_STREAM, .message = swallow, .ctx = &s}};
+    struct moe_rpc_server_config config = fixture_config();
+    struct outcome first, second;
+    struct fixture f;
+    (void)state;
+    config.methods = methods;
+    config.method_count = 2;
+    config.shards = 1;
+    fixture_start(&f, &config);
+    start_call(&f, f.channel, "", "abc", 3, &first);
+    fixture_await("a connection", &first.over, 1);
+    int fd = raw_connect(&f);
+    raw_headers(fd, 1, STREAM_PATH);
+    for (unsigned i = 0; i < MESSAGES / PER_FRAME; i++)
+        raw_frame(fd, RAW_DATA, 0, 1, messages, sizeof messages);
+    fixture_await("the held message", &s.held, 1);
+    start_call(&f, f.channel, "", "abc", 3, &second);
+    usleep(200000); /* for the call to reach the server's socket; later is no error */
+    atomic_store(&s.open, 1);
+    fixture_await("the call", &second.over, 1);
+    printf("%u messages of the pile came before the call\n", atomic_load(&s.before));
+    assert_in_range(s.before, 0, SLOW / 2);
+    fixture_await("the pile", &s.seen, MESSAGES);
+    close(fd);
+    fixture_stop(&f);
+}
+
 static unsigned long peak_kib(void)
 {
     unsigned long kib = 0;
@@ -402,6 +474,7 @@ int main(void)
 {
     seed_random();
     moe_rpc_tune_allocator();
+    assert_ok(moe_rpc_force_polling()); /* as daemons do */
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(stalled_uploads_harm_no_small_call_and_end_soon),
         cmocka_unit_test(a_line_without_a_place_refuses),
@@ -409,6 +482,7 @@ int main(void)
         cmocka_unit_test(a_call_without_a_message_ends),
         cmocka_unit_test(half_sent_messages_end_for_their_rate),
         cmocka_unit_test(a_client_with_too_many_open_streams_is_disconnected),
+        cmocka_unit_test(a_pile_of_messages_lets_others_pass),
         cmocka_unit_test(memory_for_requests_is_bounded),
         cmocka_unit_test(at_a_full_quota_calls_that_hold_memory_end),
         cmocka_unit_test(the_budget_survives_clients_that_come_and_go),
