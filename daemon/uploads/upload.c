@@ -46,19 +46,21 @@ const char *moe_rpc_upload_field_name(void)
  * each is one byte; no Huffman coding. */
 static size_t put_field(uint32_t stream, uint8_t *to)
 {
-    enum { NEVER_INDEXED = 0x10 };
-    char value[9];
+    enum { NEVER_INDEXED = 0x10, DIGITS_MAX = 8, DIGIT_BITS = 4 };
+    static const char digits[] = "0123456789abcdef";
     const char *name = moe_rpc_upload_field_name();
-    size_t name_length = strlen(name);
-    size_t value_length = (size_t)snprintf(value, sizeof value, "%" PRIx32, stream);
+    size_t name_length = strlen(name), value_length = 1;
+    while (value_length < DIGITS_MAX && stream >> (DIGIT_BITS * value_length) != 0)
+        value_length++;
     uint8_t *at = to;
     *at++ = NEVER_INDEXED;
     *at++ = (uint8_t)name_length;
     memcpy(at, name, name_length);
     at += name_length;
     *at++ = (uint8_t)value_length;
-    memcpy(at, value, value_length);
-    return (size_t)(at + value_length - to);
+    for (size_t left = value_length; left-- > 0;)
+        *at++ = (uint8_t)digits[stream >> (DIGIT_BITS * left) & 0xf];
+    return (size_t)(at - to);
 }
 
 /* 0, which is no client's stream, if `value` is no such number. */
