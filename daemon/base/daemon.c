@@ -34,8 +34,9 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
         {"metrics-listen", d->metrics_letter, MOE_OPTION_STRING, &s->metrics_listen, 0, 0,
          "HOST:PORT", "Address of /metrics, /livez and /readyz; off by default"},
         {"health-step-ms", 0, MOE_OPTION_UINT, &s->health_step_ms, 10, 3600000, "MS",
-         "Longest pause of an idle loop; an idle group runs an empty step that often. A loop that "
-         "rests for longer than this and what it may wait for others is not healthy"},
+         "An idle loop turns this often, and an idle group runs a step without tokens. A loop that "
+         "rests for longer than this and --wait-budget-ms (coordinator: 2 s) is stuck: see "
+         "/readyz"},
         {"log-level", 0, MOE_OPTION_STRING, &s->log_level, 0, 0, "LEVEL",
          "error, warn, info or debug"},
         {"log-format", 0, MOE_OPTION_STRING, &s->log_format, 0, 0, "FORMAT", "text or json"},

@@ -126,8 +126,9 @@ static void judge_loop(const struct moe_progress *p, struct moe_loop *l, uint64_
     look_at(l, place, now);
     const char *what = place != NULL ? place->what : l->config.always ? "its loop" : "idle";
     uint64_t rest = now - l->moved_ns;
-    bool mover_stuck = l->config.mover != NULL && l->config.mover->was_stuck;
-    bool stuck = rest > p->config.limit_ns && !mover_stuck;
+    const struct moe_loop *mover = l->config.mover;
+    l->excused = mover != NULL && (mover->was_stuck || mover->excused);
+    bool stuck = rest > p->config.limit_ns && !l->excused;
     bool kills = rest > MOE_PROGRESS_DEAD * p->config.limit_ns && !l->config.readies_only &&
                  (place == NULL || !place->outside);
     const char *code = place != NULL && place->code != NULL ? place->code : l->config.code;

@@ -73,6 +73,7 @@ struct moe_loop {
     uint64_t seen;     /* the sum of what moves, as last seen */
     uint64_t moved_ns; /* by the judge's time */
     bool was_judged, was_stuck;
+    bool excused; /* its mover is stuck, or excused */
 };
 
 /* One turn, or any other bit of progress. */

@@ -55,6 +55,7 @@ struct moe_checkpoint_context {
     const struct moe_checkpoint_copy *copy; /* source of the tensors; NULL: the trainers */
     const atomic_bool *cancel;   /* once true, a phase ends with MOE_CANCELLED soon; NULL = never */
     _Atomic uint64_t *processed; /* bytes read from the copy, or checked; NULL = not wanted */
+    _Atomic uint64_t *moved;     /* bytes that load_take has written; NULL = not wanted */
     struct moe_checkpoint_fence fence;
     uint64_t writer; /* random number of the lowest slot's process */
     int *shown; /* descriptor of this process's locked writer file, -1 while it writes nothing: see

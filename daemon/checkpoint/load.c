@@ -209,6 +209,12 @@ static struct moe_status check_tensors(const struct moe_checkpoint_context *c,
     return st;
 }
 
+static void count_moved(const struct moe_checkpoint_context *c, size_t bytes)
+{
+    if (c->moved != NULL)
+        atomic_fetch_add_explicit(c->moved, bytes, memory_order_relaxed);
+}
+
 static struct moe_status take_tensors(const struct moe_checkpoint_context *c,
                                       const struct source *s, const struct moe_ckpt_tensors *all)
 {
@@ -230,6 +236,7 @@ static struct moe_status take_tensors(const struct moe_checkpoint_context *c,
             goto done;
         }
         MOE_TRY_GOTO(st, moe_st_read(file, tensor, 0, tensor->bytes, buffer), done);
+        count_moved(c, (size_t)tensor->bytes);
         st = c->backend->training->trainer_write(c->trainers[t->layer], &t->key, buffer,
                                                  (size_t)tensor->bytes);
     }
@@ -268,6 +275,7 @@ static struct moe_status take_weight(void *ctx, enum moe_weight weight, uint32_t
     }
     struct moe_status st = c->backend->training->trainer_write(c->trainers[p->layer], &key, values,
                                                                count * sizeof *values);
+    count_moved(c, bytes);
     free(values);
     return st;
 }

@@ -81,6 +81,8 @@ static void report_ended(struct moe_engine *e) MOE_REQUIRES(e->lock)
 static const struct moe_step_row *row_of(const struct moe_step_slot *step_slot)
 {
     const struct moe_step_traits *kind = moe_step_traits(step_slot->ticket.kind);
+    if (kind->is_heartbeat)
+        return &moe_engine__heartbeat;
     if (!kind->has_descriptor)
         return &moe_engine__forward;
     return kind->queued ? &moe_engine__retained : &moe_engine__call;
@@ -91,9 +93,9 @@ static struct moe_status check_ticket(const struct moe_engine *e, const struct m
     MOE_REQUIRES(e->lock)
 {
     const struct moe_step_traits *kind = moe_step_traits(t->kind);
-    /* Backward passes have the layers and dtypes of forward ones. */
+    /* Backward passes and heartbeats have the layers and dtypes of forward ones. */
     const struct moe_step_key key = {t->layer, kind->queued ? t->kind : MOE_STEP_FORWARD, t->dtype};
-    if (kind->has_descriptor ? e->config.calls == NULL : !kind->queued)
+    if (kind->has_descriptor ? e->config.calls == NULL : !kind->queued && !kind->is_heartbeat)
         return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ticket %llu: no such kind",
                          (unsigned long long)t->seq);
     if (!kind->is_exclusive && !moe_batcher_has(e->batcher, &key))
@@ -174,7 +176,10 @@ static void begin_step(struct moe_engine *e) MOE_REQUIRES(e->lock)
     if (moe_failed(&step_slot->failure))
         return;
     moe_mutex_unlock(&e->lock);
+    moe_engine__show_steps(e, true, 0);
+    moe_engine__show_call(e, step_slot->ticket.kind);
     row_of(step_slot)->begin(e, step_slot, session);
+    moe_engine__show_return(e);
     if (step_slot->timed)
         step_slot->enqueued_ns = moe_clock_ns();
     moe_mutex_lock(&e->lock);
@@ -188,6 +193,7 @@ static void complete_oldest(struct moe_engine *e, const struct moe_step_result *
     row_of(step_slot)->complete(e, step_slot, result);
     e->oldest = (e->oldest + 1) % STEP_SLOTS;
     e->in_flight--;
+    moe_engine__show_steps(e, true, step_slot->ticket.kind);
 }
 
 /* ------------------------------------------------------------------- end of a view */
@@ -196,6 +202,7 @@ static void complete_oldest(struct moe_engine *e, const struct moe_step_result *
 static void end_view(struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     e->session = NULL;
+    moe_engine__show_steps(e, false, 0);
     e->stopping = false;
     e->ticket_count = 0;
     moe_engine__drop_pending_saves(e);
@@ -212,6 +219,7 @@ static void fail_view(struct moe_engine *e, struct moe_status why, int missing_s
     struct moe_ticket failed[STEP_SLOTS];
     unsigned count = e->in_flight;
     moe_mutex_unlock(&e->lock);
+    moe_engine__show_call(e, 0);
     backend->session_abort(session);
     for (unsigned i = 0; i < count; i++) {
         struct moe_step_slot *step_slot = &e->step_slots[(e->oldest + i) % STEP_SLOTS];
@@ -221,6 +229,7 @@ static void fail_view(struct moe_engine *e, struct moe_status why, int missing_s
             (void)backend->step_wait(step_slot->step, MOE_NEVER, &ignored);
     }
     uint64_t lost = backend->session_lost(session);
+    moe_engine__show_return(e);
     if (missing_slot >= 0 && missing_slot < MOE_MAX_SLOTS)
         lost |= UINT64_C(1) << missing_slot;
     moe_mutex_lock(&e->lock);
@@ -273,7 +282,9 @@ static void wait_for_oldest(struct moe_engine *e) MOE_REQUIRES(e->lock)
      */
     const bool sliced =
         e->in_flight < STEP_SLOTS || moe_step_traits(step_slot->ticket.kind)->is_training;
-    uint64_t until = sliced ? moe_clock_ns() + WAIT_SLICE_NS : MOE_NEVER;
+    uint64_t until = sliced           ? moe_clock_ns() + WAIT_SLICE_NS
+                     : e->beat_ns > 0 ? moe_clock_ns() + e->beat_ns
+                                      : MOE_NEVER;
     struct moe_step_result result = {.missing_slot = -1};
     struct moe_status st = step_slot->failure;
     if (step_slot->step != NULL) {
@@ -310,8 +321,12 @@ static void wait_for_notification(struct moe_engine *e) MOE_REQUIRES(e->lock)
     uint64_t until = moe_batcher_next_expiry(e->batcher), call = moe_engine__next_call_expiry(e);
     until = call < until ? call : until;
     until = e->next_expiry < until ? e->next_expiry : until;
-    const bool spinning = is_spinning(e);
+    const bool spinning = is_spinning(e), view = e->session != NULL;
+    const uint64_t epoch = e->epoch;
     moe_mutex_unlock(&e->lock);
+    if (view)
+        moe_engine__beat(e, epoch);
+    until = moe_earlier(until, moe_engine__next_beat(e, view));
     if (spinning)
         moe_eventcount_poll(e->eventcount, e->seen, until < e->spin_until ? until : e->spin_until);
     else
@@ -339,6 +354,7 @@ static void *run_thread(void *arg)
     struct moe_engine *e = arg;
     moe_mutex_lock(&e->lock);
     for (;;) {
+        moe_loop_turn(e->turns);
         check_notifications(e);
         expire(e);
         if (e->quit)
@@ -416,6 +432,7 @@ struct moe_status moe_engine_create(const struct moe_engine_config *config, stru
     e->config = *config;
     e->weights_version = 1;
     e->next_expiry = MOE_NEVER;
+    moe_engine__add_loops(e);
     if (config->calls != NULL)
         moe_engine__plan_expiry(e, false);
     MOE_TRY_GOTO(st, moe_eventcount_create(&e->eventcount), fail);

@@ -13,6 +13,7 @@
 
 struct moe_eventcount;
 struct moe_engine;
+struct moe_progress;
 struct moe_row_metrics;
 struct moe_step_metrics;
 
@@ -54,6 +55,11 @@ struct moe_engine_config {
      * no lock held. From within, only moe_engine_run may be called. NULL: no other process
      * notifies. */
     void (*listen)(void *ctx);
+    /* Gets the loops of the thread, the device and the steps of a view; borrowed. With it, an idle
+     * engine calls `heartbeat` whenever a view has run no step for moe_progress_step_ns: the group
+     * is to run a step without tokens, of `layer`. As `announce` in all else. NULL: neither. */
+    struct moe_progress *progress;
+    void (*heartbeat)(void *ctx, uint32_t layer);
     /* After a step the thread polls this long instead of sleeping: that saves the 10 to 60 us of
      * waking it for the next ticket, and keeps a processor busy. 0: it always sleeps. */
     uint64_t spin_ns;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forward passes: the row of MOE_STEP_FORWARD. Its steps take all waiting tokens of their layer and
- * dtype. Retained passes (retain.c) share parts of it. */
+/* Forward passes: the rows of MOE_STEP_FORWARD and of heartbeats. Steps of the former take all
+ * waiting tokens of their layer and dtype, the latter none. Retained passes (retain.c) share parts
+ * of it. */
 #include "base/clock.h"
 #include "engine/state.h"
 
@@ -141,6 +142,33 @@ void moe_engine__put_back(struct moe_engine *e, struct moe_step_slot *step_slot)
         moe_engine__give_up(e, w, moe_error(MOE_CANCELLED, MOE_REASON_NONE, "cancelled"));
     }
 }
+
+/* ---------------------------------------------------------------------- heartbeats */
+
+static struct moe_status claim_nothing(struct moe_engine *e, struct moe_step_slot *step_slot)
+    MOE_REQUIRES(e->lock)
+{
+    (void)e;
+    (void)step_slot;
+    return moe_ok();
+}
+
+/* It counts as no step: no client asked for it. */
+static void complete_heartbeat(struct moe_engine *e, struct moe_step_slot *step_slot,
+                               const struct moe_step_result *result) MOE_REQUIRES(e->lock)
+{
+    (void)result;
+    moe_mutex_unlock(&e->lock);
+    e->config.finished(e->config.ctx, &step_slot->ticket, moe_ok(), 0);
+    moe_mutex_lock(&e->lock);
+}
+
+const struct moe_step_row moe_engine__heartbeat = {
+    .claim = claim_nothing,
+    .begin = begin,
+    .complete = complete_heartbeat,
+    .abandon = moe_engine__put_back,
+};
 
 const struct moe_step_row moe_engine__forward = {
     .claim = claim,

@@ -5,6 +5,7 @@
 #define MOE_ENGINE_STATE_H
 
 #include "base/mutex.h"
+#include "daemon/progress.h"
 #include "engine/engine.h"
 #include "engine/row_metrics.h"
 #include "engine/step_metrics.h"
@@ -81,7 +82,13 @@ struct moe_engine {
     struct moe_step_slot step_slots[STEP_SLOTS];
     unsigned oldest, in_flight; /* oldest step, number of steps */
     uint32_t seen;              /* count of the eventcount when all state was last read */
-    uint64_t spin_until;        /* until then the thread polls instead of sleeping */
+    struct moe_loop *turns;     /* of the thread */
+    struct moe_loop *device;    /* at work while steps are in flight */
+    struct moe_loop *steps;     /* of the view: expected while it is in force */
+    uint64_t beat_ns;           /* an idle view beats that often; 0 = never */
+    uint64_t next_beat;
+    uint64_t shown_epoch; /* of the view that `steps` has shown */
+    uint64_t spin_until;  /* until then the thread polls instead of sleeping */
 };
 
 /* The operations of a kind of step; row_of chooses the row of a ticket. The lock is held unless a
@@ -102,7 +109,26 @@ struct moe_step_row {
     /* The view ends before the step; undoes `claim`. The youngest step comes first. */
     void (*abandon)(struct moe_engine *e, struct moe_step_slot *step_slot);
 };
-extern const struct moe_step_row moe_engine__forward, moe_engine__retained, moe_engine__call;
+extern const struct moe_step_row moe_engine__forward, moe_engine__retained, moe_engine__heartbeat,
+    moe_engine__call;
+
+/* ------------------------------------------------------------------- progress.c */
+
+/* Engine's thread, all of them, with or without the lock. Without config.progress they do nothing.
+ */
+
+/* Before the thread starts. */
+void moe_engine__add_loops(struct moe_engine *e);
+/* The thread calls the device, or the room of training for a ticket of `kind`; 0 = neither. */
+void moe_engine__show_call(struct moe_engine *e, enum moe_step_kind kind);
+void moe_engine__show_return(struct moe_engine *e);
+/* The number of steps in flight, or the view, has changed. `ended`: kind of a step that has just
+ * ended; 0 = none has. */
+void moe_engine__show_steps(struct moe_engine *e, bool view, enum moe_step_kind ended);
+/* When the idle thread is to wake at the latest, to show that it turns and to beat. */
+uint64_t moe_engine__next_beat(const struct moe_engine *e, bool view);
+/* In an idle view of `epoch`: expects steps of it, and beats if it is time. Without the lock. */
+void moe_engine__beat(struct moe_engine *e, uint64_t epoch);
 
 /* ------------------------------------------------------------------- requests.c */
 

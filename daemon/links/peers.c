@@ -326,6 +326,16 @@ void moe_peers_announce(struct moe_peers *p, uint32_t layer, enum moe_step_kind 
     moe_mutex_unlock(&p->lock);
 }
 
+void moe_peers_beat(struct moe_peers *p, uint32_t layer)
+{
+    moe_mutex_lock(&p->lock);
+    if (p->phase == STARTED && p->role == SEQUENCER) {
+        moe_sequencer_beat(p->sequencer, layer);
+        issue_tickets(p);
+    }
+    moe_mutex_unlock(&p->lock);
+}
+
 void moe_peers_announce_training(struct moe_peers *p, const struct moe_ticket *call,
                                  uint32_t tokens)
 {

@@ -89,6 +89,8 @@ void moe_peers_listen(struct moe_peers *p);
  * Ignored while no view is expected: the engine announces everything again when a view starts. */
 void moe_peers_announce(struct moe_peers *p, uint32_t layer, enum moe_step_kind kind,
                         enum moe_dtype dtype, uint32_t tokens);
+/* For moe_engine_config.heartbeat, in the same way. Only the sequencer acts on it. */
+void moe_peers_beat(struct moe_peers *p, uint32_t layer);
 /* The same for moe_engine_config.announce_training. */
 void moe_peers_announce_training(struct moe_peers *p, const struct moe_ticket *call,
                                  uint32_t tokens);

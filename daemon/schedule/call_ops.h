@@ -78,6 +78,10 @@ struct moe_call_ops {
     bool (*is_unwanted)(void *ctx, enum moe_step_kind kind, uint64_t id,
                         struct moe_call_descriptor *descriptor);
 
+    /* [any thread, no lock] A number that changes while a ticket of a job moves bytes on the
+     * engine's thread. May be NULL. */
+    uint64_t (*moved)(const void *ctx);
+
     /* A retained forward pass has succeeded; `tokens`: of this slot. */
     void (*retained)(void *ctx, const struct moe_ticket *ticket, uint32_t tokens,
                      const struct moe_step_result *result, const struct moe_call_exec *x);

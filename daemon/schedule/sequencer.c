@@ -29,6 +29,8 @@ struct moe_sequencer {
     uint64_t issued;              /* seq of the last ticket */
     uint64_t done[MOE_MAX_SLOTS]; /* last ticket that the slot reported; <= issued */
     uint64_t pending;             /* sum over keys and slots */
+    bool beats;                   /* a heartbeat of beat_layer is due unless another ticket is */
+    uint32_t beat_layer;
     size_t key_count;
     struct key_state keys[MOE_SEQUENCER_KEYS];
     size_t ring_first, ring_count; /* ring[(first + i) % KEYS]: indices into keys */
@@ -330,6 +332,24 @@ static void issue_forward(struct moe_sequencer *s, struct moe_ticket *out)
     s->credit = s->credit + s->permille < WHOLE ? s->credit + s->permille : WHOLE;
 }
 
+static void issue_heartbeat(struct moe_sequencer *s, struct moe_ticket *out)
+{
+    *out = (struct moe_ticket){
+        .epoch = s->epoch,
+        .seq = ++s->issued,
+        .layer = s->beat_layer,
+        .kind = MOE_STEP_HEARTBEAT,
+        .dtype = MOE_DTYPE_F32,
+        .bucket = 1,
+    };
+}
+
+void moe_sequencer_beat(struct moe_sequencer *s, uint32_t layer)
+{
+    s->beats = true;
+    s->beat_layer = layer;
+}
+
 bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out)
 {
     if (s->stopped || s->holds_all || s->issued - completed(s) >= MOE_SEQUENCER_IN_FLIGHT)
@@ -342,8 +362,11 @@ bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out)
         issue_training(s, at, out);
     else if (s->ring_count > 0)
         issue_forward(s, out);
+    else if (s->beats && completed(s) == s->issued)
+        issue_heartbeat(s, out);
     else
         return false;
+    s->beats = false;
     return true;
 }
 

@@ -67,6 +67,10 @@ void moe_sequencer_allow(struct moe_sequencer *s, bool tickets, bool training);
 struct moe_status moe_sequencer_work(struct moe_sequencer *s, uint32_t slot,
                                      const struct moe_step_key *key, uint32_t tokens) MOE_CHECKED;
 
+/* The group is idle: if no other ticket is due and none is in flight, one heartbeat of `layer` is.
+ * Any other ticket takes its place, and so does the next view. */
+void moe_sequencer_beat(struct moe_sequencer *s, uint32_t layer);
+
 /* A call with a descriptor (has_descriptor) waits on `slot`. Reads kind, layer, dtype and
  * descriptor of `call`, except the descriptor's origin. `tokens`: its rows, at least 1 for kinds
  * with has_rows. Errors: MOE_INVALID_ARGUMENT, MOE_RESOURCE_EXHAUSTED (the slot has too many

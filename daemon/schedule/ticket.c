@@ -30,6 +30,7 @@ static const struct moe_step_traits kinds[MOE_STEP_KINDS] = {
                                  .has_descriptor = true,
                                  .has_rows = true,
                                  .passes_blocked = true},
+    [MOE_STEP_HEARTBEAT] = {.is_heartbeat = true},
 };
 
 const struct moe_step_traits *moe_step_traits(enum moe_step_kind kind)

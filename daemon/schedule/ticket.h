@@ -22,6 +22,9 @@ enum moe_step_kind { /* values of moe.v1.StepKind */
                      MOE_STEP_EXPORT = 8,
                      /* One Forward request alone, retained on the devices for its Backward. */
                      MOE_STEP_FORWARD_RETAIN = 9,
+                     /* A forward pass without tokens, in an idle group: all slots and devices show
+                        that they answer. */
+                     MOE_STEP_HEARTBEAT = 10,
                      MOE_STEP_KINDS /* past the last */
 };
 
@@ -37,6 +40,7 @@ struct moe_step_traits {
     bool is_exclusive;   /* changes the state of training as a whole: runs alone */
     bool is_weight_update; /* changes the weights, so it waits while a Save copies them */
     bool is_job;           /* a Save, Load or Export: several tickets, and steps run between them */
+    bool is_heartbeat;     /* has no tokens */
     bool passes_blocked; /* may overtake blocked calls: it changes no training state that they use.
                             (A Load is refused while a Save runs.) */
 };

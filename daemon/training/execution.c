@@ -43,6 +43,12 @@ static bool blocks_weight_updates(void *ctx)
     return blocks;
 }
 
+static uint64_t moved(const void *ctx)
+{
+    const struct moe_train *t = ctx;
+    return atomic_load_explicit(&t->moved, memory_order_relaxed);
+}
+
 static struct moe_status read_descriptor(const struct moe_ticket *ticket, struct moe_call_exec *x)
 {
     return moe_train_call_read(ticket, &x->call);
@@ -435,6 +441,7 @@ const struct moe_call_ops moe_train_call_ops = {
     .abandon = abandon,
     .answer = answer,
     .blocks_weight_updates = blocks_weight_updates,
+    .moved = moved,
     .is_unwanted = moe_train__is_unwanted,
     .retained = retained,
     .next_expiry = next_expiry,

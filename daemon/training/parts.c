@@ -23,6 +23,7 @@ struct moe_checkpoint_context moe_train__context_of(struct moe_train *t)
         .fence = {t->group, t->epoch, t->config.lease},
         .writer = t->writer,
         .shown = &t->shown,
+        .moved = &t->moved,
     };
 }
 

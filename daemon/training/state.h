@@ -32,6 +32,7 @@ struct moe_train {
     struct moe_pass_store *passes, *answers;
     struct moe_activations *activations;
     struct moe_train_metrics metrics; /* all NULL without a registry */
+    _Atomic uint64_t moved;           /* moe_checkpoint_context.moved */
 
     struct moe_mutex lock; /* trainers are used without it, between tickets */
 

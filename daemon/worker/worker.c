@@ -47,6 +47,13 @@ static void announce_training(void *ctx, const struct moe_ticket *call, uint32_t
     moe_peers_announce_training(w->peers, call, tokens);
 }
 
+static void heartbeat(void *ctx, uint32_t layer)
+{
+    struct moe_worker *w = ctx;
+    if (w->peers != NULL) /* the engine starts before the peers */
+        moe_peers_beat(w->peers, layer);
+}
+
 static void block_weight_updates(void *ctx, bool on)
 {
     struct moe_worker *w = ctx;
@@ -231,6 +238,8 @@ static struct moe_status create_engine(struct moe_worker *w)
         .row_metrics = w->row_metrics,
         .announce = announce,
         .announce_training = announce_training,
+        .progress = w->config.progress,
+        .heartbeat = heartbeat,
         .block_weight_updates = block_weight_updates,
         .finished = finished,
         .listen = listen,

@@ -164,7 +164,9 @@ static void the_cause_is_named_and_not_its_victim(void **unused)
     const struct moe_loop_config config = {
         .name = "device", .code = "DEVICE_STUCK", .mover = engine};
     struct moe_loop *device = moe_progress_add(p, &config);
+    const struct moe_loop_config steps = {.name = "steps", .code = "NO_STEPS", .mover = device};
     moe_loop_enter(device, &step);
+    moe_loop_enter(moe_progress_add(p, &steps), &step);
     pass(2 * LIMIT_NS);
     expect(true, false, "ENGINE_STUCK");
     for (int i = 0; i < 8; i++, moe_loop_turn(engine))

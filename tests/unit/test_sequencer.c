@@ -45,6 +45,38 @@ static void no_ticket_is_issued_without_work(void **state)
     moe_sequencer_destroy(s);
 }
 
+/* A group that is idle shows that all slots answer. */
+static void a_heartbeat_comes_when_nothing_else_does(void **state)
+{
+    (void)state;
+    struct moe_sequencer *s = begin(0x3, 64);
+    struct moe_ticket t;
+    moe_sequencer_beat(s, 3);
+    moe_sequencer_allow(s, false, true); /* no lease */
+    assert_false(moe_sequencer_next(s, &t));
+    moe_sequencer_allow(s, true, true);
+    assert_true(moe_sequencer_next(s, &t));
+    assert_int_equal(t.kind, MOE_STEP_HEARTBEAT);
+    assert_int_equal(t.layer, 3);
+    assert_int_equal(t.seq, 1);
+    assert_int_equal(t.bucket, 1);
+    assert_false(moe_sequencer_next(s, &t));
+    moe_sequencer_beat(s, 3);
+    done(s, 0, 1);
+    assert_false(moe_sequencer_next(s, &t)); /* slot 1 has not answered the first */
+    work(s, 1, &key_a, 5);
+    assert_true(moe_sequencer_next(s, &t)); /* shows as much */
+    assert_int_equal(t.kind, MOE_STEP_FORWARD);
+    done(s, 0, 2);
+    done(s, 1, 1);
+    done(s, 1, 2);
+    assert_false(moe_sequencer_next(s, &t));
+    moe_sequencer_beat(s, 3);
+    moe_sequencer_begin(s, 8, 0x3, 64);
+    assert_false(moe_sequencer_next(s, &t));
+    moe_sequencer_destroy(s);
+}
+
 static void work_that_comes_while_two_steps_run_shares_the_next(void **state)
 {
     (void)state;
@@ -666,6 +698,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(no_ticket_is_issued_without_work),
+        cmocka_unit_test(a_heartbeat_comes_when_nothing_else_does),
         cmocka_unit_test(work_that_comes_while_two_steps_run_shares_the_next),
         cmocka_unit_test(more_than_the_largest_bucket_is_split_over_steps),
         cmocka_unit_test(kinds_of_work_take_turns),

@@ -11,7 +11,7 @@ foreach(part training_engine retain_engine copying_engine)
   moe_test(test_${part} SOURCES test_${part}.c training_fixture.c training_script.c engine_hooks.c
            USES moe_worker_core moe_test_clock LABELS worker)
 endforeach()
-foreach(part engine engine_failures staging)
+foreach(part engine engine_failures engine_health staging)
   moe_test(test_${part} SOURCES test_${part}.c worker_fixture.c engine_hooks.c
            USES moe_worker_core moe_cpu moe_oracle m LABELS worker)
 endforeach()

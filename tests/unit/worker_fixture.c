@@ -121,6 +121,16 @@ static void on_announce(void *ctx, uint32_t layer, enum moe_step_kind kind, enum
     moe_mutex_unlock(&w->lock);
 }
 
+static void on_heartbeat(void *ctx, uint32_t layer)
+{
+    struct worker *w = ctx;
+    moe_mutex_lock(&w->lock);
+    w->beats++;
+    moe_sequencer_beat(w->sequencer, layer);
+    run_due_tickets(w);
+    moe_mutex_unlock(&w->lock);
+}
+
 static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
                         uint64_t lost_slots)
 {
@@ -175,6 +185,11 @@ void worker_stop_view(struct worker *w)
 
 void worker_open(struct worker *w)
 {
+    worker_open_watched(w, NULL);
+}
+
+void worker_open_watched(struct worker *w, struct moe_progress *p)
+{
     *w = (struct worker){0};
     struct moe_device_config device = {.threads = 2};
     assert_ok(moe_backend_cpu.device_open(&device, &w->device));
@@ -193,6 +208,8 @@ void worker_open(struct worker *w)
         .max_queued_tokens = WORKER_QUEUE,
         .announce = on_announce,
         .finished = on_finished,
+        .progress = p,
+        .heartbeat = on_heartbeat,
         .spin_ns = spin_of_test(),
         .ctx = w,
     };

@@ -5,6 +5,7 @@
 #define MOE_TEST_WORKER_FIXTURE_H
 
 #include "base/mutex.h"
+#include "daemon/progress.h"
 #include "engine/engine.h"
 #include "moe/backend.h"
 #include "oracle/oracle.h"
@@ -31,10 +32,12 @@ struct worker {
     uint64_t epoch;        /* of the last view */
     struct moe_mutex lock; /* of the sequencer */
     struct moe_sequencer *sequencer;
-    _Atomic uint64_t tickets;
+    _Atomic uint64_t tickets, beats;
 };
 
 void worker_open(struct worker *w); /* no view yet */
+/* The same, and an engine that shows its progress and beats. `p` outlives the worker. */
+void worker_open_watched(struct worker *w, struct moe_progress *p);
 void worker_start_view(struct worker *w);
 void worker_stop_view(struct worker *w); /* if there is one */
 void worker_close(struct worker *w);

@@ -120,6 +120,11 @@ void moe_cpu_device_close(struct moe_device *device)
     free(device);
 }
 
+uint64_t moe_cpu_device_progress(const struct moe_device *device)
+{
+    return moe_cpu_pool_progress(device->pool);
+}
+
 void moe_cpu_device_info(struct moe_device *device, struct moe_device_info *out)
 {
     snprintf(out->name, sizeof out->name, "%s, %s, %u thread%s", device->cpu_name,

@@ -15,6 +15,7 @@ struct moe_status moe_cpu_device_open(const struct moe_device_config *config,
                                       struct moe_device **out) MOE_CHECKED;
 void moe_cpu_device_close(struct moe_device *device);
 void moe_cpu_device_info(struct moe_device *device, struct moe_device_info *out);
+uint64_t moe_cpu_device_progress(const struct moe_device *device);
 struct moe_status moe_cpu_mem_alloc(struct moe_device *device, enum moe_mem kind, size_t bytes,
                                     void **out) MOE_CHECKED; /* 0 bytes: NULL */
 void moe_cpu_mem_free(struct moe_device *device, enum moe_mem kind, void *p, size_t bytes);

@@ -40,6 +40,9 @@ struct moe_cpu_pool {
     _Alignas(64) atomic_uint inside; /* threads that may touch the job, without the owner */
     atomic_bool owner_sleeps;        /* the owner sleeps on `inside` */
 
+    /* Items that a caller ran alone. */
+    _Alignas(64) _Atomic uint64_t alone;
+
     uint32_t threads; /* started */
     pthread_t thread[];
 };
@@ -124,8 +127,10 @@ void moe_cpu_pool_run(struct moe_cpu_pool *pool, uint32_t items,
 {
     MOE_INVARIANT(items <= UINT32_MAX - MOE_CPU_MAX_THREADS);
     if (items <= 1 || pool->threads == 0 || !moe_mutex_try_lock(&pool->owner)) {
-        for (uint32_t i = 0; i < items; i++)
+        for (uint32_t i = 0; i < items; i++) {
+            atomic_fetch_add_explicit(&pool->alone, 1, memory_order_relaxed);
             fn(ctx, i);
+        }
         return;
     }
     pool->fn = fn;
@@ -142,6 +147,13 @@ void moe_cpu_pool_run(struct moe_cpu_pool *pool, uint32_t items,
     atomic_store(&pool->open, false);
     await_empty(pool);
     moe_mutex_unlock(&pool->owner);
+}
+
+uint64_t moe_cpu_pool_progress(const struct moe_cpu_pool *pool)
+{
+    uint64_t jobs = atomic_load_explicit(&pool->announced, memory_order_relaxed);
+    uint64_t items = atomic_load_explicit(&pool->next, memory_order_relaxed);
+    return (jobs << 32) + items + atomic_load_explicit(&pool->alone, memory_order_relaxed);
 }
 
 static void stop_threads(struct moe_cpu_pool *pool)

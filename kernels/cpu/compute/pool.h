@@ -18,6 +18,9 @@ void moe_cpu_pool_destroy(struct moe_cpu_pool *pool); /* idle; NULL is ignored *
 void moe_cpu_pool_run(struct moe_cpu_pool *pool, uint32_t items,
                       void (*fn)(void *ctx, uint32_t item), void *ctx);
 
+/* Any thread: a number that changes with each item that begins. */
+uint64_t moe_cpu_pool_progress(const struct moe_cpu_pool *pool);
+
 /* Tells the processor that this thread waits in a loop. */
 static inline void moe_cpu_spin_pause(void)
 {

@@ -57,6 +57,7 @@ const struct moe_backend moe_backend_cpu = {
     .device_open = moe_cpu_device_open,
     .device_close = moe_cpu_device_close,
     .device_info = moe_cpu_device_info,
+    .device_progress = moe_cpu_device_progress,
     .mem_alloc = moe_cpu_mem_alloc,
     .mem_free = moe_cpu_mem_free,
     .mem_copy = moe_cpu_mem_copy,

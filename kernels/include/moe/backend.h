@@ -235,6 +235,10 @@ struct moe_backend {
     struct moe_status (*device_open)(const struct moe_device_config *, struct moe_device **out);
     void (*device_close)(struct moe_device *);
     void (*device_info)(struct moe_device *, struct moe_device_info *out);
+    /* A number that changes while the device computes, also within a step. It tells a long step
+     * from one that hangs. It need not rise. Any thread. NULL if the backend does not count;
+     * then each of its steps must end within seconds. */
+    uint64_t (*device_progress)(const struct moe_device *);
 
     /* Zeroed, aligned to 4096. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY; then nothing is
      * allocated. mem_free takes the size of the allocation; NULL is ignored. */

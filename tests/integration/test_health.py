@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each probe says in each scene: liveness falls only where a restart helps, readiness whenever
+the worker does not serve. The scenes wait for states: none of them measures a time."""
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+import unittest
+import urllib.error
+import urllib.request
+
+import grpc
+import numpy as np
+
+from group import BUILD, main, model_directory, wait_until
+from training import COORDINATOR, WORKER, start
+import wire
+from wire import expert
+
+FAMILY = "qwen3_moe"
+MODEL = model_directory(FAMILY)
+STEP_MS, BUDGET_MS = 200, 800  # stuck after a second, dead after four
+DEAD_S = 4 * (STEP_MS + BUDGET_MS) / 1000
+with open(os.path.join(BUILD, "CMakeCache.txt")) as cache:
+    # From the worker's folder to that of modules.
+    MODULES = re.search(r"(?m)^MOE_MODULE_FOLDER:\w+=(.*)$", cache.read()).group(1)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Daemon:
+    """A daemon with all its probes."""
+
+    def __init__(self, program, *arguments, environment=None):
+        for last in (False, False, False, True):  # another process may have taken the port
+            self.port = free_port()
+            try:
+                self.process, self.address = start(
+                    program, "--metrics-listen", "127.0.0.1:%d" % self.port, "--health-step-ms",
+                    str(STEP_MS), *arguments, environment=environment)
+                return
+            except RuntimeError:
+                if last:
+                    raise
+
+    def page(self, name):
+        """(status, text) of a page; None without an answer."""
+        try:
+            with urllib.request.urlopen("http://127.0.0.1:%d/%s" % (self.port, name),
+                                        timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return None
+
+    def serving(self, service):
+        with wire.open_channel(self.address) as channel:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            name = service.encode()
+            return check((b"\n" + bytes([len(name)]) + name) if name else b"",
+                         timeout=10) == b"\x08\x01"
+
+    def probes(self):
+        """(livez, moed.live, readyz, healthz, ""), true where all is well."""
+        http = [self.page(name) for name in ("livez", "readyz", "healthz")]
+        if None in http:
+            return None
+        return (http[0][0] == 200, self.serving("moed.live"), http[1][0] == 200,
+                http[2][0] == 200, self.serving(""))
+
+    def thread(self, name):
+        """The id of the thread called `name`."""
+        tasks = "/proc/%d/task" % self.process.pid
+        for tid in os.listdir(tasks):
+            with open(os.path.join(tasks, tid, "comm")) as comm:
+                if comm.read().strip() == name:
+                    return int(tid)
+        raise RuntimeError("there is no thread " + name)
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def stopped_thread(tid):
+    """Stops one thread of a process, by ptrace."""
+    seize, interrupt, detach, wall = 0x4206, 0x4207, 17, 0x40000000
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    if ptrace(seize, tid, None, None) != 0 or ptrace(interrupt, tid, None, None) != 0:
+        raise unittest.SkipTest("ptrace: " + os.strerror(ctypes.get_errno()))
+    os.waitpid(tid, wall)
+    try:
+        yield
+    finally:
+        ptrace(detach, tid, None, None)
+
+
+class Scenes(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.mkdtemp(prefix="moed-health-")
+        self.addCleanup(shutil.rmtree, self.folder, True)
+        self.held = os.path.join(self.folder, "held")
+        # A worker that finds our module where it looks for that of GPUs.
+        self.worker = os.path.join(self.folder, "programs", "bin", "moe-worker")
+        os.makedirs(os.path.dirname(self.worker))
+        shutil.copy(WORKER, self.worker)
+        modules = os.path.join(os.path.dirname(self.worker), MODULES)
+        os.makedirs(modules)
+        shutil.copy(os.path.join(BUILD, "tests", "integration", "libheld_backend.so"),
+                    os.path.join(modules, "backend_cuda.so"))
+
+    def hold(self, what):
+        """A word of held_backend.c; "" = nothing."""
+        with open(self.held + ".new", "w") as file:
+            file.write(what)
+        os.rename(self.held + ".new", self.held)
+
+    def daemon(self, *arguments, environment=None):
+        d = Daemon(*arguments, environment=environment)
+        self.addCleanup(d.stop)
+        return d
+
+    def group(self, workers, *extra):
+        """A coordinator and workers that began to start."""
+        self.hold("")
+        coordinator = self.daemon(COORDINATOR, "--listen", "127.0.0.1:0", "--workers",
+                                  str(workers))
+        return coordinator, [self.start_worker(coordinator, *extra) for _ in range(workers)]
+
+    def start_worker(self, coordinator, *extra):
+        return self.daemon(self.worker, "--model", MODEL, "--coordinator", coordinator.address,
+                           "--backend", "cuda", "--threads", "1", "--wait-budget-ms",
+                           str(BUDGET_MS), *extra, environment={"MOE_TEST_HELD": self.held})
+
+    def expect(self, scene, d, alive, ready, *codes):
+        """Waits until all probes of `d` say so, with these reasons. `alive`: None = any, on the way
+        to a state that stays."""
+        begin = time.monotonic()
+        seen = None
+        while True:
+            seen = d.probes(), d.page("readyz")
+            live = seen[0][0] if alive is None and seen[0] is not None else alive
+            want = (live, live, ready, ready, ready)
+            text = seen[1][1] if seen[1] is not None else ""
+            if seen[0] == want and all(" %s: " % code in text for code in codes):
+                break
+            if time.monotonic() > begin + 90:
+                self.fail("%s: %s, not %s %s" % (scene, seen, want, codes))
+            time.sleep(0.02)
+        print("    | %-42s | %-5s | %-5s | %-12s | after %.1f s" % (
+            scene, "yes" if live else "no", "yes" if ready else "no", " ".join(codes),
+            time.monotonic() - begin), flush=True)
+
+    def serves(self, scene, d):
+        self.expect(scene, d, True, True)
+
+    def test_loading(self):
+        coordinator = self.daemon(COORDINATOR, "--listen", "127.0.0.1:0", "--workers", "1")
+        self.serves("coordinator without workers", coordinator)
+        self.hold("load")
+        worker = self.start_worker(coordinator)
+        self.expect("loading", worker, True, False, "LOADING")
+        time.sleep(DEAD_S + 1)
+        self.expect("loading, for long", worker, True, False, "LOADING")
+        self.hold("")
+        self.serves("loaded", worker)
+
+    def test_waiting_for_the_group(self):
+        coordinator = self.daemon(COORDINATOR, "--listen", "127.0.0.1:0", "--workers", "2")
+        worker = self.start_worker(coordinator)
+        self.expect("waiting for another worker", worker, True, False, "NO_VIEW")
+        wait_until(lambda: "group: waiting: 1 of 2 workers" in
+                   coordinator.page("readyz?verbose")[1])
+
+    def test_stopped_engine(self):
+        _, (worker,) = self.group(1)
+        self.serves("serving", worker)
+        with stopped_thread(worker.thread("moe-engine")):
+            self.expect("stopped engine", worker, None, False, "ENGINE_STUCK")
+            self.expect("stopped engine, for long", worker, False, False, "ENGINE_STUCK")
+        self.serves("engine runs again", worker)
+
+    def test_stopped_main_loop(self):
+        coordinator, (worker,) = self.group(1)
+        for d in (worker, coordinator):
+            self.serves("serving", d)
+            with stopped_thread(d.process.pid):
+                self.expect("stopped main loop", d, None, False, "MAIN_STUCK")
+                self.expect("stopped main loop, for long", d, False, False, "MAIN_STUCK")
+            self.serves("main loop runs again", d)
+
+    def test_stuck_device(self):
+        for fault, text in (("stuck", "in a step"), ("call", "in a call of the device")):
+            _, (worker,) = self.group(1)
+            self.serves("serving", worker)
+            self.hold(fault)
+            self.expect("stuck device (%s)" % text, worker, None, False, "DEVICE_STUCK")
+            self.assertIn(text, worker.page("readyz")[1])
+            self.expect("stuck device, for long", worker, False, False, "DEVICE_STUCK")
+            self.assertIn("DEVICE_STUCK", worker.page("livez")[1])
+            self.hold("")
+            self.serves("device works again", worker)
+
+    def test_long_step(self):
+        """A device that computes is not stuck, however long a step takes."""
+        _, (worker,) = self.group(1)
+        self.serves("serving", worker)
+        self.hold("slow")
+        time.sleep(DEAD_S + 1)
+        self.serves("long step", worker)
+
+    def test_hung_peer(self):
+        """In an idle group: no client notices it first."""
+        _, workers = self.group(2)
+        self.serves("serving", workers[0])
+        os.kill(workers[1].process.pid, signal.SIGSTOP)
+        self.expect("hung peer", workers[0], True, False, "NO_VIEW")
+        time.sleep(DEAD_S + 1)
+        self.expect("hung peer, for long", workers[0], True, False, "NO_VIEW")
+        os.kill(workers[1].process.pid, signal.SIGCONT)
+        self.serves("peer runs again", workers[0])
+        self.serves("the peer itself", workers[1])
+
+    def test_lost_coordinator(self):
+        for training in (False, True):
+            kind = "training" if training else "serving"
+            coordinator, (worker,) = self.group(1, *(["--training", "sgd"] if training else []))
+            self.serves(kind, worker)
+            coordinator.stop()
+            if training:
+                self.expect("lost coordinator, training", worker, True, False, "NO_LEASE")
+            time.sleep(DEAD_S + 1)
+            if training:
+                self.expect("lost coordinator, training, for long", worker, True, False,
+                            "NO_LEASE")
+            else:
+                self.serves("lost coordinator, for long", worker)
+
+    def test_draining(self):
+        coordinator, (worker,) = self.group(1, "--drain-ms", "60000")
+        self.serves("serving", worker)
+        self.hold("slow")
+        with wire.open_channel(worker.address) as channel:
+            x = np.ones((1, 64), np.float32)
+            answer = channel.unary_unary(
+                "/moe.v1.ExpertService/Forward",
+                request_serializer=expert.ForwardRequest.SerializeToString,
+                response_deserializer=expert.ForwardResponse.FromString).future(
+                    expert.ForwardRequest(layer=0, tokens=1, hidden=64, dtype=1,
+                                          x_data=x.tobytes()), timeout=120)
+            wait_until(lambda: "moe_queue_tokens 1" in worker.page("metrics")[1])
+            coordinator.process.terminate()
+            self.expect("draining", worker, True, False, "DRAINING")
+            self.expect("coordinator of a group that drains", coordinator, True, False,
+                        "DRAINING")
+            self.hold("")
+            self.assertEqual(len(answer.result().y_data), 4 * 64)
+        self.assertEqual((worker.process.wait(60), coordinator.process.wait(60)), (0, 0))
+
+    def test_watch_tells_a_stop_by_itself(self):
+        """A client of Watch sees each change, without asking."""
+        _, (worker,) = self.group(1)
+        self.serves("serving", worker)
+        seen, changed = [], threading.Condition()
+        with wire.open_channel(worker.address) as channel:
+            watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"\n\x09moed.live")
+
+            def read():
+                with contextlib.suppress(grpc.RpcError):
+                    for message in watch:
+                        with changed:
+                            seen.append(message)
+                            changed.notify()
+
+            reader = threading.Thread(target=read)
+            reader.start()
+
+            def wait_for(count):
+                with changed:
+                    self.assertTrue(changed.wait_for(lambda: len(seen) >= count, 90))
+
+            try:
+                wait_for(1)
+                self.hold("stuck")
+                wait_for(2)
+                self.hold("")
+                wait_for(3)
+            finally:
+                watch.cancel()
+                reader.join()
+        self.assertEqual(seen, [b"\x08\x01", b"\x08\x02", b"\x08\x01"])
+
+
+if __name__ == "__main__":
+    main()
