@@ -91,6 +91,15 @@ static void check_group(struct health *h)
         s->model_digest);
 }
 
+static void check_cordons(struct health *h)
+{
+    char subject[16];
+    for (size_t i = 0; i < h->status->n_cordons; i++) {
+        (void)snprintf(subject, sizeof subject, "slot %" PRIu32, h->status->cordons[i]->slot);
+        add(h, "SLOT_CORDONED", subject, RESULT_WARNING, "%s", h->status->cordons[i]->reason);
+    }
+}
+
 /* The coordinator's clock at its answer. 0: not known. */
 static int64_t coordinators_clock(const struct health *h)
 {
@@ -282,6 +291,7 @@ static struct moe_status ask(struct health *h)
         moectl_say("events: %s", st.text);
     check_coordinator(h);
     check_group(h);
+    check_cordons(h);
     if (h->events != NULL)
         check_events(h);
     for (size_t i = 0; i < h->status->n_workers; i++)

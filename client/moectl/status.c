@@ -40,6 +40,8 @@ static int print_table(const Moe__V1__GetStatusResponse *s)
     else
         moectl_put("epoch    %" PRIu64 ", placement %" PRIu32 "\n", s->epoch, s->placement_version);
     moectl_put("workers  %zu of %" PRIu32 ", %s\n", moectl_workers_live(s), s->slots, s->backend);
+    for (size_t i = 0; i < s->n_cordons; i++)
+        moectl_put("cordon   slot %" PRIu32 ": %s\n", s->cordons[i]->slot, s->cordons[i]->reason);
     moectl_put("release  %s, up %.0f s\n", s->version, (double)s->uptime_ms / 1000.0);
     if (s->n_workers == 0)
         return MOECTL_OK;

@@ -77,6 +77,23 @@ static void fill_layer(const struct moe_membership_layer *l, Moe__V1__LayerInfo 
     out->shared_intermediate = l->shared_intermediate;
 }
 
+static size_t fill_cordons(const struct moe_coordinator *c, uint32_t slots, Moe__V1__Cordon *out,
+                           Moe__V1__Cordon **list)
+{
+    size_t count = 0;
+    for (uint32_t s = 0; s < slots; s++) {
+        const char *reason = moe_membership_cordon_reason(c->machine, s);
+        if (reason == NULL)
+            continue;
+        moe__v1__cordon__init(&out[count]);
+        out[count].slot = s;
+        out[count].reason = moe_coordinator__text(reason);
+        list[count] = &out[count];
+        count++;
+    }
+    return count;
+}
+
 static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_call *call,
                                     const void *message)
 {
@@ -87,6 +104,7 @@ static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_ca
     Moe__V1__Error errors[MOE_PLACEMENT_SLOTS_MAX];
     Moe__V1__Host hosts[MOE_PLACEMENT_SLOTS_MAX];
     Moe__V1__LayerInfo layers[MOE_PLACEMENT_LAYERS_MAX], *layer_list[MOE_PLACEMENT_LAYERS_MAX];
+    Moe__V1__Cordon cordons[MOE_PLACEMENT_SLOTS_MAX], *cordon_list[MOE_PLACEMENT_SLOTS_MAX];
     size_t worker_count = 0;
     for (uint32_t s = 0; s < g.slots; s++) {
         struct moe_membership_worker w;
@@ -119,6 +137,8 @@ static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_ca
     m.backend = moe_coordinator__text(g.backend);
     m.model_digest = moe_coordinator__text(
         moe_weights_digest(c->weights, g.fingerprint[0] != '\0' ? g.fingerprint : NULL));
+    m.n_cordons = fill_cordons(c, g.slots, cordons, cordon_list);
+    m.cordons = cordon_list;
     m.uptime_ms = (moe_clock_ns() - c->started_ns) / MOE_NS_PER_MS;
     reply(call, &m.base);
     return moe_ok();
@@ -169,6 +189,26 @@ static struct moe_status drain_worker(struct moe_coordinator *c, struct moe_rpc_
     Moe__V1__DrainWorkerResponse m = MOE__V1__DRAIN_WORKER_RESPONSE__INIT;
     MOE_TRY(moe_membership_drain(c->machine, moe_clock_ns(), request->slot, request->reason,
                                  request->limit_ms, &m.epoch));
+    reply(call, &m.base);
+    return moe_ok();
+}
+
+/* The answer follows the write. */
+static struct moe_status cordon_slot(struct moe_coordinator *c, struct moe_rpc_call *call,
+                                     const void *message)
+{
+    const Moe__V1__CordonSlotRequest *request = message;
+    Moe__V1__CordonSlotResponse m = MOE__V1__CORDON_SLOT_RESPONSE__INIT;
+    uint64_t now = moe_clock_ns();
+    if (request->uncordon)
+        MOE_TRY(moe_membership_uncordon(c->machine, now, request->slot, request->reason));
+    else
+        MOE_TRY(moe_membership_cordon(c->machine, now, request->slot, request->reason));
+    moe_coordinator__act(c);
+    if (!moe_membership_cordons_saved(c->machine))
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO,
+                         "the state directory cannot be written: the change is lost when the "
+                         "coordinator ends; see its log");
     reply(call, &m.base);
     return moe_ok();
 }
@@ -240,6 +280,7 @@ static void run_call(struct moe_coordinator *c, struct event *e)
         [ADMIN_STATUS] = {&moe__v1__get_status_request__descriptor, get_status},
         [ADMIN_PLACEMENT] = {&moe__v1__get_placement_request__descriptor, get_placement},
         [ADMIN_DRAIN] = {&moe__v1__drain_worker_request__descriptor, drain_worker},
+        [ADMIN_CORDON] = {&moe__v1__cordon_slot_request__descriptor, cordon_slot},
         [ADMIN_SHUTDOWN] = {&moe__v1__shutdown_request__descriptor, shut_down},
         [ADMIN_ACCEPT] = {&moe__v1__accept_model_request__descriptor, accept_model},
         [ADMIN_EVENTS] = {&moe__v1__list_events_request__descriptor, list_events},
@@ -301,6 +342,7 @@ void moe_coordinator__admin_methods(struct moe_coordinator *c, struct moe_rpc_me
         [ADMIN_STATUS] = "/moe.v1.AdminService/GetStatus",
         [ADMIN_PLACEMENT] = "/moe.v1.AdminService/GetPlacement",
         [ADMIN_DRAIN] = "/moe.v1.AdminService/DrainWorker",
+        [ADMIN_CORDON] = "/moe.v1.AdminService/CordonSlot",
         [ADMIN_SHUTDOWN] = "/moe.v1.AdminService/Shutdown",
         [ADMIN_ACCEPT] = "/moe.v1.AdminService/AcceptModel",
         [ADMIN_EVENTS] = "/moe.v1.AdminService/ListEvents",

@@ -27,9 +27,11 @@ bool moe_membership__all_taken(const struct moe_membership *m)
 }
 
 /* Why this slot keeps the group from forming; NULL when it does not. */
-static const char *blocker(const struct member *member)
+static const char *blocker(const struct moe_membership *m, uint32_t slot)
 {
-    return member->state != SLOT_TAKEN           ? "is empty"
+    const struct member *member = &m->members[slot];
+    bool cordoned = moe_membership__is_cordoned(m, slot);
+    return member->state != SLOT_TAKEN           ? cordoned ? "is cordoned" : "is empty"
            : member->stream == 0                 ? "is not connected"
            : member->draining || member->leaving ? "is leaving"
            : member->load_failed                 ? "cannot load"
@@ -45,7 +47,7 @@ bool moe_membership__blocked(const struct moe_membership *m, uint32_t *slot, con
     for (uint32_t s = 0; s < m->config.slots; s++) {
         const struct member *member = &m->members[s];
         *slot = s;
-        *why = complete || member->state != SLOT_TAKEN ? blocker(member) : NULL;
+        *why = complete || member->state != SLOT_TAKEN ? blocker(m, s) : NULL;
         if (*why != NULL)
             return true;
     }
@@ -285,6 +287,8 @@ void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t
     if (status->code != MOE_OK)
         moe_membership__log(m, MOE_LOG_ERROR, MOE_EVENT_NOT_SAVED, MOE_MEMBERSHIP_NO_SLOT,
                             "cannot save the group's state: %s", status->text);
+    if (status->code == MOE_OK && sequence >= m->cordon_save)
+        m->cordon_save = 0; /* a write has the whole state */
     if (sequence != m->awaited_save || m->exited)
         return;
     m->awaited_save = 0;

@@ -108,7 +108,7 @@ static bool pick_slot(const struct moe_membership *m, const struct moe_membershi
     uint32_t best = 0;
     for (uint32_t s = 0; s < m->config.slots; s++) {
         const struct member *member = &m->members[s];
-        if (member->state == SLOT_TAKEN)
+        if (member->state == SLOT_TAKEN || moe_membership__is_cordoned(m, s))
             continue;
         bool own = member->state == SLOT_LEFT && strcmp(member->worker_id, r->worker_id) == 0;
         uint32_t rank = own                                ? 4
@@ -411,6 +411,13 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
         moe_membership__drain(m, slot, "requested before", member->drain_limit_ms);
 }
 
+static struct moe_status cordoned_slot(const struct moe_membership *m, uint32_t slot)
+{
+    return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_SLOT_TAKEN,
+                           (uint32_t)(m->config.lease_ns / MOE_NS_PER_MS),
+                           "slot %u is cordoned: %s", slot, m->saved.cordon_reasons[slot]);
+}
+
 /* The error says when a slot may become free: when the lease of a disconnected worker ends. */
 static struct moe_status no_free_slot(const struct moe_membership *m)
 {
@@ -418,6 +425,8 @@ static struct moe_status no_free_slot(const struct moe_membership *m)
     uint32_t slot = 0;
     for (uint32_t s = 0; s < m->config.slots; s++) {
         const struct member *member = &m->members[s];
+        if (member->state != SLOT_TAKEN)
+            return cordoned_slot(m, s);
         if (member->stream == 0 && member->last_message_ns + m->config.lease_ns < first_ns) {
             first_ns = member->last_message_ns + m->config.lease_ns;
             slot = s;
@@ -471,6 +480,8 @@ struct moe_status moe_membership__register(struct moe_membership *m, uint64_t st
         return no_free_slot(m);
     if (known)
         MOE_TRY(check_claim(m, &m->members[slot], r));
+    if (known && !same && moe_membership__is_cordoned(m, slot))
+        return cordoned_slot(m, slot);
     MOE_TRY(agree_on_model(m, r));
     if (same) {
         m->members[slot].last_message_ns = m->now_ns;

@@ -33,6 +33,15 @@ static void restore_past(struct moe_membership *m)
     m->saved.lease_ms = (uint32_t)(m->config.lease_ns / MOE_NS_PER_MS);
 }
 
+/* A smaller group has fewer slots. */
+static void restore_cordons(struct moe_membership *m)
+{
+    m->saved.cordoned &= UINT64_MAX >> (SLOTS_MAX - m->config.slots);
+    for (uint32_t s = 0; s < SLOTS_MAX; s++)
+        if (!moe_membership__is_cordoned(m, s))
+            memset(m->saved.cordon_reasons[s], 0, sizeof m->saved.cordon_reasons[s]);
+}
+
 /* The members of the view in the log keep their slots for one lease without a message. */
 static void restore_view(struct moe_membership *m)
 {
@@ -81,6 +90,7 @@ struct moe_status moe_membership_create(const struct moe_membership_config *conf
     m->announced_epoch = saved->epoch;
     m->placement_durable = saved->placement_version != 0;
     restore_view(m);
+    restore_cordons(m);
     restore_past(m);
     *out = m;
     return moe_ok();

@@ -8,6 +8,7 @@
  *    worker fences the old one once that is disconnected and the identity is the same, or its lease
  *    is over. A process proves by its slot token that it is the one that has the slot;
  *  - an epoch is durable before it is announced, and a view before it is committed;
+ *  - a cordoned slot gets no new worker, also after a restart;
  *  - a view is in force only while all of its members live. The loss of one ends the epoch for all
  *    (ABORT). Once all slots are taken, the group forms again under a new epoch;
  *  - after a restart the log restores the view, and the first heartbeat of each member shows
@@ -31,7 +32,8 @@ enum {
     MOE_MEMBERSHIP_BLOB_BYTES = 1024,
     MOE_MEMBERSHIP_IDENTITY_BYTES = 256,
     MOE_MEMBERSHIP_TOKEN_BYTES = 16,
-    MOE_MEMBERSHIP_ROUNDS_MAX = 64, /* all-gather rounds of one epoch */
+    MOE_MEMBERSHIP_CORDON_BYTES = 128, /* reasons of cordons; longer ones are cut */
+    MOE_MEMBERSHIP_ROUNDS_MAX = 64,    /* all-gather rounds of one epoch */
 };
 
 struct moe_membership;
@@ -64,6 +66,8 @@ struct moe_membership_saved {
     uint64_t group_id; /* 0 = none yet */
     uint32_t lease_ms; /* that workers got; 0 = not known */
     bool settled;      /* no worker can hold a lease of a view before this record */
+    uint64_t cordoned; /* bit s: slot s gets no new worker */
+    char cordon_reasons[MOE_PLACEMENT_SLOTS_MAX][MOE_MEMBERSHIP_CORDON_BYTES];
 };
 
 /* `saved`: from the store; zeroes for a new group. Members of a view in it have one lease from
@@ -148,6 +152,19 @@ struct moe_status moe_membership_shutdown(struct moe_membership *m, uint64_t now
                                           const char *reason, uint32_t limit_ms,
                                           uint64_t *epoch) MOE_CHECKED;
 
+/* A cordoned slot gets no new worker: who asks for it waits. The worker that has it keeps it, also
+ * when it reconnects. Saved with the group's state; see moe_membership_cordons_saved. May be
+ * repeated: the last reason counts. Errors: MOE_INVALID_ARGUMENT (no reason given), MOE_NOT_FOUND
+ * (no such slot). */
+struct moe_status moe_membership_cordon(struct moe_membership *m, uint64_t now_ns, uint32_t slot,
+                                        const char *reason) MOE_CHECKED;
+struct moe_status moe_membership_uncordon(struct moe_membership *m, uint64_t now_ns, uint32_t slot,
+                                          const char *reason) MOE_CHECKED;
+/* True if a restart would find the present cordons. */
+bool moe_membership_cordons_saved(const struct moe_membership *m);
+/* NULL when the slot is not cordoned; else why it is. */
+const char *moe_membership_cordon_reason(const struct moe_membership *m, uint32_t slot);
+
 /* ------------------------------------------------------------------ actions */
 
 enum moe_membership_action_kind {
@@ -188,6 +205,8 @@ enum moe_membership_event { /* values of moe.v1.EventKind */
                             MOE_EVENT_ENDING,
                             MOE_EVENT_NOT_SAVED,
                             MOE_EVENT_MODEL_ACCEPTED, /* of the caller */
+                            MOE_EVENT_CORDONED,
+                            MOE_EVENT_UNCORDONED,
 };
 
 /* Copies at most `size` - 1 bytes. Replaces all but printable ASCII by '?', as the text may come

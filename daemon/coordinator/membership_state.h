@@ -83,6 +83,7 @@ struct moe_membership {
     uint64_t announced_epoch; /* highest announced one; durable, <= saved.epoch */
     uint64_t save_sequence;   /* of the last SAVE */
     uint64_t awaited_save;    /* the SAVE that the machine waits for; 0 = none */
+    uint64_t cordon_save; /* the SAVE of the last change of a cordon; 0 = a SAVE since succeeded */
 
     /* The epoch that is forming. */
     enum phase phase;
@@ -161,6 +162,8 @@ void moe_membership__keep_error(struct member *member, const struct moe_status *
 /* "slot 1" for mask 0b10, "slots 1, 3" for 0b1010. */
 enum { MOE_MEMBERSHIP_SLOT_LIST_BYTES = 6 + 4 * SLOTS_MAX };
 void moe_membership__list_slots(char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], uint64_t mask);
+
+bool moe_membership__is_cordoned(const struct moe_membership *m, uint32_t slot);
 
 /* ------------------------------------------------------------------ slots (members.c) */
 

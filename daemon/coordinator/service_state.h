@@ -80,6 +80,7 @@ enum admin_method {
     ADMIN_STATUS,
     ADMIN_PLACEMENT,
     ADMIN_DRAIN,
+    ADMIN_CORDON,
     ADMIN_SHUTDOWN,
     ADMIN_ACCEPT,
     ADMIN_EVENTS,

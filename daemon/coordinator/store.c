@@ -15,15 +15,18 @@
 #include <unistd.h>
 
 enum {
-    FORMAT_VERSION = 2, /* 1: records end with the members */
+    FORMAT_VERSION = 3, /* 1: records end with the members; 2: with the lease */
     HEADER_BYTES = 16,
     RECORD_HEAD_BYTES = 16,
     KIND_STATE = 1,
     STATE_FIXED_BYTES = 32,
     MEMBER_MAX_BYTES = 2 + MOE_MEMBERSHIP_ID_BYTES + 8,
     STATE_LEASE_BYTES = 8 + 4 + 1, /* after the members */
+    CORDONS_MIN_BYTES = 8,         /* after the lease: the mask, then a reason for each bit */
+    CORDON_MAX_BYTES = 2 + MOE_MEMBERSHIP_CORDON_BYTES,
     RECORD_MAX_BYTES = RECORD_HEAD_BYTES + STATE_FIXED_BYTES + STATE_LEASE_BYTES +
-                       MOE_PLACEMENT_SLOTS_MAX * MEMBER_MAX_BYTES,
+                       CORDONS_MIN_BYTES +
+                       MOE_PLACEMENT_SLOTS_MAX * (MEMBER_MAX_BYTES + CORDON_MAX_BYTES),
     RECORD_MIN_BYTES = RECORD_HEAD_BYTES + STATE_FIXED_BYTES,
     FILE_MAX_BYTES = MOE_STORE_COMPACT_BYTES + RECORD_MAX_BYTES,
 };
@@ -76,6 +79,14 @@ static size_t encode_header(uint8_t to[HEADER_BYTES])
     return HEADER_BYTES;
 }
 
+static uint8_t *put_text(uint8_t *at, const char *text, size_t capacity)
+{
+    size_t n = strnlen(text, capacity - 1);
+    at = put(at, n, 2);
+    memcpy(at, text, n);
+    return at + n;
+}
+
 static size_t encode_record(uint8_t to[RECORD_MAX_BYTES], const struct moe_membership_saved *state)
 {
     uint8_t *payload = to + RECORD_HEAD_BYTES, *at = payload;
@@ -85,14 +96,16 @@ static size_t encode_record(uint8_t to[RECORD_MAX_BYTES], const struct moe_membe
     at = put(at, state->placement_version, 4);
     at = put(at, state->slots, 4);
     for (uint32_t s = 0; state->view_epoch != 0 && s < state->slots; s++) {
-        size_t n = strnlen(state->members[s].worker_id, MOE_MEMBERSHIP_ID_BYTES - 1);
-        at = put(at, n, 2);
-        memcpy(at, state->members[s].worker_id, n);
-        at = put(at + n, state->members[s].incarnation, 8);
+        at = put_text(at, state->members[s].worker_id, MOE_MEMBERSHIP_ID_BYTES);
+        at = put(at, state->members[s].incarnation, 8);
     }
     at = put(at, state->group_id, 8);
     at = put(at, state->lease_ms, 4);
     at = put(at, state->settled, 1);
+    at = put(at, state->cordoned, 8);
+    for (uint32_t s = 0; s < MOE_PLACEMENT_SLOTS_MAX; s++)
+        if ((state->cordoned >> s & 1) != 0)
+            at = put_text(at, state->cordon_reasons[s], MOE_MEMBERSHIP_CORDON_BYTES);
     size_t length = (size_t)(at - payload);
     put(to, length, 4);
     put(to + 4, KIND_STATE, 4);
@@ -106,6 +119,32 @@ static size_t encode_record(uint8_t to[RECORD_MAX_BYTES], const struct moe_membe
 static struct moe_status damaged(const char *what)
 {
     return moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, "damaged: %s", what);
+}
+
+/* A text of less than `capacity` bytes that `after` more bytes follow. False when it is cut. */
+static bool get_text(const uint8_t **at, const uint8_t *end, size_t after, char *to,
+                     size_t capacity)
+{
+    size_t left = (size_t)(end - *at);
+    size_t n = left >= 2 ? (size_t)get(at, 2) : capacity;
+    if (n >= capacity || left < 2 + n + after)
+        return false;
+    memcpy(to, *at, n);
+    *at += n;
+    return true;
+}
+
+static struct moe_status decode_cordons(const uint8_t **at, const uint8_t *end,
+                                        struct moe_membership_saved *state)
+{
+    if (end - *at < CORDONS_MIN_BYTES)
+        return damaged("cordons cut");
+    state->cordoned = get(at, 8);
+    for (uint32_t s = 0; s < MOE_PLACEMENT_SLOTS_MAX; s++)
+        if ((state->cordoned >> s & 1) != 0 &&
+            !get_text(at, end, 0, state->cordon_reasons[s], MOE_MEMBERSHIP_CORDON_BYTES))
+            return damaged("cordons cut");
+    return moe_ok();
 }
 
 static struct moe_status decode_state(const uint8_t *at, size_t length,
@@ -123,18 +162,16 @@ static struct moe_status decode_state(const uint8_t *at, size_t length,
     if (state->slots > MOE_PLACEMENT_SLOTS_MAX || state->view_epoch > state->epoch)
         return damaged("impossible values");
     for (uint32_t s = 0; state->view_epoch != 0 && s < state->slots; s++) {
-        size_t left = (size_t)(end - at);
-        size_t n = left >= 2 ? (size_t)get(&at, 2) : MOE_MEMBERSHIP_ID_BYTES;
-        if (n >= MOE_MEMBERSHIP_ID_BYTES || left < 2 + n + 8)
+        if (!get_text(&at, end, 8, state->members[s].worker_id, MOE_MEMBERSHIP_ID_BYTES))
             return damaged("member list cut");
-        memcpy(state->members[s].worker_id, at, n);
-        at += n;
         state->members[s].incarnation = get(&at, 8);
     }
-    if (end - at == STATE_LEASE_BYTES) {
+    if (end - at >= STATE_LEASE_BYTES) {
         state->group_id = get(&at, 8);
         state->lease_ms = (uint32_t)get(&at, 4);
         state->settled = get(&at, 1) != 0;
+        if (at < end)
+            MOE_TRY(decode_cordons(&at, end, state));
     }
     return at == end ? moe_ok() : damaged("record too long");
 }

@@ -28,7 +28,8 @@ import moed
 
 FAMILY = "qwen3_moe"
 OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = range(8)
-COMMANDS = ("up", "down", "status", "wait", "get", "describe", "health", "replace", "forward",
+COMMANDS = ("up", "down", "status", "wait", "get", "describe", "health", "drain", "cordon",
+            "uncordon", "replace", "forward",
             "bench", "training", "context", "version")
 
 PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT, WALL = 0x4206, 17, 1 << 6, 0x40000000

@@ -190,6 +190,58 @@ class Checks(unittest.TestCase):
         self.assertEqual(wrong, {("COORDINATOR_ANSWERS", "coordinator")})
 
 
+class Slots(unittest.TestCase):
+    def setUp(self):
+        self.state = tempfile.mkdtemp(prefix="moed-test-")
+        self.here = ("--state-dir", self.state)
+        done = run("up", "--model", model_directory("qwen3_moe"), "--workers", "2", "--port", "0",
+                   "--detach", *self.here)
+        self.assertEqual(done.returncode, OK, done.stderr)
+
+    def tearDown(self):
+        run("down", "--force", *self.here)
+        shutil.rmtree(self.state, ignore_errors=True)
+
+    def do(self, *arguments, code=OK):
+        done = run(*arguments, *self.here)
+        self.assertEqual(done.returncode, code, (arguments, done.stdout, done.stderr))
+        return done.stdout
+
+    def status(self):
+        return json.loads(run("status", "-o", "json", *self.here).stdout)
+
+    def test_a_cordoned_slot_stays_empty_after_a_drain_and_a_restart_of_the_coordinator(self):
+        self.do("cordon", "1", code=USAGE)
+        self.do("cordon", "one", "--reason", "x", code=USAGE)
+        self.do("cordon", "5", "--reason", "x", code=NOT_FOUND)
+        self.do("drain", "5", "--reason", "x", code=NOT_FOUND)
+        said = json.loads(self.do("drain", "1", "--cordon", "--reason", "a fan is broken", "-o",
+                                  "json"))
+        self.assertEqual((said["kind"], said["slot"]), ("DrainedSlot", 1))
+        wait_until(lambda: self.status()["workers"][1]["state"] == "GONE")
+        run("replace", "--timeout", "1", *self.here)  # starts a worker, which gets no slot
+        wait_until(lambda: any(
+            e["kind"] == "WORKER_REFUSED" and "slot 1 is cordoned: a fan is broken" in e["text"]
+            for e in json.loads(self.do("get", "events", "-o", "json"))["events"]))
+        with open(os.path.join(self.state, "group.json"), encoding="ascii") as file:
+            os.kill(json.load(file)["processes"][0]["pid"], signal.SIGKILL)
+        wait_until(lambda: run("status", *self.here).returncode == UNREACHABLE)
+
+        def is_back():
+            run("replace", "--timeout", "5", *self.here)
+            return run("status", *self.here).returncode == UNHEALTHY
+
+        wait_until(is_back)
+        self.assertEqual(self.status()["cordons"], [{"slot": 1, "reason": "a fan is broken"}])
+        self.assertIn("cordon   slot 1: a fan is broken", run("status", *self.here).stdout)
+        self.assertIn("SLOT_CORDONED", run("health", *self.here).stdout)
+        self.do("uncordon", "1", "--reason", "mended")
+        self.do("wait", "--timeout", "60")
+        self.assertEqual(self.status()["cordons"], [])
+        kinds = [e["kind"] for e in json.loads(self.do("get", "events", "-o", "json"))["events"]]
+        self.assertIn("SLOT_UNCORDONED", kinds)
+
+
 class Watching(unittest.TestCase):
     def test_a_watch_shows_events_as_they_happen_and_outlives_the_coordinator(self):
         state = tempfile.mkdtemp(prefix="moed-test-")

@@ -641,6 +641,60 @@ static void the_reason_of_a_refusal_is_shown_whole(void **unused)
     assert_string_equal(w.error->text, why.text);
 }
 
+static struct moe_status cordon(uint32_t slot, const char *reason)
+{
+    struct moe_status st = moe_membership_cordon(m, now, slot, reason);
+    carry_out();
+    return st;
+}
+
+static void a_cordoned_slot_gets_no_new_worker(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    assert_int_equal(cordon(1, "").code, MOE_INVALID_ARGUMENT);
+    assert_int_equal(cordon(SLOTS, "why").code, MOE_NOT_FOUND);
+    serve(s);
+    assert_int_equal(cordon(1, "a fan is broken").code, MOE_OK);
+    assert_true(moe_membership_cordons_saved(m));
+    expect_state(MOE_GROUP_SERVING);
+    s[1] = replace(s[1], 1, 11); /* the same process comes back */
+    assert_int_equal(closes, 0);
+    s[1] = replace(s[1], 1, 99); /* another one does not get the slot */
+    assert_int_equal(closed_with.code, MOE_RESOURCE_EXHAUSTED);
+    assert_non_null(strstr(closed_with.text, "slot 1 is cordoned: a fan is broken"));
+    pass(LEASE_MS, 1, (uint64_t[]){s[0], s[2]}, 2);
+    expect_state(MOE_GROUP_DEGRADED);
+    assert_non_null(strstr(group().reason, "slot 1 is cordoned"));
+    (void)join(7, 107);
+    assert_non_null(strstr(closed_with.text, "slot 1 is cordoned: a fan is broken"));
+    struct moe_status st = moe_membership_uncordon(m, now, 1, "mended");
+    assert_int_equal(st.code, MOE_OK);
+    carry_out();
+    forget();
+    (void)join(7, 107);
+    assert_int_equal(closes, 0);
+}
+
+static void cordons_outlive_the_coordinator(void **unused)
+{
+    (void)unused;
+    assert_int_equal(cordon(2, "first").code, MOE_OK);
+    assert_int_equal(cordon(2, "second").code, MOE_OK);
+    disk_full = true;
+    assert_int_equal(cordon(0, "lost").code, MOE_OK);
+    assert_false(moe_membership_cordons_saved(m));
+    assert_string_equal(moe_membership_cordon_reason(m, 0), "lost");
+    disk_full = false;
+    moe_membership_destroy(m);
+    create_for(SLOTS);
+    assert_null(moe_membership_cordon_reason(m, 0));
+    assert_string_equal(moe_membership_cordon_reason(m, 2), "second");
+    moe_membership_destroy(m);
+    create_for(2); /* the slot is gone, and its cordon too */
+    assert_int_equal(moe_membership_to_save(m)->cordoned, 0);
+}
+
 static void a_silent_worker_loses_its_slot_and_not_before_its_lease(void **unused)
 {
     (void)unused;
@@ -1025,6 +1079,8 @@ int main(void)
         STORY(the_same_process_proves_itself_by_its_token),
         STORY(the_reason_names_the_empty_slot),
         STORY(a_worker_too_many_learns_when_a_slot_may_become_free),
+        STORY(a_cordoned_slot_gets_no_new_worker),
+        STORY(cordons_outlive_the_coordinator),
         STORY(a_silent_worker_loses_its_slot_and_not_before_its_lease),
         STORY(a_lease_runs_from_when_a_message_came_in),
         STORY(a_pause_of_the_coordinator_costs_no_worker_its_slot),

@@ -77,6 +77,9 @@ struct world {
     uint32_t tries; /* epochs prepared since a worker came or a view lasted */
     uint64_t commit_ns;
     size_t commits, crashes, restores, adoptions;
+    /* Cordons as the operator knows them: bits of `cordons_known` are durable. */
+    uint64_t cordoned, cordons_known;
+    size_t cordons;
     uint64_t restored_epoch; /* the log held this view when the machine started; 0 = none */
 };
 
@@ -163,14 +166,17 @@ static void check_commit(struct world *w, const struct moe_membership_action *a)
     w->commits++;
 }
 
-static void check_slots(struct world *w)
+static void check_slots(struct world *w, bool restored)
 {
     for (uint32_t s = 0; s < w->slots; s++) {
         struct moe_membership_worker a, b;
         bool held = moe_membership_worker(w->machine, s, &a) && a.lease_remaining_ns > 0;
         uint64_t holder = held ? a.incarnation : 0;
-        if (held && w->holders[s] != holder)
+        if (held && w->holders[s] != holder) {
             w->tries = 0; /* a worker took the slot: attempts start again */
+            check(w, restored || (w->cordoned & w->cordons_known & UINT64_C(1) << s) == 0,
+                  "a cordoned slot gets no new worker");
+        }
         w->holders[s] = holder;
         if (!held)
             continue;
@@ -270,7 +276,16 @@ static void carry_out(struct world *w)
     }
     if (w->crash_now)
         crash_machine(w);
-    check_slots(w);
+    check_slots(w, false);
+    if (moe_membership_cordons_saved(w->machine)) {
+        w->cordons_known = UINT64_MAX;
+        w->cordoned = w->durable.cordoned;
+        for (uint32_t s = 0; s < w->slots; s++)
+            check(w,
+                  (moe_membership_cordon_reason(w->machine, s) != NULL) ==
+                      ((w->durable.cordoned >> s & 1) != 0),
+                  "a cordon that counts as saved is durable");
+    }
     struct moe_membership_group g;
     moe_membership_group(w->machine, &g);
     if (g.state == MOE_GROUP_SERVING && g.epoch == w->restored_epoch) {
@@ -290,6 +305,11 @@ static void start_machine(struct world *w)
         w->processes[i].replaced = false;
     w->restores += w->durable.view_epoch != 0;
     w->tries = 0;
+    check(w, ((w->durable.cordoned ^ w->cordoned) & w->cordons_known) == 0,
+          "saved cordons survive a crash");
+    w->cordoned = w->durable.cordoned;
+    w->cordons_known = UINT64_MAX;
+    check_slots(w, true);
     carry_out(w);
 }
 
@@ -571,6 +591,17 @@ static void step_process(struct world *w, struct process *p)
 
 /* ------------------------------------------------------------------ one run */
 
+/* An operator's change of a cordon. It is certain when it is saved. */
+static void change_cordon(struct world *w, uint32_t slot, bool cordon)
+{
+    w->cordons_known &= ~(UINT64_C(1) << slot);
+    struct moe_status st = cordon ? moe_membership_cordon(w->machine, w->now_ns, slot, "repair")
+                                  : moe_membership_uncordon(w->machine, w->now_ns, slot, "done");
+    assert_int_equal(st.code, MOE_OK);
+    w->cordons += cordon;
+    carry_out(w);
+}
+
 static void step(struct world *w)
 {
     w->now_ns += STEP_MS * MOE_NS_PER_MS;
@@ -599,6 +630,8 @@ static void step(struct world *w)
         (void)st.code; /* the slot may be empty */
         carry_out(w);
     }
+    if (chance(w, 1500) && !w->exited)
+        change_cordon(w, (uint32_t)rnd(w, w->slots), rnd(w, 3) == 0);
 }
 
 static enum moe_group_state state_of(const struct world *w)
@@ -623,6 +656,8 @@ static bool is_serving(const struct world *w)
 static void expect_serving(struct world *w)
 {
     w->quiet = true;
+    for (uint32_t s = 0; s < w->slots; s++)
+        change_cordon(w, s, false);
     for (int i = 0; i < 250; i++)
         step(w); /* stopped processes wake up, drains come to their end */
     for (int i = 0; i < 1200 && !is_serving(w); i++) {
@@ -704,22 +739,23 @@ static void random_schedules_keep_every_promise(void **state)
     assert_non_null(w);
     w->processes = calloc(PROCESSES_MAX, sizeof *w->processes);
     assert_non_null(w->processes);
-    size_t commits = 0, crashes = 0, restores = 0, adoptions = 0, processes = 0;
+    size_t commits = 0, crashes = 0, restores = 0, adoptions = 0, processes = 0, cordons = 0;
     for (uint64_t seed = first; seed < first + runs; seed++) {
         run_one(w, seed);
         commits += w->commits;
         crashes += w->crashes;
         restores += w->restores;
         adoptions += w->adoptions;
+        cordons += w->cordons;
         processes += w->process_count;
     }
     print_message(
         "%" PRIu64 " runs from seed %" PRIu64
         ": %zu commits, %zu coordinator crashes (%zu with a view in force, %zu of them went on "
-        "under it), %zu worker processes\n",
-        runs, first, commits, crashes, restores, adoptions, processes);
+        "under it), %zu worker processes, %zu cordons\n",
+        runs, first, commits, crashes, restores, adoptions, processes, cordons);
     if (runs >= 100) { /* the world is as rough as it claims to be */
-        assert_true(commits > runs && crashes > runs / 20);
+        assert_true(commits > runs && crashes > runs / 20 && cordons > runs / 20);
         assert_true(adoptions > 0 && adoptions < restores);
     }
     free(w->processes);

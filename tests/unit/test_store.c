@@ -47,7 +47,10 @@ static struct moe_membership_saved state_of(uint64_t epoch, bool view)
                                      .slots = 2,
                                      .group_id = 0xfedcba9876543210,
                                      .lease_ms = 5000,
-                                     .settled = !view};
+                                     .settled = !view,
+                                     .cordoned = view ? 0 : 2};
+    if (!view)
+        strcpy(s.cordon_reasons[1], "a fan is broken");
     if (!view)
         return s;
     s.view_epoch = epoch;
@@ -292,16 +295,16 @@ static void files_of_other_releases_are_refused_by_name(void **unused)
     struct moe_status st = moe_store_decode(image, length, &found, &incomplete);
     assert_int_equal(st.code, MOE_DATA_LOSS);
     print_message("  %s\n", st.text);
-    /* Format 3, and record kind 2, with good checksums. The kind of the first record is at 20. */
-    static const uint8_t format_3[16] = {'m', 'o', 'e', 'd', 'l', 'o', 'g', '\n', 3, 0, 0, 0};
+    /* Format 4, and record kind 2, with good checksums. The kind of the first record is at 20. */
+    static const uint8_t format_4[16] = {'m', 'o', 'e', 'd', 'l', 'o', 'g', '\n', 4, 0, 0, 0};
     uint8_t kind_2[32];
-    memcpy(kind_2, "moedlog\n\2\0\0\0", 12);
+    memcpy(kind_2, "moedlog\n\3\0\0\0", 12);
     image[0] ^= 1;
     memcpy(kind_2 + 12, image + 12, 4);
     const uint8_t head[12] = {0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0};
     memcpy(kind_2 + 16, head, 12);
     uint8_t newer[16];
-    memcpy(newer, format_3, 16);
+    memcpy(newer, format_4, 16);
     for (int which = 0; which < 2; which++) { /* CRC-32C of the 12 bytes before */
         uint8_t *at = which == 0 ? newer : kind_2 + 16;
         uint32_t crc = UINT32_MAX;
