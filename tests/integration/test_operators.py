@@ -261,12 +261,14 @@ class Watching(unittest.TestCase):
                 with open(os.path.join(state, "group.json"), encoding="ascii") as file:
                     processes = json.load(file)["processes"]
                 os.kill(processes[2]["pid"], signal.SIGKILL)
-                wait_until(lambda: "WORKER_DISCONNECTED" in shown())
+                # Its peer may report it before its stream ends: then it is lost at once.
+                wait_until(lambda: "WORKER_DISCONNECTED" in shown() or "WORKER_LOST" in shown())
                 os.kill(processes[0]["pid"], signal.SIGKILL)
                 run("replace", *here)
                 wait_until(lambda: shown().count("EPOCH_SERVING") > 1)
                 self.assertEqual(shown().count("SEVERITY"), 1, "one head")
-                self.assertEqual(shown().count("WORKER_DISCONNECTED"), 1, "each event once")
+                lines = shown().splitlines()
+                self.assertEqual(len(lines), len(set(lines)), "each event once")
             finally:
                 watch.kill()
                 watch.wait()
