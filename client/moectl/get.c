@@ -127,16 +127,11 @@ static struct moe_status ask_placement(struct get *g, uint64_t deadline_ns)
     if (g->placements == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
     for (size_t i = 0; i < g->status->n_layers; i++) {
-        ProtobufCMessage *answer = NULL;
-        Moe__V1__GetPlacementRequest request = MOE__V1__GET_PLACEMENT_REQUEST__INIT;
-        request.layer = g->status->layers[i]->layer;
-        if (!is_asked_for(g, request.layer))
+        uint32_t layer = g->status->layers[i]->layer;
+        if (!is_asked_for(g, layer))
             continue;
         any = true;
-        MOE_TRY(moectl_link_call(g->link, "/moe.v1.AdminService/GetPlacement", &request.base,
-                                 deadline_ns, &moe__v1__get_placement_response__descriptor,
-                                 &answer));
-        g->placements[i] = (Moe__V1__GetPlacementResponse *)answer;
+        MOE_TRY(moectl_link_placement(g->link, layer, deadline_ns, &g->placements[i]));
     }
     if (!any && g->layer != MOE_OPTION_UNSET)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND,

@@ -184,6 +184,17 @@ class Installation(unittest.TestCase):
         file = os.path.join(self.prefix, "share", "bash-completion", "completions", words[0])
         return run("bash", "--norc", "-c", script, "bash", file, *words).split()
 
+    def test_zsh_and_fish_know_the_commands_and_their_options(self):
+        for file in "zsh/site-functions/_%s", "fish/vendor_completions.d/%s.fish":
+            for program, words in (("moectl", ["uncordon", "tls-server-name", "bf16"]),
+                                   ("moe-worker", ["backend", "cuda"]),
+                                   ("moe-coordinator", ["workers"])):
+                path = os.path.join(self.prefix, "share", file % program)
+                with open(path, encoding="utf-8") as text:
+                    content = text.read()
+                for word in words:
+                    self.assertIn(word, content, path)
+
     def test_bash_completes(self):
         self.assertEqual(self.complete("moe-worker", "--back"), ["--backend"])
         self.assertEqual(self.complete("moe-worker", "--backend", "cu"), ["cuda"])

@@ -28,7 +28,8 @@ import moed
 
 FAMILY = "qwen3_moe"
 OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = range(8)
-COMMANDS = ("up", "down", "status", "wait", "get", "describe", "health", "drain", "cordon",
+COMMANDS = ("up", "down", "status", "wait", "get", "describe", "health", "top", "placement",
+            "diag", "drain", "cordon",
             "uncordon", "replace", "forward",
             "bench", "training", "context", "version")
 

@@ -3,16 +3,23 @@
 
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
+import threading
 import unittest
+
+import numpy as np
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
 from certificates import Certificates  # noqa: E402
 from group import MOECTL, group, main, model_directory, wait_until
+
+import moed  # noqa: E402
 
 OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT, WARNING = range(9)
 NOWHERE = tempfile.TemporaryDirectory(prefix="moed-test-")
@@ -125,6 +132,75 @@ class Reading(unittest.TestCase):
         for arguments in (("get", "models"), ("get", "events"), ("get", "experts")):
             self.assertEqual(from_yaml(self.expect(*arguments, "-o", "yaml")),
                              self.document(*arguments))
+
+    def test_placement(self):
+        layers = self.document("get", "models")["models"][0]["layers"]
+        said = self.document("placement")["layers"]
+        self.assertEqual([layer["layer"] for layer in said], [layer["layer"] for layer in layers])
+        for layer, placed in zip(layers, said):
+            held = [e for slot in placed["slots"] for e in slot["experts"]]
+            self.assertEqual(sorted(held), list(range(layer["experts"])))
+        half = layers[0]["experts"] // 2
+        rows = self.rows("placement", "--layer", str(layers[0]["layer"]))[1:]
+        self.assertEqual([row[1:] for row in rows], [
+            ["0", str(half), "0-%d" % (half - 1)],
+            ["1", str(half), "%d-%d" % (half, 2 * half - 1)]])
+        self.assertEqual(run("placement", "--layer", "77", *self.at).returncode, NOT_FOUND)
+
+    def test_top_shows_rates_and_shares(self):
+        client = moed.Client(self.group.endpoint)
+        layer = client.layers[0]
+        x = np.ones((8, layer.hidden), np.float32)
+        ended = threading.Event()
+
+        def work():
+            while not ended.is_set():
+                client.forward(layer.layer, x)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            frames = [""]
+
+            def moves():
+                frames.append(self.document("top", "--once", "--interval", "0.5"))
+                group = frames[-1]["group"]
+                return group["tokensPerS"] and group["stepsPerS"] and frames[-1]["forwardStages"]
+
+            def shows_stages():
+                frames[0] = self.expect("top", "--once")
+                return "gemm1" in frames[0]
+
+            wait_until(moves)
+            wait_until(shows_stages)
+        finally:
+            ended.set()
+            thread.join()
+        text, frame = frames[0], frames[-1]
+        self.assertEqual((frame["state"], len(frame["workers"])), ("SERVING", 2))
+        self.assertGreater(frame["group"]["stepsPerS"], 0)
+        self.assertGreater(frame["group"]["stepS"], 0)
+        shares = frame["forwardStages"]
+        self.assertIn("gemm1", shares)
+        self.assertGreater(sum(shares.values()), 0)
+        self.assertTrue(text.startswith("moed  SERVING"), text)
+        self.assertNotIn("\x1b", text)
+
+    def test_top_on_a_terminal_ends_with_q_and_gives_it_back(self):
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.execv(MOECTL, [MOECTL, "top", "--interval", "0.2", *self.at])
+        shown = ""
+        while shown.count("\x1b[H") < 3:  # three frames
+            shown += os.read(terminal, 65536).decode(errors="replace")
+        os.write(terminal, b"q")
+        _, status = os.waitpid(pid, 0)
+        self.assertEqual(status, 0)
+        while "\x1b[?1049l" not in shown:
+            shown += os.read(terminal, 65536).decode(errors="replace")
+        os.close(terminal)
+        self.assertIn("\x1b[?1049h", shown)
+        self.assertIn("SLOT", shown)
 
     def test_a_worker_and_the_group_are_described(self):
         said = self.document("describe", "worker", "1")
@@ -240,6 +316,52 @@ class Slots(unittest.TestCase):
         self.assertEqual(self.status()["cordons"], [])
         kinds = [e["kind"] for e in json.loads(self.do("get", "events", "-o", "json"))["events"]]
         self.assertIn("SLOT_UNCORDONED", kinds)
+
+
+class Diagnosis(unittest.TestCase):
+    def test_the_archive_has_what_helps_and_no_secrets(self):
+        token = "open-sesame-0123456789abcdef"
+        with tempfile.TemporaryDirectory(prefix="moed-test-") as state, \
+                tempfile.TemporaryDirectory(prefix="moed-test-") as folder:
+            here = ("--state-dir", state, "--token-file", os.path.join(folder, "token"))
+            with open(here[-1], "w", encoding="ascii", opener=lambda path, flags: os.open(
+                    path, flags, 0o600)) as file:
+                file.write(token + "\n")
+            done = run("up", "--model", model_directory("qwen3_moe"), "--workers", "1", "--port",
+                       "0", "--detach", *here)
+            self.assertEqual(done.returncode, OK, done.stderr)
+            try:
+                with open(os.path.join(state, "worker-0.log"), "a", encoding="ascii") as file:
+                    file.write("a bug: token %s\nauthorization: Bearer otherwise-unknown\n"
+                               "-----BEGIN EC PRIVATE KEY-----\nMHcCAQEE\n"
+                               "-----END EC PRIVATE KEY-----\nlast line\n" % token)
+                path = os.path.join(folder, "diag.tar")
+                # Without the option: the daemons' command lines name the file of the token.
+                done = run("diag", "--output", path, "--state-dir", state)
+                self.assertEqual((done.returncode, done.stdout), (OK, path + "\n"), done.stderr)
+                self.assertEqual(run("diag", "--output", path, *here).returncode, CONFLICT)
+            finally:
+                run("down", "--force", *here)
+            self.assertEqual(os.stat(path).st_mode & 0o777, 0o600)
+            with open(path, "rb") as file:
+                content = file.read()
+            for secret in (token, "otherwise-unknown", "MHcCAQEE"):
+                self.assertNotIn(secret.encode(), content)
+            with tarfile.open(path) as archive:
+                texts = {os.path.basename(os.path.dirname(m.name)) + "/" +
+                         os.path.basename(m.name): archive.extractfile(m).read().decode()
+                         for m in archive.getmembers()}
+            log = texts["logs/worker-0.log"]
+            self.assertIn("a bug: token [removed]", log)
+            self.assertIn("Bearer [removed]", log)
+            self.assertTrue(log.endswith("[removed]\nlast line\n"), log[-200:])
+            self.assertIn("moe_steps_total", texts["slot-0/metrics.txt"])
+            self.assertIn("moe_group_epoch", texts["coordinator/metrics.txt"])
+            names = {name.rpartition("/")[2] for name in texts}
+            self.assertLessEqual({"version.txt", "status.json", "events.json", "server.json",
+                                  "commands.json", "coordinator.log"}, names)
+            events = next(texts[n] for n in texts if n.endswith("events.json"))
+            self.assertIn("EPOCH_SERVING", events)
 
 
 class Watching(unittest.TestCase):

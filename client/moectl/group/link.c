@@ -108,6 +108,19 @@ struct moe_status moectl_link_status(struct moectl_link *link, uint64_t deadline
     return st;
 }
 
+struct moe_status moectl_link_placement(struct moectl_link *link, uint32_t layer,
+                                        uint64_t deadline_ns, Moe__V1__GetPlacementResponse **out)
+{
+    Moe__V1__GetPlacementRequest request = MOE__V1__GET_PLACEMENT_REQUEST__INIT;
+    ProtobufCMessage *answer;
+    request.layer = layer;
+    struct moe_status st =
+        moectl_link_call(link, "/moe.v1.AdminService/GetPlacement", &request.base, deadline_ns,
+                         &moe__v1__get_placement_response__descriptor, &answer);
+    *out = (Moe__V1__GetPlacementResponse *)answer;
+    return st;
+}
+
 struct moe_status moectl_link_metrics(struct moectl_link *link, uint64_t deadline_ns, char **page)
 {
     Moe__V1__GetMetricsRequest request = MOE__V1__GET_METRICS_REQUEST__INIT;

@@ -25,6 +25,11 @@ struct moe_status moectl_link_server_info(struct moectl_link *link, uint64_t dea
 struct moe_status moectl_link_status(struct moectl_link *link, uint64_t deadline_ns,
                                      Moe__V1__GetStatusResponse **out) MOE_CHECKED;
 
+/* Which slots hold which experts of a layer. */
+struct moe_status moectl_link_placement(struct moectl_link *link, uint32_t layer,
+                                        uint64_t deadline_ns,
+                                        Moe__V1__GetPlacementResponse **out) MOE_CHECKED;
+
 /* The daemon's metrics; free `out` also after a failure. Errors: also MOE_UNIMPLEMENTED, of an
  * older release. */
 struct moe_status moectl_link_samples(struct moectl_link *link, uint64_t deadline_ns,

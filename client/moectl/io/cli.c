@@ -48,6 +48,23 @@ void moectl_put(const char *fmt, ...)
     va_end(args);
 }
 
+void moectl_put_to(FILE *to, const char *fmt, ...)
+{
+    va_list args;
+    va_start(args, fmt);
+    write_escaped(to, fmt, args);
+    va_end(args);
+}
+
+char *moectl_escaped(const char *text)
+{
+    size_t size = 4 * strlen(text) + 9; /* the longest escape has 4 bytes for one */
+    char *escaped = malloc(size);
+    if (escaped != NULL)
+        moe_log_escape(escaped, size, text);
+    return escaped;
+}
+
 void moectl_say(const char *fmt, ...)
 {
     va_list args;

@@ -11,6 +11,7 @@
 #include "moectl/io/context.h"
 
 #include <jansson.h>
+#include <stdio.h>
 
 /* A contract with scripts. MOECTL_USAGE: the command line is wrong (also an invalid NAME). No
  * daemon was contacted and nothing has changed. Errors of daemons and of the file system give the
@@ -83,6 +84,10 @@ int moectl_usage_error(const char *fmt, ...) MOE_PRINTF(1, 2);
 /* Prints on stdout. Escapes control characters as the daemons' logs do, so that a string of a
  * server cannot control the terminal. Only a line break at the end of `fmt` stays one. */
 void moectl_put(const char *fmt, ...) MOE_PRINTF(1, 2);
+/* The same on another stream. */
+void moectl_put_to(FILE *to, const char *fmt, ...) MOE_PRINTF(2, 3);
+/* A copy of `text`, escaped in the same way; the caller frees it. NULL when out of memory. */
+char *moectl_escaped(const char *text);
 /* Prints "moectl: " and a line on stderr, escaped in the same way. */
 void moectl_say(const char *fmt, ...) MOE_PRINTF(1, 2);
 

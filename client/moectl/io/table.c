@@ -107,7 +107,7 @@ static size_t last_shown(const struct moectl_table *t)
 }
 
 /* `cells` NULL: the titles. */
-static void print_row(const struct moectl_table *t, const int *widths, char *const *cells)
+static void write_row(FILE *to, const struct moectl_table *t, const int *widths, char *const *cells)
 {
     const char *gap = "";
     for (size_t c = 0; c < t->column_count; c++) {
@@ -116,11 +116,11 @@ static void print_row(const struct moectl_table *t, const int *widths, char *con
         const char *text = cells != NULL ? cells[c] : t->columns[c].title;
         int blanks = widths[c] - width_of(text);
         bool right = t->columns[c].right;
-        moectl_put("%s%*s%s%*s", gap, right ? blanks : 0, "", text,
-                   right || c == last_shown(t) ? 0 : blanks, "");
+        moectl_put_to(to, "%s%*s%s%*s", gap, right ? blanks : 0, "", text,
+                      right || c == last_shown(t) ? 0 : blanks, "");
         gap = "  ";
     }
-    moectl_put("\n");
+    moectl_put_to(to, "\n");
 }
 
 static bool has_row(const struct moectl_table *t, char *const *cells)
@@ -136,13 +136,12 @@ static bool has_row(const struct moectl_table *t, char *const *cells)
     return false;
 }
 
-int moectl_table_print(const struct moectl_table *t, const struct moectl_table *before)
+bool moectl_table_write(FILE *to, const struct moectl_table *t, const struct moectl_table *before)
 {
     int *widths = t != NULL ? calloc(t->column_count, sizeof *widths) : NULL;
     if (t == NULL || t->failed || widths == NULL) {
         free(widths);
-        moectl_say("out of memory");
-        return MOECTL_FAILED;
+        return false;
     }
     for (size_t c = 0; c < t->column_count; c++) {
         int earlier = before != NULL ? widest(before, c) : 0;
@@ -150,10 +149,19 @@ int moectl_table_print(const struct moectl_table *t, const struct moectl_table *
         widths[c] = earlier > widths[c] ? earlier : widths[c];
     }
     if (before == NULL)
-        print_row(t, widths, NULL);
+        write_row(to, t, widths, NULL);
     for (size_t r = 0; r < row_count(t); r++)
         if (before == NULL || !has_row(before, t->cells + r * t->column_count))
-            print_row(t, widths, t->cells + r * t->column_count);
+            write_row(to, t, widths, t->cells + r * t->column_count);
     free(widths);
+    return true;
+}
+
+int moectl_table_print(const struct moectl_table *t, const struct moectl_table *before)
+{
+    if (!moectl_table_write(stdout, t, before)) {
+        moectl_say("out of memory");
+        return MOECTL_FAILED;
+    }
     return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }

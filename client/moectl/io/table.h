@@ -28,6 +28,8 @@ struct moectl_table *moectl_table_create(const struct moectl_column *columns, si
 void moectl_table_free(struct moectl_table *t);
 /* The next cell. Printing escapes it as moectl_put does. */
 void moectl_table_cell(struct moectl_table *t, const char *fmt, ...) MOECTL_FORMAT(2, 3);
+/* Writes the head and all rows; false when out of memory. */
+bool moectl_table_write(FILE *to, const struct moectl_table *t, const struct moectl_table *before);
 /* Prints the head and all rows. With `before`, the same table at an earlier time: only rows that it
  * lacks, and no head. MOECTL_OK, or MOECTL_FAILED after a message. */
 int moectl_table_print(const struct moectl_table *t, const struct moectl_table *before);
