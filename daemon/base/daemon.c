@@ -32,7 +32,7 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
 {
     const struct moe_option common[] = {
         {"metrics-listen", d->metrics_letter, MOE_OPTION_STRING, &s->metrics_listen, 0, 0,
-         "HOST:PORT", "Address of /metrics, /livez and /readyz; off by default"},
+         "HOST:PORT", "Address of /metrics, /livez and /readyz, never with TLS; off by default"},
         {"health-step-ms", 0, MOE_OPTION_UINT, &s->health_step_ms, 10, 3600000, "MS",
          "An idle loop turns this often, and an idle group runs a step without tokens. A loop that "
          "rests for longer than this and --wait-budget-ms (coordinator: 2 s) is stuck: see "
@@ -212,7 +212,8 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
     struct moe_status st = moe_ok();
     if (s->metrics_listen != NULL)
         st = moe_endpoint_check_listen("--metrics-listen", s->metrics_listen);
-    if (!moe_failed(&st) && s->metrics_listen != NULL && !s->insecure)
+    /* Figures never go over TLS. Who has TLS on the other addresses has looked at the network. */
+    if (!moe_failed(&st) && s->metrics_listen != NULL && !s->insecure && s->tls_certificate == NULL)
         st = moe_endpoint_check_loopback(s->metrics_listen);
     if (moe_failed(&st))
         return usage(d, st.text);

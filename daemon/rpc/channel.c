@@ -192,8 +192,10 @@ static grpc_arg string_arg(const char *key, const char *value)
 static struct moe_status make_route(struct moe_rpc_channel *ch, bool first,
                                     struct moe_rpc_route **out)
 {
-    /* Reconnect within seconds after a restart of the group; the core's default is two minutes. */
-    enum { FIRST_BACKOFF_MS = 100 };
+    /* Reconnect within seconds after a restart of the group; the core's default is two minutes. A
+     * restarted daemon may have another address, so each attempt may look at the name again; the
+     * core's default is once in 30 s. */
+    enum { FIRST_BACKOFF_MS = 100, RESOLVE_MS = 1000 };
     const char *server_name = ch->tls != NULL ? ch->tls->server_name : NULL;
     grpc_arg args[] = {
         moe_rpc_int_arg(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, (int)ch->max_message_bytes),
@@ -212,6 +214,7 @@ static struct moe_status make_route(struct moe_rpc_channel *ch, bool first,
         moe_rpc_int_arg(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0),
         moe_rpc_int_arg(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, FIRST_BACKOFF_MS),
         moe_rpc_int_arg(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, (int)ch->reconnect_ms),
+        moe_rpc_int_arg(GRPC_ARG_DNS_MIN_TIME_BETWEEN_RESOLUTIONS_MS, RESOLVE_MS),
         string_arg(GRPC_SSL_TARGET_NAME_OVERRIDE_ARG, server_name), /* the last: may be absent */
     };
     size_t count = sizeof args / sizeof *args - (server_name == NULL);

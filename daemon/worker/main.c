@@ -528,7 +528,7 @@ static const char *const needs[][2] = {
     {"training-share", "training"},   {"training-dir", "training"},
     {"retained-bytes", "training"},   {"retained-device-bytes", "training"},
     {"retained-seconds", "training"}, {"lora-alpha", "lora-rank"},
-    {"lora-targets", "lora-rank"},    {"trace-sample", "otlp"},
+    {"lora-targets", "lora-rank"},
 };
 
 static bool is_on(const struct settings *s, const char *name)

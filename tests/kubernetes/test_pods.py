@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layouts of deploy/kubernetes run here as rendered: command lines, settings, volumes, user,
+limits and probes. Network namespaces stand for pods. Needs root and kubectl; skipped without.
+
+  test_pods.py BUILD MODELS [unittest arguments]"""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import unittest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+for folder in ("integration", "support"):
+    sys.path.insert(0, os.path.join(HERE, "..", folder))
+
+from group import (BUILD, golden_cases, main, model_directory, moed, relative_error,  # noqa: E402
+                   wait_until)
+import netns  # noqa: E402
+import rendered  # noqa: E402
+import running  # noqa: E402
+from certificates import Certificates  # noqa: E402
+
+FAMILY = "qwen3_moe"
+LAYER, _, X, Y = next(each for each in golden_cases(FAMILY) if each[1] == 37)
+PROGRAMS = [os.path.join(BUILD, "daemon", role, "moe-" + role)
+            for role in ("coordinator", "worker")]
+SECONDS = 60
+
+
+class Pods(unittest.TestCase):
+    def setUp(self):
+        self.models = tempfile.mkdtemp(prefix="moed-models-")
+        self.addCleanup(shutil.rmtree, self.models)
+        os.chmod(self.models, 0o755)
+        shutil.copytree(model_directory(FAMILY), os.path.join(self.models, "model"))
+        home = open("/proc/self/ns/net")
+        self.addCleanup(home.close)
+        self.addCleanup(netns.leave, home)
+
+    def run_layout(self, layout, **secrets):
+        objects = rendered.render(layout)
+        secrets["moed-token"] = rendered.token(objects)["stringData"]
+        net = netns.Network(len(rendered.pods(objects)) + 1)
+        net.__enter__()
+        self.addCleanup(net.__exit__)
+        net.enter(net.hosts - 1)
+        node = running.Node(net, objects, PROGRAMS, secrets, {"moed-models": self.models})
+        node.__enter__()
+        self.addCleanup(node.__exit__)
+        return node
+
+    def wait_ready(self, node):
+        try:
+            wait_until(lambda: all(each.probe("readinessProbe") for each in node.containers),
+                       SECONDS)
+        except AssertionError:
+            for each in node.containers:
+                print(each.name, each.process.poll(), each.text())
+            raise
+        for each in node.containers:
+            self.assertTrue(each.probe("startupProbe"), each.name)
+            self.assertTrue(each.probe("livenessProbe"), each.name)
+
+    def check_answers(self, node, **trust):
+        for each in node.containers:
+            if each.spec["command"] == ["moe-worker"]:
+                listen = next(word for word in each.spec["args"] if word.startswith("--listen="))
+                port = listen.rpartition(":")[2]
+                with moed.Client("%s:%s" % (each.address, port), **trust) as client:
+                    self.assertLess(relative_error(client.forward(LAYER, X), Y), 1e-5)
+
+    def check_restart(self, node):
+        """A worker is killed: the others are not ready and live on; its container starts again. The
+        coordinator is ready all the time: a worker needs it to come back."""
+        victim = node.containers[-1]
+        others = [each for each in node.containers
+                  if each is not victim and each.spec["name"] != "coordinator"]
+        victim.signal(signal.SIGKILL)
+        victim.wait(SECONDS)
+        wait_until(lambda: not any(each.probe("readinessProbe") for each in others), SECONDS)
+        for each in others:
+            self.assertTrue(each.probe("livenessProbe"), each.name)
+        victim.start()
+        self.wait_ready(node)
+
+    def check_drain(self, node):
+        """SIGTERM ends a worker with 0 within the grace period."""
+        victim = node.containers[-1]
+        victim.signal(signal.SIGTERM)
+        self.assertEqual(victim.wait(victim.pod.spec["terminationGracePeriodSeconds"]), 0)
+
+    def run_through(self, node, **trust):
+        self.wait_ready(node)
+        self.check_answers(node, **trust)
+        self.check_restart(node)
+        self.check_answers(node, **trust)
+        self.check_drain(node)
+
+    def test_single_pod(self):
+        self.run_through(self.run_layout("single-pod"))
+
+    def test_statefulset(self):
+        self.run_through(self.run_layout("statefulset"))
+
+    def test_workers_find_a_coordinator_that_moved(self):
+        """Its name has another address then. Without a new look at the name, this takes 30 s."""
+        node = self.run_layout("statefulset")
+        self.wait_ready(node)
+        coordinator = node.containers[0]
+        coordinator.signal(signal.SIGKILL)
+        coordinator.wait(SECONDS)
+        node.move(coordinator.pod, "10.77.0.99")
+        coordinator.start()
+        begin = time.monotonic()
+        self.wait_ready(node)
+        seconds = time.monotonic() - begin
+        print("%.1f s until the coordinator has its group" % seconds)
+        self.assertLess(seconds, 20)
+        self.check_answers(node)
+
+    def test_leaderworkerset(self):
+        self.run_through(self.run_layout("leaderworkerset"))
+
+    def test_tls(self):
+        with Certificates() as made:
+            made.ca("ca")
+            space = rendered.NAMESPACE
+            made.pair("coordinator", "ca", "DNS:moed-coordinator")
+            made.pair("worker", "ca", "URI:spiffe://moed/workers,DNS:*.moed-worker.%s.svc" % space)
+            made.pair("web", "ca", "URI:spiffe://moed/web")
+            secrets = {}
+            for name in ("coordinator", "worker"):
+                secrets["moed-%s-tls" % name] = {
+                    "tls.crt": made.read(made.pem(name)).decode(),
+                    "tls.key": made.read(made.key(name)).decode(),
+                    "ca.crt": made.read(made.pem("ca")).decode()}
+            node = self.run_layout("tls", **secrets)
+            self.run_through(node, tls_ca=made.pem("ca"), tls_certificate=made.pem("web"),
+                             tls_key=made.key("web"),
+                             tls_server_name="moed-worker-0.moed-worker.%s.svc" % space)
+
+
+if __name__ == "__main__":
+    netns.require()
+    rendered.require()
+    main()
