@@ -56,6 +56,9 @@ class Served:
     def close(self):
         self.channel.close()
         codes = self.group.stop()
+        if codes != [0, 0]:
+            with open(self.log, errors="replace") as file:
+                print(file.read())
         self.where.cleanup()
         if codes != [0, 0]:
             raise RuntimeError("daemons ended with %s" % codes)
@@ -283,11 +286,11 @@ class Collectors(unittest.TestCase):
                 certificates.read(certificates.pem("server")))])
             with Collector(credentials=credentials) as c:
                 trace, metadata = header(3)
-                with served("--otlp", "https://localhost:%d" % c.port, "--tls-ca",
+                with served("--otlp", "https://127.0.0.1:%d" % c.port, "--tls-ca",
                             certificates.pem("ca")) as s:
                     s.forward(metadata)
                     c.wait(lambda spans: trace in roots(spans))
-                with served("--otlp", "https://localhost:%d" % c.port, "--tls-ca",
+                with served("--otlp", "https://127.0.0.1:%d" % c.port, "--tls-ca",
                             certificates.pem("other")) as s:
                     s.forward(header(4)[1])
                     wait_until(lambda: s.counted()["failed"] > 0)
