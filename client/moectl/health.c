@@ -142,9 +142,9 @@ static void check_certificate(struct health *h, const char *subject,
         return; /* no TLS */
     double left_s = moectl_samples_sum(samples, name, NULL) - (double)unix_ms() / 1000.0;
     add(h, "CERTIFICATE_EXPIRY", subject,
-        left_s < (double)EXPIRY_CRITICAL_DAYS * DAY_S ? RESULT_CRITICAL
-        : left_s < (double)EXPIRY_SOON_DAYS * DAY_S   ? RESULT_WARNING
-                                                      : RESULT_OK,
+        left_s < (double)(EXPIRY_CRITICAL_DAYS * DAY_S) ? RESULT_CRITICAL
+        : left_s < (double)(EXPIRY_SOON_DAYS * DAY_S)   ? RESULT_WARNING
+                                                        : RESULT_OK,
         "its certificate %s %s", left_s > 0 ? "expires" : "expired",
         moectl_time_text((int64_t)moectl_samples_sum(samples, name, NULL) * 1000, when));
 }
