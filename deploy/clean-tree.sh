@@ -14,6 +14,12 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 mirror=${MOE_DEBIAN_MIRROR:-http://deb.debian.org/debian}
 
+# Runs a command without this machine's environment, such as a TMPDIR that no tree has.
+clean() {
+    env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 HOME=/root \
+        DEBIAN_FRONTEND=noninteractive "$@"
+}
+
 # Packages of the purposes $2... that the tree $1 can install.
 list_packages() {
     tree=$1
@@ -37,7 +43,7 @@ make_tree() {
     rm -rf "$tree"
     debootstrap --variant=minbase "$suite" "$tree" "$mirror"
     # shellcheck disable=SC2046 # one argument per package
-    DEBIAN_FRONTEND=noninteractive chroot "$tree" \
+    clean chroot "$tree" \
         apt-get install -y -qq --no-install-recommends $(list_packages "$tree" "$@")
     chroot "$tree" apt-get clean
     touch "$tree/.complete"
@@ -49,15 +55,13 @@ run_in_tree() {
     shift 2
     mkdir -p "$tree$folder"
     # shellcheck disable=SC2016 # expanded by the inner shell
-    exec unshare --mount sh -eu -c '
+    clean unshare --mount sh -eu -c '
         tree=$1 folder=$2
         shift 2
         mount --bind "$folder" "$tree$folder"
         mount -t proc proc "$tree/proc"
         mount --rbind /dev "$tree/dev"
-        exec chroot "$tree" env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 HOME=/root \
-            DEBIAN_FRONTEND=noninteractive \
-            sh -eu -c "cd \"\$1\"; shift; exec \"\$@\"" sh "$folder" "$@"
+        exec chroot "$tree" sh -eu -c "cd \"\$1\"; shift; exec \"\$@\"" sh "$folder" "$@"
     ' sh "$tree" "$folder" "$@"
 }
 

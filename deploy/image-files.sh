@@ -11,8 +11,11 @@ set -eu
 root=$1 user=65532
 shift
 cd "$(dirname "$0")/.."
-stage=$(mktemp -d)
+# Always the same folder: its name becomes part of the programs.
+stage=$root.build
 trap 'rm -rf "$stage"' EXIT
+rm -rf "$stage"
+mkdir -p "$stage"
 
 cmake -S . -B "$stage/build" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_INSTALL_PREFIX=/usr \
     -DMOE_TESTS=OFF "$@"
@@ -44,14 +47,25 @@ done)
 if echo "$needed" | grep 'not found' | grep -v 'libcuda\.so\|libnvidia-ml\.so'; then
     exit 1
 fi
-for library in $ucx $(echo "$needed" | awk '$2 == "=>" && $3 ~ /^\// { print $3 }' | sort -u); do
-    case $library in
-        */libcuda.so.*|*/libnvidia-ml.so.*) ;;
-        *) cp -L "$library" "$root/usr/$libraries" ;;
-    esac
-done
 loader=$(echo "$needed" | awk '$1 ~ /^\/lib.*\/ld-linux/ { print $1; exit }')
+copied=$(echo "$ucx" "$(echo "$needed" | awk '$2 == "=>" && $3 ~ /^\// { print $3 }')" |
+    tr ' ' '\n' | sort -u | grep -v 'libcuda\.so\|libnvidia-ml\.so')
+for library in $copied; do
+    cp -L "$library" "$root/usr/$libraries"
+done
 cp -L "$loader" "$root/usr/lib64"
+
+# The licences of the libraries, and a list for release.sh: package, version, package of its source,
+# its version. dpkg knows a file of a merged /usr by one of two names.
+for library in $copied $loader; do
+    file=$(readlink -f "$library")
+    { dpkg-query -S "$file" "${file#/usr}" 2>/dev/null || true; } | sed 's/: .*//'
+done | sort -u | while read -r package; do
+    name=${package%:*}
+    mkdir -p "$root/usr/share/doc/$name"
+    cp -L "/usr/share/doc/$name/copyright" "$root/usr/share/doc/$name"
+    dpkg-query -W -f '${Package} ${Version} ${source:Package} ${source:Version}\n' "$package"
+done >"$root/usr/share/doc/moed/libraries"
 
 echo "moed:x:$user:$user:moed daemons:/run/moed:/usr/sbin/nologin" >"$root/etc/passwd"
 echo "moed:x:$user:" >"$root/etc/group"

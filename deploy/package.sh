@@ -29,6 +29,7 @@ mkdir -p "$1"
 output=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.."
 
+umask 022
 stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
 source=$stage/moed

@@ -37,10 +37,13 @@ moe_nightly(boot 40 COMMAND ${MOE_PYTHON} -B ${PROJECT_SOURCE_DIR}/tests/boot/te
   ${PROJECT_BINARY_DIR} ${PROJECT_SOURCE_DIR}/tests/golden/models)
 set_tests_properties(nightly_boot PROPERTIES RUN_SERIAL ON ENVIRONMENT "PYTHONUNBUFFERED=1")
 # Debian packages and the image, in clean trees; skipped without root, debootstrap and so on.
-moe_nightly(packages 60 COMMAND ${MOE_PYTHON} -B
-  ${PROJECT_SOURCE_DIR}/tests/packages/test_packages.py ${PROJECT_SOURCE_DIR}/tests/golden/models)
+foreach(suite bookworm trixie)
+  moe_nightly(packages_${suite} 60 COMMAND ${MOE_PYTHON} -B
+    ${PROJECT_SOURCE_DIR}/tests/packages/test_packages.py
+    ${PROJECT_SOURCE_DIR}/tests/golden/models ${suite})
+endforeach()
 moe_nightly(packages_image 60 COMMAND ${MOE_PYTHON} -B
   ${PROJECT_SOURCE_DIR}/tests/packages/test_image.py ${PROJECT_BINARY_DIR}
   ${PROJECT_SOURCE_DIR}/tests/golden/models)
-set_tests_properties(nightly_packages nightly_packages_image PROPERTIES RUN_SERIAL ON
-  ENVIRONMENT "PYTHONUNBUFFERED=1")
+set_tests_properties(nightly_packages_bookworm nightly_packages_trixie nightly_packages_image
+  PROPERTIES RUN_SERIAL ON ENVIRONMENT "PYTHONUNBUFFERED=1")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of the Debian packages in clean trees of Debian 12: built, judged by lintian, installed
+"""The life of the Debian packages in clean trees of Debian: built, judged by lintian, installed
 in a booted tree, started, checked with a golden model, upgraded from the version before under load,
 purged with nothing left.
 
-    test_packages.py GOLDEN_MODELS
+    test_packages.py GOLDEN_MODELS SUITE
 
 Exits with 77 and the reason where root, debootstrap, systemd-nspawn or the history is missing."""
 
@@ -19,7 +19,7 @@ import tree
 from tree import ROOT, run
 
 MODELS = os.path.abspath(sys.argv[1])
-SUITE = "bookworm"
+SUITE = sys.argv[2]
 # The last commit of the release before. 0.1 had neither packages nor sd_notify: its daemons get the
 # packages' files, and units that do not wait for them.
 BEFORE, BEFORE_RELEASE = "cfbd6dcd933cda84c1c14a83d0ebab62579f1d9a", "0.1.0"
@@ -68,7 +68,7 @@ def build_before(builder, folder, package):
     for role in ("worker", "coordinator"):
         shutil.copy(os.path.join(source, "b", "daemon", role, "moe-" + role),
                     os.path.join(root, "usr", "bin"))
-    for unit in glob.glob(os.path.join(root, "lib/systemd/system/*.service")):
+    for unit in glob.glob(os.path.join(root, "**/systemd/system/*.service"), recursive=True):
         with open(unit, encoding="utf-8") as file:
             text = file.read()
         with open(unit, "w", encoding="utf-8") as file:
