@@ -231,7 +231,7 @@ static void the_figures_of_the_process_are_its_own(void **unused)
     for (int i = 0; i < DESCRIPTORS; i++)
         close(fds[i]);
     assert_true(value_of(after, "process_open_fds") ==
-                value_of(before, "process_open_fds") + DESCRIPTORS);
+                value_of(before, "process_open_fds") + (double)DESCRIPTORS);
     assert_true(value_of(after, "process_cpu_seconds_total") > began);
     assert_int_equal(getrlimit(RLIMIT_NOFILE, &files), 0);
     assert_true(value_of(after, "process_max_fds") == (double)files.rlim_cur);
