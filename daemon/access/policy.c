@@ -39,6 +39,7 @@ static const struct moe_access_policy table[] = {
     {ADMIN "Shutdown", MOE_ROLE_ADMIN, false, true},
     {ADMIN "AcceptModel", MOE_ROLE_ADMIN, false, true},
     {ADMIN "ListEvents", MOE_ROLE_ADMIN | MOE_ROLE_METRICS, false, false},
+    {ADMIN "SetLogLevel", MOE_ROLE_ADMIN, false, true},
     {ADMIN "GetMetrics", MOE_ROLE_ADMIN | MOE_ROLE_METRICS, false, false},
     {"/moe.v1.CoordinatorService/Session", MOE_ROLE_WORKER, false, false},
     {"/moe.v1.WorkerService/Sequence", MOE_ROLE_WORKER, false, false},

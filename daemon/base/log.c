@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -11,12 +12,14 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { LINE_BYTES = 1024, FILE_MODE = 0640 };
+enum { LINE_BYTES = 1536, FILE_MODE = 0640 };
 
 static _Atomic int threshold = MOE_LOG_INFO;
 static _Atomic int line_format = MOE_LOG_TEXT;
 static const char *_Atomic process_component = "moed";
-static const char *_Atomic file_path; /* NULL: the log goes to the stderr of the start */
+static _Atomic uint64_t process_epoch; /* 0: none */
+static _Atomic uint32_t process_slot;  /* plus one; 0: none */
+static const char *_Atomic file_path;  /* NULL: the log goes to the stderr of the start */
 
 void moe_log_set_level(enum moe_log_level level)
 {
@@ -31,6 +34,23 @@ void moe_log_set_component(const char *name)
     atomic_store(&process_component, name);
 }
 
+void moe_log_set_slot(uint32_t slot)
+{
+    atomic_store(&process_slot, slot + 1);
+}
+void moe_log_set_epoch(uint64_t epoch)
+{
+    atomic_store(&process_epoch, epoch);
+}
+enum moe_log_level moe_log_level(void)
+{
+    return (enum moe_log_level)atomic_load(&threshold);
+}
+bool moe_log_is_on(enum moe_log_level level)
+{
+    return (int)level <= atomic_load_explicit(&threshold, memory_order_relaxed);
+}
+
 static const char *const level_names[] = {"error", "warn", "info", "debug"};
 static const char *const level_labels[] = {"ERROR", "WARN ", "INFO ", "DEBUG"};
 
@@ -43,6 +63,11 @@ bool moe_log_level_from_name(const char *name, enum moe_log_level *out)
         }
     }
     return false;
+}
+
+const char *moe_log_level_name(enum moe_log_level level)
+{
+    return level_names[level];
 }
 
 /* ----------------------------------------------------------------------- file */
@@ -177,45 +202,117 @@ void moe_log_escape(char *to, size_t cap, const char *text)
 
 /* ------------------------------------------------------------------------ lines */
 
-void moe_log_write(enum moe_log_level level, const char *fmt, ...)
+/* A line under construction. The room behind `cap` is for its end. */
+struct line {
+    char text[LINE_BYTES];
+    size_t at;
+};
+
+enum {
+    END_BYTES = 4,                        /* "}", a quote and the line break */
+    FIELD_BYTES = 160,                    /* of one string: a request's name, a trace's */
+    FIELDS_BYTES = 2 * FIELD_BYTES + 128, /* of all fields */
+};
+
+/* Puts `value`, escaped, between `before` and `after`. `spare`: bytes that stay free behind them.
+ */
+static void put_string(struct line *l, enum moe_log_format format, const char *before,
+                       const char *value, const char *after, size_t room, size_t spare)
 {
-    if ((int)level > atomic_load_explicit(&threshold, memory_order_relaxed))
-        return;
+    size_t most = sizeof l->text - spare;
+    l->at += (size_t)sprintf(l->text + l->at, "%s", before);
+    size_t end = l->at + room < most ? l->at + room : most;
+    l->at = put_escaped(l->text, l->at, end, format, value);
+    l->at += (size_t)sprintf(l->text + l->at, "%s", after);
+}
 
-    char text[LINE_BYTES / 2];
-    va_list args;
-    va_start(args, fmt);
-    if (vsnprintf(text, sizeof text, fmt, args) < 0)
-        text[0] = '\0';
-    va_end(args);
+static void put_json_fields(struct line *l, const struct moe_log_fields *about)
+{
+    uint64_t epoch = atomic_load_explicit(&process_epoch, memory_order_relaxed);
+    uint32_t slot = atomic_load_explicit(&process_slot, memory_order_relaxed);
+    if (about->request != NULL)
+        put_string(l, MOE_LOG_JSON, ",\"request\":\"", about->request, "\"", FIELD_BYTES,
+                   END_BYTES);
+    if (about->trace != NULL)
+        put_string(l, MOE_LOG_JSON, ",\"trace\":\"", about->trace, "\"", FIELD_BYTES, END_BYTES);
+    if (epoch != 0)
+        l->at += (size_t)sprintf(l->text + l->at, ",\"epoch\":%" PRIu64, epoch);
+    if (slot != 0)
+        l->at += (size_t)sprintf(l->text + l->at, ",\"slot\":%" PRIu32, slot - 1);
+    if (about->layer_plus_one != 0)
+        l->at += (size_t)sprintf(l->text + l->at, ",\"layer\":%" PRIu32, about->layer_plus_one - 1);
+}
 
+static void put_text_fields(struct line *l, const struct moe_log_fields *about)
+{
+    if (about->request != NULL)
+        put_string(l, MOE_LOG_TEXT, " request=", about->request, "", FIELD_BYTES, END_BYTES);
+    if (about->trace != NULL)
+        put_string(l, MOE_LOG_TEXT, " trace=", about->trace, "", FIELD_BYTES, END_BYTES);
+    if (about->layer_plus_one != 0)
+        l->at += (size_t)sprintf(l->text + l->at, " layer=%" PRIu32, about->layer_plus_one - 1);
+}
+
+/* The message is cut so that the fields fit behind it. */
+static void format_line(struct line *l, enum moe_log_level level, const char *message,
+                        const struct moe_log_fields *about)
+{
+    const char *component = atomic_load(&process_component);
     struct timespec now;
     struct tm utc;
+    char stamp[32], head[64];
     clock_gettime(CLOCK_REALTIME, &now);
     gmtime_r(&now.tv_sec, &utc);
-    char stamp[32];
     strftime(stamp, sizeof stamp, "%Y-%m-%dT%H:%M:%S", &utc);
-
-    char line[LINE_BYTES];
-    const char *component = atomic_load(&process_component);
     int ms = (int)(now.tv_nsec / 1000000);
-    size_t n;
-    enum moe_log_format format = (enum moe_log_format)atomic_load(&line_format);
-    if (format == MOE_LOG_JSON) {
-        n = (size_t)snprintf(line, sizeof line,
-                             "{\"time\":\"%s.%03dZ\",\"level\":\"%s\",\"component\":\"", stamp, ms,
-                             level_names[level]);
-        n = put_escaped(line, n, sizeof line - 16, format, component);
-        n += (size_t)snprintf(line + n, sizeof line - n, "\",\"text\":\"");
-        n = put_escaped(line, n, sizeof line - 4, format, text);
-        n += (size_t)snprintf(line + n, sizeof line - n, "\"}\n");
-    } else {
-        n = (size_t)snprintf(line, sizeof line, "%s.%03dZ %s %.64s: ", stamp, ms,
-                             level_labels[level], component);
-        n = put_escaped(line, n, sizeof line - 1, format, text);
-        line[n++] = '\n';
+    if ((enum moe_log_format)atomic_load(&line_format) == MOE_LOG_JSON) {
+        l->at = (size_t)sprintf(l->text, "{\"time\":\"%s.%03dZ\",\"level\":\"%s\"", stamp, ms,
+                                level_names[level]);
+        put_string(l, MOE_LOG_JSON, ",\"component\":\"", component, "\"", FIELD_BYTES,
+                   FIELDS_BYTES);
+        put_string(l, MOE_LOG_JSON, ",\"message\":\"", message, "\"", LINE_BYTES, FIELDS_BYTES);
+        put_json_fields(l, about);
+        l->at += (size_t)sprintf(l->text + l->at, "}\n");
+        return;
     }
+    (void)snprintf(head, sizeof head, "%s.%03dZ %s ", stamp, ms, level_labels[level]);
+    l->at = (size_t)sprintf(l->text, "%s%.64s: ", head, component);
+    put_string(l, MOE_LOG_TEXT, "", message, "", LINE_BYTES, FIELDS_BYTES);
+    put_text_fields(l, about);
+    l->at += (size_t)sprintf(l->text + l->at, "\n");
+}
+
+static void write_line(enum moe_log_level level, const struct moe_log_fields *about,
+                       const char *fmt, va_list args)
+{
+    char message[LINE_BYTES / 2];
+    struct line l;
+    if (vsnprintf(message, sizeof message, fmt, args) < 0)
+        message[0] = '\0';
+    format_line(&l, level, message, about);
     /* One write per line keeps lines of several threads and processes whole. */
-    ssize_t written = write(STDERR_FILENO, line, n);
+    ssize_t written = write(STDERR_FILENO, l.text, l.at);
     (void)written; /* a failure cannot be reported */
+}
+
+void moe_log_write(enum moe_log_level level, const char *fmt, ...)
+{
+    static const struct moe_log_fields nothing = {0};
+    va_list args;
+    if (!moe_log_is_on(level))
+        return;
+    va_start(args, fmt);
+    write_line(level, &nothing, fmt, args);
+    va_end(args);
+}
+
+void moe_log_write_about(enum moe_log_level level, const struct moe_log_fields *about,
+                         const char *fmt, ...)
+{
+    va_list args;
+    if (!moe_log_is_on(level))
+        return;
+    va_start(args, fmt);
+    write_line(level, about, fmt, args);
+    va_end(args);
 }

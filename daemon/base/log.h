@@ -1,9 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Levelled logging to stderr or to a file, one line per event, safe from any thread.
  *
- * Lines are `2026-01-31T12:00:00.123Z INFO  worker: text` or, with the JSON format, one object with
- * the same fields. Texts may contain strings from peers: control characters (C0, DEL, C1) and bytes
- * that are not UTF-8 are escaped, so each event is one line and cannot control a terminal.
+ * Lines are `2026-01-31T12:00:00.123Z INFO  worker: text` or, with the JSON format, one object:
+ *
+ *   {"time":"2026-01-31T12:00:00.123Z","level":"info","component":"worker 2","message":"text",
+ *    "request":"7","trace":"4bf92f35...","epoch":5,"slot":2,"layer":3}
+ *
+ * Fields from "request" on are there where they are known. The text format shows those of a single
+ * event, at the end of the line. Texts may contain strings from peers: control characters (C0, DEL,
+ * C1) and bytes that are not UTF-8 are escaped, so each event is one line and cannot control a
+ * terminal.
  *
  *   in the text      text format   JSON format
  *   newline, tab     \n, \t        \n, \t
@@ -30,6 +36,13 @@ void moe_log_set_format(enum moe_log_format format);
 void moe_log_set_component(const char *component);
 /* "error", "warn", "info", "debug". */
 bool moe_log_level_from_name(const char *name, enum moe_log_level *out);
+const char *moe_log_level_name(enum moe_log_level level);
+enum moe_log_level moe_log_level(void);
+/* Whether lines of `level` are written: for callers that would compute much for one. */
+bool moe_log_is_on(enum moe_log_level level);
+/* Fields of all further lines: the slot of this worker, and the epoch in force (0 = none). */
+void moe_log_set_slot(uint32_t slot);
+void moe_log_set_epoch(uint64_t epoch);
 
 /* Redirects stderr, which this log and libraries write to, to the end of file `path`; also stdout
  * if it is the same file as stderr. Creates a missing file with mode 0640. `path` is static.
@@ -43,6 +56,14 @@ const char *moe_log_path(void);
 struct moe_status moe_log_reopen(void) MOE_CHECKED;
 
 void moe_log_write(enum moe_log_level level, const char *fmt, ...) MOE_PRINTF(2, 3);
+
+/* What a single event is about; zeroes for what is not known. Strings are escaped as texts are. */
+struct moe_log_fields {
+    const char *request, *trace;
+    uint32_t layer_plus_one;
+};
+void moe_log_write_about(enum moe_log_level level, const struct moe_log_fields *about,
+                         const char *fmt, ...) MOE_PRINTF(3, 4);
 
 /* Writes `text` to `to`, escaped as in the text format above, cut where `cap` bytes (at least 9)
  * are too few. For other output that shows strings from peers. */

@@ -3,6 +3,7 @@
  * inputs, so a scrape never waits for the owner thread. */
 #include "base/build.h"
 #include "coordinator/service_state.h"
+#include "daemon/log.h"
 #include "daemon/notify.h"
 
 #include <stdio.h>
@@ -139,6 +140,7 @@ void moe_coordinator__observe(struct moe_coordinator *c)
     struct observed *o = &c->seen;
     struct moe_membership_group g;
     moe_membership_group(c->machine, &g);
+    moe_log_set_epoch(g.epoch);
     moe_gauge_set(o->epoch, (double)g.epoch);
     moe_gauge_set(o->last_epoch, (double)g.last_epoch);
     moe_gauge_set(o->slots, g.slots);

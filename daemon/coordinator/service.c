@@ -7,6 +7,7 @@
 #include "daemon/daemon.h"
 #include "daemon/hangup.h"
 #include "daemon/notify.h"
+#include "inspect/log_method.h"
 #include "inspect/metrics_method.h"
 #include "proto/descriptors.h"
 
@@ -206,11 +207,12 @@ server_config(const struct moe_coordinator *c, const struct moe_coordinator_conf
 static struct moe_status make_servers(struct moe_coordinator *c,
                                       const struct moe_coordinator_config *config)
 {
-    struct moe_rpc_method methods[ADMIN_METHODS + 2];
+    struct moe_rpc_method methods[ADMIN_METHODS + 3];
     size_t count = ADMIN_METHODS;
     struct moe_rpc_method session = moe_coordinator__session_method(c);
     moe_coordinator__admin_methods(c, methods);
     methods[count++] = moe_inspect_metrics_method(c->seen.registry);
+    methods[count++] = moe_inspect_log_method();
     if (config->control_listen != NULL) {
         struct moe_rpc_server_config control =
             server_config(c, config, config->control_listen, &session, 1);

@@ -8,12 +8,14 @@
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "daemon/lease.h"
+#include "daemon/log.h"
 #include "group/report.h"
 #include "moe/v1/expert.pb-c.h"
 #include "service/request.h"
 #include "service/request_trace.h"
 #include "service/service_metrics.h"
 
+#include <inttypes.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -106,8 +108,31 @@ static enum moe_service_rpc rpc_of(const struct forward *f)
     return f->stream != NULL ? MOE_SERVICE_FORWARD_STREAM : MOE_SERVICE_FORWARD;
 }
 
+/* One line for each request, at level debug. */
+static void log_end(const struct forward *f, const struct moe_status *status)
+{
+    const struct moe_request *r = &f->request;
+    char id[24], trace[MOE_TRACE_ID_TEXT];
+    struct moe_log_fields about = {0};
+    if (!moe_log_is_on(MOE_LOG_DEBUG))
+        return;
+    (void)snprintf(id, sizeof id, "%" PRIu64, r->id);
+    moe_trace_id_text(&f->trace, trace);
+    if (f->stream != NULL)
+        about.request = id;
+    if (trace[0] != '\0')
+        about.trace = trace;
+    if (r->spec != NULL)
+        about.layer_plus_one = r->spec->layer + 1;
+    moe_log_write_about(MOE_LOG_DEBUG, &about, "%s: %u tokens, %s after %" PRIu64 " us%s%s",
+                        f->stream != NULL ? "ForwardStream" : "Forward", r->work.tokens,
+                        moe_code_name(status->code), (moe_clock_ns() - r->received_ns) / 1000,
+                        moe_failed(status) ? ": " : "", moe_failed(status) ? status->text : "");
+}
+
 static void record(struct forward *f, const struct moe_status *status)
 {
+    log_end(f, status);
     moe_service_metrics_end(f->service->metrics, rpc_of(f), status, f->request.received_ns);
 }
 

@@ -193,6 +193,7 @@ static void on_slot_assigned(void *ctx, uint32_t slot)
     (void)ctx;
     (void)snprintf(component, sizeof component, "worker %u", slot);
     moe_log_set_component(component);
+    moe_log_set_slot(slot);
 }
 
 static void on_ended(void *ctx, struct moe_status why)

@@ -4,6 +4,7 @@
 #include "access/guard.h"
 #include "base/clock.h"
 #include "daemon/log.h"
+#include "inspect/log_method.h"
 #include "inspect/metrics_method.h"
 #include "links/peers.h"
 #include "proto/descriptors.h"
@@ -16,7 +17,7 @@
 #include <unistd.h>
 
 enum {
-    METHODS = MOE_SERVICE_METHODS + MOE_TRAINING_SERVICE_METHODS + 1, /* and GetMetrics */
+    METHODS = MOE_SERVICE_METHODS + MOE_TRAINING_SERVICE_METHODS + 2, /* GetMetrics, SetLogLevel */
     SHARDS = 2,
     WAITING_READS = 128, /* messages over 1 MiB that may wait to be read */
     STREAMS_MAX = 256,   /* calls per connection */
@@ -155,6 +156,7 @@ static struct moe_status start_data(struct moe_worker *w, const char *listen, bo
     }
     if (c->metrics != NULL)
         methods[count++] = moe_inspect_metrics_method(c->metrics);
+    methods[count++] = moe_inspect_log_method();
     const struct moe_rpc_server_config server = {
         .listen = listen,
         .insecure = c->insecure,

@@ -22,6 +22,7 @@ static struct moe_status update_service(struct moe_worker *w, uint64_t epoch)
 static void set_epoch(struct moe_worker *w, uint64_t epoch)
 {
     atomic_store(&w->epoch, epoch);
+    moe_log_set_epoch(epoch);
     moe_worker_metrics_epoch(&w->metrics, epoch);
 }
 

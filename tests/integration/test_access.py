@@ -49,7 +49,8 @@ POLICY = {
     "moe.v1.AdminService": {
         "GetStatus": {"trainer", "worker", "admin", "metrics"},
         "GetPlacement": {"admin", "metrics"}, "DrainWorker": {"admin"}, "Shutdown": {"admin"},
-        "AcceptModel": {"admin"}, "ListEvents": {"admin", "metrics"}},
+        "AcceptModel": {"admin"}, "CordonSlot": {"admin"}, "SetLogLevel": {"admin"},
+        "GetMetrics": {"admin", "metrics"}, "ListEvents": {"admin", "metrics"}},
     "moe.v1.CoordinatorService": {"Session": {"worker"}},
     "moe.v1.WorkerService": {"Sequence": {"worker"}},
     "grpc.health.v1.Health": {m: None for m in ("Check", "List", "Watch")},  # None: everyone

@@ -31,7 +31,7 @@ OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = ran
 COMMANDS = ("up", "down", "status", "wait", "get", "describe", "health", "top", "placement",
             "diag", "drain", "cordon",
             "uncordon", "replace", "forward",
-            "bench", "training", "context", "version")
+            "bench", "training", "context", "log-level", "version")
 
 PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT, WALL = 0x4206, 17, 1 << 6, 0x40000000
 

@@ -177,6 +177,74 @@ static void lines_below_the_level_are_not_written(void **unused)
     moe_log_set_level(MOE_LOG_INFO);
 }
 
+static struct moe_log_fields about;
+
+static void speak_about(void)
+{
+    moe_log_write_about(MOE_LOG_INFO, &about, "done");
+    moe_log_info("more");
+}
+
+/* Both lines of speak_about as JSON. */
+static void capture_lines(json_t *lines[2])
+{
+    char text[4096];
+    capture(speak_about, text, sizeof text);
+    char *second = strchr(text, '\n');
+    assert_non_null(second);
+    *second++ = '\0';
+    lines[0] = json_loads(text, 0, NULL);
+    lines[1] = json_loads(second, 0, NULL);
+    if (lines[0] == NULL || lines[1] == NULL)
+        fail_msg("no JSON: %s / %s", text, second);
+}
+
+static void json_lines_have_the_fields_that_are_known(void **unused)
+{
+    (void)unused;
+    json_t *lines[2];
+    char long_name[3000];
+    memset(long_name, '"', sizeof long_name - 1);
+    long_name[sizeof long_name - 1] = '\0';
+    moe_log_set_format(MOE_LOG_JSON);
+    about = (struct moe_log_fields){0};
+    capture_lines(lines);
+    for (int i = 0; i < 2; i++) {
+        assert_null(json_object_get(lines[i], "epoch"));
+        assert_null(json_object_get(lines[i], "slot"));
+        assert_null(json_object_get(lines[i], "layer"));
+        assert_null(json_object_get(lines[i], "request"));
+        json_decref(lines[i]);
+    }
+    moe_log_set_slot(0);
+    moe_log_set_epoch(UINT64_C(1) << 60);
+    about = (struct moe_log_fields){
+        .request = "a\"b\nc\x9b", .trace = "4bf92f", .layer_plus_one = UINT32_MAX};
+    capture_lines(lines);
+    assert_string_equal(json_string_value(json_object_get(lines[0], "message")), "done");
+    assert_string_equal(json_string_value(json_object_get(lines[0], "request")),
+                        "a\"b\nc\xef\xbf\xbd");
+    assert_string_equal(json_string_value(json_object_get(lines[0], "trace")), "4bf92f");
+    assert_true(json_integer_value(json_object_get(lines[0], "layer")) == UINT32_MAX - 1);
+    for (int i = 0; i < 2; i++) {
+        assert_true(json_integer_value(json_object_get(lines[i], "epoch")) == INT64_C(1) << 60);
+        assert_true(json_is_integer(json_object_get(lines[i], "slot")));
+        assert_true(json_integer_value(json_object_get(lines[i], "slot")) == 0);
+        json_decref(lines[i]);
+    }
+    about = (struct moe_log_fields){.request = long_name, .trace = long_name, .layer_plus_one = 1};
+    capture_lines(lines); /* also lines that are cut are JSON, and keep their last field */
+    assert_true(json_is_integer(json_object_get(lines[0], "layer")));
+    json_decref(lines[0]);
+    json_decref(lines[1]);
+    moe_log_set_format(MOE_LOG_TEXT);
+    char text[4096];
+    about = (struct moe_log_fields){.request = "a\nb", .layer_plus_one = 4};
+    capture(speak_about, text, sizeof text);
+    assert_non_null(strstr(text, ": done request=a\\nb layer=3\n"));
+    moe_log_set_epoch(0);
+}
+
 static char nasty[3000];
 
 static void speak_nastily(void)
@@ -234,7 +302,7 @@ static void check_shown(enum moe_log_format format, const char *said, const char
     json_t *line = json_loads(text, 0, &error);
     if (line == NULL)
         fail_msg("%s in %s", error.text, text);
-    assert_string_equal(json_string_value(json_object_get(line, "text")), shown);
+    assert_string_equal(json_string_value(json_object_get(line, "message")), shown);
     json_decref(line);
 }
 
@@ -344,6 +412,7 @@ int main(void)
         cmocka_unit_test(overflow_is_reported_and_leaves_the_result_alone),
         cmocka_unit_test(powers_of_two_are_the_next_ones_up),
         cmocka_unit_test(lines_below_the_level_are_not_written),
+        cmocka_unit_test(json_lines_have_the_fields_that_are_known),
         cmocka_unit_test(json_lines_parse_whatever_the_text),
         cmocka_unit_test(a_stranger_s_string_forges_no_line_and_moves_no_cursor),
         cmocka_unit_test(an_escaped_text_fits_its_memory),

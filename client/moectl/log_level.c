@@ -1,0 +1,121 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* moectl log-level: which lines daemons log. */
+#include "commands.h"
+#include "daemon/log.h"
+#include "moectl/group/link.h"
+#include "moectl/group/state.h"
+
+#include <string.h>
+
+/* Sets the level of the daemon behind `link` and adds it to `list`, as `daemon`. */
+static struct moe_status set(struct moectl_link *link, const char *daemon, const char *level,
+                             uint64_t deadline_ns, json_t *list)
+{
+    ProtobufCMessage *answer = NULL;
+    Moe__V1__SetLogLevelRequest request = MOE__V1__SET_LOG_LEVEL_REQUEST__INIT;
+    request.level = (char *)(uintptr_t)level;
+    struct moe_status st =
+        moectl_link_call(link, "/moe.v1.AdminService/SetLogLevel", &request.base, deadline_ns,
+                         &moe__v1__set_log_level_response__descriptor, &answer);
+    if (moe_failed(&st))
+        return moe_error_context(st, "%s", daemon);
+    const char *previous = ((Moe__V1__SetLogLevelResponse *)answer)->previous;
+    json_array_append_new(
+        list, json_pack("{s:s, s:s, s:s}", "daemon", daemon, "level", level, "previous", previous));
+    protobuf_c_message_free_unpacked(answer, NULL);
+    return st;
+}
+
+static struct moe_status set_at(const char *endpoint, const char *level, uint64_t deadline_ns,
+                                json_t *list)
+{
+    struct moectl_link *link = NULL;
+    struct moe_status st = moectl_link_open(endpoint, &link);
+    if (!moe_failed(&st))
+        st = set(link, endpoint, level, deadline_ns, list);
+    moectl_link_close(link);
+    return st;
+}
+
+/* The coordinator, which `common` names or leads to, and all its workers that live. The first
+ * failure is returned after all have been asked. */
+static struct moe_status set_all(const struct moectl_common *common, const char *level,
+                                 json_t *list)
+{
+    uint64_t deadline_ns = moectl_deadline(common);
+    struct moectl_link *link = NULL;
+    Moe__V1__GetStatusResponse *status = NULL;
+    MOE_TRY(moectl_admin_find(common, deadline_ns, &link, &status));
+    struct moe_status st = set(link, "coordinator", level, deadline_ns, list);
+    for (size_t i = 0; i < status->n_workers; i++) {
+        const Moe__V1__WorkerStatus *w = status->workers[i];
+        if (w->state == MOE__V1__WORKER_STATE__WORKER_STATE_GONE)
+            continue;
+        struct moe_status one = set_at(w->endpoint, level, deadline_ns, list);
+        if (!moe_failed(&st))
+            st = one;
+    }
+    moe__v1__get_status_response__free_unpacked(status, NULL);
+    moectl_link_close(link);
+    return st;
+}
+
+static int show(const struct moectl_common *common, json_t *list)
+{
+    size_t i;
+    json_t *item;
+    if (common->document) {
+        json_t *document = moectl_document("LogLevels");
+        json_object_set_new(document, "daemons", list);
+        return moectl_print(document);
+    }
+    json_array_foreach(list, i, item)
+    {
+        moectl_put("%s: %s (before: %s)\n", json_string_value(json_object_get(item, "daemon")),
+                   json_string_value(json_object_get(item, "level")),
+                   json_string_value(json_object_get(item, "previous")));
+    }
+    json_decref(list);
+    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+}
+
+static int run(const struct moectl_command *self, int argc, char **argv)
+{
+    struct moectl_common common = {.format = "table", .timeout_s = 10};
+    bool all = false;
+    const struct moe_option options[] = {
+        {"all", 0, MOE_OPTION_BOOL, &all, 0, 0, NULL,
+         "the coordinator and all workers of the group"},
+    };
+    const char *level = NULL;
+    enum moe_log_level known;
+    char endpoint[MOECTL_ENDPOINT_MAX];
+    int code, words = moectl_take_words(&level, 1, &argc, &argv);
+    if (!moectl_parse(self, options, 1, &common, argc, argv, &code))
+        return code;
+    if (words == 0 || !moe_log_level_from_name(level, &known))
+        return moectl_usage_error("which level? error, warn, info or debug");
+    json_t *list = json_array();
+    struct moe_status st;
+    if (all) {
+        st = set_all(&common, level, list);
+    } else {
+        st = moectl_state_endpoint(&common, endpoint);
+        if (!moe_failed(&st))
+            st = set_at(endpoint, level, moectl_deadline(&common), list);
+    }
+    code = show(&common, list);
+    return moe_failed(&st) ? moectl_fail(&st) : code;
+}
+
+const struct moectl_command moectl_log_level = {
+    .name = "log-level",
+    .summary = "Sets which lines daemons log: error, warn, info or debug.",
+    .usage = "LEVEL [--endpoint H:P] [--all]\n"
+             "\n"
+             "It holds for the daemon at --endpoint, a coordinator or a worker, or with --all for\n"
+             "all of the group, until the daemon ends or gets SIGHUP",
+    .examples = "  moectl log-level debug --endpoint 127.0.0.1:7600\n"
+                "  moectl log-level info --all\n",
+    .run = run,
+};
