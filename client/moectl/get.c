@@ -7,11 +7,11 @@
 #include "workers.h"
 
 #include "base/clock.h"
+#include "base/wait.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 enum { WATCH_MS = 1000 };
 
@@ -283,11 +283,9 @@ static int show(struct get *g)
 /* Until a signal ends it. A group that does not answer for a while is reported once. */
 static int watch(struct get *g)
 {
-    struct timespec pause = {.tv_nsec = WATCH_MS % 1000 * (long)MOE_NS_PER_MS,
-                             .tv_sec = WATCH_MS / 1000};
     bool silent = false;
     for (;;) {
-        nanosleep(&pause, NULL);
+        moe_sleep_until(moe_clock_ns() + WATCH_MS * MOE_NS_PER_MS);
         struct moe_status st = ask(g);
         if (moe_failed(&st) && !silent)
             (void)moectl_fail(&st);

@@ -9,6 +9,7 @@
 #include "workers.h"
 
 #include "base/clock.h"
+#include "base/wait.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -370,16 +371,6 @@ static uint64_t next_look(const struct top *t)
     return now_of(t)->at_ns + (uint64_t)(t->interval_s * (double)MOE_NS_PER_S);
 }
 
-static void pause_until(uint64_t at_ns)
-{
-    for (uint64_t now; (now = moe_clock_ns()) < at_ns;) {
-        uint64_t left = at_ns - now;
-        struct timespec pause = {.tv_sec = (time_t)(left / MOE_NS_PER_S),
-                                 .tv_nsec = (long)(left % MOE_NS_PER_S)};
-        nanosleep(&pause, NULL);
-    }
-}
-
 static int print_frame(const struct top *t)
 {
     if (t->common.document)
@@ -398,7 +389,7 @@ static int print_frame(const struct top *t)
 static int print_frames(struct top *t)
 {
     for (int code = MOECTL_OK; code == MOECTL_OK;) {
-        pause_until(next_look(t));
+        moe_sleep_until(next_look(t));
         struct moe_status st = look(t);
         if (moe_failed(&st))
             return moectl_fail(&st);
