@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* moectl bench: closed-loop load on one layer. Each of C clients sends a request, waits for the
+/* moectl bench: load on one layer. Closed loop: each of C clients sends a request, waits for the
  * answer and sends the next one: first in a warm-up that is not counted, then in the measured time.
  * A refused one waits as long as the answer asks. A client is not a thread. It runs in callbacks of
  * the library, so the figures show the service.
- */
+ *
+ * Open loop: requests begin at random times of a given rate, whether or not earlier ones have been
+ * answered. Their latency runs from the intended start, so a service that falls behind shows it. */
 #include "commands.h"
 #include "moectl/group/link.h"
 #include "moectl/io/bench_report.h"
@@ -24,7 +26,11 @@ enum {
     CONCURRENCY_MAX = 4096,
     ERRORS_MAX = 100, /* per client; then it stops */
     WARM_UP_MAX_MS = 1000,
+    OPEN_CONCURRENCY = 256, /* default of the most requests in flight */
 };
+#define RATE_FIRST     100.0 /* requests a second */
+#define RATE_LEAST     0.1
+#define RATE_PRECISION 1.05
 
 struct bench {
     struct moectl_common common;
@@ -32,6 +38,7 @@ struct bench {
     uint64_t layer, tokens, seed, connections, spin_us;
     double duration_s;
     bool unary, stream, spread;
+    double rate, slo_p99_ms; /* open loop; 0 = none */
 
     uint32_t concurrency[MOECTL_BENCH_RUNS_MAX];
     size_t concurrency_count;
@@ -50,7 +57,7 @@ struct load {
     pthread_cond_t change;
     MOE_GUARDED_BY(lock) struct {
         uint32_t active;
-        SLIST_HEAD(, loop) pausing; /* refused, with a hint when to come again */
+        SLIST_HEAD(, loop) pausing; /* refused, with a hint when to come again; open loop: idle */
         uint64_t last_answer_ns;
         struct moe_status first_error;
     };
@@ -226,7 +233,90 @@ static void drive(struct load *load, struct loop *loops, double duration_s)
     }
 }
 
-static struct moe_status measure(struct bench *b, uint32_t concurrency)
+/* ------------------------------------------------------------------ open loop */
+
+static void on_open_answer(void *ctx, struct moe_client_forward *f, struct moe_status st)
+{
+    struct loop *l = ctx;
+    struct load *load = l->load;
+    uint64_t now = moe_clock_ns();
+    moe_mutex_lock(&load->lock);
+    if (st.code != MOE_OK) {
+        if (load->run->errors++ == 0)
+            load->first_error = st;
+    } else if (l->begin_ns >= load->measure_from_ns) {
+        moectl_bench_record(load->run, now - l->begin_ns, &f->stages);
+    }
+    SLIST_INSERT_HEAD(&load->pausing, l, pause);
+    load->active--;
+    pthread_cond_signal(&load->change);
+    moe_mutex_unlock(&load->lock);
+}
+
+/* An idle client; NULL when there is none until `until_ns`. */
+static struct loop *take_idle(struct load *load, uint64_t until_ns)
+{
+    moe_mutex_lock(&load->lock);
+    while (SLIST_EMPTY(&load->pausing) && moe_clock_ns() < until_ns)
+        (void)moe_wait_until(&load->change, &load->lock, until_ns);
+    struct loop *l = SLIST_FIRST(&load->pausing);
+    if (l != NULL) {
+        SLIST_REMOVE_HEAD(&load->pausing, pause);
+        load->active++;
+    }
+    moe_mutex_unlock(&load->lock);
+    return l;
+}
+
+/* Seconds between two arrivals of a Poisson process. */
+static double next_gap(uint64_t *state, double rate)
+{
+    const double unit = 1.0 / 9007199254740992.0; /* 2^-53 */
+    return -log((double)((next_random(state) >> 11) + 1) * unit) / rate;
+}
+
+/* Sends at the intended times. A request that finds no idle client starts late; its latency still
+ * runs from its intended start. Requests that cannot start for as long as the run lasts are errors.
+ */
+static void drive_open(struct load *load, struct loop *loops, const struct bench *b)
+{
+    uint64_t state = b->seed ^ UINT64_C(0xa0761d6478bd642f);
+    uint64_t measured = (uint64_t)(b->duration_s * (double)MOE_NS_PER_S);
+    uint64_t begin = moe_clock_ns(), warm_up = measured / 4;
+    if (warm_up > WARM_UP_MAX_MS * MOE_NS_PER_MS)
+        warm_up = WARM_UP_MAX_MS * MOE_NS_PER_MS;
+    load->measure_from_ns = begin + warm_up;
+    load->end_ns = load->measure_from_ns + measured;
+    for (uint32_t i = 0; i < load->run->concurrency; i++)
+        SLIST_INSERT_HEAD(&load->pausing, &loops[i], pause);
+    double at_s = next_gap(&state, load->run->rate);
+    uint64_t at = begin + (uint64_t)(at_s * (double)MOE_NS_PER_S), unsent = 0;
+    while (at < load->end_ns) {
+        moe_sleep_until(at);
+        struct loop *l = take_idle(load, load->end_ns + measured);
+        if (l != NULL) {
+            l->begin_ns = at;
+            if (l->stream != NULL)
+                moe_client_stream_forward(l->stream, &l->call, on_open_answer, l);
+            else
+                moe_client_forward_async(load->client, &l->call, on_open_answer, l);
+        }
+        unsent += l == NULL;
+        at_s += next_gap(&state, load->run->rate);
+        at = begin + (uint64_t)(at_s * (double)MOE_NS_PER_S);
+    }
+    moe_mutex_lock(&load->lock);
+    while (load->active > 0)
+        (void)moe_wait_until(&load->change, &load->lock, MOE_NEVER);
+    load->run->errors += unsent;
+    if (unsent > 0 && load->first_error.code == MOE_OK)
+        load->first_error = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_NONE,
+                                      "%" PRIu64 " requests could not start in time", unsent);
+    moe_mutex_unlock(&load->lock);
+}
+
+/* `rate` 0: closed loop. */
+static struct moe_status measure(struct bench *b, uint32_t concurrency, double rate)
 {
     struct load load = {
         .client = b->client, .lock = MOE_MUTEX_INITIALIZER, .first_error = moe_ok()};
@@ -239,12 +329,15 @@ static struct moe_status measure(struct bench *b, uint32_t concurrency)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "clients");
     }
     load.run->concurrency = concurrency;
+    load.run->rate = rate;
     load.run->seconds = b->duration_s;
     b->report.runs[b->report.run_count++] = load.run;
     struct moe_status st = moe_ok();
     for (uint32_t i = 0; i < concurrency && st.code == MOE_OK; i++)
         st = make_loop(b, &load, i, &loops[i]);
-    if (st.code == MOE_OK)
+    if (st.code == MOE_OK && rate > 0)
+        drive_open(&load, loops, b);
+    else if (st.code == MOE_OK)
         drive(&load, loops, b->duration_s);
     moe_mutex_not_shared(&load.lock); /* all loops have ended */
     if (st.code == MOE_OK)
@@ -301,12 +394,54 @@ static struct moe_status connect_to_group(struct bench *b)
     return moe_ok();
 }
 
+/* The last run had no error, its p99 is within the limit, and it kept up with its rate. */
+static bool is_within(const struct bench *b)
+{
+    const struct moectl_bench_run *run = b->report.runs[b->report.run_count - 1];
+    double p99_ms = (double)moectl_histogram_percentile(&run->latency, 99) / (double)MOE_NS_PER_MS;
+    return run->errors == 0 && run->latency.count > 0 && p99_ms <= b->slo_p99_ms;
+}
+
+static bool has_answers(const struct moectl_bench_report *r)
+{
+    uint64_t answers = 0;
+    for (size_t i = 0; i < r->run_count; i++)
+        answers += r->runs[i]->latency.count;
+    return answers > 0;
+}
+
+/* Doubles the rate until the limit is missed, then halves the interval. */
+static struct moe_status search(struct bench *b)
+{
+    double low = 0, high = 0, rate = b->rate > 0 ? b->rate : RATE_FIRST;
+    while (b->report.run_count < MOECTL_BENCH_RUNS_MAX && rate >= RATE_LEAST &&
+           (low == 0 || high == 0 || high / low > RATE_PRECISION)) {
+        struct moe_status st = measure(b, b->concurrency[0], rate);
+        bool good = st.code == MOE_OK && is_within(b);
+        if (st.code != MOE_OK && low == 0 && st.code != MOE_RESOURCE_EXHAUSTED &&
+            st.code != MOE_DEADLINE_EXCEEDED)
+            return st; /* not a matter of the rate */
+        *(good ? &low : &high) = rate;
+        rate = high == 0 ? 2 * low : (low + high) / 2;
+    }
+    b->report.slo_p99_ms = b->slo_p99_ms;
+    b->report.highest_rate = low;
+    return has_answers(&b->report)
+               ? moe_ok()
+               : moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
+                           "no answer within the measured time; try a longer --duration");
+}
+
 static struct moe_status work(struct bench *b)
 {
     MOE_TRY(connect_to_group(b));
+    if (b->slo_p99_ms > 0)
+        return search(b);
+    if (b->rate > 0)
+        return measure(b, b->concurrency[0], b->rate);
     struct moe_status first = moe_ok();
     for (size_t i = 0; i < b->concurrency_count; i++) {
-        struct moe_status st = measure(b, b->concurrency[i]);
+        struct moe_status st = measure(b, b->concurrency[i], 0);
         if (first.code == MOE_OK)
             first = st;
     }
@@ -324,18 +459,19 @@ static int check(struct bench *b)
         return moectl_usage_error("--duration must be more than 0");
     if (strcmp(b->dtype_name, "f32") != 0 && strcmp(b->dtype_name, "bf16") != 0)
         return moectl_usage_error("--dtype must be f32 or bf16, not '%s'", b->dtype_name);
-    if (!parse_list(b))
-        return moectl_usage_error("--concurrency must be numbers from 1 to %d, as in 1,8,32",
-                                  CONCURRENCY_MAX);
+    bool open = b->rate > 0 || b->slo_p99_ms > 0;
+    if (b->concurrency_list == NULL && open) {
+        b->concurrency[b->concurrency_count++] = OPEN_CONCURRENCY;
+        return moectl_check_digest(b->model_digest);
+    }
+    if (b->concurrency_list == NULL)
+        b->concurrency_list = "1";
+    if (!parse_list(b) || (open && b->concurrency_count > 1))
+        return open ? moectl_usage_error("--concurrency must be one number from 1 to %d",
+                                         CONCURRENCY_MAX)
+                    : moectl_usage_error("--concurrency must be numbers from 1 to %d, as in 1,8,32",
+                                         CONCURRENCY_MAX);
     return moectl_check_digest(b->model_digest);
-}
-
-static bool has_answers(const struct moectl_bench_report *r)
-{
-    uint64_t answers = 0;
-    for (size_t i = 0; i < r->run_count; i++)
-        answers += r->runs[i]->latency.count;
-    return answers > 0;
 }
 
 static int report(struct bench *b)
@@ -355,7 +491,6 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     struct bench b = {
         .common = {.format = "table", .timeout_s = 10},
         .dtype_name = "bf16",
-        .concurrency_list = "1",
         .layer = MOE_OPTION_UNSET,
         .tokens = 1,
         .seed = 1,
@@ -367,7 +502,13 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "layer index in the model (required)"},
         {"tokens", 'T', MOE_OPTION_UINT, &b.tokens, 1, 1 << 20, "T", "tokens per request"},
         {"concurrency", 'c', MOE_OPTION_STRING, &b.concurrency_list, 0, 0, "C[,C..]",
-         "number of clients, each with one request in flight; one run per number"},
+         "number of clients, each with one request in flight; one run per number [1]; with --rate: "
+         "the most requests in flight [256]"},
+        {"rate", 0, MOE_OPTION_DOUBLE, &b.rate, 0, 10000000, "R",
+         "open loop: requests a second that begin at random times; latency from the intended "
+         "start"},
+        {"slo-p99", 0, MOE_OPTION_DOUBLE, &b.slo_p99_ms, 0, 3600000, "MS",
+         "search the highest rate with a p99 latency of at most this, from --rate or 100 on"},
         {"duration", 0, MOE_OPTION_DOUBLE, &b.duration_s, 0, 86400, "SECONDS",
          "measured time of each run; a warm-up of a quarter of it, at most 1 s, comes first"},
         {"dtype", 0, MOE_OPTION_STRING, &b.dtype_name, 0, 0, "f32|bf16", "dtype of x and y"},
@@ -404,9 +545,11 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_bench = {
     .name = "bench",
     .summary = "Measures latency, throughput and the time of each stage.",
-    .usage = "--layer L [--tokens T] [--concurrency C[,C..]] [--duration S] [options]",
+    .usage = "--layer L [--tokens T] [--concurrency C[,C..] | --rate R] [--duration S] [options]",
     .examples =
         "  moectl bench --endpoint 127.0.0.1:7600 --layer 3 --tokens 1 --concurrency 1,8,32\n"
+        "  moectl bench --layer 3 --rate 500\n"
+        "  moectl bench --layer 3 --slo-p99 5 --duration 10\n"
         "  moectl bench --layer 3 --tokens 2048 --stream --spread -o json\n",
     .run = run,
 };

@@ -179,6 +179,7 @@ class CommandLine(unittest.TestCase):
                 ["forward", "--layer", "0", "--input", "a", "--output", "b", "--topk-weights", "w"],
                 ["bench"], ["bench", "--layer", "0", "--concurrency", "1,,2"],
                 ["bench", "--layer", "0", "--concurrency", "0"],
+                ["bench", "--layer", "0", "--concurrency", "1,2", "--rate", "5"],
                 ["bench", "--layer", "0", "--duration", "0"],
                 ["bench", "--layer", "0", "--unary", "--stream"],
                 ["bench", "--layer", "0", "--tokens", "0"],
@@ -1029,6 +1030,26 @@ class Forward(unittest.TestCase):
                     "--duration", "0.2")
         self.assertEqual(table.returncode, OK, table.stderr)
         self.assertIn("concurrency 1:", table.stdout)
+
+    def test_bench_at_a_rate_and_its_search(self):
+        at = ("--endpoint", self.group.endpoint, "--layer", str(self.layer), "-o", "json")
+        done = run("bench", *at, "--rate", "50", "--duration", "4", "--seed", "7")
+        self.assertEqual(done.returncode, OK, done.stderr)
+        only, = json.loads(done.stdout)["runs"]
+        self.assertEqual((only["rate"], only["concurrency"], only["errors"]), (50, 256, "0"))
+        # The arrivals depend on the seed alone: 200 of them are expected, with a deviation of 14.
+        self.assertTrue(140 < int(only["requests"]) < 260, only["requests"])
+        self.assertGreaterEqual(only["latencyUs"]["mean"], only["stagesUs"]["server"]["mean"])
+        done = run("bench", *at, "--slo-p99", "100000", "--rate", "40", "--duration", "0.5")
+        self.assertEqual(done.returncode, OK, done.stderr)
+        result = json.loads(done.stdout)
+        rates = [each["rate"] for each in result["runs"]]
+        self.assertEqual(rates[:3], [40, 80, 160])
+        self.assertEqual(result["sloP99Ms"], 100000)
+        self.assertIn(result["highestRate"], rates)
+        # No request is that fast.
+        done = run("bench", *at, "--slo-p99", "0.000001", "--rate", "20", "--duration", "0.2")
+        self.assertEqual(json.loads(done.stdout)["highestRate"], 0, done.stderr)
 
     def test_bench_without_an_answer_prints_no_figures(self):
         done = run("bench", "--endpoint", self.group.endpoint, "--layer", str(self.layer),

@@ -101,13 +101,13 @@ static json_t *run_to_json(const struct moectl_bench_report *report,
     snprintf(requests, sizeof requests, "%" PRIu64, run->latency.count);
     snprintf(errors, sizeof errors, "%" PRIu64, run->errors);
     double rate = requests_per_s(run);
-    return json_pack("{s:I, s:s, s:s, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o}", "concurrency",
-                     (json_int_t)run->concurrency, "requests", requests, "errors", errors,
-                     "durationS", round_to(run->seconds, 1000), "requestsPerS", rate, "tokensPerS",
-                     rate * report->tokens, "stepTokensMean", step_tokens_mean(run), "latencyUs",
-                     distribution(&run->latency), "overheadUs", distribution(&run->overhead),
-                     "serverOverheadUs", distribution(&run->server_overhead), "stagesUs",
-                     stages_to_json(run));
+    return json_pack("{s:f, s:I, s:s, s:s, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o}", "rate",
+                     run->rate, "concurrency", (json_int_t)run->concurrency, "requests", requests,
+                     "errors", errors, "durationS", round_to(run->seconds, 1000), "requestsPerS",
+                     rate, "tokensPerS", rate * report->tokens, "stepTokensMean",
+                     step_tokens_mean(run), "latencyUs", distribution(&run->latency), "overheadUs",
+                     distribution(&run->overhead), "serverOverheadUs",
+                     distribution(&run->server_overhead), "stagesUs", stages_to_json(run));
 }
 
 int moectl_bench_print_json(const struct moectl_bench_report *report)
@@ -125,6 +125,10 @@ int moectl_bench_print_json(const struct moectl_bench_report *report)
         "layer", (json_int_t)report->layer, "tokens", (json_int_t)report->tokens, "hidden",
         (json_int_t)report->hidden, "dtype", report->dtype, "mode", report->mode, "spread",
         (int)report->spread, "seed", seed, "runs", runs);
+    if (report->slo_p99_ms > 0) {
+        json_object_set_new(fields, "sloP99Ms", json_real(report->slo_p99_ms));
+        json_object_set_new(fields, "highestRate", json_real(report->highest_rate));
+    }
     if (fields == NULL || document == NULL || json_object_update(document, fields) != 0) {
         json_decref(document);
         document = NULL;
@@ -145,6 +149,8 @@ static void print_run(const struct moectl_bench_report *report, const struct moe
 {
     double rate = requests_per_s(run);
     moectl_put("\n");
+    if (run->rate > 0)
+        moectl_put("rate %.1f requests/s, ", run->rate);
     moectl_put("concurrency %" PRIu32
                ": %.0f requests/s, %.0f tokens/s, %.1f tokens per step, %" PRIu64
                " errors in %.1f s\n",
@@ -169,6 +175,9 @@ int moectl_bench_print_table(const struct moectl_bench_report *report)
                info->worker_count, info->backend, info->worker_count == 1 ? "" : "s");
     for (size_t i = 0; i < report->run_count; i++)
         print_run(report, report->runs[i]);
+    if (report->slo_p99_ms > 0)
+        moectl_put("\nhighest rate with a p99 of at most %g ms: %.1f requests/s\n",
+                   report->slo_p99_ms, report->highest_rate);
     moectl_put("\n");
     moectl_put("step contains router to combine; server contains queue, copy in, step and copy\n");
     moectl_put("out; latency contains server. overhead = latency - step; server overhead =\n");

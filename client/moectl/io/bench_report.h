@@ -12,10 +12,11 @@ enum { MOECTL_BENCH_STAGES = 12, MOECTL_BENCH_RUNS_MAX = 16 };
 
 /* Figures of one concurrency. The histograms hold ns. */
 struct moectl_bench_run {
-    uint32_t concurrency;
-    double seconds; /* of the measured window */
+    uint32_t concurrency; /* open loop: the most requests in flight */
+    double rate;          /* open loop: intended requests a second; 0 = closed loop */
+    double seconds;       /* of the measured window */
     uint64_t errors;
-    struct moectl_histogram latency;         /* at the client */
+    struct moectl_histogram latency;         /* at the client; open loop: from the intended start */
     struct moectl_histogram overhead;        /* latency minus the step's own time */
     struct moectl_histogram server_overhead; /* on the server, minus the step's own time */
     struct moectl_histogram stages[MOECTL_BENCH_STAGES];
@@ -30,6 +31,8 @@ struct moectl_bench_report {
     uint64_t seed;
     struct moectl_bench_run *runs[MOECTL_BENCH_RUNS_MAX];
     size_t run_count;
+    double slo_p99_ms,
+        highest_rate; /* of a search: the limit, the highest rate within it. 0 = none */
 };
 
 /* Adds one answered request. */
