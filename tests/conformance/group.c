@@ -56,6 +56,11 @@ static void read_hosts(uint32_t slots)
         hosts[s] = named[s * count / slots];
 }
 
+bool group_has_hosts(void)
+{
+    return have_hosts || group_domain_size != 0;
+}
+
 /* In a new process, before it has threads. */
 static void enter_host(uint32_t slot)
 {

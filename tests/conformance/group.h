@@ -67,6 +67,9 @@ void group_set(const struct moe_backend *backend, const char *option, const char
 /* Of the sessions that member_session describes: slots of other domains count as other hosts. 0 =
  * all slots are on one host. */
 extern uint32_t group_domain_size;
+/* True if its slots are on several hosts, or count so. Then a slot may get the rows of others on
+ * its host, and pass them on. */
+bool group_has_hosts(void);
 
 /* A session of the whole group with the smallest window that suits the tests. */
 struct moe_session_config member_session(struct member *m, uint64_t epoch, uint32_t budget_ms);
