@@ -137,16 +137,27 @@ static void check_certificate(struct health *h, const char *subject,
                               const struct moectl_samples *samples)
 {
     static const char name[] = "moe_tls_certificate_expiry_seconds";
-    char when[MOECTL_TIME_BYTES];
-    if (!moectl_samples_have(samples, name))
+    static const char *const files[] = {"tls-certificate", "tls-client-ca", "tls-ca"};
+    char when[MOECTL_TIME_BYTES], label[48];
+    const char *first = NULL;
+    double ends_s = 0;
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        (void)snprintf(label, sizeof label, "file=\"%s\"", files[i]);
+        double s = moectl_samples_sum(samples, name, label);
+        if (s <= 0 || (first != NULL && s >= ends_s))
+            continue; /* not given, or later */
+        first = files[i];
+        ends_s = s;
+    }
+    if (first == NULL)
         return; /* no TLS */
-    double left_s = moectl_samples_sum(samples, name, NULL) - (double)unix_ms() / 1000.0;
+    double left_s = ends_s - (double)unix_ms() / 1000.0;
     add(h, "CERTIFICATE_EXPIRY", subject,
         left_s < (double)(EXPIRY_CRITICAL_DAYS * DAY_S) ? RESULT_CRITICAL
         : left_s < (double)(EXPIRY_SOON_DAYS * DAY_S)   ? RESULT_WARNING
                                                         : RESULT_OK,
-        "its certificate %s %s", left_s > 0 ? "expires" : "expired",
-        moectl_time_text((int64_t)moectl_samples_sum(samples, name, NULL) * 1000, when));
+        "its --%s %s %s", first, left_s > 0 ? "expires" : "expired",
+        moectl_time_text((int64_t)ends_s * 1000, when));
 }
 
 static void check_numerics(struct health *h, const char *subject,

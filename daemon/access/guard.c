@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "access/guard.h"
+#include "access/expiry.h"
 
 #include "base/clock.h"
 #include "base/mutex.h"
@@ -16,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #define LOOK_NS    (3 * MOE_NS_PER_S)
@@ -41,9 +43,8 @@ struct moe_guard {
     struct moe_tls *tls; /* NULL = plain TCP */
     pthread_t thread;
     bool running;
-    struct moe_gauge *expiry; /* of the servers' registry; NULL without TLS or servers. Set while
-                                 the guard has no server */
     bool warned;              /* of an address without TLS; the thread that starts servers */
+    struct moe_expiry expiry; /* of the guard's thread */
 
     struct moe_mutex lock;
     pthread_cond_t changed;
@@ -51,6 +52,8 @@ struct moe_guard {
         struct moe_rpc_server *servers[MOE_GUARD_SERVERS_MAX];
         bool look_now, looking, quit;
         struct refusals refusals;
+        struct moe_expiry_metrics dates;
+        bool has_metrics;
     };
 };
 
@@ -194,21 +197,11 @@ static bool has_lost(void *ctx, const struct moe_rpc_identity *who)
     return moe_access_has_lost(g->access, &caller);
 }
 
-/* The registry lives as long as the servers. */
-static void show_expiry(struct moe_guard *g, struct moe_rpc_server *const *servers)
-{
-    bool any = false;
-    for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
-        any = any || servers[i] != NULL;
-    if (any && g->expiry != NULL)
-        moe_gauge_set(g->expiry, (double)moe_tls_expires(g->tls));
-}
-
 static void look(struct moe_guard *g, struct moe_rpc_server *const *servers)
 {
     if (g->tls != NULL)
         (void)moe_tls_refresh(g->tls);
-    show_expiry(g, servers);
+    moe_expiry_look(&g->expiry, g->tls, (int64_t)time(NULL));
     if (!moe_access_refresh(g->access, moe_clock_ns()))
         return;
     for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
@@ -233,11 +226,26 @@ static void *guard_main(void *arg)
         look(g, servers);
         report_refusals(g, moe_clock_ns(), false);
         moe_mutex_lock(&g->lock);
+        moe_expiry_show(&g->expiry, &g->dates);
         g->looking = false;
         pthread_cond_broadcast(&g->changed);
     }
     moe_mutex_unlock(&g->lock);
     return NULL;
+}
+
+/* The registry of the first server is that of the daemon. */
+static void add_metrics(struct moe_guard *g, struct moe_metrics *metrics)
+{
+    struct moe_status st = moe_ok();
+    moe_mutex_lock(&g->lock);
+    if (metrics != NULL && !g->has_metrics) {
+        st = moe_expiry_add_metrics(&g->dates, g->config, metrics);
+        g->has_metrics = true;
+    }
+    moe_mutex_unlock(&g->lock);
+    if (moe_failed(&st))
+        moe_log_warn("metrics of certificates: %s", st.text);
 }
 
 static void add(struct moe_guard *g, struct moe_rpc_server *server)
@@ -263,18 +271,6 @@ static void warn_if_readable(struct moe_guard *g, const char *listen)
                  listen);
 }
 
-static struct moe_status add_expiry(struct moe_guard *g, struct moe_metrics *metrics)
-{
-    const struct moe_metric_desc desc = {
-        .name = "moe_tls_certificate_expiry_seconds",
-        .help = "When the certificate of this daemon expires, in seconds since 1970."};
-    if (g->tls == NULL || metrics == NULL || g->expiry != NULL)
-        return moe_ok();
-    MOE_TRY(moe_metrics_add_gauge(metrics, &desc, &g->expiry));
-    moe_gauge_set(g->expiry, (double)moe_tls_expires(g->tls));
-    return moe_ok();
-}
-
 struct moe_status moe_guard_start_server(struct moe_guard *g,
                                          const struct moe_rpc_server_config *config,
                                          struct moe_rpc_server **out)
@@ -289,13 +285,12 @@ struct moe_status moe_guard_start_server(struct moe_guard *g,
     guarded.authorise = authorise;
     guarded.finished = record;
     guarded.authorise_ctx = g;
-    struct moe_status st = add_expiry(g, config->metrics);
-    if (!moe_failed(&st))
-        st = moe_rpc_server_start(&guarded, out);
+    struct moe_status st = moe_rpc_server_start(&guarded, out);
     free(addresses);
     if (!moe_failed(&st)) {
         warn_if_readable(g, config->listen);
         add(g, *out);
+        add_metrics(g, config->metrics);
     }
     return st;
 }
@@ -308,13 +303,13 @@ void moe_guard_remove(struct moe_guard *g, struct moe_rpc_server *server)
     for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
         if (g->servers[i] == server)
             g->servers[i] = NULL;
+    bool others = false;
+    for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
+        others = others || g->servers[i] != NULL;
+    if (!others) /* the registry may end with its last server */
+        memset(g->dates.gauges, 0, sizeof g->dates.gauges);
     while (g->looking)
         moe_wait(&g->changed, &g->lock);
-    bool any = false;
-    for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
-        any = any || g->servers[i] != NULL;
-    if (!any)
-        g->expiry = NULL;
     moe_mutex_unlock(&g->lock);
 }
 
@@ -353,6 +348,11 @@ struct moe_status moe_guard_create(const struct moe_daemon_settings *config, str
     if (!moe_failed(&st) && files.certificate != NULL)
         st = moe_tls_create(&files, &g->tls);
     if (!moe_failed(&st)) {
+        moe_expiry_init(&g->expiry, config);
+        moe_expiry_look(&g->expiry, g->tls, (int64_t)time(NULL));
+        moe_mutex_lock(&g->lock);
+        moe_expiry_show(&g->expiry, &g->dates);
+        moe_mutex_unlock(&g->lock);
         int rc = moe_thread_create(&g->thread, "moe-guard", guard_main, g);
         g->running = rc == 0;
         if (rc != 0)

@@ -31,6 +31,7 @@ struct moe_tls {
 
     struct moe_mutex lock;
     MOE_GUARDED_BY(lock) SSL_CTX *context; /* one reference */
+    MOE_GUARDED_BY(lock) struct moe_tls_dates dates;
 };
 
 /* ------------------------------------------------------------------ contexts */
@@ -106,7 +107,8 @@ static void log_pair(const struct moe_rpc_tls_files *files, const X509 *leaf)
                  files->ca != NULL ? "may show one" : "are asked for none");
 }
 
-static struct moe_status load(const struct moe_rpc_tls_files *files, SSL_CTX **out)
+static struct moe_status load(const struct moe_rpc_tls_files *files, SSL_CTX **out,
+                              struct moe_tls_dates *dates)
 {
     struct moe_tls_material m;
     MOE_TRY(moe_tls_material_read(files, &m));
@@ -119,6 +121,7 @@ static struct moe_status load(const struct moe_rpc_tls_files *files, SSL_CTX **o
     } else {
         log_pair(files, sk_X509_value(m.chain, 0));
         *out = c;
+        *dates = moe_tls_dates_of(&m);
     }
     moe_tls_material_free(&m);
     return st;
@@ -146,7 +149,7 @@ struct moe_status moe_tls_create(const struct moe_rpc_tls_files *files, struct m
     moe_mutex_not_shared(&t->lock);
     t->files = *files;
     (void)have_changed(t);
-    struct moe_status st = load(files, &t->context);
+    struct moe_status st = load(files, &t->context, &t->dates);
     if (moe_failed(&st))
         moe_tls_destroy(t);
     else
@@ -167,10 +170,11 @@ void moe_tls_destroy(struct moe_tls *t)
 bool moe_tls_refresh(struct moe_tls *t)
 {
     SSL_CTX *newer;
+    struct moe_tls_dates dates;
     const bool changed = have_changed(t);
     if (!changed && !t->failed)
         return false;
-    struct moe_status st = load(&t->files, &newer);
+    struct moe_status st = load(&t->files, &newer, &dates);
     t->failed = moe_failed(&st);
     if (t->failed && changed)
         moe_log_error("%s; the certificate and roots read before stay in use", st.text);
@@ -179,9 +183,18 @@ bool moe_tls_refresh(struct moe_tls *t)
     moe_mutex_lock(&t->lock);
     SSL_CTX *older = t->context;
     t->context = newer;
+    t->dates = dates;
     moe_mutex_unlock(&t->lock);
     SSL_CTX_free(older);
     return true;
+}
+
+struct moe_tls_dates moe_tls_dates(struct moe_tls *t)
+{
+    moe_mutex_lock(&t->lock);
+    struct moe_tls_dates dates = t->dates;
+    moe_mutex_unlock(&t->lock);
+    return dates;
 }
 
 SSL_CTX *moe_tls_current(struct moe_tls *t)
@@ -191,14 +204,4 @@ SSL_CTX *moe_tls_current(struct moe_tls *t)
     (void)SSL_CTX_up_ref(c);
     moe_mutex_unlock(&t->lock);
     return c;
-}
-
-int64_t moe_tls_expires(struct moe_tls *t)
-{
-    struct tm date;
-    SSL_CTX *c = moe_tls_current(t);
-    const X509 *leaf = SSL_CTX_get0_certificate(c);
-    bool known = leaf != NULL && ASN1_TIME_to_tm(X509_get0_notAfter(leaf), &date) == 1;
-    SSL_CTX_free(c);
-    return known ? (int64_t)timegm(&date) : 0;
 }

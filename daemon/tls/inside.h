@@ -20,11 +20,12 @@ struct moe_tls_material {
 struct moe_status moe_tls_material_read(const struct moe_rpc_tls_files *files,
                                         struct moe_tls_material *m) MOE_CHECKED;
 void moe_tls_material_free(struct moe_tls_material *m);
+struct moe_tls_dates moe_tls_dates_of(const struct moe_tls_material *m);
 /* "PATH: WHY". Empties the library's queue of errors. */
 struct moe_status moe_tls_bad_file(const char *path, const char *why) MOE_CHECKED;
 
-/* The first URI of the alternative names, else the first DNS name; "" if there is neither. False if
- * that name is too long or has other characters than printable ASCII. */
+/* The URI of the alternative names, else the first DNS name; "" if there is neither. False if that
+ * name is too long or has other characters than printable ASCII, or if there are two URIs. */
 bool moe_tls_name_of(const X509 *certificate,
                      char name[sizeof((struct moe_rpc_identity *)0)->name]);
 

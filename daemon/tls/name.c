@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The name in a certificate: the first URI of its alternative names, else the first DNS name. */
+/* The name in a certificate: the URI of its alternative names, else the first DNS name. */
 #include "tls/inside.h"
 
 #include <openssl/x509v3.h>
@@ -30,6 +30,15 @@ static const ASN1_STRING *first_of(const GENERAL_NAMES *names, int type)
     return NULL;
 }
 
+/* With two URIs, the right one would be a guess (SPIFFE allows one). */
+static bool is_ambiguous(const GENERAL_NAMES *names)
+{
+    int uris = 0;
+    for (int i = 0; i < sk_GENERAL_NAME_num(names); i++)
+        uris += sk_GENERAL_NAME_value(names, i)->type == GEN_URI;
+    return uris > 1;
+}
+
 bool moe_tls_name_of(const X509 *certificate, char name[sizeof((struct moe_rpc_identity *)0)->name])
 {
     int found;
@@ -41,7 +50,8 @@ bool moe_tls_name_of(const X509 *certificate, char name[sizeof((struct moe_rpc_i
     if (first == NULL)
         first = first_of(names, GEN_DNS);
     bool usable =
-        first == NULL || copy_name(first, name, sizeof((struct moe_rpc_identity *)0)->name);
+        !is_ambiguous(names) &&
+        (first == NULL || copy_name(first, name, sizeof((struct moe_rpc_identity *)0)->name));
     GENERAL_NAMES_free(names);
     return usable;
 }

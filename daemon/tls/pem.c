@@ -172,6 +172,37 @@ struct moe_status moe_tls_material_read(const struct moe_rpc_tls_files *files,
     return st;
 }
 
+static int64_t end_of(const X509 *certificate)
+{
+    struct tm date;
+    return ASN1_TIME_to_tm(X509_get0_notAfter(certificate), &date) == 1 ? (int64_t)timegm(&date)
+                                                                        : 0;
+}
+
+struct moe_tls_dates moe_tls_dates_of(const struct moe_tls_material *m)
+{
+    struct moe_tls_dates d = {0};
+    for (int i = 0; i < sk_X509_num(m->chain); i++) {
+        int64_t end = end_of(sk_X509_value(m->chain, i));
+        d.certificate = i == 0 || end < d.certificate ? end : d.certificate;
+    }
+    for (int i = 0; i < sk_X509_num(m->roots); i++) {
+        int64_t end = end_of(sk_X509_value(m->roots, i));
+        d.ca = end > d.ca ? end : d.ca;
+    }
+    return d;
+}
+
+struct moe_status moe_tls_dates_read(const struct moe_rpc_tls_files *files,
+                                     struct moe_tls_dates *out)
+{
+    struct moe_tls_material m;
+    MOE_TRY(moe_tls_material_read(files, &m));
+    *out = moe_tls_dates_of(&m);
+    moe_tls_material_free(&m);
+    return moe_ok();
+}
+
 void moe_tls_material_free(struct moe_tls_material *m)
 {
     sk_X509_pop_free(m->chain, X509_free);

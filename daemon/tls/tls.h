@@ -11,6 +11,7 @@
 #include "daemon/identity.h"
 
 #include <stddef.h>
+#include <stdint.h>
 
 /* ------------------------------------------------------------------ files */
 
@@ -28,8 +29,17 @@ void moe_tls_destroy(struct moe_tls *t);
  * now on use them; others stay as they are. Files that do not pass the checks are logged, and those
  * read before stay in use. Call every few seconds. True if new files are in use. */
 bool moe_tls_refresh(struct moe_tls *t);
-/* [any thread] When the certificate in use expires, in seconds since 1970; 0 = not known. */
-int64_t moe_tls_expires(struct moe_tls *t);
+
+/* When the files end, in Unix seconds; 0 for one that is not given. A certificate ends with the
+ * first of its chain. Roots end with the last one: a file may hold old and new ones. */
+struct moe_tls_dates {
+    int64_t certificate, ca;
+};
+/* [any thread] Of the files in use. */
+struct moe_tls_dates moe_tls_dates(struct moe_tls *t);
+/* Of files that are not those of a server. Errors: those of moe_tls_pem_read. */
+struct moe_status moe_tls_dates_read(const struct moe_rpc_tls_files *files,
+                                     struct moe_tls_dates *out) MOE_CHECKED;
 
 /* ------------------------------------------------------------------ sessions */
 

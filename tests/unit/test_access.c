@@ -208,6 +208,37 @@ static void a_worker_speaks_only_for_its_own_ids(void **state)
     moe_access_destroy(a);
 }
 
+/* The names that '*' matches, and which entry counts if several match. */
+static void a_wildcard_gives_its_roles_to_one_name_below_it(void **state)
+{
+    (void)state;
+    write_file(rules_path,
+               "{\"identities\": {"
+               " \"spiffe://moed/*\": {\"roles\": [\"client\"]},"
+               " \"spiffe://moed/team/*\": {\"roles\": [\"client\", \"trainer\"]},"
+               " \"spiffe://moed/team/ann\": {\"roles\": [\"admin\"]},"
+               " \"spiffe://moed/pool/*\": {\"roles\": [\"worker\"], \"worker_ids\": [\"w1\"]}}}",
+               0600);
+    struct moe_access *a = make(false, 0, true, false);
+    assert_int_equal(ask(a, tls("spiffe://moed/web"), FORWARD, ""), MOE_OK);
+    assert_int_equal(ask(a, tls("spiffe://moed/web"), STEP, ""), MOE_PERMISSION_DENIED);
+    assert_int_equal(ask(a, tls("spiffe://moed/team/bob"), STEP, ""), MOE_OK);
+    assert_int_equal(ask(a, tls("spiffe://moed/team/ann"), SHUTDOWN, ""), MOE_OK);
+    /* The entry of the whole name counts alone. */
+    assert_int_equal(ask(a, tls("spiffe://moed/team/ann"), STEP, ""), MOE_PERMISSION_DENIED);
+    assert_int_equal(ask(a, tls("spiffe://moed/team/bob"), SHUTDOWN, ""), MOE_PERMISSION_DENIED);
+    static const char *const strangers[] = {
+        "spiffe://moed/",          "spiffe://moed",         "spiffe://moed/a/b",
+        "spiffe://moed/team/a/b",  "spiffe://moed/team/",   "spiffe://moed/team/*",
+        "spiffe://moed/we%2fb",    "spiffe://moed/web?x",   "spiffe://moed.evil/web",
+        "xspiffe://moed/team/bob", "SPIFFE://moed/team/bob"};
+    for (size_t i = 0; i < sizeof strangers / sizeof *strangers; i++)
+        assert_int_equal(ask(a, tls(strangers[i]), FORWARD, ""), MOE_PERMISSION_DENIED);
+    assert_true(speaks(a, tls("spiffe://moed/pool/x"), "", "w1"));
+    assert_false(speaks(a, tls("spiffe://moed/pool/x"), "", "x"));
+    moe_access_destroy(a);
+}
+
 static void a_token_decides_alone(void **state)
 {
     (void)state;
@@ -401,6 +432,7 @@ int main(void)
         cmocka_unit_test(an_operators_socket_adds_the_role_admin_and_no_other),
         cmocka_unit_test(certificates_have_the_roles_of_their_name),
         cmocka_unit_test(a_worker_speaks_only_for_its_own_ids),
+        cmocka_unit_test(a_wildcard_gives_its_roles_to_one_name_below_it),
         cmocka_unit_test(a_token_decides_alone),
         cmocka_unit_test(a_bad_access_file_is_refused_with_its_place),
         cmocka_unit_test(a_token_that_others_can_read_is_refused),

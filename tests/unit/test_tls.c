@@ -75,7 +75,7 @@ static void a_pair_that_no_client_could_use_is_refused(void **state)
     moe_tls_destroy(t);
     certificates_make(at, "server", "ca", "DNS:a", -DAY, 5 * DAY);
     assert_ok(moe_tls_create(&with_ca, &t));
-    assert_in_range(moe_tls_expires(t), time(NULL) + 4 * DAY, time(NULL) + 6 * DAY);
+    assert_in_range(moe_tls_dates(t).certificate, time(NULL) + 4 * DAY, time(NULL) + 6 * DAY);
     moe_tls_destroy(t);
     make("leaf", "DNS:a");
     assert_int_equal(rename(certificates_file(at, "leaf", "pem"), ca_path), 0);
@@ -198,7 +198,7 @@ static void the_certificate_says_who_connects(void **state)
     (void)state;
     check_name(asks, NULL, "");
     check_name(asks, "URI:spiffe://moed/ops", "spiffe://moed/ops");
-    check_name(asks, "DNS:a.example,URI:spiffe://moed/w,URI:spiffe://moed/x", "spiffe://moed/w");
+    check_name(asks, "DNS:a.example,URI:spiffe://moed/w,DNS:b.example", "spiffe://moed/w");
     check_name(asks, "IP:127.0.0.1,DNS:a.example,DNS:b.example", "a.example");
     check_name(asks, "IP:127.0.0.1", "");
     check_name(does_not_ask, "URI:spiffe://moed/ops", "");
@@ -231,6 +231,8 @@ static void a_bad_certificate_of_a_client_gets_no_session(void **state)
     certificates_make_special(at, "client", "ca", "URI:a:b", "serverAuth", 0);
     check_bad_client(tls, MOE_TLS_CERTIFICATE);
     make("client", "URI:a b");
+    check_bad_client(tls, MOE_TLS_NAME);
+    make("client", "URI:spiffe://moed/w,DNS:a.example,URI:spiffe://moed/x");
     check_bad_client(tls, MOE_TLS_NAME);
     make("client", "URI:a\x7f");
     check_bad_client(tls, MOE_TLS_NAME);
