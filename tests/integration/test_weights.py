@@ -5,6 +5,7 @@ happened to the group before; a wanted change is accepted by an operator."""
 import hashlib
 import json
 import os
+import queue
 import shutil
 import struct
 import tempfile
@@ -118,6 +119,144 @@ class Scene(unittest.TestCase):
     def log(self):
         with open(self.path("coordinator.log")) as file:
             return file.read()
+
+
+def packed(layer, experts, names, units, count=None):
+    """A part of Digests (daemon/model/digest_table.h). `names`: of the common tensors, of an
+    expert's; `units`: (expert, bytes after it)."""
+    out = struct.pack("<IIBB", layer, experts, len(names[0]), len(names[1]))
+    for name in names[0] + names[1]:
+        out += bytes([len(name)]) + name
+    out += struct.pack("<I", len(units) if count is None else count)
+    for expert, content in units:
+        out += struct.pack("<I", expert) + content
+    return out
+
+
+class Session:
+    """A worker that only speaks: it registers and waits for its assignment."""
+
+    LAYER, EXPERTS = 0, 8
+
+    def __init__(self, channel, name, incarnation, version):
+        self.outbox = queue.Queue()
+        call = channel.stream_stream(
+            "/moe.v1.CoordinatorService/Session",
+            request_serializer=wire.coordinator.SessionRequest.SerializeToString,
+            response_deserializer=wire.coordinator.SessionResponse.FromString)
+        self.answers = call(iter(self.outbox.get, None), timeout=120)
+        r = wire.coordinator.Register(
+            worker_id=name, incarnation=incarnation, endpoint=name + ":1", backend="cpu",
+            control_endpoint=name + ":2", model="m", model_fingerprint="f" * 64, family="x",
+            version=version, max_tokens_per_step=64, slot_token=os.urandom(16))
+        r.layers.add(layer=self.LAYER, hidden=8, experts=self.EXPERTS, top_k=2, intermediate=8)
+        r.host.id, r.host.name = "host", "host"
+        self.send(register=r)
+        self.assigned = threading.Event()
+        self.ended, self.code, self.text = threading.Event(), None, ""
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def send(self, **body):
+        self.outbox.put(wire.coordinator.SessionRequest(**body))
+
+    def listen(self):
+        try:
+            for answer in self.answers:
+                if answer.HasField("assign"):
+                    self.version = answer.assign.placement_version
+                    self.assigned.set()
+        except grpc.RpcError as error:
+            self.code, self.text = error.code().name, error.details()
+        self.ended.set()
+
+    def end(self):
+        self.outbox.put(None)
+        self.answers.cancel()
+
+
+UNIT = bytes(32)  # a digest; 8 bytes follow for each tensor
+NAMES = ([b"gate"], [b"e.*.up", b"e.*.down"])
+# Name of the case: parts that no worker of this project sends.
+HOSTILE = {
+    "nothing": [b""],
+    "a byte": [b"\x01"],
+    "numbers only": [struct.pack("<II", 0, 8)],
+    "another layer": [packed(7, 8, NAMES, [])],
+    "the last layer": [packed(0xffffffff, 8, NAMES, [])],
+    "no experts": [packed(0, 0, NAMES, [])],
+    "all experts that there can be": [packed(0, 0xffffffff, NAMES, [])],
+    "more experts than the model": [packed(0, 9, NAMES, [])],
+    "255 names that are not there": [struct.pack("<IIBB", 0, 8, 255, 255)],
+    "no names": [packed(0, 8, ([], []), [])],
+    "an empty name": [packed(0, 8, ([b""], [b"e"]), [])],
+    "a name of 255 bytes": [packed(0, 8, ([b"n" * 255], [b"e"]), [])],
+    "a name that is cut": [struct.pack("<IIBB", 0, 8, 1, 1) + b"\xffgate"],
+    "a name with a zero": [packed(0, 8, ([b"ga\0te"], [b"e"]), [])],
+    "a name that moves the cursor": [packed(0, 8, ([b"\x1b[31mgate"], [b"e"]), [])],
+    "a name with a line": [packed(0, 8, ([b"gate\nERROR"], [b"e"]), [])],
+    "a name in Latin-1": [packed(0, 8, ([b"\xe9"], [b"e"]), [])],
+    "units that are not there": [packed(0, 8, NAMES, [], count=0xffffffff)],
+    "fewer units than there are": [packed(0, 8, NAMES, [(0, UNIT + bytes(16))], count=0)],
+    "a unit that is cut": [packed(0, 8, NAMES, [(0, UNIT + bytes(15))])],
+    "a unit of no expert": [packed(0, 8, NAMES, [(8, UNIT + bytes(16))])],
+    "a unit of the last but one number": [packed(0, 8, NAMES, [(0xfffffffe, UNIT + bytes(16))])],
+    "other names in a second part": [packed(0, 8, NAMES, []), packed(0, 8, ([b"x"], [b"y"]), [])],
+    "more than 16 KiB": [packed(0, 8, NAMES, [(i % 8, UNIT + bytes(16)) for i in range(1000)])],
+}
+
+
+class Hostile(Scene):
+    """A process with the rights of a worker sends digests that no worker sends."""
+
+    def fake(self, name):
+        self.count += 1
+        s = Session(self.channel, name, self.count, self.version)
+        self.addCleanup(s.end)
+        return s
+
+    def memory(self):
+        with open("/proc/%d/statm" % self.coordinator.pid) as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def beat(self, session):
+        """Keeps its lease until it has ended."""
+        while not session.ended.wait(0.2):
+            session.send(heartbeat=wire.coordinator.Heartbeat())
+
+    def test_no_part_harms_the_coordinator(self):
+        self.version = json.loads(moectl("version", "-o", "json").stdout)["client"]
+        with wire.open_channel(self.address) as self.channel:
+            quiet = self.fake("quiet")
+            threading.Thread(target=self.beat, args=(quiet,), daemon=True).start()
+            before = self.memory()
+            for name, parts in HOSTILE.items():
+                evil = self.fake("evil")
+                threading.Thread(target=self.beat, args=(evil,), daemon=True).start()
+                self.assertTrue(evil.assigned.wait(30), (name, evil.code, evil.text))
+                for part in parts:
+                    evil.send(digests=wire.coordinator.Digests(part=part))
+                self.assertTrue(evil.ended.wait(30), name)
+                print("%s: %s, %s" % (name, evil.code, evil.text))
+                self.assertIn(evil.code, ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"), name)
+                self.assertLess(len(evil.text), 400)
+            # Sound parts that lie: too few units, and then Loaded.
+            liar = self.fake("evil")
+            threading.Thread(target=self.beat, args=(liar,), daemon=True).start()
+            self.assertTrue(liar.assigned.wait(30), liar.text)
+            liar.send(digests=wire.coordinator.Digests(part=packed(0, 8, NAMES, [])))
+            liar.send(loaded=wire.coordinator.Loaded(placement_version=liar.version))
+            self.assertTrue(liar.ended.wait(30))
+            self.assertEqual(liar.code, "FAILED_PRECONDITION")
+            self.assertIn("digests of layer 0 are missing", liar.text)
+            self.assertFalse(quiet.ended.is_set(), quiet.text)
+            self.assertLess(self.memory() - before, 32 << 20)
+            quiet.end()
+        self.assertNotIn("\x1b", self.log())
+        # Another model is taken once no process of this one has a slot.
+        wait_until(lambda: all(each["state"] == "GONE" for each in self.status()["workers"]))
+        for slot in range(2):
+            self.start_worker(slot, self.model("a%d" % slot))
+        self.await_serving()
 
 
 class Bytes(Scene):

@@ -17,11 +17,13 @@ _folder = tempfile.TemporaryDirectory(prefix="moed-wire-")  # removed at exit
 _out = _folder.name
 subprocess.run(
     ["protoc", "-I", PROTOS, "--python_out", _out,
-     "moe/v1/types.proto", "moe/v1/expert.proto", "moe/v1/admin.proto", "moe/v1/training.proto"],
+     *("moe/v1/%s.proto" % name
+       for name in ("types", "expert", "admin", "coordinator", "training"))],
     check=True)
 sys.path.insert(0, _out)
 
 from moe.v1 import admin_pb2 as admin  # noqa: E402
+from moe.v1 import coordinator_pb2 as coordinator  # noqa: E402
 from moe.v1 import expert_pb2 as expert  # noqa: E402
 from moe.v1 import training_pb2 as training  # noqa: E402
 
