@@ -796,8 +796,26 @@ class Tokens(unittest.TestCase):
             rules, token = os.path.join(d.where, "access.json"), os.path.join(d.where, "token")
             write(rules, '{"identities": {"ops": {"roles": ["king"]}}}')
             write(token, "readable-by-all-users-of-the-host", 0o644)
+            fifo, deep, latin, zeros, twice = (
+                os.path.join(d.where, name) for name in ("fifo", "deep", "latin", "zeros", "twice"))
+            os.mkfifo(fifo, 0o600)
+            write(deep, '{"identities": ' * 5000 + "{}" + "}" * 5000)
+            write(twice, '{"identities": {}, "identities": {}}')
+            for path, content in ((latin, b'{"tokens": {"\xe9": {}}}'), (zeros, bytes(4096))):
+                with open(path, "wb") as file:
+                    file.write(content)
+                os.chmod(path, 0o600)
             for option, path, why in (
                     ("--access-file", rules, "a role is one of"),
+                    ("--access-file", fifo, "is not a regular file"),
+                    ("--access-file", "/dev/zero", "is not a regular file"),
+                    ("--access-file", d.where, "is not a regular file"),
+                    ("--access-file", deep, "not a JSON object"),
+                    ("--access-file", latin, "not a JSON object"),
+                    ("--access-file", zeros, "not a JSON object"),
+                    ("--access-file", twice, "not a JSON object"),
+                    ("--token-file", fifo, "is not a regular file"),
+                    ("--token-file", zeros, "a token has"),
                     ("--token-file", token, "other users can read it"),
                     ("--token-file", "/nowhere", "No such file")):
                 c = d.coordinator(option, path)

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import unittest
@@ -23,6 +24,9 @@ import numpy as np
 from group import (BUILD, MOECTL, Group, golden_cases, main, model_directory, moectl,
                    relative_error, to_bf16, wait_until)
 from wire import admin
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
+from certificates import Certificates  # noqa: E402
 
 import moed
 
@@ -40,13 +44,13 @@ NOWHERE = tempfile.TemporaryDirectory(prefix="moed-test-")
 os.environ["MOED_RUNTIME_DIR"] = os.path.join(NOWHERE.name, "run")
 
 
-def run(*arguments, **more):
+def run(*arguments, cwd=None, **more):
     """Runs moectl with `more` in the environment. It does not find a group of the user."""
     environment = {key: value for key, value in os.environ.items() if key != "MOED_ENDPOINT"}
     environment.update(
         {"XDG_RUNTIME_DIR": NOWHERE.name, "XDG_CONFIG_HOME": NOWHERE.name, **more})
     return subprocess.run([MOECTL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True, timeout=120, env=environment)
+                          text=True, timeout=120, env=environment, cwd=cwd)
 
 
 @contextlib.contextmanager
@@ -500,6 +504,58 @@ class UpAndDown(unittest.TestCase):
     def test_restart_excludes_detach(self):
         with folder() as state:
             self.assertEqual(self.up(state, "--restart", "--detach").returncode, USAGE)
+
+    def test_up_passes_certificates_and_roles_on(self):
+        """To every daemon, as whole paths, also to one that replace starts."""
+        with folder() as state, Certificates() as c:
+            here = ("--state-dir", state)
+            c.ca("ca")
+            names = "DNS:localhost,IP:127.0.0.1"
+            c.pair("server", "ca", names + ",URI:spiffe://moed/worker/all")
+            c.pair("web", "ca", "URI:spiffe://moed/web")
+            c.pair("ops", "ca", "URI:spiffe://moed/ops")
+            with open(c.path("access.json"), "w", encoding="ascii") as file:
+                json.dump({"identities": {
+                    "spiffe://moed/worker/all": {"roles": ["worker"],
+                                                 "worker_ids": ["worker-0", "worker-1"]},
+                    "spiffe://moed/web": {"roles": ["client"]},
+                    "spiffe://moed/ops": {"roles": ["admin"]}}}, file)
+            options = {"--access-file": "access.json", "--tls-certificate": "server.pem",
+                       "--tls-key": "server.key", "--tls-client-ca": "ca.pem",
+                       "--tls-ca": "ca.pem"}
+            up = run("up", "--model", model_directory(FAMILY), "--workers", "2", "--port", "0",
+                     "--detach", *here, *(text for pair in options.items() for text in pair),
+                     cwd=c.directory)
+            self.assertEqual(up.returncode, OK, up.stderr)
+            # A client that finds no socket of the group's user.
+            elsewhere = {"MOED_RUNTIME_DIR": os.path.join(c.directory, "no-sockets")}
+
+            def ask(command, endpoint, who, *more):
+                return run(command, "--endpoint", endpoint, "--tls-ca", c.pem("ca"),
+                           "--tls-certificate", c.pem(who), "--tls-key", c.key(who), *more,
+                           **elsewhere)
+
+            try:
+                self.kill(self.processes(state)[2])
+                replaced = run("replace", *here)
+                self.assertEqual(replaced.returncode, OK, replaced.stderr)
+                processes = self.processes(state)
+                for process in processes:
+                    with open("/proc/%d/cmdline" % process["pid"], encoding="ascii") as file:
+                        command = file.read().split("\0")
+                    for option, name in options.items():
+                        self.assertEqual(command[command.index(option) + 1],
+                                         os.path.realpath(c.path(name)), process["name"])
+                    endpoint = process["endpoint"]
+                    plain = run("status", "--endpoint", endpoint, "--timeout", "5", **elsewhere)
+                    self.assertNotEqual(plain.returncode, OK)
+                    # Not `wait`: the coordinator may not have noticed the loss yet.
+                    wait_until(lambda: ask("status", endpoint, "ops").returncode == OK)
+                refused = ask("down", processes[0]["endpoint"], "web")
+                self.assertEqual(refused.returncode, PERMISSION, refused.stderr)
+                self.assertEqual(ask("down", processes[0]["endpoint"], "ops").returncode, OK)
+            finally:
+                run("down", "--force", *here)
 
     def test_replace_refuses_a_group_in_the_foreground(self):
         g = Group(model_directory(FAMILY), 2)

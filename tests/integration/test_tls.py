@@ -76,9 +76,9 @@ class Scene:
         return grpc.secure_channel(endpoint, self.credentials(pair), options=[
             ("grpc.use_local_subchannel_pool", 1)])
 
-    def shown(self, endpoint):
+    def shown(self, endpoint, cafile=None):
         """The certificate that a new connection sees, DER."""
-        context = ssl.create_default_context(cafile=self.c.pem("ca"))
+        context = ssl.create_default_context(cafile=cafile or self.c.pem("ca"))
         context.set_alpn_protocols(["h2"])
         host, port = endpoint.split(":")
         with socket.create_connection((host, int(port)), timeout=10) as plain:
@@ -97,6 +97,24 @@ def scene():
             yield s
         finally:
             s.daemons.stop()
+
+
+def strange(where):
+    """Paths of things that are no file of a person, and the word about them."""
+    fifo, link, loop = (os.path.join(where, name) for name in ("fifo", "link", "loop"))
+    if not os.path.exists(fifo):
+        os.mkfifo(fifo, 0o600)
+        os.symlink("/dev/zero", link)
+        os.symlink(loop, loop)
+        with open(os.path.join(where, "zeros"), "wb") as file:
+            file.write(bytes(4096))
+        os.chmod(file.name, 0o600)
+        with open(os.path.join(where, "nul"), "wb") as file:
+            file.write(b"-----BEGIN CERTIFICATE-----\nAA\0AA\n-----END CERTIFICATE-----\n")
+        os.chmod(file.name, 0o600)
+    return ((fifo, "is not a regular file"), (link, "is not a regular file"),
+            (where, "is not a regular file"), (loop, "Too many levels of symbolic links"),
+            (os.path.join(where, "zeros"), "not a PEM"), (os.path.join(where, "nul"), "not a PEM"))
 
 
 def rotate(c, target, source):
@@ -263,6 +281,25 @@ class Rotation(unittest.TestCase):
             wait_until(lambda: s.shown(c.endpoint) == want, 10)
             print("used after %.1f s" % (time.monotonic() - begun))
 
+    def test_strange_files_do_not_stop_a_daemon(self):
+        """They take the place of a good file: none is waited for, none read without an end."""
+        with scene() as s:
+            c = s.coordinator()
+            kept = s.c.pem("kept")
+            s.c.replace(kept, s.c.read(s.c.pem("ca")))
+            first = s.shown(c.endpoint)
+            for target in (s.c.pem("server"), s.c.key("server"), s.c.pem("ca")):
+                good = s.c.read(target)
+                for path, why in strange(s.c.directory):
+                    before = read(c.log).count("stay in use")
+                    os.symlink(path, target + ".new")
+                    os.rename(target + ".new", target)
+                    c.send_signal(signal.SIGHUP)
+                    wait_until(lambda: read(c.log).count("stay in use") > before, 30)
+                    self.assertIn(why, read(c.log))
+                    self.assertEqual(s.shown(c.endpoint, kept), first)
+                s.c.replace(target, good, 0o600)
+
     def test_roots_overlap(self):
         with scene() as s:
             s.c.ca("new")
@@ -308,7 +345,11 @@ class BadFiles(unittest.TestCase):
                     (c.pem("server"), c.key("open"), ca, "other users can read it"),
                     (c.pem("huge"), c.key("server"), ca, "larger than"),
                     (c.pem("server"), c.key("server"), c.pem("server"), "not that of a CA"),
-                    (c.pem("server"), "/nowhere", ca, "No such file")):
+                    (c.pem("server"), "/nowhere", ca, "No such file"),
+                    *((path, c.key("server"), ca, why) for path, why in strange(c.directory)),
+                    *((c.pem("server"), path, ca, why) for path, why in strange(c.directory)),
+                    *((c.pem("server"), c.key("server"), path, why)
+                      for path, why in strange(c.directory))):
                 d = s.daemons.coordinator("--tls-certificate", certificate, "--tls-key", key,
                                           "--tls-client-ca", roots)
                 self.assertEqual(d.wait(timeout=20), 1)
