@@ -10,11 +10,12 @@ enum { CERTIFICATE, CLIENT_CA, CA }; /* indices of `files` */
 
 void moe_expiry_init(struct moe_expiry *e, const struct moe_daemon_settings *settings)
 {
-    *e = (struct moe_expiry){.files = {
-                                 [CERTIFICATE] = {"tls-certificate", settings->tls_certificate},
-                                 [CLIENT_CA] = {"tls-client-ca", settings->tls_client_ca},
-                                 [CA] = {"tls-ca", settings->tls_ca},
-                             }};
+    *e = (struct moe_expiry){
+        .files = {
+            [CERTIFICATE] = {.option = "tls-certificate", .path = settings->tls_certificate},
+            [CLIENT_CA] = {.option = "tls-client-ca", .path = settings->tls_client_ca},
+            [CA] = {.option = "tls-ca", .path = settings->tls_ca},
+        }};
 }
 
 bool moe_expiry_due(int64_t ends, int64_t now, int64_t *warned)
