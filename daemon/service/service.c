@@ -598,6 +598,7 @@ struct moe_status moe_service_create(const struct moe_service_config *config,
     s->engine = config->engine;
     s->staging = config->staging;
     s->training = config->training;
+    s->lease = config->lease;
     s->tracer = config->tracer;
     atomic_store(&s->slot, config->info.slot);
     struct moe_status st = moe_service_metrics_create(config->metrics, s->engine,

@@ -42,9 +42,21 @@ void service_start_view(struct service *s)
     assert_ok(moe_service_set_view(s->service, s->worker.epoch, workers, 1));
 }
 
+static uint64_t no_time(void)
+{
+    return 1;
+}
+
+void service_hold_lease(struct service *s, bool held)
+{
+    moe_lease_gate_set(&s->lease, &(struct moe_lease){.until_ns = held ? 2 : 0});
+}
+
 void service_open(struct service *s)
 {
     memset(s, 0, sizeof *s);
+    moe_lease_gate_init(&s->lease, no_time);
+    service_hold_lease(s, true);
     worker_open(&s->worker);
     assert_ok(moe_staging_create(&moe_backend_cpu, s->worker.device, SERVICE_BUDGET, &s->staging));
     assert_ok(moe_metrics_create(&s->metrics));
@@ -61,6 +73,7 @@ void service_open(struct service *s)
         .engine = s->worker.engine,
         .staging = s->staging,
         .metrics = s->metrics,
+        .lease = &s->lease,
     };
     assert_ok(moe_service_create(&config, &s->service));
     assert_ok(moe_service_set_coordinator(s->service, "127.0.0.1:2"));

@@ -4,6 +4,7 @@
 #ifndef MOE_TEST_SERVICE_FIXTURE_H
 #define MOE_TEST_SERVICE_FIXTURE_H
 
+#include "daemon/lease.h"
 #include "moe/v1/expert.pb-c.h"
 #include "rpc/client.h"
 #include "service/service.h"
@@ -13,6 +14,7 @@ struct service {
     struct worker worker;
     struct moe_staging *staging;
     struct moe_metrics *metrics;
+    struct moe_lease_gate lease; /* held until service_hold_lease(s, false) */
     struct moe_service *service;
     struct moe_rpc_server *server;
     struct moe_rpc_client *client;
@@ -31,6 +33,8 @@ void service_open(struct service *s);
 void service_close(struct service *s);
 /* A view for engine and service, or none. */
 void service_start_view(struct service *s);
+/* Takes the lease of a group that trains away, or gives it back. */
+void service_hold_lease(struct service *s, bool held);
 /* One more client; the caller closes the channel, then destroys the client. */
 void service_connect(const struct service *s, struct moe_rpc_client **client,
                      struct moe_rpc_channel **channel);

@@ -514,6 +514,18 @@ static void without_a_view_clients_get_a_retry_hint(void **state)
     assert_refused(st, MOE_UNAVAILABLE, MOE_REASON_DRAINING);
 }
 
+static void a_group_that_trains_answers_nothing_without_a_lease(void **state)
+{
+    (void)state;
+    struct bad b;
+    Answer *answer;
+    fill_bad(&b);
+    service_hold_lease(&service, false);
+    assert_refused(call_ask(&service, &b.ask, &answer), MOE_UNAVAILABLE, MOE_REASON_LEASE_LOST);
+    service_hold_lease(&service, true);
+    assert_serves(&service);
+}
+
 struct outcome {
     struct moe_status status;
     struct moe_rpc_msg *reply;
@@ -759,6 +771,7 @@ int main(void)
         with_service(ten_thousand_mutated_messages_are_answered_without_harm),
         with_service(a_request_may_name_the_digest_of_its_model),
         with_service(without_a_view_clients_get_a_retry_hint),
+        with_service(a_group_that_trains_answers_nothing_without_a_lease),
         with_service(cancelled_and_late_calls_leave_the_queue),
         with_service(requests_beyond_the_byte_budget_get_a_retry_hint),
         with_service(the_server_describes_itself_and_its_model),
