@@ -20,9 +20,18 @@
 
 enum { EXIT_OK = 0, EXIT_FAILED = 1, EXIT_USAGE = 2, CREDENTIAL_BYTES = 512 };
 
+/* A file of settings may have any bytes. */
+static void complain(const struct moe_daemon *d, const char *text)
+{
+    char escaped[4 * MOE_STATUS_TEXT];
+    moe_log_escape(escaped, sizeof escaped, text);
+    fprintf(stderr, "%s: %s\n", d->name, escaped);
+}
+
 static int usage(const struct moe_daemon *d, const char *text)
 {
-    fprintf(stderr, "%s: %s\nTry '%s --help'.\n", d->name, text, d->name);
+    complain(d, text);
+    fprintf(stderr, "Try '%s --help'.\n", d->name);
     return EXIT_USAGE;
 }
 
@@ -164,7 +173,7 @@ static int check_files(const struct moe_daemon *d, const struct moe_daemon_setti
 {
     struct moe_status st = d->check_files != NULL ? d->check_files(s) : moe_ok();
     if (moe_failed(&st))
-        fprintf(stderr, "%s: %s\n", d->name, st.text);
+        complain(d, st.text);
     else
         printf("%s: the settings are valid\n", d->name);
     return moe_failed(&st) ? EXIT_FAILED : EXIT_OK;

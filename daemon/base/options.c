@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "daemon/options.h"
 
+#include <ctype.h>
 #include <errno.h>
 #include <getopt.h>
 #include <ini.h>
@@ -153,17 +154,45 @@ static int on_file_value(void *user, const char *section, const char *name, cons
     return 0;
 }
 
+/* inih would take the rest of a long line for a new one, an indented line for more of the value
+ * before it, and a zero byte for the end of its line. */
+char *moe_options_line(char *line, int size, void *file)
+{
+    static const char refused[] = "]\n"; /* neither a section nor a setting */
+    bool fits = true;
+    int length = 0, c = getc(file);
+    while (c != '\n' && isspace(c))
+        c = getc(file);
+    if (c == EOF)
+        return NULL;
+    bool comment = c == '#' || c == ';';
+    for (; c != '\n' && c != EOF; c = getc(file)) {
+        fits = fits && c != '\0' && length < size - 2;
+        if (fits)
+            line[length++] = (char)c;
+    }
+    if (!fits && !comment)
+        return strcpy(line, refused);
+    line[length] = '\n';
+    line[length + 1] = '\0';
+    return line;
+}
+
 static struct moe_status read_file(const char *path, struct file_context *f)
 {
     f->status = moe_ok();
-    int line = ini_parse(path, on_file_value, f);
-    if (line < 0)
+    FILE *file = fopen(path, "re");
+    int line = file != NULL ? ini_parse_stream(moe_options_line, file, on_file_value, f) : -1;
+    bool unread = file == NULL || ferror(file) != 0;
+    if (file != NULL)
+        (void)fclose(file);
+    if (line < 0 || unread)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "cannot read %s", path);
     if (f->status.code != MOE_OK)
         return moe_error_context(f->status, "%s:%d", path, line);
     if (line > 0)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "%s:%d: not 'name = value'",
-                         path, line);
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
+                         "%s:%d: not 'name = value', or too long", path, line);
     return moe_ok();
 }
 

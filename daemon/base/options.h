@@ -64,4 +64,9 @@ void moe_options_print(FILE *to, const struct moe_option *table, size_t count);
 
 void moe_options_free(struct moe_options *o);
 
+/* A reader of lines for ini_parse_stream, from a FILE. Blanks before a setting mean nothing. A line
+ * of more than about 200 bytes, or with a zero byte, is refused like one without a `=`, unless it
+ * is a comment. */
+char *moe_options_line(char *line, int size, void *file);
+
 #endif

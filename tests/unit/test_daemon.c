@@ -10,6 +10,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -192,6 +193,31 @@ static void check_config_runs_nothing(void **state)
     assert_int_equal(runs, 0);
 }
 
+/* A file of settings may have any bytes; the terminal gets none that it obeys. */
+static void a_complaint_moves_no_cursor(void **state)
+{
+    (void)state;
+    char path[] = "/tmp/moe-daemon-XXXXXX", said[512] = "";
+    FILE *screen = tmpfile();
+    int fd = mkstemp(path), before = dup(STDERR_FILENO);
+    assert_true(fd >= 0 && before >= 0 && screen != NULL);
+    assert_int_equal(write(fd, "\x1b[31m = 1\n", 10), 10);
+    close(fd);
+    (void)fflush(stderr);
+    assert_true(dup2(fileno(screen), STDERR_FILENO) >= 0);
+    int code = START("--config", path);
+    (void)fflush(stderr);
+    assert_true(dup2(before, STDERR_FILENO) >= 0);
+    close(before);
+    unlink(path);
+    rewind(screen);
+    assert_true(fread(said, 1, sizeof said - 1, screen) > 0);
+    (void)fclose(screen);
+    assert_int_equal(code, 2);
+    assert_null(strchr(said, '\x1b'));
+    assert_non_null(strstr(said, "unknown setting '\\x1b[31m'"));
+}
+
 static void the_address_is_written_once_as_a_line(void **state)
 {
     (void)state;
@@ -277,6 +303,7 @@ int main(void)
         cmocka_unit_test(credentials_of_the_service_manager_are_settings_unless_given),
         cmocka_unit_test(impossible_settings_are_refused_at_the_start),
         cmocka_unit_test(check_config_runs_nothing),
+        cmocka_unit_test(a_complaint_moves_no_cursor),
         cmocka_unit_test(the_address_is_written_once_as_a_line),
         cmocka_unit_test(sighup_reopens_the_log_file_and_the_daemon_goes_on),
         cmocka_unit_test(a_log_file_that_can_block_is_refused),

@@ -196,6 +196,64 @@ static void bad_files_are_refused_with_the_line(void **unused)
     assert_int_equal(st.code, MOE_NOT_FOUND);
 }
 
+/* Bytes 200 and on of a comment were a line to inih, and an indented line was more of the value
+ * before it. */
+static void a_comment_of_any_length_is_one(void **unused)
+{
+    (void)unused;
+    char text[512];
+    for (int blanks = 150; blanks < 250; blanks++) {
+        (void)snprintf(text, sizeof text, "# %*s workers = 9\nname = x\n\tmemory = 8K\n", blanks,
+                       "");
+        char *path = write_config(text);
+        ok(parse(f_c, path, NULL));
+        assert_int_equal(v.workers, 2);
+        assert_string_equal(v.name, "x");
+        assert_int_equal(v.memory, 8192);
+        moe_options_free(&owned);
+        unlink(path);
+    }
+}
+
+static void a_long_setting_is_refused(void **unused)
+{
+    (void)unused;
+    char text[512];
+    for (int length = 1; length < 400; length++) {
+        (void)snprintf(text, sizeof text, "workers = 3\nname = %0*d", length, 0);
+        char *path = write_config(text);
+        struct moe_status st = parse(f_c, path, NULL);
+        if (length <= 190)
+            assert_int_equal(st.code, MOE_OK);
+        if (length >= 200)
+            assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+        if (moe_failed(&st))
+            assert_non_null(strstr(st.text, ":2: not 'name = value', or too long"));
+        else
+            assert_int_equal(strlen(v.name), length);
+        moe_options_free(&owned);
+        unlink(path);
+    }
+}
+
+static void a_file_with_a_zero_byte_and_a_folder_are_refused(void **unused)
+{
+    (void)unused;
+    static const char text[] = "name = x\nworkers = 3\0verbose = true\n";
+    char *path = write_config("");
+    FILE *file = fopen(path, "w");
+    assert_non_null(file);
+    assert_int_equal(fwrite(text, 1, sizeof text - 1, file), sizeof text - 1);
+    assert_int_equal(fclose(file), 0);
+    struct moe_status st = parse(f_c, path, NULL);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    assert_non_null(strstr(st.text, ":2: not"));
+    unlink(path);
+    char folder[] = "/";
+    st = parse(f_c, folder, NULL);
+    assert_int_equal(st.code, MOE_NOT_FOUND);
+}
+
 static void the_help_lists_every_option_with_its_default(void **unused)
 {
     (void)unused;
@@ -233,6 +291,9 @@ int main(void)
         cmocka_unit_test(a_flag_beats_the_file_and_the_file_the_default),
         cmocka_unit_test(what_was_given_is_known_from_a_default),
         cmocka_unit_test(bad_files_are_refused_with_the_line),
+        cmocka_unit_test(a_comment_of_any_length_is_one),
+        cmocka_unit_test(a_long_setting_is_refused),
+        cmocka_unit_test(a_file_with_a_zero_byte_and_a_folder_are_refused),
         cmocka_unit_test(the_help_lists_every_option_with_its_default),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -89,6 +89,7 @@ static bool copy_without_secrets(const struct moectl_archive *a, const char *tex
         if (skipped == 0 && strncasecmp(text, bearer, sizeof bearer - 1) == 0) {
             fputs(bearer, to);
             text += sizeof bearer - 1;
+            text += strspn(text, " \t");
             skipped = strcspn(text, " \t\r\n\"'");
         }
         if (skipped > 0)

@@ -2,6 +2,7 @@
 #include "moectl/io/context.h"
 
 #include "daemon/endpoint.h"
+#include "daemon/options.h"
 
 #include <errno.h>
 #include <ini.h>
@@ -129,12 +130,13 @@ struct moe_status moectl_contexts_read(struct moectl_contexts *out)
     if (file == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "%.160s: %s", path,
                          strerror(errno));
-    int line = ini_parse_file(file, on_setting, &r);
+    int line = ini_parse_stream(moe_options_line, file, on_setting, &r);
     (void)fclose(file);
     if (line != 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "%.120s: line %d: %s",
                          path, line > 0 ? line : 0,
-                         r.wrong != NULL ? r.wrong : "neither 'name = value' nor '[context]'");
+                         r.wrong != NULL ? r.wrong
+                                         : "neither 'name = value' nor '[context]', or too long");
     MOE_TRY(check(out));
     if (strcmp(out->current, MOECTL_CONTEXT_LOCAL) == 0)
         out->current[0] = '\0';
