@@ -9,7 +9,7 @@
 #   --cuda         the target cuda
 #   --commit REF   the commit [HEAD]
 #
-# Two runs in one tree give the same bytes. Needs root, as it isolates builds by chroot.
+# Two runs in one tree should give the same bytes; that was not seen yet. Needs root, as it isolates builds by chroot.
 set -eu
 
 tree= target=cpu commit=HEAD

@@ -48,6 +48,49 @@ def names(dependencies):
     return {w for w in words if w and not w.startswith("${")}
 
 
+class Guide(unittest.TestCase):
+    """The pages for operators name what exists."""
+
+    def setUp(self):
+        folder = os.path.join(ROOT, "deploy", "guide")
+        self.pages = {name: read(folder, name) for name in os.listdir(folder)}
+
+    def test_each_command_is_one_of_moectl(self):
+        moectl = os.path.join(BUILD, "client", "moectl", "moectl")
+        text = subprocess.run([moectl, "help"], stdout=subprocess.PIPE, text=True).stdout
+        known = set(re.findall(r"(?m)^  ([a-z-]+) +[A-Z]", text))
+        used = {each for page in self.pages.values()
+                for each in re.findall(r"(?:`|^    )moectl ([a-z-]+)", page, re.MULTILINE)}
+        self.assertGreater(len(used), 8)
+        self.assertLessEqual(used, known)
+
+    def test_each_option_is_one_of_a_program(self):
+        text = "".join(subprocess.run([os.path.join(BUILD, *place), *words], text=True,
+                                      stdout=subprocess.PIPE).stdout
+                       for place, words in ((("daemon", "worker", "moe-worker"), ["--help"]),
+                                            (("daemon", "coordinator", "moe-coordinator"),
+                                             ["--help"]),
+                                            (("client", "moectl", "moectl"), ["help", "up"]),
+                                            (("client", "moectl", "moectl"), ["help", "bench"]),
+                                            (("client", "moectl", "moectl"), ["help", "health"])))
+        known = set(re.findall(r"--([a-z][a-z-]+)", text))
+        for name, page in self.pages.items():
+            used = {each for each in re.findall(r"`[^`]*`|^    .*$", page, re.MULTILINE)
+                    if not each.strip(" `").startswith(("huggingface", "python3"))}
+            options = {o for each in used for o in re.findall(r"--([a-z][a-z-]+[a-z])", each)}
+            self.assertLessEqual(options - {"tls"}, known, name)
+
+    def test_each_reason_is_one_of_the_table(self):
+        table = read(ROOT, "daemon", "rpc", "README.md") + \
+            read(ROOT, "kernels", "public", "status.h")
+        page = self.pages["troubleshooting.md"]
+        rows = re.findall(r"(?m)^\| ([A-Z_, ]+?)(?: for long)? \|", page)
+        reasons = {each for row in rows for each in row.split(", ")}
+        self.assertGreater(len(reasons), 15)
+        for each in reasons - {"WAITING", "LOADING", "FORMING", "DEGRADED"}:
+            self.assertIn(each, table)
+
+
 class Control(unittest.TestCase):
     def test_packages_have_the_dependencies_of_the_list(self):
         control = paragraphs()
