@@ -122,13 +122,14 @@ static void check_events(struct health *h)
     size_t unsaved = count_recent(h, MOE__V1__EVENT_KIND__EVENT_KIND_STATE_NOT_SAVED);
     int64_t off = coordinators_clock(h) - unix_ms();
     add(h, "GROUP_STABLE", "group", ended == 0 ? RESULT_OK : RESULT_WARNING,
-        "%zu epochs ended in the last 10 minutes", ended);
+        "epochs that ended in the last 10 minutes: %zu", ended);
     add(h, "WORKER_REFUSED", "group", refused == 0 ? RESULT_OK : RESULT_WARNING,
-        "%zu refusals of workers in the last 10 minutes; see moectl get events", refused);
+        "refusals of workers in the last 10 minutes: %zu; see moectl get events", refused);
     add(h, "STATE_SAVED", "coordinator", unsaved == 0 ? RESULT_OK : RESULT_CRITICAL,
-        "%zu writes of the state directory failed in the last 10 minutes", unsaved);
+        "failed writes of the state directory in the last 10 minutes: %zu", unsaved);
     add(h, "CLOCK", "coordinator", llabs(off) <= CLOCK_MS ? RESULT_OK : RESULT_WARNING,
-        "its clock differs from this host's by %.1f s", (double)off / 1000.0);
+        "its clock is %.1f s %s this host's", (double)llabs(off) / 1000.0,
+        off < 0 ? "behind" : "ahead of");
 }
 
 /* ------------------------------------------------------------------ one daemon */
@@ -165,7 +166,7 @@ static void check_numerics(struct health *h, const char *subject,
 {
     double count = moectl_samples_sum(samples, "moe_nonfinite_total", NULL);
     add(h, "FINITE_LOGITS", subject, count > 0 ? RESULT_WARNING : RESULT_OK,
-        "%.0f requests with NaN or infinite router logits since its start", count);
+        "requests with NaN or infinite router logits since its start: %.0f", count);
 }
 
 static void check_release(struct health *h, const char *subject, const char *version)
@@ -196,8 +197,8 @@ static void check_answers(struct health *h, const char *subject, const Moe__V1__
     struct moe_status st = moectl_link_open(w->endpoint, &link);
     if (!moe_failed(&st))
         st = moectl_link_server_info(link, moe_earlier(limit, h->deadline_ns), &info);
-    add(h, "WORKER_ANSWERS", subject, moe_failed(&st) ? RESULT_CRITICAL : RESULT_OK, "%s%s",
-        moe_failed(&st) ? "" : "at ", moe_failed(&st) ? st.text : w->endpoint);
+    add(h, "WORKER_ANSWERS", subject, moe_failed(&st) ? RESULT_CRITICAL : RESULT_OK, "at %s%s%s",
+        w->endpoint, moe_failed(&st) ? ": " : "", moe_failed(&st) ? st.text : "");
     if (!moe_failed(&st)) {
         check_release(h, subject, info->version);
         st = moectl_link_samples(link, moe_earlier(limit, h->deadline_ns), &samples);
@@ -275,11 +276,12 @@ static int show_table(const struct health *h)
 {
     static const struct moectl_column columns[] = {
         {.title = "CHECK"}, {.title = "OF"}, {.title = "RESULT"}, {.title = "MESSAGE"}};
-    size_t shown = 0;
+    size_t shown = 0, fine = 0;
     struct moectl_table *t =
         moectl_table_create(columns, sizeof columns / sizeof *columns, h->common.wide);
     for (size_t i = 0; i < h->count; i++) {
         const struct check *c = &h->checks[i];
+        fine += c->result == RESULT_OK;
         if (!h->detail && c->result == RESULT_OK)
             continue;
         shown++;
@@ -288,7 +290,7 @@ static int show_table(const struct health *h)
         moectl_table_cell(t, "%s", result_names[c->result]);
         moectl_table_cell(t, "%s", c->text);
     }
-    moectl_put("%s: %zu checks\n", result_names[worst(h)], h->count);
+    moectl_put("%s: %zu of %zu checks are OK\n", result_names[worst(h)], fine, h->count);
     int code = shown > 0 ? moectl_table_print(t, NULL) : MOECTL_OK;
     moectl_table_free(t);
     return code == MOECTL_OK && fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;

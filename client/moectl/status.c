@@ -78,6 +78,24 @@ static void report_at_stake(const Moe__V1__GetStatusResponse *s, uint64_t deadli
     "a worker is gone or cannot be reached. One that was only stopped or cut off comes back by "   \
     "itself. If it has ended, "
 
+static bool is_taken(const Moe__V1__GetStatusResponse *s, uint32_t slot)
+{
+    for (size_t i = 0; i < s->n_workers; i++)
+        if (s->workers[i]->slot == slot &&
+            s->workers[i]->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE)
+            return true;
+    return false;
+}
+
+/* An empty slot is cordoned: a restart of its worker does not help. */
+static bool cordon_keeps_empty(const Moe__V1__GetStatusResponse *s)
+{
+    for (size_t i = 0; i < s->n_cordons; i++)
+        if (!is_taken(s, s->cordons[i]->slot))
+            return true;
+    return false;
+}
+
 /* A worker is gone: says how to start it again. */
 static void say_replace(const struct moectl_common *common)
 {
@@ -102,7 +120,10 @@ static int print_status(const struct moectl_common *common, const Moe__V1__GetSt
         return moectl_print_message("GroupStatus", &s->base);
     int code = print_table(s);
     fflush(stdout);
-    if (moectl_workers_live(s) < s->n_workers)
+    if (cordon_keeps_empty(s))
+        moectl_say("an empty slot is cordoned: it gets no worker until `moectl uncordon`; then "
+                   "start one again");
+    else if (moectl_workers_live(s) < s->n_workers)
         say_replace(common);
     report_at_stake(s, deadline_ns);
     return code == MOECTL_OK && fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;

@@ -276,10 +276,13 @@ static void put_group(FILE *to, const struct top *t)
 {
     const Moe__V1__GetStatusResponse *s = now_of(t)->status;
     struct figures g = group_figures(t);
-    moectl_put_to(
-        to, "moed  %s  epoch %" PRIu64 "  %s on %s  %zu of %" PRIu32 " workers  up %.0f s\n",
-        moectl_enum_name(&moe__v1__group_state__descriptor, (int)s->state), s->epoch, s->model,
-        s->backend, moectl_workers_live(s), s->slots, (double)s->uptime_ms / 1000.0);
+    char epoch[24] = "none";
+    if (s->epoch != 0)
+        (void)snprintf(epoch, sizeof epoch, "%" PRIu64, s->epoch);
+    moectl_put_to(to, "moed  %s  epoch %s  %s on %s  %zu of %" PRIu32 " workers  up %.0f s\n",
+                  moectl_enum_name(&moe__v1__group_state__descriptor, (int)s->state), epoch,
+                  s->model, s->backend, moectl_workers_live(s), s->slots,
+                  (double)s->uptime_ms / 1000.0);
     if (s->reason[0] != '\0')
         moectl_put_to(to, "reason     %s\n", s->reason);
     moectl_put_to(to, "group    ");

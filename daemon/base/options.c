@@ -184,10 +184,11 @@ static struct moe_status read_file(const char *path, struct file_context *f)
     FILE *file = fopen(path, "re");
     int line = file != NULL ? ini_parse_stream(moe_options_line, file, on_file_value, f) : -1;
     bool unread = file == NULL || ferror(file) != 0;
+    int cause = errno;
     if (file != NULL)
         (void)fclose(file);
     if (line < 0 || unread)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "cannot read %s", path);
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "cannot read %s: %s", path, strerror(cause));
     if (f->status.code != MOE_OK)
         return moe_error_context(f->status, "%s:%d", path, line);
     if (line > 0)

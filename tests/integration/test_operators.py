@@ -249,7 +249,8 @@ class Checks(unittest.TestCase):
         self.assertEqual(wrong - {("GROUP_STABLE", "group"), ("WORKER_REFUSED", "group")}, expiry)
         self.assertGreater(len(said["checks"]), 15)
         text = run("health", *self.here).stdout.splitlines()
-        self.assertEqual(text[0], "WARNING: %d checks" % len(said["checks"]))
+        self.assertEqual(text[0], "WARNING: %d of %d checks are OK"
+                         % (len(said["checks"]) - len(wrong), len(said["checks"])))
         self.assertEqual(len(text), 2 + len(wrong))
         detail = run("health", "--detail", *self.here).stdout.splitlines()
         self.assertEqual(len(detail), 2 + len(said["checks"]))
@@ -309,7 +310,9 @@ class Slots(unittest.TestCase):
 
         wait_until(is_back)
         self.assertEqual(self.status()["cordons"], [{"slot": 1, "reason": "a fan is broken"}])
-        self.assertIn("cordon   slot 1: a fan is broken", run("status", *self.here).stdout)
+        said = run("status", *self.here)
+        self.assertIn("cordon   slot 1: a fan is broken", said.stdout)
+        self.assertIn("an empty slot is cordoned", said.stderr)
         self.assertIn("SLOT_CORDONED", run("health", *self.here).stdout)
         self.do("uncordon", "1", "--reason", "mended")
         self.do("wait", "--timeout", "60")
