@@ -31,7 +31,7 @@ if "--seconds" in sys.argv:
 HALF_OPEN = 1000
 GROWTH = 128 << 20  # bytes that the daemon may take
 LIMIT_S = 10        # time for a handshake
-WORST_MS = 500      # p99 of the light client
+WORST_MS = 2000     # p99 of the light client; a relay that stands does so for seconds
 
 
 def resident_bytes(pid):
@@ -103,7 +103,7 @@ class LightClient:
 
 
 def percentile(times, share):
-    return 1e3 * sorted(times)[min(len(times) - 1, int(share * len(times)))]
+    return 1e3 * sorted(times)[min(len(times) - 1, int(share * len(times)))] if times else 0.0
 
 
 class Handshakes(unittest.TestCase):
@@ -137,6 +137,7 @@ class Handshakes(unittest.TestCase):
                   percentile(quiet, 0.99), len(client.new_times),
                   percentile(client.new_times, 0.99), len(client.errors), before >> 20, peak >> 20))
         self.assertEqual(client.errors, [])
+        self.assertGreater(len(client.times), 0)
         self.assertLess(peak, before + GROWTH)
         # The attackers take processor time from the client, too: this finds a relay that stands.
         self.assertLess(percentile(client.times, 0.99), WORST_MS)
@@ -157,7 +158,7 @@ class Handshakes(unittest.TestCase):
         self.attack("half open", during)
         began = time.monotonic()
         for peer in peers:
-            peer.settimeout(LIMIT_S + 5)
+            peer.settimeout(LIMIT_S + 50)
             while True:  # what the server says until it closes
                 try:
                     if peer.recv(65536) == b"":

@@ -46,7 +46,16 @@ class Slow(unittest.TestCase):
 
     def endure(self, name, connections, allowed):
         """`allowed`: bytes that the worker may take. Returns the totals of slow.py, and the bytes
-        that it took."""
+        that it took. A busy host may delay anything once, but clients must not: then every attempt
+        is late."""
+        for _ in range(attack.ATTEMPTS):
+            quiet, attacked, *rest = self.endure_once(name, connections, allowed)
+            if attacked <= max(2 * quiet, NOISE):
+                return rest
+        self.fail("late in each of %d attempts" % attack.ATTEMPTS)
+
+    def endure_once(self, name, connections, allowed):
+        """Returns the p99 of the light client before and during the attack, too."""
         pid, seconds = self.worker["pid"], max(attack.SECONDS, slow.SCENES[name][-1])
         client = attack.LightClient(self.worker["endpoint"])
         self.addCleanup(client.end)
@@ -81,8 +90,7 @@ class Slow(unittest.TestCase):
         self.assertEqual(attack.epoch(self.coordinator["endpoint"]), view)
         if not SANITIZED:
             self.assertLess(peak, before + allowed + attack.GROWTH)
-        self.assertLessEqual(p99[1], max(2 * p99[0], NOISE))
-        return totals, peak - before
+        return *p99, totals, peak - before
 
     def test_idle_connections(self):
         totals, grown = self.endure("idle", IDLE, 0 if IDLE < 2000 else IDLE << 16)
