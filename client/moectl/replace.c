@@ -204,13 +204,27 @@ static struct moe_status check_detached(const struct moectl_group *group)
                      "groups of `moectl up --detach`");
 }
 
+/* Before the lock: an `up --restart` that does not get it ends the group, as for a `down`. */
+static struct moe_status refuse_early(const struct replace *r)
+{
+    struct moectl_group group;
+    struct moe_status st = moectl_state_read(r->directory, &group);
+    if (moe_failed(&st)) /* read again with the lock */
+        return moe_ok();
+    st = check_detached(&group);
+    moectl_group_free(&group);
+    return st;
+}
+
 static struct moe_status prepare(struct replace *r, uint64_t deadline_ns)
 {
     struct moe_status st =
         moectl_state_open(r->common.state_dir, false, r->state_path, &r->directory);
-    if (st.code == MOE_OK && moectl_state_is_alive(r->directory))
+    if (st.code == MOE_OK && moectl_state_is_alive(r->directory)) {
+        MOE_TRY(refuse_early(r));
         MOE_TRY(moectl_state_lock_changes(r->directory, MOECTL_CHANGE_REPLACE, deadline_ns,
                                           &r->change_lock));
+    }
     if (st.code == MOE_OK &&
         moectl_state_is_alive(r->directory)) { /* it may have ended meanwhile */
         MOE_TRY(moectl_state_join(r->directory, &r->lock));

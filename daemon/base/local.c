@@ -123,7 +123,7 @@ struct moe_status moe_local_listen_path(char path[MOE_LOCAL_PATH_BYTES])
                   (int)DIRECTORY_MAX);
     for (unsigned i = 0; directory_at(i, directory); i++) {
         int error = mkdir(directory, S_IRWXU) == 0 || errno == EEXIST ? 0 : errno;
-        if (error == 0 && is_private(directory) && strchr(directory, ',') == NULL) {
+        if (error == 0 && is_private(directory) && strpbrk(directory, ",*") == NULL) {
             remove_all_stale(directory);
             return name_socket(directory, "*", path)
                        ? moe_ok()
@@ -184,10 +184,13 @@ static const char *refuse_shared(const char *directory, struct stat *st)
 struct moe_status moe_local_admin_path(const char *directory, char path[MOE_LOCAL_PATH_BYTES])
 {
     struct stat st;
-    if (directory[0] != '/' || strchr(directory, ',') != NULL || !name_socket(directory, "*", path))
-        return moe_error(
-            MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-            "--admin-socket-dir: %.80s is too long, is no absolute path or has a comma", directory);
+    /* The listener puts its port in the place of the first '*'. */
+    if (directory[0] != '/' || strpbrk(directory, ",*") != NULL ||
+        strlen(directory) > DIRECTORY_MAX || !name_socket(directory, "*", path))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "--admin-socket-dir: %.80s has more than %d bytes, is no absolute path or "
+                         "has a comma or an asterisk",
+                         directory, (int)DIRECTORY_MAX);
     const char *wrong = refuse_shared(directory, &st);
     if (wrong == NULL && st.st_uid != geteuid() && st.st_uid != 0)
         wrong = "it belongs to another user";

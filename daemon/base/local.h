@@ -35,7 +35,7 @@ bool moe_local_find(const char *endpoint, char path[MOE_LOCAL_PATH_BYTES]);
 
 /* As moe_local_listen_path, for such a directory. Errors: MOE_FAILED_PRECONDITION/IO (no such
  * directory, or others may write to it), MOE_INVALID_ARGUMENT/CONFIG_INVALID (the path is too long,
- * not absolute, or has a comma). */
+ * not absolute, or has a comma or an asterisk). */
 struct moe_status moe_local_admin_path(const char *directory,
                                        char path[MOE_LOCAL_PATH_BYTES]) MOE_CHECKED;
 /* As moe_local_find, in $MOED_ADMIN_DIR or else /run/moed-admin. The socket belongs to the owner of

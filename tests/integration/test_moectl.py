@@ -482,7 +482,12 @@ class UpAndDown(unittest.TestCase):
             with moed.Client(g.endpoint) as client:
                 for layer, _, x, want in golden_cases(FAMILY):
                     self.assertLessEqual(relative_error(client.forward(layer, x), want), 1e-5)
-            self.assertEqual(run("replace", *here).returncode, CONFLICT)
+            # Refused without the lock: to a new start, one that holds it looks like a `down`.
+            with open(os.path.join(g.state, "turn"), "r+", encoding="utf-8") as turn:
+                fcntl.flock(turn, fcntl.LOCK_SH)
+                refused = run("replace", "--timeout", "1", *here)
+            self.assertEqual(refused.returncode, CONFLICT, refused.stderr)
+            self.assertIn("in the foreground", refused.stderr)
             pids = [p["pid"] for p in self.processes(g.state)]
             self.assertEqual(run("down", *here).returncode, OK)
             self.assertEqual(g.process.wait(timeout=60), OK)

@@ -184,6 +184,14 @@ static void operators_find_their_socket_where_only_the_owner_writes(void **state
     assert_refused(moe_local_admin_path(admin, path), MOE_FAILED_PRECONDITION, MOE_REASON_IO);
     assert_refused(moe_local_admin_path("run/admin", path), MOE_INVALID_ARGUMENT,
                    MOE_REASON_CONFIG_INVALID);
+    assert_refused(moe_local_admin_path("/run/*", path), MOE_INVALID_ARGUMENT,
+                   MOE_REASON_CONFIG_INVALID); /* a listener would take it for its port's place */
+    char deep[87];
+    memset(deep, 'd', sizeof deep - 1);
+    deep[0] = '/';
+    deep[sizeof deep - 1] = '\0';
+    assert_refused(moe_local_admin_path(deep, path), MOE_INVALID_ARGUMENT,
+                   MOE_REASON_CONFIG_INVALID);
     assert_int_equal(mkdir(admin, 0750), 0);
     assert_int_equal(setenv("MOED_ADMIN_DIR", admin, 1), 0);
     assert_false(moe_local_find_admin("127.0.0.1:7700", path));
