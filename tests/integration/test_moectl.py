@@ -70,6 +70,13 @@ def is_alive(pid):
         return False
 
 
+def is_pending(pid, number):
+    """True if the process has a signal that it has not taken."""
+    with open("/proc/%d/status" % pid) as file:
+        pending = next(line for line in file if line.startswith("ShdPnd:"))
+    return bool(int(pending.split()[1], 16) >> (number - 1) & 1)
+
+
 class CommandLine(unittest.TestCase):
     def test_every_program_names_its_release_and_commit(self):
         said = json.loads(run("version", "-o", "json").stdout)
@@ -500,11 +507,27 @@ class UpAndDown(unittest.TestCase):
         log = os.path.join(g.state, "worker-1.log")
         os.unlink(log)
         os.mkdir(log)  # a daemon that cannot open its log ends at once
-        os.kill(self.processes(g.state)[2]["pid"], signal.SIGKILL)
-        wait_until(lambda: not is_alive(self.processes(g.state)[2]["pid"]))
+        pid = self.processes(g.state)[2]["pid"]
+        os.kill(pid, signal.SIGKILL)
+        # A zombie may still have threads; moectl hears of its end after the last one.
+        wait_until(lambda: not os.path.exists("/proc/%d" % pid))
         g.process.send_signal(signal.SIGINT)
         self.assertEqual(g.process.wait(timeout=60), OK)
         g.stop()
+
+    def test_ctrl_c_at_the_moment_of_a_death_is_no_failure(self):
+        """moectl sees both at once."""
+        g = Group(model_directory(FAMILY), 2, "--restart")
+        try:
+            pid = self.processes(g.state)[2]["pid"]
+            g.process.send_signal(signal.SIGSTOP)
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: is_pending(g.process.pid, signal.SIGCHLD))
+            g.process.send_signal(signal.SIGINT)
+            g.process.send_signal(signal.SIGCONT)
+            self.assertEqual(g.process.wait(timeout=60), OK)
+        finally:
+            g.stop()
 
     def test_restart_excludes_detach(self):
         with folder() as state:

@@ -107,8 +107,9 @@ enum moectl_kept moectl_keep(struct moectl_daemons *d, int directory, struct moe
         k.lives[i] = (struct life){.started_ns = now, .due_ns = MOE_NEVER};
     d->keep_logs = true;
     enum moectl_kept why = keep(&k);
+    /* No failures: those that wait for a start, and those that died as the signal to stop came. */
     for (size_t i = 0; i < d->count; i++)
-        if (k.lives[i].due_ns != MOE_NEVER)
+        if (k.lives[i].due_ns != MOE_NEVER || (why == MOECTL_KEPT_STOP && !d->all[i].running))
             d->all[i].wait_status = 0;
     return why;
 }
