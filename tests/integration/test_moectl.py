@@ -509,7 +509,7 @@ class UpAndDown(unittest.TestCase):
         os.mkdir(log)  # a daemon that cannot open its log ends at once
         pid = self.processes(g.state)[2]["pid"]
         os.kill(pid, signal.SIGKILL)
-        # A zombie may still have threads; moectl hears of its end after the last one.
+        # A zombie may still have threads; moectl learns its end after the last one.
         wait_until(lambda: not os.path.exists("/proc/%d" % pid))
         g.process.send_signal(signal.SIGINT)
         self.assertEqual(g.process.wait(timeout=60), OK)
@@ -1092,7 +1092,7 @@ class Forward(unittest.TestCase):
     def test_bench_reports_the_documented_fields(self):
         for options in ([], ["--stream", "--dtype", "f32"], ["--spread", "--connections", "2"]):
             done = run("bench", "--endpoint", self.group.endpoint, "--layer", str(self.layer),
-                       "--tokens", "4", "--concurrency", "1,4", "--duration", "0.3", "-o", "json",
+                       "--tokens", "4", "--concurrency", "1,4", "--duration", "1", "-o", "json",
                        *options)
             self.assertEqual(done.returncode, OK, done.stderr)
             result = json.loads(done.stdout)
@@ -1111,7 +1111,7 @@ class Forward(unittest.TestCase):
                                      each["stagesUs"]["server"]["mean"])
                 self.assertLessEqual(each["stagesUs"]["server"]["mean"], each["latencyUs"]["mean"])
         table = run("bench", "--endpoint", self.group.endpoint, "--layer", str(self.layer),
-                    "--duration", "0.2")
+                    "--duration", "1")
         self.assertEqual(table.returncode, OK, table.stderr)
         self.assertIn("concurrency 1:", table.stdout)
 
