@@ -316,6 +316,8 @@ static int work(struct health *h)
 {
     int code = MOECTL_OK;
     struct moe_status st = ask(h);
+    if (st.code == MOE_UNAUTHENTICATED || st.code == MOE_PERMISSION_DENIED)
+        return moectl_fail(&st); /* it answers: nothing is known of the group's health */
     if (moe_failed(&st)) {
         code = moectl_exit_code(st.code);
         add(h, "COORDINATOR_ANSWERS", "coordinator", RESULT_CRITICAL, "%s", st.text);

@@ -151,8 +151,8 @@ static struct moe_status refuse(const struct moe_access_caller *caller,
     if (strcmp(grant->who, anonymous_name) == 0 && caller->link == MOE_ACCESS_TCP)
         return moe_error(MOE_UNAUTHENTICATED, MOE_REASON_NONE,
                          "%s needs a role (%s), and this connection has no identity: on the "
-                         "daemon's host, run as the group's user (and with its MOED_RUNTIME_DIR, "
-                         "if it is set); elsewhere use a token or a certificate",
+                         "daemon's host, run as the group's user (and its MOED_RUNTIME_DIR); "
+                         "elsewhere use a token or certificate",
                          method, needs);
     if (strcmp(grant->who, anonymous_name) == 0)
         return moe_error(MOE_UNAUTHENTICATED, MOE_REASON_NONE,

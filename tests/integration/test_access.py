@@ -219,13 +219,14 @@ class OneHost(unittest.TestCase):
         os.chmod(folder, 0o755)
         program = shutil.copy(MOECTL, folder)
         for endpoint in self.endpoints.values():
-            for command in ("status", "down"):
+            for command in ("status", "health", "down"):
                 done = subprocess.run(
                     [program, command, "--endpoint", endpoint], user=STRANGER, group=STRANGER,
                     capture_output=True, text=True, timeout=60, check=False,
                     env={"PATH": os.environ["PATH"], "HOME": "/"})
-                self.assertEqual(done.returncode, 6, done.stderr)
+                self.assertEqual((done.returncode, done.stdout), (6, ""), done.stderr)
                 self.assertIn("this connection has no identity", done.stderr)
+                self.assertIn("a token or certificate (", done.stderr)  # the text is not cut off
                 self.assertIn("run as the group's user", done.stderr)
         done = subprocess.run(
             [program, "bench", "--endpoint", self.endpoints["worker"], "--layer", "0",

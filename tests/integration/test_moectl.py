@@ -1134,6 +1134,10 @@ class Forward(unittest.TestCase):
         # No request is that fast.
         done = run("bench", *at, "--slo-p99", "0.000001", "--rate", "20", "--duration", "0.2")
         self.assertEqual(json.loads(done.stdout)["highestRate"], 0, done.stderr)
+        done = run("bench", *at, "-o", "table", "--slo-p99", "0.000001", "--rate", "20",
+                   "--duration", "0.2")
+        self.assertIn("\n\nhighest rate with a p99 of at most 1e-06 ms: 0.0 requests/s\n",
+                      done.stdout)
 
     def test_bench_without_an_answer_prints_no_figures(self):
         done = run("bench", "--endpoint", self.group.endpoint, "--layer", str(self.layer),

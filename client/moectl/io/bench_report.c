@@ -175,10 +175,10 @@ int moectl_bench_print_table(const struct moectl_bench_report *report)
                info->worker_count, info->backend, info->worker_count == 1 ? "" : "s");
     for (size_t i = 0; i < report->run_count; i++)
         print_run(report, report->runs[i]);
-    if (report->slo_p99_ms > 0)
-        moectl_put("\nhighest rate with a p99 of at most %g ms: %.1f requests/s\n",
-                   report->slo_p99_ms, report->highest_rate);
     moectl_put("\n");
+    if (report->slo_p99_ms > 0)
+        moectl_put("highest rate with a p99 of at most %g ms: %.1f requests/s\n",
+                   report->slo_p99_ms, report->highest_rate);
     moectl_put("step contains router to combine; server contains queue, copy in, step and copy\n");
     moectl_put("out; latency contains server. overhead = latency - step; server overhead =\n");
     moectl_put("server - step.\n");
