@@ -256,9 +256,9 @@ static void log_away(struct moe_group *g, const char *why)
     uint64_t now = moe_clock_ns();
     if (g->away_since_ns == 0) {
         g->away_since_ns = now;
-        moe_log_warn("coordinator: %s; trying again", why);
+        moe_log_warn("coordinator %s: %s; trying again", g->config.coordinator, why);
     } else if (now >= g->away_logged_ns + AWAY_LOG_INTERVAL_NS) {
-        moe_log_warn("coordinator: %s; trying again for %llu s", why,
+        moe_log_warn("coordinator %s: %s; trying again for %llu s", g->config.coordinator, why,
                      (unsigned long long)((now - g->away_since_ns) / MOE_NS_PER_S));
     } else {
         return;
