@@ -165,7 +165,12 @@ static struct moe_status end_by_endpoint(const struct down *d, struct moectl_lin
     size_t worker = all[0].worker == NULL ? 1 : 0;
     if (worker < count)
         moectl_train_report_unsaved(all[worker].endpoint, deadline_ns);
-    MOE_TRY(ask(d, link, deadline_ns));
+    struct moe_status st = ask(d, link, deadline_ns);
+    /* A daemon that ends at once may take its answer with it. */
+    if (st.code == MOE_UNAVAILABLE && st.reason == MOE_REASON_NONE)
+        moectl_say("the connection ended before the answer; waiting until no daemon answers");
+    else
+        MOE_TRY(st);
     return wait_silent(all, count, deadline_ns);
 }
 

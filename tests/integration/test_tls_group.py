@@ -127,7 +127,7 @@ class Group(Case):
                             weights_version=seen.weights_version)
             client.optimizer_step(1e-3, step_id=1, session="tls", expected_backwards=1)
         done = self.moectl("app", "bench", "--endpoint", workers[1].endpoint, "--layer",
-                           str(layer.layer), "--tokens", "4", "--duration", "0.3", "--spread")
+                           str(layer.layer), "--tokens", "4", "--duration", "1", "--spread")
         self.assertEqual(done.returncode, 0, done.stderr)
         done = self.moectl("ops", "training", "save", "first", *at)
         self.assertEqual(done.returncode, 0, done.stderr)
