@@ -182,6 +182,7 @@ struct moe_connection {
     bool ready;             /* in the list `ready`, or `handshakes` in that state */
     bool timed;             /* in the list `timed` */
     bool gone;              /* in the list `gone` */
+    bool lingers;           /* has all bytes for the client; waits for it to close */
     TAILQ_ENTRY(moe_connection) ready_link, timed_link, gone_link;
     TAILQ_ENTRY(moe_connection) order_link; /* while orders of other threads are carried out */
 };

@@ -21,7 +21,8 @@
 #include <unistd.h>
 
 #define CHECK_EVERY_NS        (250 * MOE_NS_PER_MS)
-#define ENDING_NS             MOE_NS_PER_S /* for the client to take the last bytes */
+#define ENDING_NS             MOE_NS_PER_S       /* for the client to take the last bytes */
+#define LINGER_NS             (MOE_NS_PER_S / 2) /* for the client to close */
 #define LEAST_PER_S           UINT64_C(65536)
 #define WARN_EVERY_NS         (30 * MOE_NS_PER_S)
 #define HANDSHAKES_ACCOUNT_NS (200 * MOE_NS_PER_MS) /* a quarter of it may be used at once */
@@ -290,6 +291,38 @@ static bool relay_up(struct moe_connection *c, enum moe_flow_state *state)
     return true;
 }
 
+/* Reads what the client still sends. */
+static void drop_rest(struct moe_connection *c)
+{
+    enum moe_end_result result = MOE_END_WAITS;
+    uint8_t rest[4096];
+    size_t count, total = 0;
+    while (c->client.readable && total < TURN_BYTES) {
+        result = moe_end_read(&c->client, rest, sizeof rest, &count);
+        if (result == MOE_END_OVER || result == MOE_END_FAILED) {
+            close_now(c, c->reason);
+            return;
+        }
+        total += count;
+    }
+    if (c->client.readable)
+        make_ready(c);
+}
+
+/* The client has the server's last bytes on their way. It closes first: a socket that is closed
+ * with unread bytes resets the connection, and the client would lose what it has not read. */
+static void linger(struct moe_connection *c, enum moe_close_reason reason)
+{
+    c->state = MOE_CONNECTION_ENDING;
+    c->reason = reason;
+    c->lingers = true;
+    c->stalled_ns = 0;
+    c->deadline_ns = moe_clock_ns() + LINGER_NS;
+    moe_flow_discard(&c->up, &c->relay->pool);
+    make_timed(c);
+    drop_rest(c);
+}
+
 static bool relay_down(struct moe_connection *c, enum moe_flow_state *state)
 {
     *state = moe_flow_run(&c->down, &c->server, &c->client, &c->relay->pool, TURN_BYTES);
@@ -302,9 +335,12 @@ static bool relay_down(struct moe_connection *c, enum moe_flow_state *state)
         return false;
     }
     if (c->down.shut || *state == MOE_FLOW_SOURCE_FAILED) {
-        close_now(c, c->state == MOE_CONNECTION_ENDING ? c->reason
-                     : c->up.ended                     ? MOE_CLOSE_CLIENT
-                                                       : MOE_CLOSE_SERVER);
+        const enum moe_close_reason reason = c->state == MOE_CONNECTION_ENDING ? c->reason
+                                             : c->up.ended                     ? MOE_CLOSE_CLIENT
+                                                                               : MOE_CLOSE_SERVER;
+        if (!c->down.shut) /* the core has closed with unread bytes; its own have come before */
+            moe_end_shut(&c->client);
+        linger(c, reason);
         return false;
     }
     note_stall(c);
@@ -314,6 +350,10 @@ static bool relay_down(struct moe_connection *c, enum moe_flow_state *state)
 static void relay_bytes(struct moe_connection *c)
 {
     enum moe_flow_state up, down;
+    if (c->lingers) {
+        drop_rest(c);
+        return;
+    }
     if (!relay_up(c, &up) || !relay_down(c, &down))
         return;
     if (up == MOE_FLOW_GOES_ON || down == MOE_FLOW_GOES_ON)
