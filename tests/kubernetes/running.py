@@ -65,8 +65,8 @@ class Container:
 
     def _volume(self, name):
         """The folder of a volume; made at its first use by a pod."""
-        volume = next(each for each in self.pod.spec["volumes"] if each["name"] == name) \
-            if any(each["name"] == name for each in self.pod.spec["volumes"]) else {"claim": name}
+        volumes = {each["name"]: each for each in self.pod.spec["volumes"]}
+        volume = volumes.get(name, {})  # else the controller makes a claim for it
         place = os.path.join(self.node.folder, "volumes", self.pod.name, name)
         group = self.pod.spec["securityContext"]["fsGroup"]
         if os.path.isdir(place):

@@ -58,6 +58,22 @@ static void start_call(struct fixture *f, struct moe_rpc_channel *ch, const char
     moe_rpc_call_unary(ch, UNARY_PATH, &options, &out, keep_outcome, o);
 }
 
+/* A server with metrics. */
+static struct moe_metrics *start_counted(struct fixture *f, struct moe_rpc_server_config *config)
+{
+    struct moe_metrics *metrics;
+    assert_ok(moe_metrics_create(&metrics));
+    config->metrics = metrics;
+    fixture_start(f, config);
+    return metrics;
+}
+
+static void stop_counted(struct fixture *f, struct moe_metrics *metrics)
+{
+    fixture_stop(f);
+    moe_metrics_destroy(metrics);
+}
+
 static double counted(struct moe_metrics *m, const char *series)
 {
     char *text = NULL;
@@ -92,15 +108,12 @@ static void stalled_uploads_harm_no_small_call_and_end_soon(void **state)
 {
     enum { STALLED = 8, MIB = 1 << 20 };
     struct fixture f;
-    struct moe_metrics *metrics;
     struct outcome large;
     int fds[STALLED];
     (void)state;
-    assert_ok(moe_metrics_create(&metrics));
     struct moe_rpc_server_config config = fixture_config();
     config.max_reading_bytes = 64 * MIB;
-    config.metrics = metrics;
-    fixture_start(&f, &config);
+    struct moe_metrics *metrics = start_counted(&f, &config);
     for (unsigned i = 0; i < STALLED; i++) {
         fds[i] = raw_connect(&f);
         raw_call(fds[i], 1, UNARY_PATH, 40 * MIB, i % 2 == 0 ? 1000 : 60000);
@@ -124,23 +137,19 @@ static void stalled_uploads_harm_no_small_call_and_end_soon(void **state)
     for (int i = 0; i < STALLED; i++)
         close(fds[i]);
     free(x);
-    fixture_stop(&f);
-    moe_metrics_destroy(metrics);
+    stop_counted(&f, metrics);
 }
 
 static void a_line_without_a_place_refuses(void **state)
 {
     enum { MIB = 1 << 20 };
     struct fixture f;
-    struct moe_metrics *metrics;
     struct outcome refused;
     (void)state;
-    assert_ok(moe_metrics_create(&metrics));
     struct moe_rpc_server_config config = fixture_config();
     config.max_reading_bytes = 16 * MIB;
     config.max_waiting_reads = 1;
-    config.metrics = metrics;
-    fixture_start(&f, &config);
+    struct moe_metrics *metrics = start_counted(&f, &config);
     int waits = raw_connect(&f);
     raw_call(waits, 1, UNARY_PATH, 12 * MIB, 0);
     fixture_await("the first call", &f.started, 1);
@@ -159,20 +168,16 @@ static void a_line_without_a_place_refuses(void **state)
     fixture_await("the answer", &refused.over, 1);
     assert_ok(refused.status);
     free(x);
-    fixture_stop(&f);
-    moe_metrics_destroy(metrics);
+    stop_counted(&f, metrics);
 }
 
 /* Announced with 2 GiB - 1: refused before the body, and nothing is kept for it. */
 static void too_long_a_message_is_refused_by_its_prefix(void **state)
 {
     struct fixture f;
-    struct moe_metrics *metrics;
     (void)state;
-    assert_ok(moe_metrics_create(&metrics));
     struct moe_rpc_server_config config = fixture_config();
-    config.metrics = metrics;
-    fixture_start(&f, &config);
+    struct moe_metrics *metrics = start_counted(&f, &config);
     int fd = raw_connect(&f);
     raw_call(fd, 1, UNARY_PATH, INT32_MAX, 0);
     raw_call(fd, 3, STREAM_PATH, INT32_MAX, 0);
@@ -180,8 +185,7 @@ static void too_long_a_message_is_refused_by_its_prefix(void **state)
     await_count(metrics, TOO_MUCH, 2);
     assert_ok(fixture_call(&f, f.channel, "", "abc", 3, 20000, "abc", 3));
     close(fd);
-    fixture_stop(&f);
-    moe_metrics_destroy(metrics);
+    stop_counted(&f, metrics);
 }
 
 static void a_call_without_a_message_ends(void **state)
@@ -209,12 +213,9 @@ static void half_sent_messages_end_for_their_rate(void **state)
 {
     enum { CALLS = 20 };
     struct fixture f;
-    struct moe_metrics *metrics;
     (void)state;
-    assert_ok(moe_metrics_create(&metrics));
     struct moe_rpc_server_config config = fixture_config();
-    config.metrics = metrics;
-    fixture_start(&f, &config);
+    struct moe_metrics *metrics = start_counted(&f, &config);
     int fd = raw_connect(&f);
     for (uint32_t i = 0; i < CALLS; i++)
         raw_call(fd, 2 * i + 1, i % 2 == 0 ? UNARY_PATH : STREAM_PATH, 1000, 999);
@@ -222,8 +223,7 @@ static void half_sent_messages_end_for_their_rate(void **state)
     await_count(metrics, TOO_SLOW, CALLS);
     assert_ok(fixture_call(&f, f.channel, "", "abc", 3, 20000, "abc", 3));
     close(fd);
-    fixture_stop(&f);
-    moe_metrics_destroy(metrics);
+    stop_counted(&f, metrics);
 }
 
 /* A client that never acknowledges SETTINGS: the core would let it open any number of streams. */
@@ -231,13 +231,10 @@ static void a_client_with_too_many_open_streams_is_disconnected(void **state)
 {
     enum { STREAMS = 8, EARLY = 100 };
     struct fixture f;
-    struct moe_metrics *metrics;
     (void)state;
-    assert_ok(moe_metrics_create(&metrics));
     struct moe_rpc_server_config config = fixture_config();
     config.max_concurrent_streams = STREAMS;
-    config.metrics = metrics;
-    fixture_start(&f, &config);
+    struct moe_metrics *metrics = start_counted(&f, &config);
     int fd = raw_connect(&f);
     for (uint32_t i = 0; i < STREAMS + EARLY; i++)
         raw_call(fd, 2 * i + 1, UNARY_PATH, 1000, 0);
@@ -248,8 +245,7 @@ static void a_client_with_too_many_open_streams_is_disconnected(void **state)
     assert_int_equal(f.started, STREAMS + EARLY);
     assert_ok(fixture_call(&f, f.channel, "", "abc", 3, 20000, "abc", 3));
     close(fd);
-    fixture_stop(&f);
-    moe_metrics_destroy(metrics);
+    stop_counted(&f, metrics);
 }
 
 /* ------------------------------------------------------------------ turns */

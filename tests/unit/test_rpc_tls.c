@@ -216,17 +216,23 @@ static unsigned call_until(struct scene *s, struct moe_rpc_channel *ch, const ch
     return calls;
 }
 
-static void new_files_count_and_break_no_stream(void **state)
+/* Opens a stream and gets its first answer. */
+static void begin_talk(struct scene *s, struct moe_rpc_channel *ch, struct talk *t)
 {
     static const struct moe_rpc_stream_events events = {.message = answered, .closed = ended};
+    struct moe_rpc_call_options options = fixture_options(0);
+    assert_ok(moe_rpc_stream_open(ch, STREAM_PATH, &options, &events, t, &t->stream));
+    say(s, t, 1);
+}
+
+static void new_files_count_and_break_no_stream(void **state)
+{
     struct talk t = {.answers = 0};
     struct scene s;
     (void)state;
     open_scene(&s);
     struct moe_rpc_channel *ch = dial(&s, "ca", "me", NULL);
-    struct moe_rpc_call_options options = fixture_options(0);
-    assert_ok(moe_rpc_stream_open(ch, STREAM_PATH, &options, &events, &t, &t.stream));
-    say(&s, &t, 1);
+    begin_talk(&s, ch, &t);
     assert_true(has_seen(&s, W1));
 
     certificates_write(s.at, "me", "pem", "rubbish", 0644); /* changes nothing */
@@ -260,15 +266,12 @@ static void new_files_count_and_break_no_stream(void **state)
 /* The last call of a replaced channel may end after the channel is closed. */
 static void a_closed_channel_does_not_end_its_calls(void **state)
 {
-    static const struct moe_rpc_stream_events events = {.message = answered, .closed = ended};
     struct talk t = {.answers = 0};
     struct scene s;
     (void)state;
     open_scene(&s);
     struct moe_rpc_channel *ch = dial(&s, "ca", "me", NULL);
-    struct moe_rpc_call_options options = fixture_options(0);
-    assert_ok(moe_rpc_stream_open(ch, STREAM_PATH, &options, &events, &t, &t.stream));
-    say(&s, &t, 1);
+    begin_talk(&s, ch, &t);
     certificates_make(s.at, "me", "ca", "URI:" W2, -60, DAY);
     (void)call_until(&s, ch, W2);
     moe_rpc_channel_close(ch);
