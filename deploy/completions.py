@@ -1,29 +1,85 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Makes completions for zsh and fish from what programs print for --help.
+"""Makes completions for bash, zsh and fish from what programs print for --help.
 
-    completions.py PROGRAM ZSH_FILE FISH_FILE
-
-manual.py makes those for bash, and reads the help.
+    completions.py PROGRAM BASH_FILE ZSH_FILE FISH_FILE
 """
 
-import os
+import collections
 import sys
 
-import manual
+import program_help
+from program_help import actions, choices
 
 HELP = "Shows this text, or the options of a command."
 
 
-def choices(option):
-    """The words that an option takes; none if they cannot be known."""
-    return option.value.split("|") if "|" in option.value and option.value.islower() else []
+def summaries(program):
+    """The text of each command, by its name."""
+    return {**program.summaries, "help": HELP}
 
 
-def actions(page):
-    """(word, text) of each action of a command."""
-    lines = [line.strip() for line in page.actions if not line.startswith("   ")]
-    return [(line.split()[0], line.split("  ")[-1].strip()) for line in lines]
+# --------------------------------------------------------------------------- bash
+
+BASH_VALUES = {"DIR": "-d", "FILE": "-f"}
+
+
+def bash_values(option):
+    """Arguments of compgen for the option's value; "" if it cannot be known."""
+    if choices(option):
+        return "-W '%s'" % " ".join(choices(option))
+    return BASH_VALUES.get(option.value, "")
+
+
+def bash_options(page):
+    """Lines of bash: the values of an option, else all words."""
+    options = collections.defaultdict(list)  # by their values
+    for o in page.options:
+        if o.value:
+            options[bash_values(o)] += ["--" + o.name] + (["-" + o.letter] if o.letter else [])
+    yield "case $before in"
+    for values, names in options.items():
+        answer = "_moed_words %s; " % values if values else ""
+        yield "    %s) %sreturn ;;" % ("|".join(names), answer)
+    yield "esac"
+    words = [word for word, _ in actions(page)]
+    words += ["--" + o.name for o in page.options]
+    yield "_moed_words -W '%s'" % " ".join(words)
+
+
+BASH_HEAD = """# bash completion of %s; made from its --help
+_moed_words() {
+    mapfile -t COMPREPLY < <(compgen "$@" -- "$word")
+    case $1 in -[df]) compopt -o filenames 2>/dev/null ;; esac
+}
+_%s() {
+    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD - 1]}
+    COMPREPLY=()"""
+BASH_TAIL = "}\ncomplete -F _%s %s"
+
+
+def bash_tool(commands):
+    yield "if [ \"$COMP_CWORD\" = 1 ]; then"
+    yield "    _moed_words -W '%s help'" % " ".join(commands)
+    yield "    return"
+    yield "fi"
+    yield "case ${COMP_WORDS[1]} in"
+    for command, page in commands.items():
+        yield "    %s)" % command
+        for line in bash_options(page):
+            yield "        " + line
+        yield "        ;;"
+    yield "    help) _moed_words -W '%s' ;;" % " ".join(commands)
+    yield "esac"
+
+
+def bash(program):
+    body = bash_options(program.page) if program.page else bash_tool(program.commands)
+    function = program.name.replace("-", "_")
+    yield BASH_HEAD % (program.name, function)
+    for line in body:
+        yield "    " + line
+    yield BASH_TAIL % (function, program.name)
 
 
 # ---------------------------------------------------------------------------- zsh
@@ -57,15 +113,15 @@ def zsh_arguments(page):
     return [line + " \\" for line in lines[:-1]] + lines[-1:]
 
 
-def zsh(name, pages, summaries):
-    yield "#compdef %s" % name
-    yield "# zsh completion of %s; made from its --help" % name
-    if pages is None:
-        yield from zsh_arguments(summaries)
+def zsh(program):
+    yield "#compdef %s" % program.name
+    yield "# zsh completion of %s; made from its --help" % program.name
+    if program.page:
+        yield from zsh_arguments(program.page)
         return
     yield "if (( CURRENT == 2 )); then"
     yield "    local -a commands=("
-    for command, summary in summaries.items():
+    for command, summary in summaries(program).items():
         yield "        '%s:%s'" % (command, zsh_text(summary))
     yield "    )"
     yield "    _describe command commands"
@@ -75,12 +131,12 @@ def zsh(name, pages, summaries):
     yield "shift words"
     yield "(( CURRENT-- ))"
     yield "case $command in"
-    for command, page in pages.items():
+    for command, page in program.commands.items():
         yield "%s)" % command
         for line in zsh_arguments(page):
             yield "    " + line
         yield "    ;;"
-    yield "help) _arguments '1:command:(%s)' ;;" % " ".join(pages)
+    yield "help) _arguments '1:command:(%s)' ;;" % " ".join(program.commands)
     yield "esac"
 
 
@@ -108,43 +164,35 @@ def fish_option(name, option, condition):
     return line + " -d %s" % fish_text(option.text)
 
 
-def fish(name, pages, summaries):
+def fish(program):
+    name = program.name
     yield "# fish completion of %s; made from its --help" % name
     yield "complete -c %s -f" % name
-    if pages is None:
-        for o in summaries.options:
+    if program.page:
+        for o in program.page.options:
             yield fish_option(name, o, "")
         return
-    for command, summary in summaries.items():
+    for command, summary in summaries(program).items():
         yield "complete -c %s -n __fish_use_subcommand -a %s -d %s" % (
             name, command, fish_text(summary))
-    for command, page in pages.items():
+    for command, page in program.commands.items():
         condition = " -n '__fish_seen_subcommand_from %s'" % command
         for word, text in actions(page):
             yield "complete -c %s%s -a %s -d %s" % (name, condition, word, fish_text(text))
         for o in page.options:
             yield fish_option(name, o, condition)
-    yield "complete -c %s -n '__fish_seen_subcommand_from help' -a '%s'" % (name, " ".join(pages))
+    yield "complete -c %s -n '__fish_seen_subcommand_from help' -a '%s'" % (
+        name, " ".join(program.commands))
 
 
-def main(program, zsh_file, fish_file):
-    name = os.path.basename(program)
-    top = manual.ask(program, "--help")
-    lines = top.splitlines()
-    if any(map(manual.OPTION.match, lines)):
-        pages, summaries = None, manual.parse(top)
-    else:
-        summaries = {found.group(1): found.group(2)
-                     for found in map(manual.COMMAND.match, lines) if found}
-        pages = {command: manual.parse(manual.ask(program, command, "--help"))
-                 for command in summaries if command != "help"}
-        summaries["help"] = HELP
-    for path, text in ((zsh_file, zsh), (fish_file, fish)):
+def main(program, *paths):
+    found = program_help.read(program)
+    for path, text in zip(paths, (bash, zsh, fish)):
         with open(path, "w", encoding="utf-8") as file:
-            file.write("\n".join(text(name, pages, summaries)) + "\n")
+            file.write("\n".join(text(found)) + "\n")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
+    if len(sys.argv) != 5:
         sys.exit(__doc__)
     main(*sys.argv[1:])

@@ -9,33 +9,16 @@
 #   --cuda         the target cuda
 #   --commit REF   the commit [HEAD]
 #
-# Two runs in one tree should give the same bytes; that was not seen yet. Needs root, as it isolates builds by chroot.
+# Two runs in one tree give the same bytes. Needs root, as it isolates builds by chroot.
 set -eu
 
-tree= target=cpu commit=HEAD
-while [ $# -gt 1 ]; do
-    case $1 in
-        --tree) tree=$(cd "$2" && pwd); shift 2 ;;
-        --cuda) target=cuda; shift ;;
-        --commit) commit=$2; shift 2 ;;
-        *) break ;;
-    esac
-done
-case $#,${1-} in
-    1,-h|1,--help) sed -n '3,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    1,-*|0,*|[2-9],*) echo "$0: wrong arguments; see --help" >&2; exit 2 ;;
-esac
-mkdir -p "$1"
-output=$(cd "$1" && pwd)
-cd "$(dirname "$0")/.."
+# shellcheck source=deploy/source.sh
+. "$(dirname "$0")/source.sh"
 
-stage=$(mktemp -d)
-# Builds leave files of other users, and mounts end with their commands.
-trap 'rm -rf "$stage"' EXIT
-mkdir "$stage/source"
-git archive "$commit" | tar -x -C "$stage/source"
+target=${cuda:+cuda}
+target=${target:-cpu}
 time=$(git show --no-patch --format=%ct "$commit")
-version=$(sed -n 's/^project(moed VERSION \([0-9.]*\).*/\1/p' "$stage/source/CMakeLists.txt")
+version=$(sed -n 's/^project(moed VERSION \([0-9.]*\).*/\1/p' "$source/CMakeLists.txt")
 buildah() {
     command buildah --root "$stage/storage" --runroot "$stage/run" --storage-driver vfs "$@"
 }
@@ -51,7 +34,7 @@ if [ -n "$tree" ]; then
 fi
 buildah bud "$@" --isolation chroot --target "$target" --timestamp "$time" --tag "moed:$target" \
     --build-arg COMMIT="$(git rev-parse --short=12 "$commit")" \
-    --file "$stage/source/deploy/Containerfile" "$stage/source"
+    --file "$source/deploy/Containerfile" "$source"
 buildah push --quiet "moed:$target" "oci:$stage/image:$version-$target"
 tar -c --sort=name --mtime="@$time" --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX \
     -C "$stage/image" . >"$output/moed-$version-$target.oci.tar"

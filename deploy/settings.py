@@ -7,12 +7,11 @@
 The reference is a file for --config in which each setting is a comment with its default.
 """
 
-import os
 import re
 import sys
 import textwrap
 
-import manual
+import program_help
 
 # Options of the command line that are no settings.
 ACTIONS = {"config", "check-config", "version", "help"}
@@ -36,9 +35,9 @@ def setting(option):
 
 
 def main(program, path):
-    page = manual.parse(manual.ask(program, "--help"))
-    paragraphs = [HEAD.format(name=os.path.basename(program)).rstrip()]
-    paragraphs += [setting(o) for o in page.options if o.name not in ACTIONS]
+    found = program_help.read(program)
+    paragraphs = [HEAD.format(name=found.name).rstrip()]
+    paragraphs += [setting(o) for o in found.page.options if o.name not in ACTIONS]
     with open(path, "w", encoding="utf-8") as file:
         file.write("\n\n".join(paragraphs) + "\n")
 

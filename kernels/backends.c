@@ -16,9 +16,9 @@
 #include <string.h>
 #include <unistd.h>
 
-struct moe_status moe_backends_prepare(const char *interface)
+struct moe_status moe_backends_prepare(const char *interface, const char *suggested)
 {
-    MOE_TRY(moe_cpu_network_prepare(interface));
+    MOE_TRY(moe_cpu_network_prepare(interface, suggested));
     return moe_cuda_process_prepare(interface);
 }
 
@@ -39,8 +39,8 @@ static struct moe_status find_file(const char *name, char *out, size_t size)
                          "cannot find the program's own folder");
     n = snprintf(out, size, "%.*s/" MOE_MODULE_FOLDER "/%s", (int)(end - program), program, name);
     if (n < 0 || (size_t)n >= size || access(out, F_OK) != 0)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                         "the module %s is not installed", name);
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_UNSUPPORTED, "the module %s is not installed",
+                         name);
     return moe_ok();
 }
 

@@ -25,8 +25,14 @@ moe_nightly(conformance_training_cpu_skewed 60 COMMAND
   conformance --backend cpu --slots 4 --cases 200 --seed 105 --skewed --training)
 moe_nightly(membership_sim 60 COMMAND
   ${CMAKE_COMMAND} -E env MOE_RUNS=200000 $<TARGET_FILE:test_membership_sim>)
+moe_nightly(region_schedules 60 COMMAND ${CMAKE_COMMAND} -E env MOE_RUNS=10000 PYTHONUNBUFFERED=1
+  ${MOE_PYTHON} -B ${PROJECT_SOURCE_DIR}/tests/integration/test_region_schedules.py
+  ${PROJECT_BINARY_DIR} ${PROJECT_SOURCE_DIR}/tests/golden/models)
 moe_nightly(compilers 180 COMMAND ${PROJECT_SOURCE_DIR}/tests/compilers.sh)
 set_tests_properties(nightly_compilers PROPERTIES RUN_SERIAL ON)
+# Tests that need packages of PyPI; skipped without it.
+moe_nightly(pypi 90 COMMAND ${PROJECT_SOURCE_DIR}/tests/pypi.sh ${PROJECT_BINARY_DIR})
+set_tests_properties(nightly_pypi PROPERTIES RUN_SERIAL ON)
 # The files of deploy/monitoring with a real group; skipped without Prometheus.
 moe_nightly(monitoring_live 10 COMMAND ${MOE_PYTHON} -B
   ${PROJECT_SOURCE_DIR}/tests/monitoring/test_live.py

@@ -5,8 +5,14 @@
  * the library, so the figures show the service.
  *
  * Open loop: requests begin at random times of a given rate, whether or not earlier ones have been
- * answered. Their latency runs from the intended start, so a service that falls behind shows it. */
+ * answered. Their latency runs from the intended start, so a service that falls behind shows it.
+ *
+ * Several transports are measured in turn, with the same requests.
+ *
+ * Through shared memory (--transport shm) the main thread submits the requests of all clients, and
+ * looks for their ends. */
 #include "commands.h"
+#include "moe/regions.h"
 #include "moectl/group/link.h"
 #include "moectl/io/bench_report.h"
 
@@ -24,17 +30,24 @@
 
 enum {
     CONCURRENCY_MAX = 4096,
+    SHARED_MAX = 64, /* requests in flight through shared memory */
+    PAGE = 4096,
     ERRORS_MAX = 100, /* per client; then it stops */
     WARM_UP_MAX_MS = 1000,
     OPEN_CONCURRENCY = 256, /* default of the most requests in flight */
+    SLO_REQUESTS = 500,     /* of a run: five of them are above its p99 */
 };
 #define RATE_FIRST     100.0 /* requests a second */
-#define RATE_LEAST     0.1
 #define RATE_PRECISION 1.05
+
+enum transport { INLINE, TCP, UNIX, SHM, TRANSPORTS };
+static const char *const transport_names[TRANSPORTS] = {"inline", "tcp", "unix", "shm"};
 
 struct bench {
     struct moectl_common common;
-    const char *dtype_name, *concurrency_list, *model_digest;
+    const char *dtype_name, *concurrency_list, *model, *model_digest, *transport_list;
+    enum transport transports[TRANSPORTS];
+    size_t transport_count;
     uint64_t layer, tokens, seed, connections, spin_us;
     double duration_s;
     bool unary, stream, spread;
@@ -44,6 +57,7 @@ struct bench {
     size_t concurrency_count;
     enum moe_dtype dtype;
     struct moe_client *client;
+    struct moe_client_session *session; /* with SHM */
     struct moectl_bench_report report;
 };
 
@@ -51,6 +65,8 @@ struct bench {
 
 struct load {
     struct moe_client *client;
+    struct moe_client_session *session; /* NULL: by gRPC */
+    struct moe_client_region *region;   /* x and y of all loops */
     uint64_t measure_from_ns, end_ns;
     struct moectl_bench_run *run; /* the lock guards its contents too */
     struct moe_mutex lock;
@@ -69,6 +85,10 @@ struct loop {
     struct moe_client_stream *stream; /* with --stream */
     struct moe_client_forward call;
     void *x, *y;
+    /* Through shared memory: places in the region; the request, or why it was not submitted. */
+    uint64_t x_at, y_at, request;
+    bool submitted;
+    struct moe_status refused;
     uint64_t begin_ns, errors;
     SLIST_ENTRY(loop) pause;
     uint64_t resume_ns;
@@ -83,7 +103,8 @@ static void on_answer(void *ctx, struct moe_client_forward *f, struct moe_status
     uint64_t now = moe_clock_ns();
     l->errors += st.code != MOE_OK;
     bool again = now < load->end_ns && l->errors < ERRORS_MAX;
-    const bool pauses = again && st.code != MOE_OK && st.retry_after_ms > 0;
+    const bool pauses =
+        again && st.code != MOE_OK && st.retry_after_ms > 0 && load->session == NULL;
     moe_mutex_lock(&load->lock);
     if (st.code != MOE_OK) {
         if (load->run->errors++ == 0)
@@ -104,10 +125,28 @@ static void on_answer(void *ctx, struct moe_client_forward *f, struct moe_status
         send_next(l);
 }
 
+/* The end of the request, also of a refused one, is found by end_shared. */
+static void submit_shared(struct loop *l)
+{
+    const struct moe_client_session_forward f = {
+        .size = sizeof f,
+        .layer = l->call.layer,
+        .tokens = l->call.tokens,
+        .hidden = l->call.hidden,
+        .dtype = l->call.dtype,
+        .x = {l->load->region, l->x_at},
+        .y = {l->load->region, l->y_at},
+    };
+    l->refused = moe_session_submit(l->load->session, &f, &l->request);
+    l->submitted = true;
+}
+
 static void send_next(struct loop *l)
 {
     l->begin_ns = moe_clock_ns();
-    if (l->stream != NULL)
+    if (l->load->session != NULL)
+        submit_shared(l);
+    else if (l->stream != NULL)
         moe_client_stream_forward(l->stream, &l->call, on_answer, l);
     else
         moe_client_forward_async(l->load->client, &l->call, on_answer, l);
@@ -135,6 +174,69 @@ static void fill(void *x, enum moe_dtype dtype, size_t count, uint64_t seed)
         else
             ((uint16_t *)x)[i] = moe_f32_to_bf16(value);
     }
+}
+
+/* Handles the end of a loop's request; false if it is still in flight. `waits`: it ends first. */
+static bool end_shared(struct loop *l, bool waits)
+{
+    struct moe_client_session *s = l->load->session;
+    struct moe_client_session_answer a = {.size = sizeof a};
+    struct moe_status st = l->refused;
+    bool done = true;
+    if (st.code == MOE_OK && waits)
+        st = moe_session_wait(s, l->request, &a);
+    else if (st.code == MOE_OK)
+        st = moe_session_poll(s, l->request, &done, &a);
+    if (!done)
+        return false;
+    l->call.stages = (struct moe_client_stages){.queue_ns = a.queue_ns,
+                                                .step_ns = a.step_ns,
+                                                .server_ns = a.server_ns,
+                                                .step_tokens = a.step_tokens,
+                                                .steps = a.steps};
+    l->submitted = false;
+    if (st.code != MOE_OK && st.retry_after_ms > 0)
+        moe_sleep_until(moe_clock_ns() + st.retry_after_ms * MOE_NS_PER_MS);
+    on_answer(l, &l->call, st);
+    return true;
+}
+
+/* Looks for ends until no loop goes on. If it finds none, it waits for that of one loop. */
+static void serve_shared(struct loop *loops, uint32_t count)
+{
+    struct loop *waiting;
+    do {
+        bool found = false;
+        waiting = NULL;
+        for (uint32_t i = 0; i < count; i++) {
+            if (!loops[i].submitted)
+                continue;
+            if (end_shared(&loops[i], false))
+                found = true;
+            if (loops[i].submitted && (waiting == NULL || loops[i].begin_ns < waiting->begin_ns))
+                waiting = &loops[i];
+        }
+        if (!found && waiting != NULL)
+            (void)end_shared(waiting, true);
+    } while (waiting != NULL);
+}
+
+/* A region for x and y of all loops. */
+static struct moe_status share_loops(const struct bench *b, struct load *load, struct loop *loops)
+{
+    const uint32_t count = load->run->concurrency;
+    size_t bytes, each, all;
+    if (!moe_size_mul3(b->tokens, b->report.hidden, moe_dtype_bytes(b->dtype), &bytes) ||
+        !moe_size_round_up(bytes, PAGE, &each) || !moe_size_mul3(each, 2, count, &all))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "too many tokens");
+    MOE_TRY(moe_region_create(b->session, "bench", all, &load->region));
+    load->session = b->session;
+    for (uint32_t i = 0; i < count; i++) {
+        loops[i].x_at = (uint64_t)i * 2 * each;
+        loops[i].y_at = loops[i].x_at + each;
+        memcpy((char *)moe_region_data(load->region) + loops[i].x_at, loops[i].x, bytes);
+    }
+    return moe_ok();
 }
 
 static void free_loops(struct loop *loops, size_t count)
@@ -221,6 +323,8 @@ static void drive(struct load *load, struct loop *loops, double duration_s)
     moe_mutex_unlock(&load->lock);
     for (uint32_t i = 0; i < count; i++)
         send_next(&loops[i]);
+    if (load->session != NULL)
+        serve_shared(loops, count);
     moe_mutex_lock(&load->lock);
     wait_for_ends(load);
     const uint64_t last_ns = load->last_answer_ns;
@@ -315,8 +419,8 @@ static void drive_open(struct load *load, struct loop *loops, const struct bench
     moe_mutex_unlock(&load->lock);
 }
 
-/* `rate` 0: closed loop. */
-static struct moe_status measure(struct bench *b, uint32_t concurrency, double rate)
+/* With the transport of that turn. `rate` 0: closed loop. */
+static struct moe_status measure(struct bench *b, size_t turn, uint32_t concurrency, double rate)
 {
     struct load load = {
         .client = b->client, .lock = MOE_MUTEX_INITIALIZER, .first_error = moe_ok()};
@@ -328,6 +432,7 @@ static struct moe_status measure(struct bench *b, uint32_t concurrency, double r
         free(load.run);
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "clients");
     }
+    load.run->transport = b->transport_count > 1 ? transport_names[b->transports[turn]] : NULL;
     load.run->concurrency = concurrency;
     load.run->rate = rate;
     load.run->seconds = b->duration_s;
@@ -335,6 +440,8 @@ static struct moe_status measure(struct bench *b, uint32_t concurrency, double r
     struct moe_status st = moe_ok();
     for (uint32_t i = 0; i < concurrency && st.code == MOE_OK; i++)
         st = make_loop(b, &load, i, &loops[i]);
+    if (st.code == MOE_OK && b->session != NULL)
+        st = share_loops(b, &load, loops);
     if (st.code == MOE_OK && rate > 0)
         drive_open(&load, loops, b);
     else if (st.code == MOE_OK)
@@ -345,6 +452,10 @@ static struct moe_status measure(struct bench *b, uint32_t concurrency, double r
     if (st.code == MOE_OK && load.run->latency.count == 0)
         st = moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
                        "no answer within the measured time; try a longer --duration");
+    if (load.region != NULL) {
+        struct moe_status freed = moe_region_destroy(load.region);
+        st = st.code == MOE_OK ? freed : st;
+    }
     free_loops(loops, concurrency);
     pthread_cond_destroy(&load.change);
     moe_mutex_destroy(&load.lock);
@@ -353,13 +464,47 @@ static struct moe_status measure(struct bench *b, uint32_t concurrency, double r
 
 /* ------------------------------------------------------------------ the command */
 
+static bool has_transport(const struct bench *b, enum transport which)
+{
+    for (size_t i = 0; i < b->transport_count; i++)
+        if (b->transports[i] == which)
+            return true;
+    return false;
+}
+
+/* False: a name is none, or comes twice. */
+static bool parse_transports(struct bench *b)
+{
+    for (const char *at = b->transport_list;; at++) {
+        const size_t length = strcspn(at, ",");
+        enum transport t = INLINE;
+        while (t < TRANSPORTS && (strlen(transport_names[t]) != length ||
+                                  strncmp(transport_names[t], at, length) != 0))
+            t++;
+        if (t == TRANSPORTS || has_transport(b, t))
+            return false;
+        b->transports[b->transport_count++] = t;
+        at += length;
+        if (*at == '\0')
+            return true;
+    }
+}
+
+static uint32_t client_limit(const struct bench *b)
+{
+    return has_transport(b, SHM) ? SHARED_MAX : CONCURRENCY_MAX;
+}
+
+/* The runs of all transports fit the report. */
 static bool parse_list(struct bench *b)
 {
     const char *at = b->concurrency_list;
+    const uint32_t most = client_limit(b);
     for (;;) {
         char *end;
         unsigned long n = *at >= '0' && *at <= '9' ? strtoul(at, &end, 10) : 0;
-        if (n == 0 || n > CONCURRENCY_MAX || b->concurrency_count == MOECTL_BENCH_RUNS_MAX)
+        if (n == 0 || n > most ||
+            b->concurrency_count == MOECTL_BENCH_RUNS_MAX / b->transport_count)
             return false;
         b->concurrency[b->concurrency_count++] = (uint32_t)n;
         if (*end != ',')
@@ -368,14 +513,27 @@ static bool parse_list(struct bench *b)
     }
 }
 
-static struct moe_status connect_to_group(struct bench *b)
+static void disconnect(struct bench *b)
+{
+    moe_session_close(b->session);
+    moe_client_close(b->client);
+    b->session = NULL;
+    b->client = NULL;
+}
+
+static struct moe_status connect_to_group(struct bench *b, enum transport t)
 {
     char endpoint[MOECTL_ENDPOINT_MAX];
+    disconnect(b);
     MOE_TRY(moectl_worker_endpoint(&b->common, moectl_deadline(&b->common), endpoint));
     struct moe_client_config config = {
         .size = sizeof config,
         .endpoint = endpoint,
+        .way = t == TCP    ? MOE_CLIENT_WAY_TCP
+               : t == UNIX ? MOE_CLIENT_WAY_UNIX
+                           : MOE_CLIENT_WAY_ANY,
         .spread = b->spread,
+        .model = b->model,
         .model_digest = b->model_digest,
         .connections = (uint32_t)b->connections,
         .spin_us = (uint32_t)b->spin_us,
@@ -391,7 +549,9 @@ static struct moe_status connect_to_group(struct bench *b)
     if (b->report.hidden == 0)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND,
                          "the model has no MoE layer %" PRIu64, b->layer);
-    return moe_ok();
+    const struct moe_client_session_config session = {.size = sizeof session,
+                                                      .spin_us = (uint32_t)b->spin_us};
+    return t == SHM ? moe_session_open(b->client, &session, &b->session) : moe_ok();
 }
 
 /* The last run had no error, its p99 is within the limit, and it kept up with its rate. */
@@ -410,13 +570,24 @@ static bool has_answers(const struct moectl_bench_report *r)
     return answers > 0;
 }
 
+/* With fewer requests a p99 is one of the few slowest, and says nothing of the rate. */
+static double least_rate(const struct bench *b)
+{
+    return (double)SLO_REQUESTS / b->duration_s;
+}
+
+static double first_rate(const struct bench *b)
+{
+    return b->rate > 0 ? b->rate : RATE_FIRST;
+}
+
 /* Doubles the rate until the limit is missed, then halves the interval. */
 static struct moe_status search(struct bench *b)
 {
-    double low = 0, high = 0, rate = b->rate > 0 ? b->rate : RATE_FIRST;
-    while (b->report.run_count < MOECTL_BENCH_RUNS_MAX && rate >= RATE_LEAST &&
+    double low = 0, high = 0, rate = first_rate(b);
+    while (b->report.run_count < MOECTL_BENCH_RUNS_MAX && rate >= least_rate(b) &&
            (low == 0 || high == 0 || high / low > RATE_PRECISION)) {
-        struct moe_status st = measure(b, b->concurrency[0], rate);
+        struct moe_status st = measure(b, 0, b->concurrency[0], rate);
         bool good = st.code == MOE_OK && is_within(b);
         if (st.code != MOE_OK && low == 0 && st.code != MOE_RESOURCE_EXHAUSTED &&
             st.code != MOE_DEADLINE_EXCEEDED)
@@ -426,6 +597,10 @@ static struct moe_status search(struct bench *b)
     }
     b->report.slo_p99_ms = b->slo_p99_ms;
     b->report.highest_rate = low;
+    if (low == 0 && high > 0)
+        moectl_say("no rate from %.1f requests/s on keeps the limit; lower ones need a longer "
+                   "--duration, because a p99 of fewer than %d requests says little",
+                   high, SLO_REQUESTS);
     return has_answers(&b->report)
                ? moe_ok()
                : moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
@@ -434,16 +609,18 @@ static struct moe_status search(struct bench *b)
 
 static struct moe_status work(struct bench *b)
 {
-    MOE_TRY(connect_to_group(b));
-    if (b->slo_p99_ms > 0)
-        return search(b);
-    if (b->rate > 0)
-        return measure(b, b->concurrency[0], b->rate);
     struct moe_status first = moe_ok();
-    for (size_t i = 0; i < b->concurrency_count; i++) {
-        struct moe_status st = measure(b, b->concurrency[i], 0);
-        if (first.code == MOE_OK)
-            first = st;
+    for (size_t turn = 0; turn < b->transport_count; turn++) {
+        MOE_TRY(connect_to_group(b, b->transports[turn]));
+        if (b->slo_p99_ms > 0)
+            return search(b);
+        if (b->rate > 0)
+            return measure(b, turn, b->concurrency[0], b->rate);
+        for (size_t i = 0; i < b->concurrency_count; i++) {
+            struct moe_status st = measure(b, turn, b->concurrency[i], 0);
+            if (first.code == MOE_OK)
+                first = st;
+        }
     }
     return first;
 }
@@ -455,10 +632,25 @@ static int check(struct bench *b)
         return code;
     if (b->unary && b->stream)
         return moectl_usage_error("--unary and --stream exclude each other");
+    if (!parse_transports(b))
+        return moectl_usage_error("--transport must be inline, tcp, unix or shm, or several of "
+                                  "them, as in unix,shm; not '%s'",
+                                  b->transport_list);
+    const bool shared = has_transport(b, SHM);
+    if (shared && (b->unary || b->stream || b->spread || b->rate > 0 || b->slo_p99_ms > 0))
+        return moectl_usage_error("--transport shm takes no --unary, --stream, --spread, --rate "
+                                  "and --slo-p99");
+    if (b->transport_count > 1 && (b->rate > 0 || b->slo_p99_ms > 0))
+        return moectl_usage_error("--rate and --slo-p99 take one --transport");
     if (!(b->duration_s > 0))
         return moectl_usage_error("--duration must be more than 0");
     if (strcmp(b->dtype_name, "f32") != 0 && strcmp(b->dtype_name, "bf16") != 0)
         return moectl_usage_error("--dtype must be f32 or bf16, not '%s'", b->dtype_name);
+    if (b->slo_p99_ms > 0 && first_rate(b) < least_rate(b))
+        return moectl_usage_error("--slo-p99 needs %d requests in each run, for a p99 that is no "
+                                  "accident: --duration %.0f, or --rate %.0f",
+                                  SLO_REQUESTS, ceil((double)SLO_REQUESTS / first_rate(b)),
+                                  ceil(least_rate(b)));
     bool open = b->rate > 0 || b->slo_p99_ms > 0;
     if (b->concurrency_list == NULL && open) {
         b->concurrency[b->concurrency_count++] = OPEN_CONCURRENCY;
@@ -467,10 +659,10 @@ static int check(struct bench *b)
     if (b->concurrency_list == NULL)
         b->concurrency_list = "1";
     if (!parse_list(b) || (open && b->concurrency_count > 1))
-        return open ? moectl_usage_error("--concurrency must be one number from 1 to %d",
-                                         CONCURRENCY_MAX)
-                    : moectl_usage_error("--concurrency must be numbers from 1 to %d, as in 1,8,32",
-                                         CONCURRENCY_MAX);
+        return open ? moectl_usage_error("--concurrency must be one number from 1 to %u",
+                                         client_limit(b))
+                    : moectl_usage_error("--concurrency must be numbers from 1 to %u, as in 1,8,32",
+                                         client_limit(b));
     return moectl_check_digest(b->model_digest);
 }
 
@@ -478,7 +670,9 @@ static int report(struct bench *b)
 {
     struct moectl_bench_report *r = &b->report;
     r->dtype = b->dtype_name;
-    r->mode = b->stream ? "stream" : "unary";
+    r->mode = has_transport(b, SHM) && b->transport_count == 1 ? "shm"
+              : b->stream                                      ? "stream"
+                                                               : "unary";
     r->spread = b->spread;
     r->layer = (uint32_t)b->layer;
     r->tokens = (uint32_t)b->tokens;
@@ -491,10 +685,10 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     struct bench b = {
         .common = {.format = "table", .timeout_s = 10},
         .dtype_name = "bf16",
+        .transport_list = "inline",
         .layer = MOE_OPTION_UNSET,
         .tokens = 1,
         .seed = 1,
-        .connections = 1,
         .duration_s = 5,
     };
     const struct moe_option options[] = {
@@ -508,17 +702,25 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "open loop: requests a second that begin at random times; latency from the intended "
          "start"},
         {"slo-p99", 0, MOE_OPTION_DOUBLE, &b.slo_p99_ms, 0, 3600000, "MS",
-         "search the highest rate with a p99 latency of at most this, from --rate or 100 on"},
+         "search the highest rate with a p99 latency of at most this, from --rate or 100 on; each "
+         "run has 500 requests or more"},
         {"duration", 0, MOE_OPTION_DOUBLE, &b.duration_s, 0, 86400, "SECONDS",
          "measured time of each run; a warm-up of a quarter of it, at most 1 s, comes first"},
         {"dtype", 0, MOE_OPTION_STRING, &b.dtype_name, 0, 0, "f32|bf16", "dtype of x and y"},
         {"unary", 0, MOE_OPTION_BOOL, &b.unary, 0, 0, NULL, "one call per request (default)"},
         {"stream", 0, MOE_OPTION_BOOL, &b.stream, 0, 0, NULL, "one stream per client"},
+        {"transport", 0, MOE_OPTION_STRING, &b.transport_list, 0, 0, "T[,T..]",
+         "inline: gRPC, by a Unix socket if there is one; unix, tcp: gRPC that way; shm: through "
+         "memory shared with a worker of this host, which needs --allow-client-memory, for at most "
+         "64 clients; several are measured in turn"},
+        {"model", 0, MOE_OPTION_STRING, &b.model, 0, 0, "NAME",
+         "model of the group; default: the default model"},
         {"model-digest", 0, MOE_OPTION_STRING, &b.model_digest, 0, 0, "HEX",
          "fail unless the group serves the model with this digest (see moectl status)"},
         {"spread", 0, MOE_OPTION_BOOL, &b.spread, 0, 0, NULL,
          "send requests to all workers in turn, and split large batches"},
-        {"connections", 0, MOE_OPTION_UINT, &b.connections, 1, 64, "N", "connections per worker"},
+        {"connections", 0, MOE_OPTION_UINT, &b.connections, 1, 64, "N",
+         "connections per worker [1, and up to 4 for parts of large batches]"},
         {"spin-us", 0, MOE_OPTION_UINT, &b.spin_us, 0, 1000000, "US",
          "microseconds that a connection's thread spins for an answer before it sleeps"},
         {"seed", 0, MOE_OPTION_UINT, &b.seed, 0, UINT32_MAX, "N", "seed of the random inputs"},
@@ -536,7 +738,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         code = report(&b);
     if (st.code != MOE_OK)
         code = moectl_fail(&st);
-    moe_client_close(b.client);
+    disconnect(&b);
     for (size_t i = 0; i < b.report.run_count; i++)
         free(b.report.runs[i]);
     return code;
@@ -548,6 +750,7 @@ const struct moectl_command moectl_bench = {
     .usage = "--layer L [--tokens T] [--concurrency C[,C..] | --rate R] [--duration S] [options]",
     .examples =
         "  moectl bench --endpoint 127.0.0.1:7600 --layer 3 --tokens 1 --concurrency 1,8,32\n"
+        "  moectl bench --layer 3 --tokens 4096 --transport tcp,unix,shm\n"
         "  moectl bench --layer 3 --rate 500\n"
         "  moectl bench --layer 3 --slo-p99 5 --duration 10\n"
         "  moectl bench --layer 3 --tokens 2048 --stream --spread -o json\n",

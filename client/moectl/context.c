@@ -37,11 +37,10 @@ static int list(const struct moectl_common *common, const struct moectl_contexts
 
 static int run(const struct moectl_command *self, int argc, char **argv)
 {
-    struct moectl_common common = {.format = "table"};
+    struct moectl_common common = {.format = "table", .words_max = 2, .words = {"list"}};
     struct moectl_contexts contexts;
-    const char *words[2] = {"list", NULL};
+    const char *const *words = common.words; /* list, or use NAME */
     int code;
-    (void)moectl_take_words(words, 2, &argc, &argv); /* list, or use NAME */
     if (!moectl_parse(self, NULL, 0, &common, argc, argv, &code))
         return code;
     bool use = strcmp(words[0], "use") == 0;

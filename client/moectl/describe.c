@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* moectl describe: all that is known about the group or one worker, with its last events. */
+/* moectl describe: all that is known about the group, one worker or one model, with its last
+ * events. */
 #include "commands.h"
 #include "events.h"
+#include "moectl/group/models.h"
 #include "moectl/io/proto_json.h"
 #include "moectl/io/yaml.h"
 #include "workers.h"
@@ -15,7 +17,8 @@ enum { EVENTS_SHOWN = 20, WORKER_LIMIT_MS = 2000 };
 
 struct describe {
     struct moectl_common common;
-    int32_t slot; /* MOECTL_ALL_EVENTS: the group */
+    int32_t slot; /* MOECTL_ALL_EVENTS: the group, or a model */
+    const char *model;
     struct moectl_link *link;
     Moe__V1__GetStatusResponse *status;
     Moe__V1__ListEventsResponse *events;
@@ -41,6 +44,21 @@ static json_t *server_info(const Moe__V1__WorkerStatus *w, uint64_t deadline_ns)
     return said != NULL ? said : json_null();
 }
 
+static struct moe_status describe_model(const struct describe *d, uint64_t deadline_ns,
+                                        json_t **out)
+{
+    Moe__V1__ListModelsResponse *list;
+    const Moe__V1__ModelStatus *m;
+    MOE_TRY(moectl_models_ask(d->link, deadline_ns, &list));
+    struct moe_status st = moectl_models_find(list, d->model, &m);
+    if (!moe_failed(&st)) {
+        *out = moectl_document("Model");
+        json_object_set_new(*out, "model", moectl_proto_json(&m->base));
+    }
+    moe__v1__list_models_response__free_unpacked(list, NULL);
+    return st;
+}
+
 /* Events about other slots go. */
 static json_t *events_list(const struct describe *d)
 {
@@ -53,6 +71,8 @@ static json_t *events_list(const struct describe *d)
 
 static struct moe_status build(const struct describe *d, uint64_t deadline_ns, json_t **out)
 {
+    if (d->model != NULL)
+        return describe_model(d, deadline_ns, out);
     if (d->slot == MOECTL_ALL_EVENTS) {
         *out = moectl_document("Group");
         json_object_set_new(*out, "group", moectl_proto_json(&d->status->base));
@@ -99,18 +119,23 @@ static struct moe_status ask(struct describe *d, uint64_t deadline_ns, json_t **
 
 static int run(const struct moectl_command *self, int argc, char **argv)
 {
-    struct describe d = {.common = {.format = "table", .timeout_s = 10}, .slot = MOECTL_ALL_EVENTS};
-    const char *words[2] = {"group"};
+    struct describe d = {
+        .common = {.format = "table", .timeout_s = 10, .words_max = 2, .words = {"group"}},
+        .slot = MOECTL_ALL_EVENTS};
+    const char *const *words = d.common.words;
     uint32_t slot = 0;
     json_t *document = NULL;
-    int code, count = moectl_take_words(words, 2, &argc, &argv);
+    int code;
     if (!moectl_parse(self, NULL, 0, &d.common, argc, argv, &code))
         return code;
-    bool worker = strcmp(words[0], "worker") == 0;
-    if (!worker && strcmp(words[0], "group") != 0)
+    bool worker = strcmp(words[0], "worker") == 0, model = strcmp(words[0], "model") == 0;
+    if (!worker && !model && strcmp(words[0], "group") != 0)
         return moectl_usage_error("there is no '%s' to describe", words[0]);
-    if (count > 0 && worker != (count == 2))
-        return moectl_usage_error(worker ? "describe worker: which slot?" : "unexpected argument");
+    if ((worker || model) != (d.common.word_count == 2))
+        return moectl_usage_error(worker  ? "describe worker: which slot?"
+                                  : model ? "describe model: which one?"
+                                          : "unexpected argument");
+    d.model = model ? words[1] : NULL;
     if (worker) {
         code = moectl_parse_slot(words[1], &slot);
         if (code != MOECTL_OK)
@@ -129,13 +154,15 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 
 const struct moectl_command moectl_describe = {
     .name = "describe",
-    .summary = "Shows all that is known about the group or one worker, and its last events.",
-    .usage = "[group | worker SLOT] [-o FORMAT]\n"
+    .summary = "Shows all that is known about the group, a worker or a model, and the last events.",
+    .usage = "[group | worker SLOT | model NAME] [-o FORMAT]\n"
              "\n"
              "actions:\n"
              "  group          the group (default)\n"
-             "  worker SLOT    the worker of this slot, as coordinator and worker report it",
+             "  worker SLOT    the worker of this slot, as coordinator and worker report it\n"
+             "  model NAME     a model of the group: state, layers, digest, memory",
     .examples = "  moectl describe worker 1\n"
+                "  moectl describe model small\n"
                 "  moectl describe group -o yaml\n",
     .run = run,
 };

@@ -78,7 +78,7 @@ static void add_worker(struct diag *d, const Moe__V1__WorkerStatus *w)
     moectl_link_close(link);
 }
 
-static void add_group(struct diag *d)
+static struct moe_status add_group(struct diag *d)
 {
     struct moectl_link *link = NULL;
     Moe__V1__GetStatusResponse *status = NULL;
@@ -86,8 +86,7 @@ static void add_group(struct diag *d)
     struct moe_status st = moectl_admin_find(&d->common, d->deadline_ns, &link, &status);
     if (moe_failed(&st)) {
         add_failure(d, "status.json", &st);
-        moectl_say("%s", st.text);
-        return;
+        return st;
     }
     add_json(d, "status.json", moectl_proto_json(&status->base));
     st = moectl_events_ask(link, d->deadline_ns, 0, 0, &events);
@@ -103,6 +102,7 @@ static void add_group(struct diag *d)
             add_worker(d, status->workers[i]);
     moe__v1__get_status_response__free_unpacked(status, NULL);
     moectl_link_close(link);
+    return moe_ok();
 }
 
 /* ------------------------------------------------------------------ the local group */
@@ -216,13 +216,19 @@ static struct moe_status work(struct diag *d, const char *folder)
     for (size_t i = 0; local && i < group.count; i++)
         hide_tokens_of(d, group.processes[i].command);
     add_version(d);
-    add_group(d);
+    struct moe_status asked = add_group(d);
     if (local) {
+        if (moe_failed(&asked)) /* the logs may say why */
+            moectl_say("%s", asked.text);
         add_local(d, directory, &group);
         moectl_group_free(&group);
         close(directory);
     }
-    return moectl_archive_close(d->archive);
+    MOE_TRY(moectl_archive_close(d->archive));
+    if (!moe_failed(&asked) || local)
+        return moe_ok();
+    (void)unlink(d->output); /* there is nothing in it */
+    return asked;
 }
 
 static int run(const struct moectl_command *self, int argc, char **argv)

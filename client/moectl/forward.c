@@ -19,7 +19,7 @@
 struct forward {
     struct moectl_common common;
     struct moectl_tensor_names names;
-    const char *input, *output, *dtype, *model_digest;
+    const char *input, *output, *dtype, *model, *model_digest, *parts;
     uint64_t layer, repeat;
     bool return_routing, stream, spread;
 
@@ -86,6 +86,24 @@ static const struct moe_client_layer *find_layer(const struct moe_client_info *i
     return NULL;
 }
 
+static const char *const parts_names[] = {
+    [MOE_PARTS_BOTH] = "both",
+    [MOE_PARTS_ROUTED] = "routed",
+    [MOE_PARTS_SHARED] = "shared",
+};
+enum { PARTS = sizeof parts_names / sizeof *parts_names };
+
+/* PARTS for a name that does not exist. */
+static enum moe_parts parts_of(const struct forward *o)
+{
+    unsigned i = 0;
+    if (o->parts == NULL)
+        return MOE_PARTS_BOTH;
+    while (i < PARTS && strcmp(o->parts, parts_names[i]) != 0)
+        i++;
+    return (enum moe_parts)i;
+}
+
 /* Allocates the answer and fills in the call. */
 static struct moe_status prepare(struct forward *o)
 {
@@ -121,6 +139,7 @@ static struct moe_status prepare(struct forward *o)
         .y = y->data,
         .topk_ids = y->topk_ids,
         .topk_weights = y->topk_weights,
+        .parts = parts_of(o),
     };
     return moe_ok();
 }
@@ -160,6 +179,7 @@ static struct moe_status work(struct forward *o)
         .size = sizeof config,
         .endpoint = endpoint,
         .spread = o->spread,
+        .model = o->model,
         .model_digest = o->model_digest,
         .timeout_ms = moectl_timeout_ms(&o->common),
     };
@@ -211,6 +231,8 @@ static int check(const struct forward *o)
         return code;
     if (o->dtype != NULL && strcmp(o->dtype, "f32") != 0 && strcmp(o->dtype, "bf16") != 0)
         return moectl_usage_error("--dtype must be f32 or bf16, not '%s'", o->dtype);
+    if ((unsigned)parts_of(o) == PARTS)
+        return moectl_usage_error("--parts must be both, routed or shared, not '%s'", o->parts);
     if (o->names.topk_weights != NULL && o->names.topk_ids == NULL)
         return moectl_usage_error("--topk-weights needs --topk-ids");
     return moectl_check_digest(o->model_digest);
@@ -237,9 +259,13 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "F32 [T,K] tensor of the input: their weights; default: the router's"},
         {"return-routing", 0, MOE_OPTION_BOOL, &o.return_routing, 0, 0, NULL,
          "also write topk_ids (I32) and topk_weights (F32)"},
+        {"parts", 0, MOE_OPTION_STRING, &o.parts, 0, 0, "both|routed|shared",
+         "routed experts, shared experts, or both; default: both"},
         {"repeat", 0, MOE_OPTION_UINT, &o.repeat, 1, 1000000, "N",
          "send N times; fail unless all answers are equal bit for bit"},
         {"stream", 0, MOE_OPTION_BOOL, &o.stream, 0, 0, NULL, "send on a stream"},
+        {"model", 0, MOE_OPTION_STRING, &o.model, 0, 0, "NAME",
+         "model of the group; default: the default model"},
         {"model-digest", 0, MOE_OPTION_STRING, &o.model_digest, 0, 0, "HEX",
          "fail unless the group serves the model with this digest (see moectl status)"},
         {"spread", 0, MOE_OPTION_BOOL, &o.spread, 0, 0, NULL,

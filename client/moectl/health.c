@@ -3,6 +3,7 @@
  * daemon, or of the group, and never changes anything. */
 #include "commands.h"
 #include "events.h"
+#include "moectl/group/models.h"
 #include "moectl/group/train_state.h"
 #include "moectl/io/proto_json.h"
 #include "moectl/io/samples.h"
@@ -18,7 +19,7 @@
 #include <time.h>
 
 enum {
-    CHECKS_MAX = 16 + 8 * MOE_MAX_SLOTS,
+    CHECKS_MAX = 32 + 10 * MOE_MAX_SLOTS,
     WORKER_LIMIT_MS = 5000,
     RECENT_MS = 10 * 60 * 1000,
     CLOCK_MS = 5000, /* leases do not depend on this clock; logs and certificates do */
@@ -32,7 +33,7 @@ static const char *const result_names[] = {"OK", "WARNING", "CRITICAL"};
 
 struct check {
     const char *code;
-    char subject[32]; /* "group", "coordinator", "slot 3" */
+    char subject[64]; /* "group", "coordinator", "slot 3", the name of an added model */
     enum result result;
     char text[320];
 };
@@ -83,11 +84,22 @@ static void check_group(struct health *h)
     size_t live = moectl_workers_live(s);
     add(h, "GROUP_SERVING", "group", serves ? RESULT_OK : RESULT_CRITICAL, "%s%s%s", state,
         s->reason[0] != '\0' ? ": " : "", s->reason);
-    add(h, "SLOTS_TAKEN", "group", live == s->slots ? RESULT_OK : RESULT_CRITICAL,
+    bool masked = serves && s->n_live_slots < s->slots;
+    add(h, "SLOTS_TAKEN", "group",
+        live == s->slots ? RESULT_OK
+        : masked         ? RESULT_WARNING
+                         : RESULT_CRITICAL,
         "%zu of %" PRIu32 " slots have a live worker", live, s->slots);
-    add(h, "WEIGHTS_AGREE", "group",
-        s->model_digest[0] != '\0' || !serves ? RESULT_OK : RESULT_WARNING, "%s%s",
-        s->model_digest[0] != '\0' ? "all slots agree on digest " : "no digest is recorded",
+    if (s->replicas > 1 && s->epoch != 0) {
+        char view[512];
+        moectl_workers_describe_view(s, view, sizeof view);
+        add(h, "VIEW_COMPLETE", "group", masked ? RESULT_WARNING : RESULT_OK, "%s", view);
+    }
+    bool recorded = s->model_digest[0] != '\0';
+    add(h, "WEIGHTS_AGREE", "group", recorded || !serves ? RESULT_OK : RESULT_WARNING, "%s%s",
+        !recorded ? "no digest is recorded"
+        : serves  ? "all slots agree on digest "
+                  : "not compared while the group does not serve; on record is digest ",
         s->model_digest);
 }
 
@@ -98,6 +110,21 @@ static void check_cordons(struct health *h)
         (void)snprintf(subject, sizeof subject, "slot %" PRIu32, h->status->cordons[i]->slot);
         add(h, "SLOT_CORDONED", subject, RESULT_WARNING, "%s", h->status->cordons[i]->reason);
     }
+}
+
+/* Of the added models. A model that failed is tried again; the group serves all others. */
+static void check_models(struct health *h)
+{
+    Moe__V1__ListModelsResponse *list = moectl_models_try(h->link, h->deadline_ns);
+    for (size_t i = 0; list != NULL && i < list->n_models; i++) {
+        const Moe__V1__ModelStatus *m = list->models[i];
+        bool failed = m->state == MOE__V1__MODEL_STATE__MODEL_STATE_FAILED;
+        if (!m->is_default)
+            add(h, "MODEL_SERVING", m->name, failed ? RESULT_WARNING : RESULT_OK, "%s%s%s",
+                moectl_model_state(m), m->reason[0] != '\0' ? ": " : "", m->reason);
+    }
+    if (list != NULL)
+        moe__v1__list_models_response__free_unpacked(list, NULL);
 }
 
 /* The coordinator's clock at its answer. 0: not known. */
@@ -115,18 +142,63 @@ static size_t count_recent(const struct health *h, Moe__V1__EventKind kind)
     return found;
 }
 
+/* Views that served and ended. An attempt that did not form ends with the same kind of event. */
+static size_t count_ended_views(const struct health *h)
+{
+    size_t ended = 0;
+    /* The event of its commit may be forgotten. */
+    bool serves = h->events->n_events > 0 && h->events->events[0]->sequence > 1;
+    for (size_t i = 0; i < h->events->n_events; i++) {
+        const Moe__V1__Event *e = h->events->events[i];
+        if (e->kind == MOE__V1__EVENT_KIND__EVENT_KIND_EPOCH_ENDED)
+            ended += serves && e->unix_ms > coordinators_clock(h) - RECENT_MS;
+        if (e->kind == MOE__V1__EVENT_KIND__EVENT_KIND_EPOCH_SERVING ||
+            e->kind == MOE__V1__EVENT_KIND__EVENT_KIND_GROUP_RESTORING)
+            serves = true;
+        if (e->kind == MOE__V1__EVENT_KIND__EVENT_KIND_EPOCH_ENDED ||
+            e->kind == MOE__V1__EVENT_KIND__EVENT_KIND_EPOCH_PREPARING)
+            serves = false;
+    }
+    return ended;
+}
+
+/* `samples`: the coordinator's; without them, the events of failed writes decide. */
+static void check_saved(struct health *h, const struct moectl_samples *samples)
+{
+    static const char name[] = "moe_state_saved";
+    size_t failed = count_recent(h, MOE__V1__EVENT_KIND__EVENT_KIND_STATE_NOT_SAVED);
+    bool known = moectl_samples_have(samples, name);
+    bool saved = known ? moectl_samples_sum(samples, name, NULL) > 0 : failed == 0;
+    add(h, "STATE_SAVED", "coordinator",
+        !saved        ? RESULT_CRITICAL
+        : failed == 0 ? RESULT_OK
+                      : RESULT_WARNING,
+        "failed writes of the state directory in the last 10 minutes: %zu%s", failed,
+        !known   ? ""
+        : !saved ? "; the last write failed, the next change of the group writes again"
+                 : "; the last write succeeded");
+}
+
+static void check_store(struct health *h)
+{
+    const Moe__V1__GetStatusResponse *s = h->status;
+    if (strcmp(s->store, "etcd") != 0)
+        return;
+    bool answers = s->leader_lease_remaining_ms > 0;
+    add(h, "ETCD_ANSWERS", "coordinator", answers ? RESULT_OK : RESULT_CRITICAL,
+        "the leader's lease has %.1f s; failed calls of etcd since the start: %" PRIu64,
+        (double)s->leader_lease_remaining_ms / 1000.0, s->etcd_errors);
+}
+
 static void check_events(struct health *h)
 {
-    size_t ended = count_recent(h, MOE__V1__EVENT_KIND__EVENT_KIND_EPOCH_ENDED);
+    size_t ended = count_ended_views(h);
     size_t refused = count_recent(h, MOE__V1__EVENT_KIND__EVENT_KIND_WORKER_REFUSED);
-    size_t unsaved = count_recent(h, MOE__V1__EVENT_KIND__EVENT_KIND_STATE_NOT_SAVED);
     int64_t off = coordinators_clock(h) - unix_ms();
     add(h, "GROUP_STABLE", "group", ended == 0 ? RESULT_OK : RESULT_WARNING,
-        "epochs that ended in the last 10 minutes: %zu", ended);
+        "views that served and ended in the last 10 minutes: %zu", ended);
     add(h, "WORKER_REFUSED", "group", refused == 0 ? RESULT_OK : RESULT_WARNING,
         "refusals of workers in the last 10 minutes: %zu; see moectl get events", refused);
-    add(h, "STATE_SAVED", "coordinator", unsaved == 0 ? RESULT_OK : RESULT_CRITICAL,
-        "failed writes of the state directory in the last 10 minutes: %zu", unsaved);
     add(h, "CLOCK", "coordinator", llabs(off) <= CLOCK_MS ? RESULT_OK : RESULT_WARNING,
         "its clock is %.1f s %s this host's", (double)llabs(off) / 1000.0,
         off < 0 ? "behind" : "ahead of");
@@ -177,6 +249,17 @@ static void check_release(struct health *h, const char *subject, const char *ver
         h->status->version);
 }
 
+/* --backend cuda ends a worker that cannot have it; --backend auto takes the CPU. */
+static void check_backend(struct health *h, const char *subject,
+                          const Moe__V1__GetServerInfoResponse *info)
+{
+    bool failed = strcmp(info->cuda_module, "failed") == 0;
+    add(h, "BACKEND", subject, failed ? RESULT_WARNING : RESULT_OK, "%s%s%s%s%s", info->backend,
+        info->backend_asked[0] != '\0' ? ", by --backend " : "", info->backend_asked,
+        failed ? ": the installed CUDA module cannot be used: " : "",
+        failed ? info->cuda_problem : "");
+}
+
 static void check_training(struct health *h, const char *subject, const char *endpoint)
 {
     Moe__V1__GetTrainStateResponse *state = NULL;
@@ -201,6 +284,7 @@ static void check_answers(struct health *h, const char *subject, const Moe__V1__
         w->endpoint, moe_failed(&st) ? ": " : "", moe_failed(&st) ? st.text : "");
     if (!moe_failed(&st)) {
         check_release(h, subject, info->version);
+        check_backend(h, subject, info);
         st = moectl_link_samples(link, moe_earlier(limit, h->deadline_ns), &samples);
     }
     if (!moe_failed(&st)) {
@@ -246,6 +330,9 @@ static void check_coordinator(struct health *h)
     struct moe_status st = moectl_link_samples(h->link, h->deadline_ns, &samples);
     if (!moe_failed(&st))
         check_certificate(h, "coordinator", &samples);
+    if (!moe_failed(&st) || h->events != NULL)
+        check_saved(h, &samples);
+    check_store(h);
     moectl_samples_free(&samples);
 }
 
@@ -305,6 +392,7 @@ static struct moe_status ask(struct health *h)
     check_coordinator(h);
     check_group(h);
     check_cordons(h);
+    check_models(h);
     if (h->events != NULL)
         check_events(h);
     for (size_t i = 0; i < h->status->n_workers; i++)

@@ -81,19 +81,19 @@ static int show(const struct moectl_common *common, json_t *list)
 
 static int run(const struct moectl_command *self, int argc, char **argv)
 {
-    struct moectl_common common = {.format = "table", .timeout_s = 10};
+    struct moectl_common common = {.format = "table", .timeout_s = 10, .words_max = 1};
     bool all = false;
     const struct moe_option options[] = {
         {"all", 0, MOE_OPTION_BOOL, &all, 0, 0, NULL,
          "the coordinator and all workers of the group"},
     };
-    const char *level = NULL;
     enum moe_log_level known;
     char endpoint[MOECTL_ENDPOINT_MAX];
-    int code, words = moectl_take_words(&level, 1, &argc, &argv);
+    int code;
     if (!moectl_parse(self, options, 1, &common, argc, argv, &code))
         return code;
-    if (words == 0 || !moe_log_level_from_name(level, &known))
+    const char *level = common.words[0];
+    if (level == NULL || !moe_log_level_from_name(level, &known))
         return moectl_usage_error("which level? error, warn, info or debug");
     json_t *list = json_array();
     struct moe_status st;

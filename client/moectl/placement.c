@@ -2,7 +2,7 @@
 /* moectl placement: the experts of each slot, layer by layer. `get experts` is the other view: the
  * slots of each expert. */
 #include "commands.h"
-#include "moectl/group/link.h"
+#include "moectl/group/models.h"
 #include "moectl/io/table.h"
 
 #include <inttypes.h>
@@ -13,6 +13,7 @@ enum { RANGES_BYTES = 900 };
 struct placement {
     struct moectl_common common;
     uint64_t layer; /* MOE_OPTION_UNSET: all */
+    const char *model;
     struct moectl_table *table;
     json_t *layers;
 };
@@ -75,23 +76,46 @@ static void add_layer(struct placement *all, uint32_t layer, uint32_t slots,
                           json_pack("{s:I, s:o}", "layer", (json_int_t)layer, "slots", list));
 }
 
+static struct moe_status ask_layers(struct placement *all, struct moectl_link *link,
+                                    uint64_t deadline_ns, uint32_t slots,
+                                    Moe__V1__LayerInfo *const *layers, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        uint32_t layer = layers[i]->layer;
+        Moe__V1__GetPlacementResponse *p = NULL;
+        if (all->layer != MOE_OPTION_UNSET && all->layer != layer)
+            continue;
+        MOE_TRY(moectl_link_placement(link, all->model != NULL ? all->model : "", layer,
+                                      deadline_ns, &p));
+        add_layer(all, layer, slots, p);
+        moe__v1__get_placement_response__free_unpacked(p, NULL);
+    }
+    return moe_ok();
+}
+
+static struct moe_status ask_added_model(struct placement *all, struct moectl_link *link,
+                                         uint64_t deadline_ns, uint32_t slots)
+{
+    Moe__V1__ListModelsResponse *list;
+    const Moe__V1__ModelStatus *m;
+    MOE_TRY(moectl_models_ask(link, deadline_ns, &list));
+    struct moe_status st = moectl_models_find(list, all->model, &m);
+    if (!moe_failed(&st))
+        st = ask_layers(all, link, deadline_ns, slots, m->layers, m->n_layers);
+    moe__v1__list_models_response__free_unpacked(list, NULL);
+    return st;
+}
+
 static struct moe_status ask(struct placement *all)
 {
     struct moectl_link *link = NULL;
     Moe__V1__GetStatusResponse *status = NULL;
     uint64_t deadline = moectl_deadline(&all->common);
     struct moe_status st = moectl_admin_find(&all->common, deadline, &link, &status);
-    for (size_t i = 0; !moe_failed(&st) && i < status->n_layers; i++) {
-        uint32_t layer = status->layers[i]->layer;
-        Moe__V1__GetPlacementResponse *p = NULL;
-        if (all->layer != MOE_OPTION_UNSET && all->layer != layer)
-            continue;
-        st = moectl_link_placement(link, layer, deadline, &p);
-        if (moe_failed(&st))
-            break;
-        add_layer(all, layer, status->slots, p);
-        moe__v1__get_placement_response__free_unpacked(p, NULL);
-    }
+    if (!moe_failed(&st))
+        st = all->model != NULL
+                 ? ask_added_model(all, link, deadline, status->slots)
+                 : ask_layers(all, link, deadline, status->slots, status->layers, status->n_layers);
     if (!moe_failed(&st) && all->layer != MOE_OPTION_UNSET && json_array_size(all->layers) == 0)
         st = moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND,
                        "the model has no MoE layer %" PRIu64, all->layer);
@@ -120,6 +144,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
                             .layer = MOE_OPTION_UNSET};
     const struct moe_option options[] = {
         {"layer", 'l', MOE_OPTION_UINT, &all.layer, 0, UINT32_MAX, "L", "of this layer only"},
+        {"model", 0, MOE_OPTION_STRING, &all.model, 0, 0, "NAME",
+         "of this model; default: the default model"},
     };
     int code;
     if (!moectl_parse(self, options, sizeof options / sizeof *options, &all.common, argc, argv,
@@ -137,7 +163,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_placement = {
     .name = "placement",
     .summary = "Shows which experts each slot holds.",
-    .usage = "[--endpoint H:P] [--layer L] [-o FORMAT]",
+    .usage = "[--endpoint H:P] [--model NAME] [--layer L] [-o FORMAT]",
     .examples = "  moectl placement --layer 3\n",
     .run = run,
 };

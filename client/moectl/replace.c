@@ -25,6 +25,7 @@ struct replace {
     struct moectl_group group;
     struct moectl_daemons daemons;
     size_t places[MOECTL_PROCESSES_MAX]; /* indices in `group` of the daemons that we started */
+    bool refused[MOECTL_PROCESSES_MAX];  /* [index in `group`] its slot is cordoned */
 };
 
 static struct moe_status start(struct replace *r, size_t place)
@@ -94,11 +95,21 @@ static bool is_ours(const struct replace *r, size_t place)
     return false;
 }
 
+/* A worker of a cordoned slot would get no slot. */
+static bool refuses(struct replace *r, size_t place)
+{
+    struct moectl_slots slots;
+    if (place > 0 && !r->refused[place] && moectl_slots_ask(&r->group, &slots))
+        r->refused[place] = slots.cordoned[place];
+    return r->refused[place];
+}
+
 /* The coordinator is first, because workers connect to it. */
 static struct moe_status start_ended(struct replace *r, uint64_t deadline_ns)
 {
     for (size_t i = 0; i < r->group.count; i++) {
-        if (is_ours(r, i) || moectl_process_state(&r->group, i) != MOECTL_PROCESS_ENDED)
+        if (is_ours(r, i) || moectl_process_state(&r->group, i) != MOECTL_PROCESS_ENDED ||
+            refuses(r, i))
             continue;
         if (r->daemons.count == 0) /* without a record, start nothing */
             MOE_TRY(moectl_state_write(r->directory, &r->group));
@@ -124,7 +135,7 @@ static struct moe_status find_awaited(struct replace *r, bool awaited[MOECTL_PRO
         const struct moectl_process *p = &r->group.processes[i];
         enum moectl_process_state state = moectl_process_state(&r->group, i);
         bool reported = awaited[i], empty = i > 0 && (asked ? !slots.filled[i] : awaited[i]);
-        awaited[i] = !is_ours(r, i) && (state != MOECTL_PROCESS_RUNS || empty);
+        awaited[i] = !is_ours(r, i) && !r->refused[i] && (state != MOECTL_PROCESS_RUNS || empty);
         if (!awaited[i] || reported)
             continue;
         if (state == MOECTL_PROCESS_RUNS)
@@ -167,6 +178,18 @@ static struct moe_status settle(struct replace *r, uint64_t deadline_ns)
     }
 }
 
+/* Fails if a worker was not started because its slot is cordoned. */
+static struct moe_status check_refused(const struct replace *r)
+{
+    for (size_t i = 1; i < r->group.count; i++)
+        if (r->refused[i])
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                             "slot %zu is cordoned, so replace does not start %s: `moectl status` "
+                             "has the reason; `moectl uncordon %zu --reason ...`, then repeat",
+                             i - 1, r->group.processes[i].name, i - 1);
+    return moe_ok();
+}
+
 /* Without a record, `down` would not find the daemons, and the next `replace` would start more.
  * Not SIGTERM: a coordinator would drain all workers. */
 static void end_started(struct replace *r)
@@ -184,6 +207,8 @@ static struct moe_status start_missing(struct replace *r, uint64_t deadline_ns)
     MOE_TRY(moectl_daemons_init(&r->daemons, r->directory, r->state_path, true));
     r->daemons.keep_logs = true;
     struct moe_status st = settle(r, deadline_ns);
+    if (!moe_failed(&st))
+        st = check_refused(r);
     if (r->daemons.count == 0)
         return st;
     struct moe_status recorded = record(r);

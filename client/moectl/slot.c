@@ -13,6 +13,7 @@ struct slot_change {
     uint32_t slot;
     const char *reason;
     bool cordon; /* of `drain`: first */
+    bool force;
     uint64_t limit_ms;
     struct moectl_link *link;
 };
@@ -40,6 +41,7 @@ static struct moe_status drain(struct slot_change *c, uint64_t *epoch)
     request.slot = c->slot;
     request.reason = (char *)(uintptr_t)c->reason;
     request.limit_ms = (uint32_t)c->limit_ms;
+    request.force = c->force;
     MOE_TRY(moectl_link_call(c->link, "/moe.v1.AdminService/DrainWorker", &request.base,
                              moectl_deadline(&c->common),
                              &moe__v1__drain_worker_response__descriptor, &answer));
@@ -84,7 +86,7 @@ static int show(const struct moectl_command *self, const struct slot_change *c, 
 
 static int run(const struct moectl_command *self, int argc, char **argv)
 {
-    struct slot_change c = {.common = {.format = "table", .timeout_s = 10}};
+    struct slot_change c = {.common = {.format = "table", .timeout_s = 10, .words_max = 1}};
     const struct moe_option options[] = {
         {"reason", 'r', MOE_OPTION_STRING, &c.reason, 0, 0, "TEXT",
          "why; for the log and the events (required)"},
@@ -92,15 +94,16 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "first close the slot, so that a restarted worker does not take it again"},
         {"limit-ms", 0, MOE_OPTION_UINT, &c.limit_ms, 0, UINT32_MAX, "MS",
          "time for its requests, then they are cancelled; 0 = the worker's setting"},
+        {"force", 0, MOE_OPTION_BOOL, &c.force, 0, 0, NULL,
+         "in a group with replicas, also if it has the last copy of some experts"},
     };
-    const char *word = NULL;
     uint64_t epoch = 0;
-    int code, words = moectl_take_words(&word, 1, &argc, &argv);
-    if (!moectl_parse(self, options, self == &moectl_drain ? 3 : 1, &c.common, argc, argv, &code))
+    int code;
+    if (!moectl_parse(self, options, self == &moectl_drain ? 4 : 1, &c.common, argc, argv, &code))
         return code;
-    if (words == 0)
+    if (c.common.word_count == 0)
         return moectl_usage_error("which slot?");
-    code = moectl_parse_slot(word, &c.slot);
+    code = moectl_parse_slot(c.common.words[0], &c.slot);
     if (code == MOECTL_OK)
         code = moectl_require(&(struct moectl_required){"reason", c.reason != NULL}, 1);
     if (code != MOECTL_OK)
@@ -112,7 +115,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_drain = {
     .name = "drain",
     .summary = "Makes a worker finish its requests and leave.",
-    .usage = "SLOT --reason TEXT [--cordon]",
+    .usage = "SLOT --reason TEXT [--cordon] [--force]",
     .examples = "  moectl drain 3 --cordon --reason \"a fan is broken\"\n",
     .run = run,
 };

@@ -2,10 +2,11 @@
 /* moectl status: shows the state of a group. moectl wait: waits for a state. Both ask the
  * coordinator. */
 #include "commands.h"
-#include "moectl/group/link.h"
+#include "moectl/group/models.h"
 #include "moectl/group/orphaned_group.h"
 #include "moectl/group/state.h"
 #include "moectl/group/train_state.h"
+#include "moectl/io/progress.h"
 #include "moectl/io/proto_json.h"
 #include "workers.h"
 
@@ -28,20 +29,41 @@ static bool is_serving(const Moe__V1__GetStatusResponse *s)
     return s->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING;
 }
 
-static int print_table(const Moe__V1__GetStatusResponse *s)
+static void print_added_models(const Moe__V1__ListModelsResponse *list)
+{
+    for (size_t i = 0; list != NULL && i < list->n_models; i++) {
+        const Moe__V1__ModelStatus *m = list->models[i];
+        if (!m->is_default)
+            moectl_put("added    %s (%s), %zu MoE layer%s: %s%s%s\n", m->name, m->family,
+                       m->n_layers, m->n_layers == 1 ? "" : "s", moectl_model_state(m),
+                       m->reason[0] != '\0' ? ": " : "", m->reason);
+    }
+}
+
+static int print_table(const Moe__V1__GetStatusResponse *s,
+                       const Moe__V1__ListModelsResponse *models)
 {
     moectl_put("state    %s%s%s\n", state_name(s), s->reason[0] != '\0' ? ": " : "", s->reason);
     moectl_put("model    %s (%s), %zu MoE layer%s\n", s->model, s->family, s->n_layers,
                s->n_layers == 1 ? "" : "s");
     if (s->model_digest[0] != '\0')
         moectl_put("digest   %s\n", s->model_digest);
+    print_added_models(models);
     if (s->epoch == 0)
         moectl_put("epoch    none\n");
     else
         moectl_put("epoch    %" PRIu64 ", placement %" PRIu32 "\n", s->epoch, s->placement_version);
+    if (s->replicas > 1 && s->epoch != 0) {
+        char view[512];
+        moectl_workers_describe_view(s, view, sizeof view);
+        moectl_put("view     %s\n", view);
+    }
     moectl_put("workers  %zu of %" PRIu32 ", %s\n", moectl_workers_live(s), s->slots, s->backend);
     for (size_t i = 0; i < s->n_cordons; i++)
         moectl_put("cordon   slot %" PRIu32 ": %s\n", s->cordons[i]->slot, s->cordons[i]->reason);
+    if (strcmp(s->store, "etcd") == 0)
+        moectl_put("store    etcd, the leader's lease has %.1f s\n",
+                   (double)s->leader_lease_remaining_ms / 1000.0);
     moectl_put("release  %s, up %.0f s\n", s->version, (double)s->uptime_ms / 1000.0);
     if (s->n_workers == 0)
         return MOECTL_OK;
@@ -113,12 +135,25 @@ static void say_replace(const struct moectl_common *common)
     moectl_group_free(&group);
 }
 
+static int print_document(const Moe__V1__GetStatusResponse *s,
+                          const Moe__V1__ListModelsResponse *models)
+{
+    json_t *document = moectl_document("GroupStatus");
+    if (!moectl_proto_to_json(&s->base, document)) {
+        json_decref(document);
+        return moectl_print(NULL);
+    }
+    json_object_set_new(document, "addedModels", moectl_models_added_json(models));
+    return moectl_print(document);
+}
+
+/* `models`: NULL if they are not known. */
 static int print_status(const struct moectl_common *common, const Moe__V1__GetStatusResponse *s,
-                        uint64_t deadline_ns)
+                        const Moe__V1__ListModelsResponse *models, uint64_t deadline_ns)
 {
     if (common->document)
-        return moectl_print_message("GroupStatus", &s->base);
-    int code = print_table(s);
+        return print_document(s, models);
+    int code = print_table(s, models);
     fflush(stdout);
     if (cordon_keeps_empty(s))
         moectl_say("an empty slot is cordoned: it gets no worker until `moectl uncordon`; then "
@@ -162,9 +197,12 @@ static int run_status(const struct moectl_command *self, int argc, char **argv)
         moectl_orphaned_group_explain(&common, &st);
         return code;
     }
-    code = print_status(&common, status, deadline);
+    Moe__V1__ListModelsResponse *models = moectl_models_try(link, deadline);
+    code = print_status(&common, status, models, deadline);
     if (code == MOECTL_OK && !is_serving(status))
         code = MOECTL_UNHEALTHY;
+    if (models != NULL)
+        moe__v1__list_models_response__free_unpacked(models, NULL);
     moe__v1__get_status_response__free_unpacked(status, NULL);
     moectl_link_close(link);
     return code;
@@ -184,6 +222,8 @@ const struct moectl_command moectl_status = {
 /* Result of one status call. */
 struct sample {
     bool serving, gone;
+    bool loads; /* `done` of `total` bytes of weights */
+    uint64_t done, total;
     struct moe_status status; /* of the call */
     char state[1024];         /* "WAITING: slot 1 is empty"; "" without an answer */
 };
@@ -213,6 +253,7 @@ static struct sample take_sample(const struct moectl_common *common, uint64_t de
                   !moectl_link_answers(endpoint, limit);
     if (status != NULL) {
         sample.serving = is_serving(status);
+        sample.loads = moectl_workers_load(status, &sample.done, &sample.total);
         snprintf(sample.state, sizeof sample.state, "%s%s%s", state_name(status),
                  status->reason[0] != '\0' ? ": " : "", status->reason);
         moe__v1__get_status_response__free_unpacked(status, NULL);
@@ -245,8 +286,24 @@ static bool explain_silence(const struct moectl_common *common, const struct sam
            moectl_orphaned_group_explain(common, &sample->status);
 }
 
+/* The state if it is a new one, and how far loading is. */
+static void report(struct moectl_progress *progress, const struct sample *sample, char *last,
+                   size_t size)
+{
+    bool new_state = sample->state[0] != '\0' && strcmp(sample->state, last) != 0;
+    if (new_state || !sample->loads)
+        moectl_progress_clear(progress);
+    if (new_state) {
+        moectl_say("%s", sample->state);
+        (void)snprintf(last, size, "%s", sample->state);
+    }
+    if (sample->loads)
+        moectl_progress_show(progress, "loading", sample->done, sample->total);
+}
+
 static int wait_for(const struct moectl_common *common, bool gone)
 {
+    struct moectl_progress progress = {0};
     uint64_t silent_since = moe_clock_ns();
     bool explained = gone;
     struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
@@ -254,16 +311,18 @@ static int wait_for(const struct moectl_common *common, bool gone)
     char last[sizeof((struct sample *)NULL)->state] = "";
     for (;;) {
         struct sample sample = take_sample(common, deadline);
-        if (gone ? sample.gone : sample.serving)
+        bool over = gone ? sample.gone : sample.serving;
+        if (over || moe_clock_ns() >= deadline)
+            moectl_progress_clear(&progress);
+        if (over)
             return MOECTL_OK;
-        if (sample.state[0] != '\0' && strcmp(sample.state, last) != 0) {
-            moectl_say("%s", sample.state);
-            memcpy(last, sample.state, sizeof last);
-        }
+        report(&progress, &sample, last, sizeof last);
         if (!explained)
             explained = explain_silence(common, &sample, &silent_since);
-        if (moe_clock_ns() >= deadline)
+        if (moe_clock_ns() >= deadline) {
+            moectl_progress_clear(&progress);
             return out_of_time(&sample.status, last);
+        }
         nanosleep(&pause, NULL);
     }
 }

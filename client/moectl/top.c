@@ -2,7 +2,7 @@
 /* moectl top: what a group does right now. A frame is made of two looks at the state of the group
  * and at the metrics of its workers; rates are their differences. */
 #include "commands.h"
-#include "moectl/group/link.h"
+#include "moectl/group/models.h"
 #include "moectl/io/proto_json.h"
 #include "moectl/io/samples.h"
 #include "moectl/io/screen.h"
@@ -24,6 +24,7 @@ enum { WORKER_LIMIT_MS = 1000, STAGES_MAX = 16, NAME_BYTES = 24 };
 struct look {
     uint64_t at_ns;
     Moe__V1__GetStatusResponse *status;
+    Moe__V1__ListModelsResponse *models;          /* NULL: no answer */
     struct moectl_samples samples[MOE_MAX_SLOTS]; /* by slot; empty without an answer */
 };
 
@@ -58,6 +59,8 @@ static void forget(struct look *l)
         moectl_samples_free(&l->samples[s]);
     if (l->status != NULL)
         moe__v1__get_status_response__free_unpacked(l->status, NULL);
+    if (l->models != NULL)
+        moe__v1__list_models_response__free_unpacked(l->models, NULL);
     *l = (struct look){0};
 }
 
@@ -83,6 +86,8 @@ static struct moe_status look(struct top *t)
     struct look *l = &t->looks[t->current ^= 1];
     forget(l);
     struct moe_status st = moectl_admin_find(&t->common, deadline, &link, &l->status);
+    if (!moe_failed(&st))
+        l->models = moectl_models_try(link, deadline);
     moectl_link_close(link);
     if (moe_failed(&st))
         return st;
@@ -272,6 +277,19 @@ static void put_stages(FILE *to, const struct top *t, const char *kind)
     moectl_put_to(to, "  other %.0f%%\n", fmax(0, 100 * rest));
 }
 
+/* The default model stands in the first line. */
+static void put_added_models(FILE *to, const struct top *t)
+{
+    const Moe__V1__ListModelsResponse *list = now_of(t)->models;
+    for (size_t i = 0; list != NULL && i < list->n_models; i++) {
+        const Moe__V1__ModelStatus *m = list->models[i];
+        char memory[MOECTL_MODEL_BYTES];
+        if (!m->is_default)
+            moectl_put_to(to, "model      %s (%s)  %s  %s\n", m->name, m->family,
+                          moectl_model_state(m), moectl_model_memory(m, memory));
+    }
+}
+
 static void put_group(FILE *to, const struct top *t)
 {
     const Moe__V1__GetStatusResponse *s = now_of(t)->status;
@@ -295,6 +313,7 @@ static void put_group(FILE *to, const struct top *t)
     moectl_put_to(to, "\n");
     put_stages(to, t, "forward");
     put_stages(to, t, "backward");
+    put_added_models(to, t);
     moectl_put_to(to, "\n");
 }
 
@@ -364,6 +383,7 @@ static int show_document(const struct top *t)
     json_object_set_new(document, "forwardStages", stages_json(t, "forward"));
     json_object_set_new(document, "backwardStages", stages_json(t, "backward"));
     json_object_set_new(document, "workers", workers);
+    json_object_set_new(document, "addedModels", moectl_models_added_json(now_of(t)->models));
     return moectl_print(document);
 }
 

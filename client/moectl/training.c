@@ -26,9 +26,9 @@ enum {
 
 struct training {
     struct moectl_common common;
-    const char *action, *object; /* "save", its NAME */
-    uint64_t keep, step_id;      /* options; MOE_OPTION_UNSET until check_options, which makes it 0.
-                                    step_id 0 = the next free id */
+    const char *object;     /* of the action: "save" has a NAME */
+    uint64_t keep, step_id; /* options; MOE_OPTION_UNSET until check_options, which makes it 0.
+                               step_id 0 = the next free id */
     char endpoint[MOECTL_ENDPOINT_MAX]; /* of the worker that gets the change */
     struct moe_client *client;
     bool pins_lineage; /* the change fails if the group has lost the state since `first` */
@@ -409,7 +409,7 @@ static struct moe_status change(struct training *t, const struct action *a)
         .size = sizeof config, .endpoint = t->endpoint, .timeout_ms = moectl_timeout_ms(&reach)};
     MOE_TRY(moectl_training_endpoint(&t->common, moectl_deadline(&reach), t->endpoint));
     MOE_TRY(moe_client_connect(&config, &t->client));
-    struct moectl_watch *watch = moectl_watch_begin(t->endpoint);
+    struct moectl_watch *watch = moectl_watch_training(t->endpoint);
     t->pins_lineage = a->run == do_save || a->run == do_export;
     t->change = (struct moe_client_change){
         .step_id = t->step_id, .session = "moectl", .timeout_ms = moectl_timeout_ms(&t->common)};
@@ -525,18 +525,6 @@ static int run_change(struct training *t, const struct action *a)
 
 /* ----------------------------------------------------------------------- command line */
 
-/* Removes ACTION and its object from the front; options remain. */
-static void take_action(struct training *t, int *argc, char ***argv)
-{
-    char *program = (*argv)[0];
-    t->action = "status";
-    for (int words = 0; words < 2 && *argc > 1 && (*argv)[1][0] != '-'; words++) {
-        *(words == 0 ? &t->action : &t->object) = (*argv)[1];
-        --*argc;
-        *++*argv = program;
-    }
-}
-
 static int check_object(struct training *t, const struct action *a)
 {
     switch (a->object) {
@@ -574,7 +562,10 @@ static int check_options(struct training *t, const struct action *a)
 
 static int run(const struct moectl_command *self, int argc, char **argv)
 {
-    struct training t = {.common = {.format = "table", .timeout_s = 60},
+    struct training t = {.common = {.format = "table",
+                                    .timeout_s = 60,
+                                    .words_max = 2,
+                                    .words = {"status"}}, /* ACTION and its object */
                          .keep = MOE_OPTION_UNSET,
                          .step_id = MOE_OPTION_UNSET};
     const struct moe_option own[] = {
@@ -584,14 +575,14 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "id of the change: a repeat under it changes nothing; 0 = the next free id (default)"},
     };
     int code;
-    take_action(&t, &argc, &argv);
-    const struct action *a = find_action(t.action);
-    if (a == NULL)
-        return moectl_usage_error("there is no action 'training %s'", t.action);
-    if (a->run == do_save || a->run == do_load || a->run == do_export)
-        t.common.timeout_s = 0; /* their time depends on the disk */
     if (!moectl_parse(self, own, sizeof own / sizeof *own, &t.common, argc, argv, &code))
         return code;
+    t.object = t.common.words[1];
+    const struct action *a = find_action(t.common.words[0]);
+    if (a == NULL)
+        return moectl_usage_error("there is no action 'training %s'", t.common.words[0]);
+    if (!t.common.timeout_given && (a->run == do_save || a->run == do_load || a->run == do_export))
+        t.common.timeout_s = 0; /* their time depends on the disk */
     code = check_object(&t, a);
     if (code == MOECTL_OK)
         code = check_options(&t, a);

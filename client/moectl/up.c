@@ -8,7 +8,9 @@
 #include "moectl/group/train_state.h"
 
 #include "base/clock.h"
+#include "moectl/io/progress.h"
 #include "moectl/io/proto_json.h"
+#include "workers.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -41,7 +43,7 @@ struct up {
     const struct moectl_command *command;
     struct moectl_common common;
     const char *model, *backend, *transport, *log_level, *worker_config;
-    uint64_t workers, port, metrics_port, threads, drain_s;
+    uint64_t workers, replicas, port, metrics_port, threads, drain_s;
     bool detach, restart;
 
     char coordinator_program[MOECTL_PATH_MAX], worker_program[MOECTL_PATH_MAX];
@@ -52,7 +54,8 @@ struct up {
     int directory, lock;
     struct moectl_daemons daemons;
     struct moectl_group group;
-    struct moectl_link *link; /* to the coordinator; NULL while daemons start */
+    struct moectl_link *link;        /* to the coordinator; NULL while daemons start */
+    struct moectl_progress progress; /* of loading */
 };
 
 static uint64_t in_ms(uint64_t ms)
@@ -119,12 +122,13 @@ static size_t add_trust(const struct up *u, const char **argv, size_t n)
 static struct moe_status start_coordinator(struct up *u)
 {
     char listen[ARGUMENT_MAX], control[ARGUMENT_MAX], metrics[ARGUMENT_MAX], workers[ARGUMENT_MAX],
-        state[MOECTL_PATH_MAX], log[MOECTL_PATH_MAX];
+        replicas[ARGUMENT_MAX], state[MOECTL_PATH_MAX], log[MOECTL_PATH_MAX];
     MOE_TRY(log_path(u, "coordinator", log));
     listen_address(u, u->workers, listen);
     listen_address(u, u->workers + 1, control);
     metrics_address(u, 0, metrics);
     snprintf(workers, sizeof workers, "%" PRIu64, u->workers);
+    snprintf(replicas, sizeof replicas, "%" PRIu64, u->replicas);
     if (snprintf(state, sizeof state, "%s/coordinator", u->state_path) >= (int)sizeof state)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
                          "the name of the state directory is too long");
@@ -136,7 +140,7 @@ static struct moe_status start_coordinator(struct up *u)
         (unlink(record) != 0 && errno != ENOENT))
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO, "cannot remove %s/model.digests",
                          state);
-    enum { FIXED = 15 };
+    enum { FIXED = 17 };
     const char *argv[FIXED + 2 + 2 * TRUST_FILES + 1] = {u->coordinator_program,
                                                          "--listen",
                                                          listen,
@@ -144,6 +148,8 @@ static struct moe_status start_coordinator(struct up *u)
                                                          control,
                                                          "--workers",
                                                          workers,
+                                                         "--replicas",
+                                                         replicas,
                                                          "--state-dir",
                                                          state,
                                                          "--ready-fd",
@@ -247,33 +253,34 @@ static struct moe_status start_all(struct up *u, uint64_t deadline_ns)
 
 /* ------------------------------------------------------------------ until it serves */
 
-static void describe(const Moe__V1__GetStatusResponse *s, char *text, size_t size)
+/* Prints the state if it differs from `last`, or how far loading is. */
+static void report(struct up *u, const Moe__V1__GetStatusResponse *s, char *last, size_t size)
 {
-    uint64_t loaded = 0, total = 0;
-    for (size_t i = 0; i < s->n_workers; i++) {
-        loaded += s->workers[i]->loaded_bytes;
-        total += s->workers[i]->total_bytes;
+    char text[TEXT_BYTES];
+    uint64_t done, total;
+    bool loads = moectl_workers_load(s, &done, &total);
+    snprintf(text, sizeof text, "%s%s%s",
+             moectl_enum_name(&moe__v1__group_state__descriptor, (int)s->state),
+             s->reason[0] != '\0' ? ": " : "", s->reason);
+    if (strcmp(text, last) != 0) {
+        moectl_progress_clear(&u->progress);
+        moectl_say("%s", text);
     }
-    const char *state = moectl_enum_name(&moe__v1__group_state__descriptor, (int)s->state);
-    if (s->state == MOE__V1__GROUP_STATE__GROUP_STATE_LOADING && total > 0)
-        snprintf(text, size, "%s %" PRIu64 " %% of %.1f MiB", state, loaded * 100 / total,
-                 (double)total / (1024.0 * 1024.0));
+    snprintf(last, size, "%s", text);
+    if (loads)
+        moectl_progress_show(&u->progress, "loading", done, total);
     else
-        snprintf(text, size, "%s%s%s", state, s->reason[0] != '\0' ? ": " : "", s->reason);
+        moectl_progress_clear(&u->progress);
 }
 
-/* Asks the coordinator once, and prints the state if it differs from `last`. */
+/* Asks the coordinator once, and reports. */
 static struct moe_status poll_status(struct up *u, char *last, size_t size, bool *serving)
 {
     Moe__V1__GetStatusResponse *s = NULL;
     struct moe_status st = moectl_link_status(u->link, in_ms(STATUS_LIMIT_MS), &s);
     if (st.code != MOE_OK)
         return st.code == MOE_UNAVAILABLE || st.code == MOE_DEADLINE_EXCEEDED ? moe_ok() : st;
-    char text[TEXT_BYTES];
-    describe(s, text, sizeof text);
-    if (strcmp(text, last) != 0)
-        moectl_say("%s", text);
-    snprintf(last, size, "%s", text);
+    report(u, s, last, size);
     *serving = s->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING;
     if (s->state == MOE__V1__GROUP_STATE__GROUP_STATE_FAILED)
         st = moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "the group has failed: %s", s->reason);
@@ -290,7 +297,11 @@ static struct moe_status await_serving(struct up *u, uint64_t deadline_ns)
         MOE_TRY(poll_status(u, last, sizeof last, &serving));
         if (serving)
             return moe_ok();
-        MOE_TRY(check_event(u, moectl_daemons_wait(&u->daemons, in_ms(POLL_MS)), deadline_ns));
+        enum moectl_event event = moectl_daemons_wait(&u->daemons, in_ms(POLL_MS));
+        if (event == MOECTL_EVENT_STOP || event == MOECTL_EVENT_ENDED ||
+            moe_clock_ns() >= deadline_ns)
+            moectl_progress_clear(&u->progress);
+        MOE_TRY(check_event(u, event, deadline_ns));
     }
 }
 
@@ -472,6 +483,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         .transport = "auto",
         .log_level = "info",
         .workers = 1,
+        .replicas = 1,
         .port = 7600,
         .drain_s = 30,
         .directory = -1,
@@ -483,6 +495,9 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "model directory with config.json and *.safetensors (required)"},
         {"workers", 'n', MOE_OPTION_UINT, &u.workers, 1, MOE_MAX_SLOTS, "N",
          "number of workers, 1 to 64"},
+        {"replicas", 'r', MOE_OPTION_UINT, &u.replicas, 1, MOE_MAX_SLOTS, "N",
+         "workers with a copy of each expert; above 1, the group serves on without workers that "
+         "it loses while every expert has a copy. It does not train then"},
         {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME",
          "cpu, cuda, or auto (cuda if there is a GPU)"},
         {"transport", 0, MOE_OPTION_STRING, &u.transport, 0, 0, "NAME",
@@ -525,6 +540,10 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     const char *variable = moectl_trust_names[MOECTL_TOKEN_FILE].variable;
     if (u.trust[TOKEN_FILE] != NULL && setenv(variable, u.trust[TOKEN_FILE], 1) != 0)
         return moectl_usage_error("out of memory");
+    if (u.replicas > u.workers)
+        return moectl_usage_error("--replicas %" PRIu64 " is above --workers %" PRIu64
+                                  ": a worker has one copy of an expert",
+                                  u.replicas, u.workers);
     if (u.restart && u.detach)
         return moectl_usage_error("--restart needs a moectl that goes on: it excludes --detach");
     code = moectl_require(&(struct moectl_required){"model", u.model != NULL}, 1);

@@ -81,6 +81,40 @@ size_t moectl_workers_live(const Moe__V1__GetStatusResponse *s)
     return live;
 }
 
+bool moectl_workers_load(const Moe__V1__GetStatusResponse *s, uint64_t *done, uint64_t *total)
+{
+    bool loading = false;
+    *done = *total = 0;
+    for (size_t i = 0; i < s->n_workers; i++) {
+        const Moe__V1__WorkerStatus *w = s->workers[i];
+        if (w->state == MOE__V1__WORKER_STATE__WORKER_STATE_GONE)
+            continue;
+        loading = loading || w->state == MOE__V1__WORKER_STATE__WORKER_STATE_LOADING;
+        *done += w->loaded_bytes;
+        *total += w->total_bytes;
+    }
+    return loading && *total > 0;
+}
+
+void moectl_workers_describe_view(const Moe__V1__GetStatusResponse *s, char *out, size_t size)
+{
+    size_t at = 0;
+    const char *before = s->n_live_slots == 1 ? "slot " : "slots ";
+    for (size_t i = 0; i < s->n_live_slots && at < size; i++, before = ", ")
+        at += (size_t)snprintf(out + at, size - at, "%s%" PRIu32, before, s->live_slots[i]);
+    if (at < size)
+        at += (size_t)snprintf(out + at, size - at, " of %" PRIu32 "; experts", s->slots);
+    before = " with ";
+    for (size_t n = 1; n < s->n_experts_by_live_copies && at < size; n++) {
+        const char *what = before[1] == 'w' ? n == 1 ? " live copy" : " live copies" : "";
+        if (s->experts_by_live_copies[n] == 0)
+            continue;
+        at += (size_t)snprintf(out + at, size - at, "%s%zu%s: %" PRIu32, before, n, what,
+                               s->experts_by_live_copies[n]);
+        before = ", with ";
+    }
+}
+
 const Moe__V1__WorkerStatus *moectl_workers_find(const Moe__V1__GetStatusResponse *s, uint32_t slot)
 {
     for (size_t i = 0; i < s->n_workers; i++)

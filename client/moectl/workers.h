@@ -11,6 +11,12 @@
 struct moectl_table *moectl_workers_table(const Moe__V1__GetStatusResponse *s, bool all);
 /* Workers that are not GONE. */
 size_t moectl_workers_live(const Moe__V1__GetStatusResponse *s);
+/* Whether a worker loads weights, and knows how many bytes they have: bytes loaded and in all,
+ * summed over the live workers. */
+bool moectl_workers_load(const Moe__V1__GetStatusResponse *s, uint64_t *done, uint64_t *total);
+/* Of a view in force in a group with replicas: "slots 0, 1, 3 of 4; experts with 1 live copy: 32,
+ * with 2: 32". */
+void moectl_workers_describe_view(const Moe__V1__GetStatusResponse *s, char *out, size_t size);
 /* The worker of `slot`; NULL when it was never taken. */
 const Moe__V1__WorkerStatus *moectl_workers_find(const Moe__V1__GetStatusResponse *s,
                                                  uint32_t slot);

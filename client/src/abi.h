@@ -8,6 +8,7 @@
 #define MOE_CLIENT_ABI_H
 
 #include "moe/client_training.h"
+#include "moe/regions_device.h"
 
 /* True if the caller's struct reaches to the end of `field`. */
 #define MOE_CLIENT_HAS(s, field)                                                                   \
@@ -23,6 +24,11 @@ enum {
     MOE_CLIENT_FIRST_CHECKPOINT = 2232,
     MOE_CLIENT_FIRST_CHECKPOINT_INFO = 464,
     MOE_CLIENT_FIRST_CHECKPOINT_LIST = 104,
+    MOE_CLIENT_FIRST_SESSION_CONFIG = 24,
+    MOE_CLIENT_FIRST_SESSION_FORWARD = 168,
+    MOE_CLIENT_FIRST_SESSION_ANSWER = 88,
+    MOE_CLIENT_FIRST_MEMORY = 64,
+    MOE_CLIENT_FIRST_ENTRY = 320,
 };
 _Static_assert(sizeof(void *) == 8, "the sizes above are those of 64-bit machines");
 _Static_assert(sizeof(struct moe_client_config) >= MOE_CLIENT_FIRST_CONFIG &&
@@ -32,7 +38,12 @@ _Static_assert(sizeof(struct moe_client_config) >= MOE_CLIENT_FIRST_CONFIG &&
                    sizeof(struct moe_client_train_state) >= MOE_CLIENT_FIRST_TRAIN_STATE &&
                    sizeof(struct moe_client_checkpoint) >= MOE_CLIENT_FIRST_CHECKPOINT &&
                    sizeof(struct moe_client_checkpoint_info) >= MOE_CLIENT_FIRST_CHECKPOINT_INFO &&
-                   sizeof(struct moe_client_checkpoint_list) >= MOE_CLIENT_FIRST_CHECKPOINT_LIST,
+                   sizeof(struct moe_client_checkpoint_list) >= MOE_CLIENT_FIRST_CHECKPOINT_LIST &&
+                   sizeof(struct moe_client_session_config) >= MOE_CLIENT_FIRST_SESSION_CONFIG &&
+                   sizeof(struct moe_client_session_forward) >= MOE_CLIENT_FIRST_SESSION_FORWARD &&
+                   sizeof(struct moe_client_session_answer) >= MOE_CLIENT_FIRST_SESSION_ANSWER &&
+                   sizeof(struct moe_client_memory) >= MOE_CLIENT_FIRST_MEMORY &&
+                   sizeof(struct moe_client_entry) >= MOE_CLIENT_FIRST_ENTRY,
                "structs never shrink");
 
 /* moe_client_check_size for a pointer `s` to struct moe_client_<name>. */

@@ -41,8 +41,9 @@ static struct moe_status check_size(const struct moe_client_info *info,
         !moe_size_add(both, w->pairs * (sizeof(int32_t) + sizeof(float)), &all) ||
         !moe_size_add(all, MESSAGE_SLACK, &all) || all > info->max_message_bytes)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
-                         "%" PRIu32 " tokens do not fit a message of %" PRIu64 " bytes", b->tokens,
-                         info->max_message_bytes);
+                         "%" PRIu32 " tokens do not fit a message of %" PRIu64
+                         " bytes (the worker's --max-message-bytes): send fewer tokens per call",
+                         b->tokens, info->max_message_bytes);
     return moe_ok();
 }
 
@@ -83,18 +84,19 @@ static void add_part(struct moe_rpc_out *out, uint32_t field, const void *data, 
         (struct moe_rpc_part){.field = field, .data = data, .length = length};
 }
 
-/* `whole`: with x and routing. */
-static void pack(const struct moe_client_gradients *w, bool whole,
+/* `whole`: with x and routing. `model` as in struct moe_client_wanted. */
+static void pack(const struct moe_client_gradients *w, const char *model, bool whole,
                  uint8_t head[MOE_CLIENT_TRAINING_HEAD_MAX], struct moe_rpc_out *out)
 {
     const struct moe_client_backward *b = w->b;
     Moe__V1__BackwardRequest q = MOE__V1__BACKWARD_REQUEST__INIT;
+    q.model = (char *)(uintptr_t)model; /* packing only reads */
     q.layer = b->layer;
     q.tokens = b->tokens;
     q.hidden = b->hidden;
     q.dtype = b->dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
                                         : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
-    q.session = (char *)(uintptr_t)b->session; /* packing only reads */
+    q.session = (char *)(uintptr_t)b->session;
     q.micro_batch_id = b->micro_batch_id;
     q.weights_version = b->weights_version;
     q.lineage = b->lineage;
@@ -186,7 +188,7 @@ static struct moe_status send_backward(struct moe_client *c, struct moe_client_g
 {
     uint8_t head[MOE_CLIENT_TRAINING_HEAD_MAX];
     struct moe_rpc_out out;
-    pack(w, whole, head, &out);
+    pack(w, c->wanted.model, whole, head, &out);
     const struct moe_client_training_call call = {
         .path = "/moe.v1.TrainingService/Backward",
         .request = &out,

@@ -6,6 +6,7 @@
 #include "base/random.h"
 #include "base/wait.h"
 #include "daemon/endpoint.h"
+#include "daemon/local.h"
 #include "internal.h"
 #include "wire.h"
 
@@ -18,6 +19,7 @@
 enum {
     INFO_MAX = 256 * 1024, /* bytes of a GetModel answer: thousands of layers */
     RECONNECT_MS = 1000,   /* longest pause between two tries to connect */
+    TARGET_BYTES = 512,    /* of an address with its scheme */
 };
 
 static struct moe_status out_of_memory(void)
@@ -30,14 +32,13 @@ static struct moe_status broken(const char *what)
     return moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED, "broken answer from the server: %s", what);
 }
 
-/* Calls a method without parameters. Free `*out` with protobuf_c_message_free_unpacked. */
-static struct moe_status ask(struct moe_rpc_channel *channel, const char *path, uint64_t deadline,
-                             const ProtobufCMessageDescriptor *type, ProtobufCMessage **out)
+struct moe_status moe_client_ask(struct moe_rpc_channel *channel, const char *path,
+                                 uint64_t deadline, const struct moe_rpc_out *request,
+                                 const ProtobufCMessageDescriptor *type, ProtobufCMessage **out)
 {
     struct moe_rpc_call_options options = {.deadline_ns = deadline};
-    struct moe_rpc_out nothing = {0};
     struct moe_rpc_msg *reply = NULL;
-    MOE_TRY(moe_rpc_call_wait(channel, path, &options, &nothing, &reply));
+    MOE_TRY(moe_rpc_call_wait(channel, path, &options, request, &reply));
 
     size_t length = moe_rpc_msg_length(reply);
     uint8_t *bytes = length <= INFO_MAX ? malloc(length + 1) : NULL;
@@ -100,6 +101,8 @@ static void fill_info(struct moe_client *c)
         .layers = c->layers,
         .layer_count = c->model->n_layers,
         .model_digest = c->model->model_digest,
+        .models = (const char *const *)c->server->models,
+        .model_count = c->server->n_models,
     };
 }
 
@@ -107,7 +110,7 @@ static void fill_info(struct moe_client *c)
 static struct moe_status check_digest(const struct moe_client *c)
 {
     const char *served = c->model->model_digest;
-    if (c->model_digest[0] == '\0' || served[0] == '\0' || strcmp(c->model_digest, served) == 0)
+    if (c->wanted.digest[0] == '\0' || served[0] == '\0' || strcmp(c->wanted.digest, served) == 0)
         return moe_ok();
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH,
                      "the group serves the model with digest %.64s", served);
@@ -127,10 +130,29 @@ struct moe_status moe_client_blame_connection(const struct moe_client_connection
     return st.code == MOE_UNAVAILABLE ? moe_error_context(st, "%s", connection->endpoint) : st;
 }
 
+/* The transport's name of an endpoint. One without a scheme is any way. */
+static struct moe_status find_way(enum moe_client_way way, const char *endpoint,
+                                  char target[TARGET_BYTES])
+{
+    char path[MOE_LOCAL_PATH_BYTES];
+    if (way == MOE_CLIENT_WAY_UNIX && !moe_local_find(endpoint, path))
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "%.64s has no socket for this user on this host", endpoint);
+    int n = way == MOE_CLIENT_WAY_UNIX
+                ? snprintf(target, TARGET_BYTES, "unix:%s", path)
+                : snprintf(target, TARGET_BYTES, "%s%s", way == MOE_CLIENT_WAY_TCP ? "dns:" : "",
+                           endpoint);
+    return n > 0 && n < TARGET_BYTES ? moe_ok()
+                                     : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                                                 "the address is too long");
+}
+
 struct moe_status moe_client_open_connection(const struct moe_client *c, const char *target,
                                              uint64_t max_message_bytes,
                                              struct moe_client_connection *connection)
 {
+    char way[TARGET_BYTES];
+    MOE_TRY(find_way(c->config.way, target, way));
     connection->endpoint = strdup(target);
     if (connection->endpoint == NULL)
         return out_of_memory();
@@ -140,7 +162,7 @@ struct moe_status moe_client_open_connection(const struct moe_client *c, const c
         return created;
     }
     struct moe_rpc_channel_config config = {
-        .target = target,
+        .target = way,
         .trust = c->trust,
         .max_message_bytes =
             max_message_bytes <= INT32_MAX ? (uint32_t)max_message_bytes : INT32_MAX,
@@ -158,18 +180,24 @@ static struct moe_status learn(struct moe_client *c, const char *endpoint)
 {
     uint64_t deadline = moe_client_deadline(c, 0);
     struct moe_client_connection connection = {0};
+    Moe__V1__GetModelRequest model = MOE__V1__GET_MODEL_REQUEST__INIT;
+    uint8_t head[sizeof c->wanted.model + 8];
+    model.model = c->wanted.model;
+    struct moe_rpc_out nothing = {0}, which = {.head = head};
+    which.head_length = moe__v1__get_model_request__pack(&model, head);
     MOE_TRY(moe_client_open_connection(c, endpoint, 0, &connection));
     ProtobufCMessage *answer = NULL;
-    struct moe_status st = ask(connection.channel, "/moe.v1.ExpertService/GetServerInfo", deadline,
-                               &moe__v1__get_server_info_response__descriptor, &answer);
+    struct moe_status st =
+        moe_client_ask(connection.channel, "/moe.v1.ExpertService/GetServerInfo", deadline,
+                       &nothing, &moe__v1__get_server_info_response__descriptor, &answer);
     c->server = (Moe__V1__GetServerInfoResponse *)answer;
     answer = NULL;
     if (st.code == MOE_UNIMPLEMENTED)
         st = moe_error(MOE_UNIMPLEMENTED, MOE_REASON_NONE,
                        "this is not a worker, perhaps a coordinator: use a worker's endpoint");
     if (st.code == MOE_OK)
-        st = ask(connection.channel, "/moe.v1.ExpertService/GetModel", deadline,
-                 &moe__v1__get_model_response__descriptor, &answer);
+        st = moe_client_ask(connection.channel, "/moe.v1.ExpertService/GetModel", deadline, &which,
+                            &moe__v1__get_model_response__descriptor, &answer);
     c->model = (Moe__V1__GetModelResponse *)answer;
     moe_client_close_connection(&connection);
     return st;
@@ -191,21 +219,39 @@ static size_t list_targets(const struct moe_client *c, const char *endpoint,
     return count;
 }
 
+static struct moe_status open_there(const struct moe_client *c, const char *target,
+                                    struct moe_client_connection *connection)
+{
+    MOE_TRY(moe_client_open_connection(c, target, c->info.max_message_bytes, connection));
+    moe_rpc_client_set_spin(connection->rpc, c->config.spin_us * MOE_NS_PER_S / 1000000);
+    return moe_ok();
+}
+
 static struct moe_status open_connections(struct moe_client *c, const char *endpoint)
 {
     const char *targets[MOE_MAX_SLOTS];
     c->worker_count = list_targets(c, endpoint, targets);
     size_t wanted = c->worker_count * c->config.connections;
-    c->connections = calloc(wanted, sizeof *c->connections);
+    c->connections = calloc(c->worker_count * c->lanes, sizeof *c->connections);
     if (c->connections == NULL)
         return out_of_memory();
-    for (; c->connection_count < wanted; c->connection_count++) {
-        struct moe_client_connection *connection = &c->connections[c->connection_count];
-        MOE_TRY(moe_client_open_connection(c, targets[c->connection_count % c->worker_count],
-                                           c->info.max_message_bytes, connection));
-        moe_rpc_client_set_spin(connection->rpc, c->config.spin_us * MOE_NS_PER_S / 1000000);
-    }
+    for (; c->connection_count < wanted; c->connection_count++)
+        MOE_TRY(open_there(c, targets[c->connection_count % c->worker_count],
+                           &c->connections[c->connection_count]));
     return moe_ok();
+}
+
+size_t moe_client_take_lane(struct moe_client *c, size_t worker, size_t lane)
+{
+    const size_t i = lane * c->worker_count + worker;
+    struct moe_status st = moe_ok();
+    if (i < c->connection_count)
+        return i;
+    moe_mutex_lock(&c->lock);
+    if (c->connections[i].channel == NULL)
+        st = open_there(c, c->connections[worker].endpoint, &c->connections[i]);
+    moe_mutex_unlock(&c->lock);
+    return moe_failed(&st) ? worker : i;
 }
 
 /* Copies the wanted digest. */
@@ -215,11 +261,26 @@ static struct moe_status read_digest(struct moe_client *c)
     c->config.model_digest = NULL;
     if (digest == NULL)
         return moe_ok();
-    if (strlen(digest) != sizeof c->model_digest - 1 ||
-        strspn(digest, "0123456789abcdef") != sizeof c->model_digest - 1)
+    if (strlen(digest) != sizeof c->wanted.digest - 1 ||
+        strspn(digest, "0123456789abcdef") != sizeof c->wanted.digest - 1)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "a model_digest has 64 digits of 0-9 a-f");
-    strcpy(c->model_digest, digest);
+    strcpy(c->wanted.digest, digest);
+    return moe_ok();
+}
+
+/* Copies the name of the model. */
+static struct moe_status read_model_name(struct moe_client *c)
+{
+    const char *name = c->config.model;
+    c->config.model = NULL;
+    if (name == NULL)
+        return moe_ok();
+    if (strlen(name) >= sizeof c->wanted.model)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "the name of a model has at most %d bytes",
+                         (int)sizeof c->wanted.model - 1);
+    strcpy(c->wanted.model, name);
     return moe_ok();
 }
 
@@ -229,6 +290,8 @@ static struct moe_status check_config(const struct moe_client_config *config)
     if (config->endpoint == NULL || config->endpoint[0] == '\0')
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "no endpoint was given");
     MOE_TRY(moe_endpoint_check("endpoint", config->endpoint));
+    if (MOE_CLIENT_HAS(config, way) && config->way > MOE_CLIENT_WAY_UNIX)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "there is no such way");
     if (config->connections > MOE_CLIENT_MAX_CONNECTIONS)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "at most %d connections per worker", MOE_CLIENT_MAX_CONNECTIONS);
@@ -239,6 +302,7 @@ static void fill_defaults(struct moe_client *c, const struct moe_client_config *
 {
     memcpy(&c->config, config, config->size < sizeof c->config ? config->size : sizeof c->config);
     c->config.endpoint = NULL;
+    c->lanes = c->config.connections != 0 ? c->config.connections : MOE_CLIENT_DEFAULT_LANES;
     if (c->config.connections == 0)
         c->config.connections = 1;
     if (c->config.timeout_ms == 0)
@@ -308,6 +372,7 @@ struct moe_status moe_client_connect(const struct moe_client_config *config,
     struct moe_status st;
     MOE_TRY_GOTO(st, read_trust(c), failed);
     MOE_TRY_GOTO(st, read_digest(c), failed);
+    MOE_TRY_GOTO(st, read_model_name(c), failed);
     MOE_TRY_GOTO(st, name_session(c), failed);
     MOE_TRY_GOTO(st, moe_client_timers_create(&c->timers), failed);
     MOE_TRY_GOTO(st, learn(c, config->endpoint), failed);
@@ -333,7 +398,7 @@ void moe_client_close(struct moe_client *c)
         moe_wait(&c->idle, &c->lock);
     moe_mutex_unlock(&c->lock);
 
-    for (size_t i = 0; i < c->connection_count; i++)
+    for (size_t i = 0; c->connections != NULL && i < c->worker_count * c->lanes; i++)
         moe_client_close_connection(&c->connections[i]);
     moe_client_timers_destroy(c->timers);
     if (c->server != NULL)

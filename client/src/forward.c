@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Forward calls: split into pieces, sent, retried, joined.
  *
- * A call has one piece, or with `spread` up to one per worker. A piece goes through attempts: send,
- * answer, perhaps a pause and the next worker. The call is over when every piece has its final
- * answer AND the transport has released every byte of x. `refs` counts both, because the caller may
- * overwrite x as soon as `done` has been called. */
+ * A call has one piece, or with `spread` up to one per worker. A piece of many bytes is cut
+ * further, for several connections to its worker: each has its threads on both sides, so the bytes
+ * take several ways at once, and the worker copies one piece while the next ones arrive. A piece
+ * goes through attempts: send, answer, perhaps a pause and the next worker. The call is over when
+ * every piece has its final answer AND the transport has released every byte of x. `refs` counts
+ * both, because the caller may overwrite x as soon as `done` has been called. */
 #include "abi.h"
 #include "base/clock.h"
 #include "base/mutex.h"
+#include "base/size.h"
 #include "base/wait.h"
 #include "internal.h"
 #include "wire.h"
@@ -17,6 +20,9 @@
 enum {
     BACKOFF_FIRST_MS = 10, /* pause before the second attempt; doubles from there */
     BACKOFF_MAX_MS = 1000,
+    /* Least bytes of x of a piece that is cut for the bytes' sake: a connection takes about as long
+     * to carry them as a second step takes that the worker may need for them. */
+    LANE_BYTES = 1 << 20,
 };
 
 struct call;
@@ -49,10 +55,9 @@ static bool drop_ref(struct call *call)
     return atomic_fetch_sub_explicit(&call->refs, 1, memory_order_acq_rel) == 1;
 }
 
-/* Computes the call's status and answer from those of its pieces. */
-static struct moe_status join(struct call *call)
+/* The first failure of a piece. Pieces of different weights have failed too. */
+static struct moe_status outcome(const struct call *call)
 {
-    struct moe_client_forward *f = call->f;
     const struct moe_client_answer *first = &call->pieces[0].answer;
     for (size_t i = 0; i < call->piece_count; i++) {
         const struct piece *p = &call->pieces[i];
@@ -60,8 +65,17 @@ static struct moe_status join(struct call *call)
             return p->status;
         if (p->answer.weights_version != first->weights_version)
             return moe_error_retry(MOE_ABORTED, MOE_REASON_VERSION_MISMATCH, BACKOFF_FIRST_MS,
-                                   "the weights changed while a batch was on several workers");
+                                   "the weights changed while parts of a batch were computed");
     }
+    return moe_ok();
+}
+
+/* Computes the call's status and answer from those of its pieces. */
+static struct moe_status join(struct call *call)
+{
+    struct moe_client_forward *f = call->f;
+    const struct moe_client_answer *first = &call->pieces[0].answer;
+    MOE_TRY(outcome(call));
     f->answered_epoch = first->epoch;
     f->answered_weights_version = first->weights_version;
     f->retained = first->retained;
@@ -77,9 +91,33 @@ static struct moe_status join(struct call *call)
     return moe_ok();
 }
 
+static void send_piece(struct piece *p);
+
+/* Parts with different weights: the batch goes out once more, as one piece if that is allowed. */
+static bool send_whole(struct call *call)
+{
+    struct piece *p = &call->pieces[0];
+    struct moe_client_rows all = {.f = call->f, .layer = p->rows.layer, .tokens = call->f->tokens};
+    struct moe_status st = outcome(call);
+    if (call->piece_count == 1 || st.reason != MOE_REASON_VERSION_MISMATCH ||
+        st.code != MOE_ABORTED || moe_clock_ns() >= call->deadline_ns)
+        return false;
+    st = moe_client_wire_check_rows(&call->client->info, &all);
+    if (moe_failed(&st))
+        return false;
+    call->piece_count = 1;
+    p->rows = all;
+    p->attempt = 0;
+    atomic_store(&call->refs, 1);
+    send_piece(p);
+    return true;
+}
+
 static void finish(struct call *call)
 {
     struct moe_client *client = call->client;
+    if (send_whole(call))
+        return;
     struct moe_status st = join(call);
     call->done(call->ctx, call->f, st);
     free(call);
@@ -128,8 +166,6 @@ uint64_t moe_client_pause_ns(struct moe_client *c, uint32_t attempt, uint32_t re
     return (retry_after_ms != 0 ? retry_after_ms * MOE_NS_PER_MS : half) + spread;
 }
 
-static void send_piece(struct piece *p);
-
 static void on_pause_over(struct moe_client_timer *t)
 {
     send_piece((struct piece *)((char *)t - offsetof(struct piece, pause)));
@@ -166,7 +202,7 @@ static void send_piece(struct piece *p)
     struct call *call = p->call;
     uint8_t head[MOE_CLIENT_HEAD_MAX];
     struct moe_rpc_out out;
-    moe_client_wire_pack(&p->rows, 0, call->client->model_digest, head, part_released, call, &out);
+    moe_client_wire_pack(&p->rows, 0, &call->client->wanted, head, part_released, call, &out);
     atomic_fetch_add_explicit(&call->refs, (uint32_t)out.part_count, memory_order_relaxed);
     p->attempt++;
     struct moe_rpc_call_options options = {.deadline_ns = call->deadline_ns};
@@ -174,14 +210,28 @@ static void send_piece(struct piece *p)
                        "/moe.v1.ExpertService/Forward", &options, &out, on_reply, p);
 }
 
-/* Pieces of a batch: 1, or with `spread` so many that none has more than spread_tokens, but at most
- * one per worker. */
-static size_t count_pieces(const struct moe_client *c, const struct moe_client_forward *f)
+/* Workers that a batch goes to: 1, or with `spread` so many that none gets more than spread_tokens.
+ */
+static size_t count_workers(const struct moe_client *c, const struct moe_client_forward *f)
 {
     if (!c->config.spread || f->retain_session != NULL)
         return 1;
     size_t wanted = ((size_t)f->tokens + c->config.spread_tokens - 1) / c->config.spread_tokens;
     return wanted < 1 ? 1 : wanted < c->worker_count ? wanted : c->worker_count;
+}
+
+/* Pieces for each of these workers: so many that none has fewer bytes than LANE_BYTES, but at most
+ * one per connection. */
+static size_t count_lanes(const struct moe_client *c, const struct moe_client_forward *f,
+                          size_t workers)
+{
+    size_t bytes;
+    if (f->retain_session != NULL ||
+        !moe_size_mul3(f->tokens, f->hidden, moe_dtype_bytes(f->dtype), &bytes))
+        return 1;
+    size_t lanes = bytes / workers / LANE_BYTES;
+    lanes = lanes < c->lanes ? lanes : c->lanes;
+    return lanes < 1 || lanes * workers > f->tokens ? 1 : lanes;
 }
 
 static struct moe_status cut(struct call *call)
@@ -205,7 +255,8 @@ void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f
                               moe_client_done done, void *ctx)
 {
     struct moe_status st = MOE_CLIENT_CHECK_SIZE(f, forward, FORWARD);
-    size_t count = moe_failed(&st) ? 1 : count_pieces(c, f);
+    const size_t workers = moe_failed(&st) ? 1 : count_workers(c, f);
+    const size_t count = moe_failed(&st) ? 1 : workers * count_lanes(c, f, workers);
     struct call *call = calloc(1, sizeof *call + count * sizeof call->pieces[0]);
     if (call == NULL) {
         done(ctx, f, moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "forward"));
@@ -227,10 +278,13 @@ void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f
     call->deadline_ns = moe_client_deadline(c, f->timeout_ms);
     atomic_init(&call->refs, (uint32_t)count);
     size_t connection = f->retain_session != NULL ? MOE_CLIENT_HOME : moe_client_take_connection(c);
-    for (size_t i = 0; i < count; i++) {
-        call->pieces[i].connection = (connection + i) % c->connection_count;
+    for (size_t i = 0; i < count; i++)
+        call->pieces[i].connection =
+            count == workers
+                ? (connection + i) % c->connection_count
+                : moe_client_take_lane(c, (connection + i) % c->worker_count, i / workers);
+    for (size_t i = 0; i < count; i++)
         send_piece(&call->pieces[i]);
-    }
 }
 
 /* The end of a blocking call. */

@@ -9,6 +9,7 @@
 #include "moe/v1/expert.pb-c.h"
 #include "rpc/client.h"
 #include "timers.h"
+#include "wire.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -18,6 +19,7 @@ enum {
     MOE_CLIENT_DEFAULT_ATTEMPTS = 4,
     MOE_CLIENT_DEFAULT_SPREAD_TOKENS = 512,
     MOE_CLIENT_MAX_CONNECTIONS = 64, /* per worker */
+    MOE_CLIENT_DEFAULT_LANES = 4,    /* connections per worker for the parts of a batch */
     MOE_CLIENT_HOME = 0,             /* connection of training calls and of retained passes */
 };
 
@@ -28,8 +30,6 @@ struct moe_client_connection {
     char *endpoint; /* owned */
 };
 
-enum { MOE_CLIENT_DIGEST_BYTES = 65 }; /* hexadecimal, with the final zero */
-
 struct moe_client {
     struct moe_client_config config;        /* defaults filled in; endpoint is NULL, and so is what
                                                `trust` has */
@@ -39,14 +39,16 @@ struct moe_client {
     struct moe_client_info info;
     struct moe_client_layer *layers;
     /* Connection i goes to worker i % worker_count. Round robin over connections therefore spreads
-     * requests over workers, and a retry on the next connection reaches another worker. */
-    struct moe_client_connection *connections;
-    size_t connection_count, worker_count;
+     * requests over workers, and a retry on the next connection reaches another worker. A worker
+     * has `lanes` connections. The first `connection_count` of all are open and carry calls; the
+     * others only carry parts of large batches, and open when one needs them. */
+    struct moe_client_connection *connections; /* [worker_count * lanes] */
+    size_t connection_count, worker_count, lanes;
     _Atomic uint32_t next_connection;
     _Atomic uint64_t jitter; /* state of the random generator for pauses between retries */
     struct moe_client_timers *timers;
-    char session[32];                           /* of changes without a session; random */
-    char model_digest[MOE_CLIENT_DIGEST_BYTES]; /* of the wanted model; "" = any */
+    char session[32]; /* of changes without a session; random */
+    struct moe_client_wanted wanted;
 
     struct moe_mutex lock;
     pthread_cond_t idle;
@@ -59,6 +61,8 @@ void moe_client_leave(struct moe_client *c);
 
 /* The next connection, round robin. */
 size_t moe_client_take_connection(struct moe_client *c);
+/* A connection to the worker, below `lanes`; the first one if this one cannot open. */
+size_t moe_client_take_lane(struct moe_client *c, size_t worker, size_t lane);
 
 /* Opens a connection to `target`. */
 struct moe_status moe_client_open_connection(const struct moe_client *c, const char *target,
@@ -74,6 +78,13 @@ struct moe_status moe_client_blame_connection(const struct moe_client_connection
 /* The pause after the given attempt (1, 2, ...). It doubles with each attempt; a random part is
  * between half and all of it. It is never shorter than `retry_after_ms`. */
 uint64_t moe_client_pause_ns(struct moe_client *c, uint32_t attempt, uint32_t retry_after_ms);
+
+/* Calls a unary method and unpacks its answer. Free `*out` with protobuf_c_message_free_unpacked.
+ */
+struct moe_status moe_client_ask(struct moe_rpc_channel *channel, const char *path,
+                                 uint64_t deadline, const struct moe_rpc_out *request,
+                                 const ProtobufCMessageDescriptor *type,
+                                 ProtobufCMessage **out) MOE_CHECKED;
 
 /* Now + timeout_ms; 0 = the client's default. */
 uint64_t moe_client_deadline(const struct moe_client *c, uint64_t timeout_ms);

@@ -286,7 +286,7 @@ static void send_item(struct moe_client_stream *s, struct item *it)
     uint8_t head[MOE_CLIENT_HEAD_MAX];
     struct moe_rpc_out out;
     uint64_t id = it->id;
-    moe_client_wire_pack(&it->rows, id, s->client->model_digest, head, part_released, it, &out);
+    moe_client_wire_pack(&it->rows, id, &s->client->wanted, head, part_released, it, &out);
     /* One ref for the claim, one for the deadline, one for this function. */
     atomic_init(&it->refs, (uint32_t)out.part_count + 3);
     moe_client_timers_set(s->client->timers, &it->deadline,

@@ -3,6 +3,8 @@
  * reference; y is copied once, into the caller's memory. */
 #include "wire.h"
 
+#include "abi.h"
+
 #include "base/size.h"
 #include "moe/client_training.h"
 #include "moe/v1/expert.pb-c.h"
@@ -72,6 +74,27 @@ struct moe_status moe_client_wire_layer(const struct moe_client_info *info, uint
     return moe_ok();
 }
 
+static enum moe_parts parts_of(const struct moe_client_forward *f)
+{
+    return MOE_CLIENT_HAS(f, parts) ? f->parts : MOE_PARTS_BOTH;
+}
+
+static struct moe_status check_parts(const struct moe_client_forward *f)
+{
+    if (MOE_CLIENT_HAS(f, reserved))
+        MOE_TRY(moe_client_check_reserved("moe_client_forward", &f->reserved, sizeof f->reserved));
+    if (parts_of(f) == MOE_PARTS_BOTH)
+        return moe_ok();
+    if (parts_of(f) != MOE_PARTS_ROUTED && parts_of(f) != MOE_PARTS_SHARED)
+        return invalid(MOE_REASON_VALUE_INVALID, "parts has no such value");
+    if (f->retain_session != NULL)
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "parts: a pass that is retained for Backward computes both");
+    if (f->parts == MOE_PARTS_SHARED && (f->topk_ids_in != NULL || returns_routing(f)))
+        return invalid(MOE_REASON_ROUTING_INVALID, "parts: shared experts have no routing");
+    return moe_ok();
+}
+
 struct moe_status moe_client_wire_check(const struct moe_client_info *info,
                                         const struct moe_client_forward *f,
                                         const struct moe_client_layer **layer)
@@ -91,6 +114,7 @@ struct moe_status moe_client_wire_check(const struct moe_client_info *info,
                        "topk_ids and topk_weights are returned together or not at all");
     if (f->topk_ids_in != NULL)
         MOE_TRY(moe_client_wire_check_ids(f->topk_ids_in, f->tokens, l));
+    MOE_TRY(check_parts(f));
     if (f->retain_session != NULL) {
         MOE_TRY(moe_client_wire_check_name("retain_session", f->retain_session));
         if (f->retain_micro_batch_id == 0)
@@ -119,7 +143,8 @@ struct moe_status moe_client_wire_check_rows(const struct moe_client_info *info,
         !moe_size_add(tensor, routing, &all) || !moe_size_add(all, MESSAGE_SLACK, &all) ||
         all > info->max_message_bytes)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
-                         "%" PRIu32 " tokens do not fit a message of %" PRIu64 " bytes",
+                         "%" PRIu32 " tokens do not fit a message of %" PRIu64
+                         " bytes (the worker's --max-message-bytes): send fewer tokens per call",
                          rows->tokens, info->max_message_bytes);
     return moe_ok();
 }
@@ -132,9 +157,15 @@ static Moe__V1__RoutingMode routing_mode(const struct moe_client_forward *f)
                                       : MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS;
 }
 
-void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id, const char *model_digest,
-                          uint8_t *head, void (*release)(void *owner), void *owner,
-                          struct moe_rpc_out *out)
+static const Moe__V1__LayerParts parts_on_wire[] = {
+    [MOE_PARTS_BOTH] = MOE__V1__LAYER_PARTS__LAYER_PARTS_UNSPECIFIED,
+    [MOE_PARTS_ROUTED] = MOE__V1__LAYER_PARTS__LAYER_PARTS_ROUTED,
+    [MOE_PARTS_SHARED] = MOE__V1__LAYER_PARTS__LAYER_PARTS_SHARED,
+};
+
+void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id,
+                          const struct moe_client_wanted *wanted, uint8_t *head,
+                          void (*release)(void *owner), void *owner, struct moe_rpc_out *out)
 {
     const struct moe_client_forward *f = rows->f;
     Moe__V1__ForwardStreamRequest q = MOE__V1__FORWARD_STREAM_REQUEST__INIT;
@@ -145,9 +176,11 @@ void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id, const
                                         : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
     q.routing_mode = routing_mode(f);
     q.return_routing = returns_routing(f);
+    q.parts = parts_on_wire[parts_of(f)];
     q.epoch = f->epoch;
     q.weights_version = f->weights_version;
-    q.model_digest = (char *)(uintptr_t)model_digest; /* packing only reads */
+    q.model = (char *)(uintptr_t)wanted->model; /* packing only reads */
+    q.model_digest = (char *)(uintptr_t)wanted->digest;
     if (f->topk_ids_in != NULL)
         q.topk_ids_dtype = MOE__V1__DATA_TYPE__DATA_TYPE_I32;
     q.request_id = id;
@@ -319,6 +352,9 @@ struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, str
         return item_error(a->error);
     Moe__V1__DataType dtype = f->dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
                                                         : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
+    if (parts_of(f) != MOE_PARTS_BOTH && a->parts != parts_on_wire[parts_of(f)])
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "this worker's release computes routed and shared experts together only");
     if (in.y_length == 0)
         return broken(MOE_REASON_MALFORMED, "y is missing");
     if (a->dtype != dtype)

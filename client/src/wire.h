@@ -12,8 +12,16 @@
 #include "rpc/msg.h"
 
 enum {
-    MOE_CLIENT_HEAD_MAX = 256, /* a request's head: small numbers, a session's name, a digest */
+    /* A request's head: a model's name (255 bytes), a digest and a session's name (64 each), and 12
+     * numbers of at most 12 bytes with their tags. */
+    MOE_CLIENT_HEAD_MAX = 512,
     MOE_CLIENT_FIELD_REQUEST_ID = 30, /* of a stream's messages */
+};
+
+/* The model that a client is bound to. */
+struct moe_client_wanted {
+    char model[256]; /* name; "" = the default model */
+    char digest[65]; /* of its weights, hexadecimal; "" = any */
 };
 
 /* Rows [first, first + tokens) of a forward, sent in one message. */
@@ -52,7 +60,8 @@ struct moe_client_stages moe_client_wire_stages(const Moe__V1__StageTimes *t);
 struct moe_status moe_client_wire_blame(struct moe_status st) MOE_CHECKED;
 
 /* Checks `f` and finds its layer. Errors: MOE_INVALID_ARGUMENT (SHAPE_MISMATCH, DTYPE_UNSUPPORTED,
- * ROUTING_INVALID, EXPERT_INDEX_RANGE), MOE_NOT_FOUND/LAYER_NOT_FOUND. */
+ * ROUTING_INVALID, EXPERT_INDEX_RANGE, VALUE_INVALID), MOE_NOT_FOUND/LAYER_NOT_FOUND,
+ * MOE_UNIMPLEMENTED/UNSUPPORTED. */
 struct moe_status moe_client_wire_check(const struct moe_client_info *info,
                                         const struct moe_client_forward *f,
                                         const struct moe_client_layer **layer) MOE_CHECKED;
@@ -62,16 +71,16 @@ struct moe_status moe_client_wire_check_rows(const struct moe_client_info *info,
                                              const struct moe_client_rows *rows) MOE_CHECKED;
 
 /* Makes the message for `rows`. `head` has MOE_CLIENT_HEAD_MAX bytes. The parts point into the
- * caller's tensors; the transport calls `release(owner)` for each. `id` 0 = not on a stream;
- * `model_digest` "" = any. */
-void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id, const char *model_digest,
-                          uint8_t *head, void (*release)(void *owner), void *owner,
-                          struct moe_rpc_out *out);
+ * caller's tensors; the transport calls `release(owner)` for each. `id` 0 = not on a stream. */
+void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id,
+                          const struct moe_client_wanted *wanted, uint8_t *head,
+                          void (*release)(void *owner), void *owner, struct moe_rpc_out *out);
 
 /* Moves the tensors of `m` into the caller's memory and checks that the answer fits the request.
  * The caller owns `m`. After a failure the contents of the caller's memory are undefined.
  * Errors: MOE_INTERNAL with MALFORMED, TRUNCATED, TOO_LARGE, DUPLICATE_TENSOR, SHAPE_MISMATCH or
- * DTYPE_UNSUPPORTED if the server's answer is broken; or the error in a stream's answer. */
+ * DTYPE_UNSUPPORTED if the server's answer is broken; MOE_UNIMPLEMENTED/UNSUPPORTED if the server
+ * does not know parts; or the error in a stream's answer. */
 struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, struct moe_rpc_msg *m,
                                          struct moe_client_answer *answer) MOE_CHECKED;
 

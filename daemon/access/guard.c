@@ -69,8 +69,7 @@ static bool is_open(const struct moe_daemon_settings *c)
 static bool is_near(const char *listen)
 {
     struct moe_status st = moe_endpoint_check_loopback(listen);
-    return !moe_failed(&st) || strncmp(listen, "0.0.0.0:", 8) == 0 ||
-           strncmp(listen, "[::]:", 5) == 0;
+    return !moe_failed(&st) || moe_endpoint_is_wildcard(listen);
 }
 
 /* `listen` and, where they make sense, the local sockets. Free `*addresses`. */

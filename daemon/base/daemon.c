@@ -211,19 +211,26 @@ static void hold_start(void)
     (void)sigprocmask(SIG_UNBLOCK, &set, NULL);
 }
 
+struct moe_status moe_daemon_check_listen(const struct moe_daemon_settings *common,
+                                          const char *setting, const char *listen)
+{
+    if (listen == NULL)
+        return moe_ok();
+    MOE_TRY(moe_endpoint_check_listen(setting, listen));
+    return common->insecure || common->tls_certificate != NULL
+               ? moe_ok()
+               : moe_endpoint_check_loopback(listen);
+}
+
 static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s, const bool *given)
 {
-    const char *wrong = d->check(d->ctx, given);
+    const char *wrong = d->check(s, d->ctx, given);
     if (wrong == NULL)
         wrong = check_tls(s);
     if (wrong != NULL)
         return usage(d, wrong);
-    struct moe_status st = moe_ok();
-    if (s->metrics_listen != NULL)
-        st = moe_endpoint_check_listen("--metrics-listen", s->metrics_listen);
     /* Figures never go over TLS. Who has TLS on the other addresses has looked at the network. */
-    if (!moe_failed(&st) && s->metrics_listen != NULL && !s->insecure && s->tls_certificate == NULL)
-        st = moe_endpoint_check_loopback(s->metrics_listen);
+    struct moe_status st = moe_daemon_check_listen(s, "--metrics-listen", s->metrics_listen);
     if (moe_failed(&st))
         return usage(d, st.text);
     if (s->ready_fd != 0 && fcntl((int)s->ready_fd, F_GETFD) < 0)
@@ -330,8 +337,6 @@ int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv)
         code = start(d, &s, owned.given);
         moe_hangup_call(MOE_HANGUP_SETTINGS, NULL, NULL);
     }
-    if (code == EXIT_USAGE && start_record != NULL)
-        hold_start(); /* the service manager starts it again, and so often */
     free(help);
     moe_options_free(&owned);
     return code;

@@ -42,7 +42,8 @@ struct moe_daemon {
     char metrics_letter; /* short flag of --metrics-listen, or 0 */
     /* Checks the daemon's settings: returns NULL, or one line for the user. `given` has an entry
      * for each of `options`: true if a flag or the file has set it. */
-    const char *(*check)(const void *ctx, const bool *given);
+    const char *(*check)(const struct moe_daemon_settings *common, const void *ctx,
+                         const bool *given);
     /* Runs the daemon. SIGPIPE and SIGXFSZ are ignored, and SIGHUP is blocked until
      * moe_hangup_watch. The text of a failure is logged. */
     struct moe_status (*run)(const struct moe_daemon_settings *common, void *ctx);
@@ -53,6 +54,11 @@ struct moe_daemon {
 
 /* The exit status. Settings that are strings live until `run` has returned. */
 int moe_daemon_main(const struct moe_daemon *d, int argc, char **argv);
+
+/* Checks an address to listen at; `setting` is the option, for the text. Without TLS and --insecure
+ * it must be loopback. NULL is valid. Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID. */
+struct moe_status moe_daemon_check_listen(const struct moe_daemon_settings *common,
+                                          const char *setting, const char *listen) MOE_CHECKED;
 
 /* Adds the loop "main" to `p`, and turns it from `loop` often enough. Close `timer` like any handle
  * of the loop. Errors: MOE_INTERNAL/IO. */

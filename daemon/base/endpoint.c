@@ -81,6 +81,11 @@ const char *moe_endpoint_split(const char *text, char *host, size_t capacity)
     return colon + 1;
 }
 
+bool moe_endpoint_is_wildcard(const char *text)
+{
+    return strncmp(text, "0.0.0.0:", 8) == 0 || strncmp(text, "[::]:", 5) == 0;
+}
+
 struct moe_status moe_endpoint_check_loopback(const char *text)
 {
     char host[256];
@@ -91,4 +96,58 @@ struct moe_status moe_endpoint_check_loopback(const char *text)
                      "%.255s is not a loopback address: listening there, without TLS, needs "
                      "--insecure",
                      fits ? host : text);
+}
+
+/* ------------------------------------------------------------------ lists */
+
+static struct moe_status add_endpoint(const char *setting, const char *from, size_t length,
+                                      struct moe_endpoints *out)
+{
+    if (out->count == MOE_ENDPOINTS_MAX)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "%s: at most %d endpoints", setting, MOE_ENDPOINTS_MAX);
+    char *to = out->all[out->count];
+    if (length >= MOE_ENDPOINT_BYTES)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "%s: an endpoint is too long", setting);
+    memcpy(to, from, length);
+    to[length] = '\0';
+    MOE_TRY(moe_endpoint_check(setting, to));
+    for (size_t i = 0; i < out->count; i++)
+        if (strcmp(out->all[i], to) == 0)
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                             "%s: %.100s is named twice", setting, to);
+    out->count++;
+    return moe_ok();
+}
+
+struct moe_status moe_endpoints_parse(const char *setting, const char *text,
+                                      struct moe_endpoints *out)
+{
+    out->count = 0;
+    for (;;) {
+        size_t length = strcspn(text, ",");
+        MOE_TRY(add_endpoint(setting, text, length, out));
+        if (text[length] == '\0')
+            return moe_ok();
+        text += length + 1;
+    }
+}
+
+const char *moe_endpoint_of_leader(const struct moe_status *why)
+{
+    if (why->reason != MOE_REASON_NOT_LEADER)
+        return "";
+    const char *space = strrchr(why->text, ' ');
+    struct moe_status st = moe_endpoint_check("", space != NULL ? space + 1 : "");
+    return moe_failed(&st) ? "" : space + 1;
+}
+
+size_t moe_endpoints_next(const struct moe_endpoints *list, size_t at, const struct moe_status *why)
+{
+    const char *leader = moe_endpoint_of_leader(why);
+    for (size_t i = 0; i < list->count; i++)
+        if (i != at && strcmp(list->all[i], leader) == 0)
+            return i;
+    return (at + 1) % list->count;
 }

@@ -9,6 +9,7 @@
 
 #include "base/status.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 
 /* An endpoint to connect to: a host name, an IPv4 address or a bracketed IPv6 address, and a port
@@ -23,10 +24,29 @@ struct moe_status moe_endpoint_check_listen(const char *setting, const char *tex
  * text names --insecure, which allows other addresses. Errors: MOE_INVALID_ARGUMENT,
  * CONFIG_INVALID. */
 struct moe_status moe_endpoint_check_loopback(const char *text) MOE_CHECKED;
+/* True for "0.0.0.0:P" and "[::]:P": all addresses of the host. */
+bool moe_endpoint_is_wildcard(const char *text);
 
 /* The host of "HOST:PORT" goes to `host`, without brackets and ended with a NUL. Returns the port's
  * text, a part of `text`; NULL if there is no colon or the host does not fit `capacity`. Checks
  * nothing else. */
 const char *moe_endpoint_split(const char *text, char *host, size_t capacity);
+
+/* Endpoints that stand for one service, of which one answers at a time. */
+enum { MOE_ENDPOINTS_MAX = 8, MOE_ENDPOINT_BYTES = 264 };
+struct moe_endpoints {
+    size_t count;
+    char all[MOE_ENDPOINTS_MAX][MOE_ENDPOINT_BYTES];
+};
+/* Reads "HOST:PORT,HOST:PORT", and checks each as moe_endpoint_check does. Errors: those, and
+ * CONFIG_INVALID for more than MOE_ENDPOINTS_MAX or one that is named twice. */
+struct moe_status moe_endpoints_parse(const char *setting, const char *text,
+                                      struct moe_endpoints *out) MOE_CHECKED;
+/* The next endpoint to try after `at` has failed with `why`: the leader that a NOT_LEADER names, if
+ * it is in the list, else the one behind `at`. */
+size_t moe_endpoints_next(const struct moe_endpoints *list, size_t at,
+                          const struct moe_status *why);
+/* The leader's endpoint in an error with the reason NOT_LEADER; "" = none. A part of the text. */
+const char *moe_endpoint_of_leader(const struct moe_status *why);
 
 #endif

@@ -162,8 +162,39 @@ static bool is_control(uint32_t code)
     return code < 0x20 || (code >= 0x7f && code < 0xa0);
 }
 
-/* Writes the escape of the `n` bytes at `s` to `to` (capacity 8). `n` = 0: `*s` is not valid
- * UTF-8. */
+/* Format characters and separators (general categories Cf, Zl, Zp of Unicode 15): they reorder what
+ * is shown, or hide in it. */
+static bool is_format(uint32_t code)
+{
+    static const struct {
+        uint32_t first, last;
+    } ranges[] = {
+        {0xad, 0xad},       {0x600, 0x605},     {0x61c, 0x61c},     {0x6dd, 0x6dd},
+        {0x70f, 0x70f},     {0x890, 0x891},     {0x8e2, 0x8e2},     {0x180e, 0x180e},
+        {0x200b, 0x200f},   {0x2028, 0x202e},   {0x2060, 0x206f},   {0xfeff, 0xfeff},
+        {0xfff9, 0xfffb},   {0x110bd, 0x110bd}, {0x110cd, 0x110cd}, {0x13430, 0x1343f},
+        {0x1bca0, 0x1bca3}, {0x1d173, 0x1d17a}, {0xe0000, 0xe007f},
+    };
+    for (size_t i = 0; code > 0x7f && i < sizeof ranges / sizeof *ranges; i++)
+        if (code >= ranges[i].first && code <= ranges[i].last)
+            return true;
+    return false;
+}
+
+static size_t put_code(char *to, bool json, uint32_t code)
+{
+    if (code < 0x80 && !json)
+        return (size_t)sprintf(to, "\\x%02x", (unsigned)code);
+    if (code < 0x10000)
+        return (size_t)sprintf(to, "\\u%04x", (unsigned)code);
+    if (!json)
+        return (size_t)sprintf(to, "\\U%08x", (unsigned)code);
+    const unsigned rest = code - 0x10000; /* JSON has UTF-16 */
+    return (size_t)sprintf(to, "\\u%04x\\u%04x", 0xd800 + (rest >> 10), 0xdc00 + (rest & 0x3ff));
+}
+
+/* Writes the escape of the `n` bytes at `s` to `to` (capacity MOE_LOG_ESCAPE_BYTES). `n` = 0: `*s`
+ * is not valid UTF-8. */
 static size_t put_character(char *to, enum moe_log_format format, const unsigned char *s, size_t n,
                             uint32_t code)
 {
@@ -174,9 +205,8 @@ static size_t put_character(char *to, enum moe_log_format format, const unsigned
         return (size_t)sprintf(to, "\\%c", s[0]);
     if (code == '\n' || code == '\t')
         return (size_t)sprintf(to, "\\%c", code == '\n' ? 'n' : 't');
-    if (is_control(code))
-        return (size_t)(json || code > 0x7f ? sprintf(to, "\\u%04x", (unsigned)code)
-                                            : sprintf(to, "\\x%02x", (unsigned)code));
+    if (is_control(code) || is_format(code))
+        return put_code(to, json, code);
     memcpy(to, s, n);
     return n;
 }
@@ -186,7 +216,7 @@ static size_t put_escaped(char *line, size_t at, size_t cap, enum moe_log_format
                           const char *text)
 {
     const unsigned char *s = (const unsigned char *)text;
-    while (*s != '\0' && at + 8 < cap) {
+    while (*s != '\0' && at + MOE_LOG_ESCAPE_BYTES <= cap) {
         uint32_t code = 0;
         size_t n = decode(s, &code);
         at += put_character(line + at, format, s, n, code);

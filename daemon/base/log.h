@@ -8,13 +8,15 @@
  *
  * Fields from "request" on are there where they are known. The text format shows those of a single
  * event, at the end of the line. Texts may contain strings from peers: control characters (C0, DEL,
- * C1) and bytes that are not UTF-8 are escaped, so each event is one line and cannot control a
- * terminal.
+ * C1), format characters of Unicode and bytes that are not UTF-8 are escaped, so each event is one
+ * line, cannot control a terminal, and shows its characters in their order.
  *
  *   in the text      text format   JSON format
  *   newline, tab     \n, \t        \n, \t
  *   C0, DEL          \x1b          \u001b
  *   C1               \u009b        \u009b
+ *   format           \u202e        \u202e
+ *   above U+FFFF     \U000e0001    \udb40\udc01
  *   not UTF-8        \xff          \ufffd
  *   backslash        \\            \\
  *
@@ -65,8 +67,10 @@ struct moe_log_fields {
 void moe_log_write_about(enum moe_log_level level, const struct moe_log_fields *about,
                          const char *fmt, ...) MOE_PRINTF(3, 4);
 
-/* Writes `text` to `to`, escaped as in the text format above, cut where `cap` bytes (at least 9)
- * are too few. For other output that shows strings from peers. */
+/* The longest escape of one character, and a zero. An escape is at most four times its text. */
+enum { MOE_LOG_ESCAPE_BYTES = 13 };
+/* Writes `text` to `to`, escaped as in the text format above, cut where `cap` bytes (at least
+ * MOE_LOG_ESCAPE_BYTES) are too few. For other output that shows strings from peers. */
 void moe_log_escape(char *to, size_t cap, const char *text);
 
 #define moe_log_error(...) moe_log_write(MOE_LOG_ERROR, __VA_ARGS__)

@@ -191,13 +191,18 @@ static struct moe_status format_labels(const struct moe_metric_desc *d, char **o
                             d->name);
 }
 
+static void free_series(struct series *s)
+{
+    free(s->labels);
+    free(s);
+}
+
 static void free_family(struct family *f)
 {
     while (f->first != NULL) {
         struct series *s = f->first;
         f->first = s->next;
-        free(s->labels);
-        free(s);
+        free_series(s);
     }
     free(f->name);
     free(f->help);
@@ -360,6 +365,49 @@ void moe_metrics_destroy(struct moe_metrics *m)
     moe_mutex_destroy(&m->lock);
     moe_mutex_destroy(&m->collecting);
     free(m);
+}
+
+/* ------------------------------------------------------------------ removal */
+
+/* `label`: `a="x"`, as in the labels of a series. A quote inside a value is escaped, so it does not
+ * end one. */
+static bool has_label(const struct series *s, const char *label)
+{
+    size_t length = strlen(label);
+    for (const char *at = strstr(s->labels, label); at != NULL; at = strstr(at + 1, label))
+        if ((at == s->labels || at[-1] == ',') && (at[length] == ',' || at[length] == '\0'))
+            return true;
+    return false;
+}
+
+static void remove_from(struct family *f, const char *label)
+{
+    struct series **at = &f->first;
+    f->last = NULL;
+    while (*at != NULL) {
+        struct series *s = *at;
+        if (has_label(s, label)) {
+            *at = s->next;
+            free_series(s);
+        } else {
+            f->last = s;
+            at = &s->next;
+        }
+    }
+}
+
+void moe_metrics_remove_series(struct moe_metrics *m, struct moe_metric_label label)
+{
+    const struct moe_metric_desc desc = {.name = "", .labels = {label}};
+    char *text;
+    struct moe_status st = format_labels(&desc, &text);
+    if (st.code != MOE_OK)
+        return;
+    moe_mutex_lock(&m->lock);
+    for (struct family *f = m->first; f != NULL; f = f->next)
+        remove_from(f, text);
+    moe_mutex_unlock(&m->lock);
+    free(text);
 }
 
 /* ------------------------------------------------------------------ collectors */

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Metrics of one process in the Prometheus text format.
  *
- * Every series (a name with its label values) is registered once at start-up and updated through
- * its handle, lock-free, from any thread. Registration takes a lock and may run while others
- * update or render; handles live as long as the registry. Values that others hold, such as memory
- * or a lease, come from collectors: functions that run before each rendering. Nothing here listens:
- * see metrics_http.h. */
+ * Every series (a name with its label values) is registered once and updated through its handle,
+ * lock-free, from any thread. Registration takes a lock and may run while others update or render;
+ * handles live as long as the registry, unless moe_metrics_remove_series ends them. Values that
+ * others hold, such as memory or a lease, come from collectors: functions that run before each
+ * rendering. Nothing here listens: see metrics_http.h. */
 #ifndef MOE_BASE_METRICS_H
 #define MOE_BASE_METRICS_H
 
@@ -63,6 +63,10 @@ struct moe_status moe_metrics_add_collector(struct moe_metrics *m, void (*fn)(vo
 /* [any thread] Afterwards `fn` is not called with this `ctx`, and no call is running. Does nothing
  * if there is no such collector. */
 void moe_metrics_remove_collector(struct moe_metrics *m, void (*fn)(void *ctx), const void *ctx);
+
+/* [any thread] Removes every series that has this label with this value. Their handles become
+ * invalid: nothing may use them any longer, collectors included. */
+void moe_metrics_remove_series(struct moe_metrics *m, struct moe_metric_label label);
 
 /* [any thread] Updates; lock-free, no allocation. */
 void moe_counter_add(struct moe_counter *c, uint64_t n);

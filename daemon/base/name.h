@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Names that clients give to sessions and checkpoints. A checkpoint's name is a
+/* Names that clients give to sessions, checkpoints and models. A checkpoint's name is a
  * directory name: every allowed name is a visible entry of its parent directory. */
 #ifndef MOE_BASE_NAME_H
 #define MOE_BASE_NAME_H

@@ -54,8 +54,11 @@ struct moe_checkpoint_context {
     const struct moe_trainer_config *config;
     const struct moe_checkpoint_copy *copy; /* source of the tensors; NULL: the trainers */
     const atomic_bool *cancel;   /* once true, a phase ends with MOE_CANCELLED soon; NULL = never */
-    _Atomic uint64_t *processed; /* bytes read from the copy, or checked; NULL = not wanted */
-    _Atomic uint64_t *moved;     /* bytes that load_take has written; NULL = not wanted */
+    _Atomic uint64_t *processed; /* bytes that save_write or export_write have read from the copy or
+                                    the trainers, or load_read has checked; NULL = not wanted */
+    _Atomic uint64_t *expected; /* what `processed` will be at the end; set by copy_take, also if it
+                                   has no room, and by load_read. NULL = not wanted */
+    _Atomic uint64_t *moved;    /* bytes that load_take has written; NULL = not wanted */
     struct moe_checkpoint_fence fence;
     uint64_t writer; /* random number of the lowest slot's process */
     int *shown; /* descriptor of this process's locked writer file, -1 while it writes nothing: see
@@ -82,8 +85,6 @@ void moe_checkpoint_explicit_loads_join(struct moe_checkpoint_explicit_loads *lo
 struct moe_status moe_checkpoint_copy_take(const struct moe_checkpoint_context *c,
                                            struct moe_checkpoint_copy **out) MOE_CHECKED;
 void moe_checkpoint_copy_free(struct moe_checkpoint_copy *copy); /* NULL is ignored */
-/* Value of `processed` once all of it has been written. */
-uint64_t moe_checkpoint_copy_bytes(const struct moe_checkpoint_copy *copy);
 
 /* Training state of a checkpoint besides its tensors. The same on all slots. */
 struct moe_checkpoint_state {

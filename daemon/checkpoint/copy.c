@@ -19,7 +19,6 @@ struct moe_checkpoint_copy {
     struct moe_ckpt_tensors tensors; /* ascending by layer, key, base */
     size_t *at;                      /* [tensors.count] first float of each in `values` */
     float *values;
-    uint64_t bytes; /* read from it in a Save */
 };
 
 static int compare(const void *a, const void *b)
@@ -53,6 +52,7 @@ static uint64_t bytes_to_read(const struct moe_checkpoint_context *c,
 static struct moe_status lay_out(const struct moe_checkpoint_context *c,
                                  struct moe_checkpoint_copy *copy, size_t *floats)
 {
+    uint64_t expected = 0;
     *floats = 0;
     copy->at = calloc(copy->tensors.count + 1, sizeof *copy->at);
     if (copy->at == NULL)
@@ -64,8 +64,10 @@ static struct moe_status lay_out(const struct moe_checkpoint_context *c,
         if (!moe_size_mul((size_t)t->rows, (size_t)t->columns, &n) ||
             !moe_size_add(*floats, n, floats) || *floats > SIZE_MAX / sizeof(float))
             return moe_ckpt__no_memory();
-        copy->bytes += bytes_to_read(c, t);
+        expected += bytes_to_read(c, t);
     }
+    if (c->expected != NULL)
+        atomic_store(c->expected, expected);
     return moe_ok();
 }
 
@@ -114,13 +116,14 @@ struct moe_status moe_ckpt__read(const struct moe_checkpoint_context *c,
         if (from == NULL)
             return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "tensor %s was not copied", t->name);
         memcpy(to, from, bytes);
-        if (c->processed != NULL)
-            atomic_fetch_add(c->processed, bytes);
-        return moe_ok();
+    } else {
+        struct moe_train_key key = t->key;
+        key.tensor = t->base ? MOE_TRAIN_BASE : key.tensor;
+        MOE_TRY(c->backend->training->trainer_read(c->trainers[t->layer], &key, to, bytes));
     }
-    struct moe_train_key key = t->key;
-    key.tensor = t->base ? MOE_TRAIN_BASE : key.tensor;
-    return c->backend->training->trainer_read(c->trainers[t->layer], &key, to, bytes);
+    if (c->processed != NULL)
+        atomic_fetch_add(c->processed, bytes);
+    return moe_ok();
 }
 
 /* The system gives memory at the first write, and other slots of the host fill their copies at the
@@ -128,14 +131,16 @@ struct moe_status moe_ckpt__read(const struct moe_checkpoint_context *c,
 static struct moe_status fill(const struct moe_checkpoint_context *c,
                               struct moe_checkpoint_copy *copy, size_t floats)
 {
+    struct moe_checkpoint_context from = *c;
     size_t next = 0;
+    from.processed = NULL; /* it counts what is written */
     for (size_t i = 0; i < copy->tensors.count; i++) {
         const struct moe_ckpt_tensor *t = &copy->tensors.list[i];
         if (copy->at[i] >= next) {
             MOE_TRY(check_room(floats - copy->at[i]));
             next = copy->at[i] + CHECK_FLOATS;
         }
-        MOE_TRY(moe_ckpt__read(c, t, copy->values + copy->at[i], bytes_of(t)));
+        MOE_TRY(moe_ckpt__read(&from, t, copy->values + copy->at[i], bytes_of(t)));
     }
     return moe_ok();
 }
@@ -168,9 +173,4 @@ void moe_checkpoint_copy_free(struct moe_checkpoint_copy *copy)
     free(copy->at);
     free(copy->values);
     free(copy);
-}
-
-uint64_t moe_checkpoint_copy_bytes(const struct moe_checkpoint_copy *copy)
-{
-    return copy->bytes;
 }

@@ -161,15 +161,69 @@ static struct moe_status check_slot(const struct moe_checkpoint_context *c, cons
     return st;
 }
 
-/* This slot's share of the files: each file is hashed by one slot only. */
+static struct moe_status add_size(int at, const char *name, uint64_t *sum)
+{
+    struct stat file;
+    if (fstatat(at, name, &file, AT_SYMLINK_NOFOLLOW) != 0 || file.st_size < 0)
+        return damaged(name);
+    *sum += (uint64_t)file.st_size;
+    return moe_ok();
+}
+
+/* What check_slot will hash. The list is not checked yet: it only says how long that takes. */
+static struct moe_status add_slot(const struct source *s, const json_t *entry, uint64_t *sum)
+{
+    char list[MOE_CKPT_FILE_MAX], file[MOE_CKPT_FILE_MAX];
+    json_t *part = NULL, *range;
+    size_t i;
+    uint32_t slot = (uint32_t)json_integer_value(json_object_get(entry, "slot"));
+    moe_ckpt__state_file(list, slot, "json");
+    moe_ckpt__state_file(file, slot, "safetensors");
+    MOE_TRY(add_size(s->state, list, sum));
+    MOE_TRY(add_size(s->state, file, sum));
+    MOE_TRY(moe_ckpt__damaged(moe_json_read_at(s->state, list, MOE_CKPT_JSON_BYTES_MAX, &part)));
+    json_array_foreach(json_object_get(part, "weights"), i, range)
+    {
+        json_int_t bytes = json_integer_value(json_array_get(range, 2));
+        *sum += bytes > 0 ? (uint64_t)bytes : 0;
+    }
+    json_decref(part);
+    return moe_ok();
+}
+
+/* Which entries of the manifest's slots this slot checks: each is hashed by one slot only. */
+static bool is_mine(const struct moe_checkpoint_context *c, size_t entry)
+{
+    size_t live = (size_t)__builtin_popcountll(c->live);
+    size_t mine = (size_t)__builtin_popcountll(c->live & ((UINT64_C(1) << c->slot) - 1));
+    return entry % live == mine;
+}
+
+static struct moe_status tell_expected(const struct moe_checkpoint_context *c,
+                                       const struct source *s)
+{
+    uint64_t sum = 0;
+    size_t i;
+    json_t *entry;
+    if (c->expected == NULL)
+        return moe_ok();
+    json_array_foreach(json_object_get(s->manifest, "slots"), i, entry)
+    {
+        if (is_mine(c, i))
+            MOE_TRY(add_slot(s, entry, &sum));
+    }
+    MOE_TRY(add_size(s->state, MOE_CKPT_RECORDS, &sum));
+    atomic_store(c->expected, sum);
+    return moe_ok();
+}
+
 static struct moe_status check_share(const struct moe_checkpoint_context *c, const struct source *s)
 {
-    size_t i, live = (size_t)__builtin_popcountll(c->live);
-    size_t mine = (size_t)__builtin_popcountll(c->live & ((UINT64_C(1) << c->slot) - 1));
+    size_t i;
     json_t *entry;
     json_array_foreach(json_object_get(s->manifest, "slots"), i, entry)
     {
-        if (i % live == mine)
+        if (is_mine(c, i))
             MOE_TRY(check_slot(c, s, entry));
     }
     return moe_ok();
@@ -344,6 +398,7 @@ static struct moe_status read_all(const struct moe_checkpoint_context *c, const 
     MOE_TRY(read_number(s->manifest, "frozen", &frozen));
     state->frozen = (uint32_t)frozen;
     moe_ckpt__read_loads(s->manifest, &state->explicit_loads);
+    MOE_TRY(tell_expected(c, s));
     MOE_TRY(check_share(c, s));
     MOE_TRY(check_tensors(c, s));
     return read_records(c, s, state);

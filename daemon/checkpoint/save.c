@@ -226,13 +226,15 @@ struct moe_status moe_checkpoint_save_write(const struct moe_checkpoint_context 
 static struct moe_status add_slot(const struct moe_checkpoint_context *c, json_t *slots,
                                   int directory, uint32_t slot)
 {
+    struct moe_checkpoint_context quiet = *c;
+    quiet.processed = NULL; /* it counts what is written */
     char list[MOE_CKPT_FILE_MAX], file[MOE_CKPT_FILE_MAX], hash[MOE_SHA256_HEX];
     struct moe_st_file *tensors = NULL;
     moe_ckpt__state_file(list, slot, "json");
     moe_ckpt__state_file(file, slot, "safetensors");
     MOE_TRY(moe_st_open_at(directory, file, &tensors));
     moe_st_close(tensors);
-    MOE_TRY(moe_ckpt__hash(c, directory, list, 0, UINT64_MAX, hash));
+    MOE_TRY(moe_ckpt__hash(&quiet, directory, list, 0, UINT64_MAX, hash));
     json_t *entry =
         json_pack("{s:I, s:s, s:s}", "slot", (json_int_t)slot, "list", list, "sha256", hash);
     return json_array_append_new(slots, entry) == 0 ? moe_ok() : moe_ckpt__no_memory();

@@ -48,6 +48,14 @@ void moe_membership_copy_text(char *to, size_t size, const char *from)
     to[n] = '\0';
 }
 
+void moe_membership_print_text(char *to, size_t size, const char *fmt, va_list args)
+{
+    char text[MOE_STATUS_TEXT];
+    if (vsnprintf(text, sizeof text, fmt, args) < 0)
+        text[0] = '\0';
+    moe_membership_copy_text(to, size, text);
+}
+
 void moe_membership__keep_error(struct member *member, const struct moe_status *error)
 {
     member->error = *error;
@@ -70,17 +78,14 @@ void moe_membership__list_slots(char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], uint64_
 void moe_membership__log(struct moe_membership *m, enum moe_log_level level,
                          enum moe_membership_event event, uint32_t slot, const char *fmt, ...)
 {
-    char text[MOE_STATUS_TEXT];
-    va_list args;
-    va_start(args, fmt);
-    if (vsnprintf(text, sizeof text, fmt, args) < 0)
-        text[0] = '\0';
-    va_end(args);
     struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_LOG);
+    va_list args;
     a->level = level;
     a->event = event;
     a->slot = slot;
-    moe_membership_copy_text(a->status.text, sizeof a->status.text, text);
+    va_start(args, fmt);
+    moe_membership_print_text(a->status.text, sizeof a->status.text, fmt, args);
+    va_end(args);
 }
 
 struct moe_membership_action *moe_membership__send(struct moe_membership *m, uint32_t slot,
@@ -107,6 +112,7 @@ void moe_membership__save(struct moe_membership *m, bool await)
 {
     struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_SAVE);
     a->sequence = ++m->save_sequence;
+    m->unsaved = false; /* a write has the whole state */
     if (await)
         m->awaited_save = a->sequence;
 }

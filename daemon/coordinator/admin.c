@@ -4,20 +4,12 @@
 #include "base/build.h"
 #include "coordinator/service_state.h"
 
-#include "moe/v1/admin.pb-c.h"
-
 #include <stdlib.h>
+#include <string.h>
 
 enum { ADMIN_CALLS_MAX = 64 };
 
-struct admin_call {
-    struct event event;
-    struct moe_rpc_call *call; /* one reference */
-    struct moe_rpc_msg *received;
-    enum admin_method method;
-};
-
-static void reply(struct moe_rpc_call *call, const ProtobufCMessage *m)
+void moe_coordinator__reply(struct moe_rpc_call *call, const ProtobufCMessage *m)
 {
     size_t length;
     uint8_t *bytes = moe_coordinator__pack(m, &length);
@@ -65,7 +57,7 @@ static void fill_worker(const struct moe_membership_worker *w, Moe__V1__WorkerSt
     out->error = error;
 }
 
-static void fill_layer(const struct moe_membership_layer *l, Moe__V1__LayerInfo *out)
+void moe_coordinator__fill_layer(const struct moe_membership_layer *l, Moe__V1__LayerInfo *out)
 {
     moe__v1__layer_info__init(out);
     out->layer = l->layer;
@@ -94,7 +86,35 @@ static size_t fill_cordons(const struct moe_coordinator *c, uint32_t slots, Moe_
     return count;
 }
 
-static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_call *call,
+static void fill_store(const struct moe_coordinator *c, Moe__V1__GetStatusResponse *m)
+{
+    struct moe_etcd_report r;
+    const char *store = c->etcd != NULL ? "etcd" : c->store != NULL ? "file" : "none";
+    m->store = moe_coordinator__text(store);
+    if (c->etcd == NULL)
+        return;
+    moe_etcd_report(c->etcd, &r);
+    m->leader_lease_remaining_ms = (uint32_t)(r.remaining_ns / MOE_NS_PER_MS);
+    m->etcd_errors = r.errors;
+}
+
+/* Fills `slots` and `experts` with the view in force. */
+static void fill_live(const struct moe_coordinator *c, const struct moe_membership_group *g,
+                      uint32_t slots[MOE_PLACEMENT_SLOTS_MAX],
+                      uint32_t experts[MOE_PLACEMENT_SLOTS_MAX + 1], Moe__V1__GetStatusResponse *m)
+{
+    m->live_slots = slots;
+    m->experts_by_live_copies = experts;
+    if (g->epoch == 0)
+        return;
+    for (uint32_t s = 0; s < g->slots; s++)
+        if ((g->live >> s & 1) != 0)
+            slots[m->n_live_slots++] = s;
+    moe_placement_count_copies(moe_membership_placement(c->machine), g->live, experts);
+    m->n_experts_by_live_copies = g->replicas + 1;
+}
+
+static struct moe_status get_status(struct moe_coordinator *c, struct admin_call *a,
                                     const void *message)
 {
     (void)message;
@@ -118,7 +138,7 @@ static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_ca
         worker_count++;
     }
     for (size_t i = 0; i < g.layer_count; i++) {
-        fill_layer(&g.layers[i], &layers[i]);
+        moe_coordinator__fill_layer(&g.layers[i], &layers[i]);
         layer_list[i] = &layers[i];
     }
     Moe__V1__GetStatusResponse m = MOE__V1__GET_STATUS_RESPONSE__INIT;
@@ -139,8 +159,12 @@ static struct moe_status get_status(struct moe_coordinator *c, struct moe_rpc_ca
         moe_weights_digest(c->weights, g.fingerprint[0] != '\0' ? g.fingerprint : NULL));
     m.n_cordons = fill_cordons(c, g.slots, cordons, cordon_list);
     m.cordons = cordon_list;
+    fill_store(c, &m);
+    m.replicas = g.replicas;
+    uint32_t live_slots[MOE_PLACEMENT_SLOTS_MAX], by_copies[MOE_PLACEMENT_SLOTS_MAX + 1];
+    fill_live(c, &g, live_slots, by_copies, &m);
     m.uptime_ms = (moe_clock_ns() - c->started_ns) / MOE_NS_PER_MS;
-    reply(call, &m.base);
+    moe_coordinator__reply(a->call, &m.base);
     return moe_ok();
 }
 
@@ -159,12 +183,31 @@ static void fill_experts(const struct moe_placement *p, size_t index, uint32_t e
     }
 }
 
-static struct moe_status get_placement(struct moe_coordinator *c, struct moe_rpc_call *call,
+static struct moe_status find_placement(struct moe_coordinator *c, const char *model,
+                                        const struct moe_placement **out)
+{
+    struct moe_membership_group g;
+    struct moe_added_info info;
+    moe_membership_group(c->machine, &g);
+    *out = moe_membership_placement(c->machine);
+    if (model[0] == '\0' || strcmp(model, g.model) == 0)
+        return moe_ok();
+    if (!moe_added_find_name(c->models, model, &info))
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND, "no model has this name");
+    if (info.layer_count == 0)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_MODEL_LOADING,
+                         "no worker has opened the model yet");
+    *out = info.placement;
+    return moe_ok();
+}
+
+static struct moe_status get_placement(struct moe_coordinator *c, struct admin_call *a,
                                        const void *message)
 {
     const Moe__V1__GetPlacementRequest *request = message;
-    const struct moe_placement *p = moe_membership_placement(c->machine);
+    const struct moe_placement *p;
     size_t index;
+    MOE_TRY(find_placement(c, request->model, &p));
     if (!moe_placement_find_layer(p, request->layer, &index))
         return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "layer %u is no MoE layer here",
                          request->layer);
@@ -178,23 +221,23 @@ static struct moe_status get_placement(struct moe_coordinator *c, struct moe_rpc
     m.placement_version = moe_placement_version(p);
     m.n_experts = experts;
     m.experts = pointers;
-    reply(call, &m.base);
+    moe_coordinator__reply(a->call, &m.base);
     return moe_ok();
 }
 
-static struct moe_status drain_worker(struct moe_coordinator *c, struct moe_rpc_call *call,
+static struct moe_status drain_worker(struct moe_coordinator *c, struct admin_call *a,
                                       const void *message)
 {
     const Moe__V1__DrainWorkerRequest *request = message;
     Moe__V1__DrainWorkerResponse m = MOE__V1__DRAIN_WORKER_RESPONSE__INIT;
     MOE_TRY(moe_membership_drain(c->machine, moe_clock_ns(), request->slot, request->reason,
-                                 request->limit_ms, &m.epoch));
-    reply(call, &m.base);
+                                 request->limit_ms, request->force, &m.epoch));
+    moe_coordinator__reply(a->call, &m.base);
     return moe_ok();
 }
 
 /* The answer follows the write. */
-static struct moe_status cordon_slot(struct moe_coordinator *c, struct moe_rpc_call *call,
+static struct moe_status cordon_slot(struct moe_coordinator *c, struct admin_call *a,
                                      const void *message)
 {
     const Moe__V1__CordonSlotRequest *request = message;
@@ -209,30 +252,30 @@ static struct moe_status cordon_slot(struct moe_coordinator *c, struct moe_rpc_c
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO,
                          "the state directory cannot be written: the change is lost when the "
                          "coordinator ends; see its log");
-    reply(call, &m.base);
+    moe_coordinator__reply(a->call, &m.base);
     return moe_ok();
 }
 
-static struct moe_status shut_down(struct moe_coordinator *c, struct moe_rpc_call *call,
+static struct moe_status shut_down(struct moe_coordinator *c, struct admin_call *a,
                                    const void *message)
 {
     const Moe__V1__ShutdownRequest *request = message;
     Moe__V1__ShutdownResponse m = MOE__V1__SHUTDOWN_RESPONSE__INIT;
     MOE_TRY(moe_membership_shutdown(c->machine, moe_clock_ns(), request->reason, request->limit_ms,
                                     &m.epoch));
-    reply(call, &m.base);
+    moe_coordinator__reply(a->call, &m.base);
     return moe_ok();
 }
 
-static struct moe_status accept_model(struct moe_coordinator *c, struct moe_rpc_call *call,
+static struct moe_status accept_model(struct moe_coordinator *c, struct admin_call *a,
                                       const void *message)
 {
     const Moe__V1__AcceptModelRequest *request = message;
     Moe__V1__AcceptModelResponse m = MOE__V1__ACCEPT_MODEL_RESPONSE__INIT;
     char forgotten[MOE_SHA256_HEX];
-    MOE_TRY(moe_coordinator__accept_model(c, request->reason, forgotten));
+    MOE_TRY(moe_coordinator__accept_model(c, request->model, request->reason, forgotten));
     m.forgotten = forgotten;
-    reply(call, &m.base);
+    moe_coordinator__reply(a->call, &m.base);
     return moe_ok();
 }
 
@@ -243,7 +286,7 @@ static Moe__V1__EventSeverity severity(enum moe_log_level level)
                                    : MOE__V1__EVENT_SEVERITY__EVENT_SEVERITY_INFO;
 }
 
-static struct moe_status list_events(struct moe_coordinator *c, struct moe_rpc_call *call,
+static struct moe_status list_events(struct moe_coordinator *c, struct admin_call *a,
                                      const void *message)
 {
     const Moe__V1__ListEventsRequest *request = message;
@@ -264,17 +307,29 @@ static struct moe_status list_events(struct moe_coordinator *c, struct moe_rpc_c
         list[i].epoch = found[i]->epoch;
         list[i].text = moe_coordinator__text(found[i]->text);
     }
-    reply(call, &m.base);
+    moe_coordinator__reply(a->call, &m.base);
     return moe_ok();
 }
 
 /* ------------------------------------------------------------------ calls */
 
+static bool may_wait(enum admin_method method)
+{
+    return method == ADMIN_LOAD || method == ADMIN_UNLOAD;
+}
+
+static void free_call(struct moe_coordinator *c, struct admin_call *a)
+{
+    moe_rpc_call_unref(a->call);
+    free(a);
+    atomic_fetch_sub(&c->admin_calls, 1);
+}
+
 static void run_call(struct moe_coordinator *c, struct event *e)
 {
     static const struct {
         const ProtobufCMessageDescriptor *request;
-        struct moe_status (*run)(struct moe_coordinator *c, struct moe_rpc_call *call,
+        struct moe_status (*run)(struct moe_coordinator *c, struct admin_call *a,
                                  const void *message);
     } methods[ADMIN_METHODS] = {
         [ADMIN_STATUS] = {&moe__v1__get_status_request__descriptor, get_status},
@@ -284,20 +339,32 @@ static void run_call(struct moe_coordinator *c, struct event *e)
         [ADMIN_SHUTDOWN] = {&moe__v1__shutdown_request__descriptor, shut_down},
         [ADMIN_ACCEPT] = {&moe__v1__accept_model_request__descriptor, accept_model},
         [ADMIN_EVENTS] = {&moe__v1__list_events_request__descriptor, list_events},
+        [ADMIN_LOAD] = {&moe__v1__load_model_request__descriptor, moe_coordinator__load_model},
+        [ADMIN_UNLOAD] = {&moe__v1__unload_model_request__descriptor,
+                          moe_coordinator__unload_model},
+        [ADMIN_MODELS] = {&moe__v1__list_models_request__descriptor, moe_coordinator__list_models},
     };
     struct admin_call *a = (struct admin_call *)((char *)e - offsetof(struct admin_call, event));
     struct moe_rpc_arena arena;
     void *message;
-    struct moe_status st =
-        moe_rpc_msg_unpack(a->received, methods[a->method].request, &arena, &message);
+    struct moe_status st = moe_coordinator__refusal(c, false);
     if (st.code == MOE_OK)
-        st = methods[a->method].run(c, a->call, message);
+        st = moe_rpc_msg_unpack(a->received, methods[a->method].request, &arena, &message);
+    if (st.code == MOE_OK)
+        st = methods[a->method].run(c, a, message);
     if (st.code != MOE_OK)
         moe_rpc_fail(a->call, st);
     moe_rpc_msg_free(a->received);
-    moe_rpc_call_unref(a->call);
-    free(a);
-    atomic_fetch_sub(&c->admin_calls, 1);
+    if (!may_wait(a->method))
+        free_call(c, a);
+}
+
+static void run_done(struct moe_coordinator *c, struct event *e)
+{
+    struct admin_call *a =
+        (struct admin_call *)((char *)e - offsetof(struct admin_call, done_event));
+    moe_coordinator__forget_call(c, a);
+    free_call(c, a);
 }
 
 /* On a gRPC thread. Bounds the number and size of requests that wait for the owner thread. */
@@ -330,10 +397,24 @@ static void on_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *c
         moe_rpc_fail(call, st);
         return;
     }
-    *a = (struct admin_call){
-        .event.run = run_call, .call = call, .received = m, .method = method->method};
+    *a = (struct admin_call){.event.run = run_call,
+                             .done_event.run = run_done,
+                             .call = call,
+                             .received = m,
+                             .method = method->method};
     moe_rpc_call_ref(call);
+    if (may_wait(a->method))
+        moe_rpc_call_set_user(call, a);
     moe_coordinator__post(method->coordinator, &a->event);
+}
+
+/* On a gRPC thread, after on_message. The operator has its answer, or has left. */
+static void on_done(struct moe_rpc_call *call, void *ctx)
+{
+    const struct admin_context *method = ctx;
+    struct admin_call *a = moe_rpc_call_user(call);
+    if (a != NULL)
+        moe_coordinator__post(method->coordinator, &a->done_event);
 }
 
 void moe_coordinator__admin_methods(struct moe_coordinator *c, struct moe_rpc_method *out)
@@ -346,10 +427,16 @@ void moe_coordinator__admin_methods(struct moe_coordinator *c, struct moe_rpc_me
         [ADMIN_SHUTDOWN] = "/moe.v1.AdminService/Shutdown",
         [ADMIN_ACCEPT] = "/moe.v1.AdminService/AcceptModel",
         [ADMIN_EVENTS] = "/moe.v1.AdminService/ListEvents",
+        [ADMIN_LOAD] = "/moe.v1.AdminService/LoadModel",
+        [ADMIN_UNLOAD] = "/moe.v1.AdminService/UnloadModel",
+        [ADMIN_MODELS] = "/moe.v1.AdminService/ListModels",
     };
     for (int i = 0; i < ADMIN_METHODS; i++) {
         c->admin[i] = (struct admin_context){.coordinator = c, .method = (enum admin_method)i};
-        out[i] = (struct moe_rpc_method){
-            .path = paths[i], .kind = MOE_RPC_UNARY, .message = on_message, .ctx = &c->admin[i]};
+        out[i] = (struct moe_rpc_method){.path = paths[i],
+                                         .kind = MOE_RPC_UNARY,
+                                         .message = on_message,
+                                         .done = on_done,
+                                         .ctx = &c->admin[i]};
     }
 }

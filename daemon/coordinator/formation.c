@@ -2,6 +2,7 @@
 /* How an epoch forms and ends: SAVE -> PREPARE -> blob rounds -> READY of all -> SAVE -> COMMIT,
  * and ABORT from any phase. members.c and membership.c decide which members are lost. Forming has
  * one answer to every failure: the epoch ends, and a later attempt starts under a higher number. */
+#include "base/guard.h"
 #include "coordinator/membership_state.h"
 
 #include <inttypes.h>
@@ -11,6 +12,17 @@
 static uint64_t all_slots(const struct moe_membership *m)
 {
     return UINT64_MAX >> (64 - m->config.slots);
+}
+
+static bool covers(const struct moe_membership *m, uint64_t slots)
+{
+    return moe_placement_covers(m->config.slots, m->config.replicas, slots);
+}
+
+bool moe_membership__takes_part(const struct moe_membership *m, uint32_t slot)
+{
+    uint64_t live = m->phase != PHASE_IDLE ? m->live : m->view_epoch != 0 ? m->view_live : 0;
+    return (live >> slot & 1) != 0;
 }
 
 uint32_t moe_membership__count_taken(const struct moe_membership *m)
@@ -40,6 +52,16 @@ static const char *blocker(const struct moe_membership *m, uint32_t slot)
                                                  : NULL;
 }
 
+uint64_t moe_membership__able_slots(const struct moe_membership *m)
+{
+    uint64_t able = 0;
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        if (blocker(m, s) == NULL && !m->members[s].silent &&
+            m->now_ns >= m->members[s].excluded_until_ns)
+            able |= UINT64_C(1) << s;
+    return able;
+}
+
 /* Empty slots come first: no worker loads before all slots are taken. */
 bool moe_membership__blocked(const struct moe_membership *m, uint32_t *slot, const char **why)
 {
@@ -56,14 +78,30 @@ bool moe_membership__blocked(const struct moe_membership *m, uint32_t *slot, con
 
 /* ------------------------------------------------------------------ end of an epoch */
 
-/* `missed`: failures in a row, including this one. */
-static void set_pause(struct moe_membership *m, uint32_t missed)
+/* When the next attempt begins. `missed`: failures in a row, including this one. */
+static uint64_t after_pause(const struct moe_membership *m, uint32_t missed)
 {
     uint64_t pause = m->config.backoff_ns;
     for (uint32_t i = 1; i < missed && pause < m->config.backoff_max_ns; i++)
         pause *= 2;
-    m->next_try_ns =
-        m->now_ns + (pause < m->config.backoff_max_ns ? pause : m->config.backoff_max_ns);
+    return m->now_ns + (pause < m->config.backoff_max_ns ? pause : m->config.backoff_max_ns);
+}
+
+void moe_membership__exclude(struct moe_membership *m, uint64_t slots)
+{
+    bool all_are_needed = !covers(m, moe_membership__able_slots(m) & ~slots);
+    if (MOE_GUARD(SUSPECTS_STAY_OUT, slots == 0 || m->config.replicas == 1 || all_are_needed))
+        return;
+    m->shrinks = true;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        struct member *member = &m->members[s];
+        if ((slots >> s & 1) == 0)
+            continue;
+        if (member->strikes < UINT32_MAX)
+            member->strikes++;
+        member->silent = true;
+        member->excluded_until_ns = after_pause(m, member->strikes);
+    }
 }
 
 /* An attempt that failed because an operator must decide, or free disk space, does not count as a
@@ -79,7 +117,7 @@ static void await_operator(struct moe_membership *m)
     }
     if (m->waits < UINT32_MAX)
         m->waits++;
-    set_pause(m, m->waits);
+    m->next_try_ns = after_pause(m, m->waits);
 }
 
 static void give_up(struct moe_membership *m)
@@ -99,7 +137,7 @@ static void back_off(struct moe_membership *m)
         give_up(m);
         return;
     }
-    set_pause(m, m->attempts);
+    m->next_try_ns = after_pause(m, m->attempts);
 }
 
 /* Another attempt would fail in the same way. */
@@ -115,26 +153,31 @@ static void forget_saved_view(struct moe_membership *m)
         return;
     m->saved.view_epoch = 0;
     memset(m->saved.members, 0, sizeof m->saved.members);
-    moe_membership__save(m, false);
+    m->unsaved = true;
 }
 
 /* A view that lasted less than a lease counts as a failed attempt. A group that repeatedly falls
- * apart thus gives up, like one that never forms. */
-static void end_view(struct moe_membership *m)
+ * apart thus gives up, like one that never forms. If the next view does without a lost slot, this
+ * is no such failure: there are only so many slots. */
+static void end_view(struct moe_membership *m, bool shrinks)
 {
     m->past.lease_end_ns = MOE_NEVER;
     m->past.settled = m->saved.settled = false;
     for (uint32_t s = 0; s < SLOTS_MAX; s++)
-        m->past.incarnations[s] = s < m->config.slots ? m->members[s].incarnation : 0;
+        m->past.incarnations[s] = (m->view_live >> s & 1) != 0 ? m->members[s].incarnation : 0;
     bool stable = m->now_ns - m->view_since_ns >= m->config.lease_ns;
     m->view_epoch = 0;
+    m->mask_from_ns = m->now_ns;
     m->degraded = true;
     m->restoring = false;
-    for (uint32_t s = 0; s < m->config.slots; s++)
+    for (uint32_t s = 0; s < m->config.slots; s++) {
         m->members[s].unverified = false;
+        if (stable && (m->view_live >> s & 1) != 0 && m->now_ns >= m->members[s].excluded_until_ns)
+            m->members[s].strikes = 0;
+    }
     if (stable)
         m->attempts = 0;
-    else if (!m->failed)
+    else if (!m->failed && !shrinks)
         back_off(m);
 }
 
@@ -145,12 +188,18 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
     if (m->view_epoch == 0 && !forming)
         return;
     uint64_t epoch = forming ? m->epoch : m->view_epoch;
+    bool at_once = m->view_epoch != 0 || m->now_ns >= m->mask_from_ns;
+    bool shrinks =
+        m->shrinks && m->config.replicas > 1 && at_once && covers(m, moe_membership__able_slots(m));
+    m->shrinks = false;
     moe_membership_copy_text(m->trouble, sizeof m->trouble, why);
     m->causes[cause]++;
     moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_ENDED, MOE_MEMBERSHIP_NO_SLOT,
                         "epoch %" PRIu64 " ends: %s", epoch, why);
     for (uint32_t s = 0; m->phase != PHASE_SAVE_EPOCH && s < m->config.slots; s++) {
-        struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_ABORT);
+        struct moe_membership_action *a = moe_membership__takes_part(m, s)
+                                              ? moe_membership__send(m, s, MOE_MEMBERSHIP_ABORT)
+                                              : NULL;
         if (a == NULL)
             continue;
         a->epoch = epoch;
@@ -162,10 +211,12 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
         await_operator(m);
     else if (forming && cause == MOE_CAUSE_NO_TRANSPORT)
         end_for_good(m);
+    else if (forming && shrinks)
+        m->next_try_ns = m->now_ns;
     else if (forming)
         back_off(m);
     else
-        end_view(m);
+        end_view(m, shrinks);
     forget_saved_view(m);
 }
 
@@ -200,14 +251,76 @@ static void assign(struct moe_membership *m)
     }
 }
 
-static void begin_epoch(struct moe_membership *m)
+static uint64_t form_limit(const struct moe_membership *m)
+{
+    uint64_t leases = 2 * m->config.lease_ns;
+    return m->config.replicas > 1 && leases < m->config.form_ns ? leases : m->config.form_ns;
+}
+
+static void begin_epoch(struct moe_membership *m, uint64_t live)
 {
     m->operator_decided = false;
     m->saved.epoch++;
     m->epoch = m->saved.epoch;
+    m->live = live;
     m->phase = PHASE_SAVE_EPOCH;
-    m->form_deadline_ns = m->now_ns + m->config.form_ns;
+    m->form_deadline_ns = m->now_ns + form_limit(m);
     moe_membership__save(m, true);
+}
+
+static uint64_t taken_slots(const struct moe_membership *m)
+{
+    uint64_t taken = 0;
+    for (uint32_t s = 0; s < SLOTS_MAX; s++) /* slots that the group lacks are empty */
+        if (m->members[s].state == SLOT_TAKEN)
+            taken |= UINT64_C(1) << s;
+    return taken;
+}
+
+/* Slots with a worker that may still load. */
+static uint64_t loading_slots(const struct moe_membership *m)
+{
+    uint64_t loading = 0;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct member *member = &m->members[s];
+        bool done = member->loaded || member->load_failed;
+        loading |= (uint64_t)(member->state == SLOT_TAKEN && !done) << s;
+    }
+    return loading;
+}
+
+/* Slots that may serve without the others. */
+static bool may_mask(const struct moe_membership *m, uint64_t slots)
+{
+    return slots == all_slots(m) || (MOE_GUARD(START_WAITS, m->now_ns >= m->mask_from_ns) &&
+                                     MOE_GUARD(MASK_COVERS, covers(m, slots)));
+}
+
+/* The slots of the view that should form now; 0 = none. A view that serves grows only: a member
+ * that cannot take part any more, but has not left, keeps it. */
+static uint64_t next_live(const struct moe_membership *m)
+{
+    uint64_t able = moe_membership__able_slots(m);
+    if (!may_mask(m, able))
+        return 0;
+    bool has_all = MOE_GUARD(GROWTH_KEEPS_MEMBERS, (m->view_live & ~able) == 0);
+    if (m->view_epoch != 0)
+        return !m->restoring && able != m->view_live && has_all ? able : 0;
+    if (able != all_slots(m) && !m->degraded && loading_slots(m) != 0)
+        return 0; /* the group starts */
+    return moe_membership__fenced(m) ? 0 : able;
+}
+
+/* Ends the view in force for one with more slots. */
+static void end_smaller_view(struct moe_membership *m, uint64_t live)
+{
+    char why[MOE_MEMBERSHIP_REASON_BYTES], slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    if (m->view_epoch == 0)
+        return;
+    moe_membership__list_slots(slots, live & ~m->view_live);
+    snprintf(why, sizeof why, "%s can take part", slots);
+    m->shrinks = true; /* no failure */
+    moe_membership__end_epoch(m, MOE_CAUSE_GROWN, why);
 }
 
 /* The view from the log is in force again once its last member is back. */
@@ -228,18 +341,18 @@ void moe_membership__advance(struct moe_membership *m)
         return;
     if (m->restoring)
         check_restored(m);
-    if (!moe_membership__all_taken(m) || !m->model_known || m->failed || m->now_ns < m->next_try_ns)
+    if (!may_mask(m, taken_slots(m)) || !m->model_known || m->failed || m->now_ns < m->next_try_ns)
         return;
     if (!m->placement_durable) {
         moe_membership__save(m, true);
         return;
     }
     assign(m);
-    uint32_t slot;
-    const char *why;
-    if (m->view_epoch == 0 && !moe_membership__blocked(m, &slot, &why) &&
-        !moe_membership__fenced(m))
-        begin_epoch(m);
+    uint64_t live = next_live(m);
+    if (live == 0)
+        return;
+    end_smaller_view(m, live);
+    begin_epoch(m, live);
 }
 
 /* ------------------------------------------------------------------ progress of an epoch */
@@ -252,24 +365,37 @@ static void prepare(struct moe_membership *m)
     m->blob_mask = 0;
     m->round = 0;
     for (uint32_t s = 0; s < m->config.slots; s++) {
+        m->blobs[s].length = 0;
+        if (!moe_membership__takes_part(m, s))
+            continue;
         struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_PREPARE);
         MOE_INVARIANT(a != NULL); /* a lost stream would have ended the epoch */
         a->epoch = m->epoch;
     }
-    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_PREPARING, MOE_MEMBERSHIP_NO_SLOT,
-                        "preparing epoch %" PRIu64, m->epoch);
+    if (m->live == all_slots(m)) {
+        moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_PREPARING, MOE_MEMBERSHIP_NO_SLOT,
+                            "preparing epoch %" PRIu64, m->epoch);
+        return;
+    }
+    char without[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    moe_membership__list_slots(without, all_slots(m) & ~m->live);
+    moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_PREPARING, MOE_MEMBERSHIP_NO_SLOT,
+                        "preparing epoch %" PRIu64 " without %s", m->epoch, without);
 }
 
 static void commit(struct moe_membership *m)
 {
     m->phase = PHASE_IDLE;
     m->view_epoch = m->epoch;
+    m->view_live = m->live;
     m->view_since_ns = m->now_ns;
     m->degraded = false;
     m->waits = 0;
     m->operator_decided = false;
     m->trouble[0] = '\0';
     for (uint32_t s = 0; s < m->config.slots; s++) {
+        if ((m->view_live >> s & 1) == 0)
+            continue;
         struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_COMMIT);
         MOE_INVARIANT(a != NULL);
         a->epoch = m->view_epoch;
@@ -301,6 +427,8 @@ void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t
             moe_membership_copy_text(m->trouble, sizeof m->trouble, why);
             await_operator(m);
         }
+        if (m->unsaved)
+            moe_membership__save(m, false);
         return;
     }
     switch (m->phase) {
@@ -318,17 +446,17 @@ void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t
 
 /* ------------------------------------------------------------------ messages of members */
 
-/* True when `epoch` is the one in preparation. Messages about an ended epoch crossed with ABORT and
- * are ignored. */
-static bool takes_part(const struct moe_membership *m, uint64_t epoch)
+/* True when `epoch` is the one in preparation, with this slot. Messages about an ended epoch have
+ * crossed with ABORT and are ignored. */
+static bool prepares(const struct moe_membership *m, uint32_t slot, uint64_t epoch)
 {
-    return m->phase == PHASE_PREPARE && epoch == m->epoch;
+    return m->phase == PHASE_PREPARE && epoch == m->epoch && moe_membership__takes_part(m, slot);
 }
 
 void moe_membership__blob(struct moe_membership *m, uint32_t slot, uint64_t epoch, uint32_t round,
                           const uint8_t *data, size_t length)
 {
-    if (!takes_part(m, epoch))
+    if (!prepares(m, slot, epoch))
         return;
     uint64_t bit = UINT64_C(1) << slot;
     const char *fault = length > MOE_MEMBERSHIP_BLOB_BYTES       ? "too large"
@@ -346,9 +474,11 @@ void moe_membership__blob(struct moe_membership *m, uint32_t slot, uint64_t epoc
     if (length > 0)
         memcpy(m->blobs[slot].data, data, length);
     m->blob_mask |= bit;
-    if (m->blob_mask != all_slots(m))
+    if (m->blob_mask != m->live)
         return;
     for (uint32_t s = 0; s < m->config.slots; s++) {
+        if ((m->live >> s & 1) == 0)
+            continue;
         struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_BLOBS);
         MOE_INVARIANT(a != NULL);
         a->epoch = m->epoch;
@@ -368,23 +498,27 @@ static enum moe_membership_cause cause_of(const struct moe_status *error)
 void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epoch,
                            const struct moe_status *error)
 {
-    if (!takes_part(m, epoch))
+    if (!prepares(m, slot, epoch))
         return;
     if (error->code != MOE_OK) {
         char why[MOE_MEMBERSHIP_REASON_BYTES];
         snprintf(why, sizeof why, "slot %u: %s", slot, error->text);
         moe_membership__keep_error(&m->members[slot], error);
+        moe_membership__exclude(m, m->live & ~m->view_live);
         moe_membership__end_epoch(m, cause_of(error), why);
         return;
     }
     m->ready_mask |= UINT64_C(1) << slot;
-    if (m->ready_mask != all_slots(m))
+    if (!MOE_GUARD(READY_OF_ALL, m->ready_mask == m->live))
         return;
     m->phase = PHASE_SAVE_VIEW;
     m->saved.view_epoch = m->epoch;
     m->saved.settled = false;
     m->saved.slots = m->config.slots;
+    memset(m->saved.members, 0, sizeof m->saved.members);
     for (uint32_t s = 0; s < m->config.slots; s++) {
+        if ((m->live >> s & 1) == 0)
+            continue;
         memcpy(m->saved.members[s].worker_id, m->members[s].worker_id, MOE_MEMBERSHIP_ID_BYTES);
         m->saved.members[s].incarnation = m->members[s].incarnation;
     }
@@ -394,8 +528,10 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
 void moe_membership__form_timeout(struct moe_membership *m)
 {
     char why[MOE_MEMBERSHIP_REASON_BYTES], slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
-    moe_membership__list_slots(slots, all_slots(m) & ~m->ready_mask);
+    moe_membership__list_slots(slots, m->live & ~m->ready_mask);
     snprintf(why, sizeof why, "no READY in time from %s", slots);
+    if (m->phase == PHASE_PREPARE)
+        moe_membership__exclude(m, m->live & ~m->ready_mask);
     moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED,
                               m->phase == PHASE_PREPARE ? why : "saving the state took too long");
 }

@@ -14,18 +14,47 @@
 
 struct settings {
     const char *listen, *control_listen, *state_dir;
-    uint64_t workers, lease_ms, form_timeout_ms;
+    const char *store, *etcd, *etcd_prefix;
+    uint64_t workers, replicas, lease_ms, form_timeout_ms, leader_lease_s;
 };
 
+static bool uses_etcd(const struct settings *s)
+{
+    return strcmp(s->store, "etcd") == 0;
+}
+
+static struct moe_status check_store(const struct moe_daemon_settings *common,
+                                     const struct settings *s)
+{
+    if (!uses_etcd(s) && strcmp(s->store, "file") != 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "--store: file or etcd, not '%.40s'", s->store);
+    if (!uses_etcd(s) && (s->etcd != NULL || s->etcd_prefix != NULL))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "--etcd and --etcd-prefix need --store etcd");
+    if (!uses_etcd(s))
+        return moe_ok();
+    if (s->etcd == NULL || s->etcd_prefix == NULL)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "--store etcd needs --etcd and --etcd-prefix");
+    return moe_etcd_check_settings(s->etcd, s->etcd_prefix, common->tls_ca != NULL,
+                                   common->insecure);
+}
+
 /* NULL, or the error. */
-static const char *check_settings(const void *ctx, const bool *given)
+static const char *check_settings(const struct moe_daemon_settings *common, const void *ctx,
+                                  const bool *given)
 {
     (void)given;
     const struct settings *s = ctx;
     static struct moe_status wrong; /* outlives the answer */
-    wrong = moe_endpoint_check_listen("--listen", s->listen);
-    if (!moe_failed(&wrong) && s->control_listen != NULL)
-        wrong = moe_endpoint_check_listen("--control-listen", s->control_listen);
+    if (s->replicas > s->workers)
+        return "--replicas is above --workers: a slot has one copy of an expert";
+    wrong = moe_daemon_check_listen(common, "--listen", s->listen);
+    if (!moe_failed(&wrong))
+        wrong = moe_daemon_check_listen(common, "--control-listen", s->control_listen);
+    if (!moe_failed(&wrong))
+        wrong = check_store(common, s);
     return moe_failed(&wrong) ? wrong.text : NULL;
 }
 
@@ -52,13 +81,20 @@ static struct moe_status announce(const struct moe_daemon_settings *common,
 static struct moe_status serve(const struct moe_daemon_settings *common, void *ctx)
 {
     const struct settings *s = ctx;
+    const struct moe_etcd_config etcd = {
+        .endpoints = s->etcd,
+        .prefix = s->etcd_prefix,
+        .trust = {.tls = {common->tls_certificate, common->tls_key, common->tls_ca}},
+        .lease_s = (uint32_t)s->leader_lease_s};
     struct moe_coordinator_config config = {.listen = s->listen,
                                             .control_listen = s->control_listen,
                                             .insecure = common->insecure,
                                             .slots = (uint32_t)s->workers,
+                                            .replicas = (uint32_t)s->replicas,
                                             .lease_ms = (uint32_t)s->lease_ms,
                                             .form_timeout_ms = (uint32_t)s->form_timeout_ms,
                                             .state_dir = s->state_dir,
+                                            .etcd = uses_etcd(s) ? &etcd : NULL,
                                             .metrics_listen = common->metrics_listen,
                                             .health_step_ms = common->health_step_ms,
                                             .handle_signals = true};
@@ -70,8 +106,9 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
         moe_guard_destroy(config.guard);
         return st;
     }
-    moe_log_info("release %s (commit %s), listening on port %u for %u workers", moe_build_version(),
-                 moe_build_commit(), moe_coordinator_port(c), config.slots);
+    moe_log_info("release %s (commit %s), listening on port %u for %u worker%s",
+                 moe_build_version(), moe_build_commit(), moe_coordinator_port(c), config.slots,
+                 config.slots == 1 ? "" : "s");
     if (common->metrics_listen != NULL)
         moe_log_info("metrics on port %u", moe_coordinator_metrics_port(c));
     st = announce(common, s, c);
@@ -84,8 +121,13 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
 
 int main(int argc, char **argv)
 {
-    struct settings s = {
-        .listen = "127.0.0.1:7700", .workers = 1, .lease_ms = 5000, .form_timeout_ms = 60000};
+    struct settings s = {.listen = "127.0.0.1:7700",
+                         .store = "file",
+                         .workers = 1,
+                         .replicas = 1,
+                         .lease_ms = 5000,
+                         .form_timeout_ms = 60000,
+                         .leader_lease_s = 5};
     const struct moe_option table[] = {
         {"listen", 'l', MOE_OPTION_STRING, &s.listen, 0, 0, "HOST:PORT",
          "Address for moectl, and for workers without --control-listen"},
@@ -95,10 +137,24 @@ int main(int argc, char **argv)
          "AdminService alone"},
         {"workers", 'n', MOE_OPTION_UINT, &s.workers, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
          "Number of slots: workers that the group needs"},
+        {"replicas", 'r', MOE_OPTION_UINT, &s.replicas, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
+         "Slots with a copy of each expert; above 1, the group serves on without workers that it "
+         "loses while every expert has a copy. It does not train then"},
         {"state-dir", 's', MOE_OPTION_STRING, &s.state_dir, 0, 0, "DIR",
          "Directory that keeps epochs across restarts, not writable for others; without it a "
          "restart "
-         "begins a new group"},
+         "begins a new group. With --store etcd: remembers the group of the prefix"},
+        {"store", 0, MOE_OPTION_STRING, &s.store, 0, 0, "KIND",
+         "Where the group's state is: file (--state-dir) or etcd, for several coordinators of "
+         "which "
+         "one leads"},
+        {"etcd", 0, MOE_OPTION_STRING, &s.etcd, 0, 0, "HOST:PORT,...",
+         "Members of the etcd cluster, with --store etcd; TLS with --tls-ca"},
+        {"etcd-prefix", 0, MOE_OPTION_STRING, &s.etcd_prefix, 0, 0, "PATH",
+         "Prefix of the group's keys (/moed/GROUP): the same for all coordinators of the group"},
+        {"leader-lease-s", 0, MOE_OPTION_UINT, &s.leader_lease_s, MOE_ETCD_LEASE_MIN_S,
+         MOE_ETCD_LEASE_MAX_S, "S",
+         "Seconds without a sign of the leader after which another coordinator leads"},
         {"lease-ms", 0, MOE_OPTION_UINT, &s.lease_ms, 100, 600000, "MS",
          "Milliseconds without a message after which a worker loses its slot"},
         {"form-timeout-ms", 0, MOE_OPTION_UINT, &s.form_timeout_ms, 100, 3600000, "MS",

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Members of slots: registration, fencing, agreement on the model. Never forms epochs; ends one
  * when its member is lost. */
+#include "base/guard.h"
+#include "base/secret.h"
 #include "coordinator/membership_state.h"
 
 #include <stdio.h>
@@ -49,8 +51,13 @@ void moe_membership__lose(struct moe_membership *m, uint32_t slot, enum moe_memb
     member->stream = 0;
     moe_membership__log(m, MOE_LOG_WARN, cause == MOE_CAUSE_LEFT ? MOE_EVENT_LEFT : MOE_EVENT_LOST,
                         slot, "%s (%s)", why, member->worker_id);
-    moe_membership_copy_text(m->trouble, sizeof m->trouble, why);
-    moe_membership__end_epoch(m, cause, why);
+    bool member_of_epoch = moe_membership__takes_part(m, slot);
+    if (member_of_epoch || m->view_epoch == 0)
+        moe_membership_copy_text(m->trouble, sizeof m->trouble, why);
+    m->shrinks = true;
+    if (!MOE_GUARD(LOSS_ENDS_THE_EPOCH, !member_of_epoch))
+        moe_membership__end_epoch(m, cause, why);
+    m->shrinks = false;
     note_lost_lease(m, member);
     member->error = cause == MOE_CAUSE_LEFT
                         ? moe_ok()
@@ -256,7 +263,7 @@ static struct moe_status adopt_model(struct moe_membership *m,
         layers[i] = (struct moe_placement_layer){r->layers[i].layer, r->layers[i].experts};
     m->model_known = false;
     MOE_TRY(moe_placement_set_linear(m->placement, m->saved.placement_version, m->config.slots,
-                                     layers, r->layer_count));
+                                     m->config.replicas, layers, r->layer_count));
     uint64_t hash = moe_placement_content_hash(m->placement);
     if (m->saved.placement_version == 0 || hash != m->saved.placement_hash) {
         moe_membership__end_epoch(m, MOE_CAUSE_OUT_OF_STEP, "the model has changed");
@@ -294,15 +301,6 @@ static struct moe_status agree_on_model(struct moe_membership *m,
 
 /* ------------------------------------------------------------------ register */
 
-/* The time does not depend on the place of the first difference. */
-static bool same_token(const uint8_t *a, const uint8_t *b)
-{
-    unsigned different = 0;
-    for (size_t i = 0; i < MOE_MEMBERSHIP_TOKEN_BYTES; i++)
-        different |= (unsigned)(a[i] ^ b[i]);
-    return different == 0;
-}
-
 /* May this process have the slot of a member with its worker_id? The same process shows its token.
  * A new process takes over from one that is gone: it waits until the old one is disconnected, and
  * under another identity until the lease is over. So no caller ends a living worker. */
@@ -313,7 +311,7 @@ static struct moe_status check_claim(const struct moe_membership *m, const struc
     if (member->endpoint[0] == '\0' || m->now_ns >= end_ns)
         return moe_ok(); /* known from the log only, or about to lose its slot */
     if (member->incarnation == r->incarnation)
-        return same_token(member->slot_token, r->slot_token)
+        return moe_secret_equal(member->slot_token, r->slot_token, MOE_MEMBERSHIP_TOKEN_BYTES)
                    ? moe_ok()
                    : moe_error(MOE_PERMISSION_DENIED, MOE_REASON_NONE,
                                "another process has registered as this one");
@@ -355,6 +353,8 @@ static void take_slot(struct moe_membership *m, uint64_t stream, uint32_t slot,
     m->waits = 0;
     m->failed = false;
     m->next_try_ns = m->now_ns;
+    if (m->view_epoch == 0 && !m->degraded)
+        m->mask_from_ns = m->now_ns + m->config.lease_ns;
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_JOINED, slot, "slot %u: %s at %s", slot,
                         member->worker_id, member->endpoint);
     moe_membership__remember(m, member);
@@ -391,7 +391,7 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
             m, member->stream,
             moe_error(MOE_ABORTED, MOE_REASON_NONE, "replaced by a newer stream"));
     member->stream = 0;
-    if (m->phase != PHASE_IDLE)
+    if (m->phase != PHASE_IDLE && moe_membership__takes_part(m, slot))
         moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED, why);
     member->stream = stream;
     member->max_tokens = r->max_tokens_per_step;
@@ -401,7 +401,7 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
                              r->control_endpoint);
     memcpy(member->slot_token, r->slot_token, sizeof member->slot_token);
     (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
-    member->unverified = m->view_epoch != 0;
+    member->unverified = m->view_epoch != 0 && moe_membership__takes_part(m, slot);
     member->missed = false;
     m->trains = r->trains;
     member->assigned = member->loaded || member->load_failed;
@@ -465,6 +465,11 @@ struct moe_status moe_membership__register(struct moe_membership *m, uint64_t st
 {
     MOE_TRY(check_register(r));
     MOE_TRY(check_version(m, r->version));
+    if (r->trains && m->config.replicas > 1)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "a group with replicas (%u copies of each expert) does not train: start "
+                         "the workers without --training, or the coordinator with --replicas 1",
+                         m->config.replicas);
     if (is_fenced(m, r))
         return stale_process();
     uint32_t slot = 0, other;

@@ -45,7 +45,11 @@ static void restore_cordons(struct moe_membership *m)
 /* The members of the view in the log keep their slots for one lease without a message. */
 static void restore_view(struct moe_membership *m)
 {
-    if (m->saved.slots != m->config.slots)
+    uint64_t live = 0;
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        live |= (uint64_t)(m->saved.members[s].incarnation != 0) << s;
+    if (m->saved.slots != m->config.slots ||
+        !moe_placement_covers(m->config.slots, m->config.replicas, live))
         m->saved.view_epoch = 0; /* the size of the group has changed */
     if (m->saved.view_epoch == 0) {
         memset(m->saved.members, 0, sizeof m->saved.members);
@@ -53,10 +57,13 @@ static void restore_view(struct moe_membership *m)
         return;
     }
     m->view_epoch = m->saved.view_epoch;
+    m->view_live = live;
     m->view_since_ns = m->now_ns;
     m->restoring = true;
     for (uint32_t s = 0; s < m->config.slots; s++) {
         struct member *member = &m->members[s];
+        if ((live >> s & 1) == 0)
+            continue;
         member->state = SLOT_TAKEN;
         memcpy(member->worker_id, m->saved.members[s].worker_id, sizeof member->worker_id);
         member->incarnation = m->saved.members[s].incarnation;
@@ -76,6 +83,10 @@ struct moe_status moe_membership_create(const struct moe_membership_config *conf
         config->form_ns == 0 || config->attempts_max == 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "a group has 1..%d slots, and times above 0", SLOTS_MAX);
+    if (config->replicas < 1 || config->replicas > config->slots)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "a group of %u slots can have 1..%u replicas, not %u", config->slots,
+                         config->slots, config->replicas);
     struct moe_membership *m = calloc(1, sizeof *m);
     if (m == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "membership");
@@ -89,6 +100,7 @@ struct moe_status moe_membership_create(const struct moe_membership_config *conf
     m->saved = *saved;
     m->announced_epoch = saved->epoch;
     m->placement_durable = saved->placement_version != 0;
+    m->mask_from_ns = now_ns + config->lease_ns;
     restore_view(m);
     restore_cordons(m);
     restore_past(m);
@@ -151,6 +163,8 @@ static void end_input(struct moe_membership *m)
     if (m->exited)
         return;
     moe_membership__advance(m);
+    if (m->unsaved)
+        moe_membership__save(m, false);
     if (m->shutting_down)
         settle_shutdown(m);
 }
@@ -258,6 +272,8 @@ void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint
         return;
     struct member *member = &m->members[slot];
     member->last = *h;
+    if (h->epoch == 0 || h->epoch == m->view_epoch)
+        member->silent = false;
     if (h->epoch > m->saved.epoch && h->epoch < EPOCH_PLAUSIBLE) {
         moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_ADOPTED, slot,
                             "slot %u knows epoch %" PRIu64
@@ -347,8 +363,57 @@ static void lose_missed(struct moe_membership *m, uint32_t slot)
                          moe_ok());
 }
 
-/* The failed step ends the epoch. A suspect is lost only if its stream is closed too, before or
- * after. Any other keeps its slot while it renews its lease, and may answer the next PREPARE. */
+/* Peers miss these slots. One is lost only if its stream is closed too, before or after. Any other
+ * keeps its slot while it renews its lease, and may answer the next PREPARE; with replicas, the
+ * next view does without it. */
+static void miss(struct moe_membership *m, uint64_t slots)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        if ((slots >> s & 1) == 0 || m->members[s].state != SLOT_TAKEN)
+            continue;
+        m->members[s].missed = true;
+        if (m->members[s].stream == 0)
+            lose_missed(m, s);
+    }
+}
+
+/* The failed step ends the epoch. */
+static void end_by_peer(struct moe_membership *m, uint32_t slot, uint64_t slots)
+{
+    char why[MOE_MEMBERSHIP_REASON_BYTES], missed[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    moe_membership__list_slots(missed, slots);
+    if (slots != 0)
+        snprintf(why, sizeof why, "slot %u got no answer from %s", slot, missed);
+    else
+        snprintf(why, sizeof why, "slot %u reports a failed step", slot);
+    moe_membership__exclude(m, slots & m->view_live & ~(UINT64_C(1) << slot));
+    m->unnamed_epoch = slots == 0 ? m->view_epoch : 0;
+    m->unnamed_by = slot;
+    moe_membership__end_epoch(m, MOE_CAUSE_PEER_LOST, why);
+}
+
+/* The sequencer learns from others that a step has failed, and may report before they do. It leaves
+ * the session then, so that they may miss it too. */
+static void name_suspects(struct moe_membership *m, uint32_t slot, uint64_t slots)
+{
+    uint64_t honest = UINT64_C(1) << slot | UINT64_C(1) << m->unnamed_by;
+    char why[MOE_MEMBERSHIP_REASON_BYTES], missed[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    slots &= m->view_live & ~honest;
+    if (slots == 0)
+        return;
+    m->unnamed_epoch = 0;
+    moe_membership__exclude(m, slots);
+    bool forms_with = m->phase != PHASE_IDLE && (m->live & slots) != 0;
+    moe_membership__list_slots(missed, slots);
+    snprintf(why, sizeof why, "slot %u got no answer from %s", slot, missed);
+    if (m->shrinks && m->phase == PHASE_IDLE)
+        m->next_try_ns = m->now_ns;
+    if (m->shrinks && forms_with)
+        moe_membership__end_epoch(m, MOE_CAUSE_PEER_LOST, why);
+    m->shrinks = false;
+    miss(m, slots);
+}
+
 void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                  uint64_t epoch, uint64_t slots)
 {
@@ -356,19 +421,24 @@ void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
     if (m->view_epoch != 0 && epoch == m->view_epoch) {
-        char why[MOE_MEMBERSHIP_REASON_BYTES], missed[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
-        moe_membership__list_slots(missed, slots);
-        snprintf(why, sizeof why, "slot %u got no answer from %s", slot, missed);
-        moe_membership__end_epoch(m, MOE_CAUSE_PEER_LOST, why);
-        for (uint32_t s = 0; s < m->config.slots; s++) {
-            if ((slots >> s & 1) == 0 || m->members[s].state != SLOT_TAKEN)
-                continue;
-            m->members[s].missed = true;
-            if (m->members[s].stream == 0)
-                lose_missed(m, s);
-        }
+        end_by_peer(m, slot, slots);
+        miss(m, slots);
+    } else if (epoch != 0 && epoch == m->unnamed_epoch && m->view_epoch == 0) {
+        name_suspects(m, slot, slots);
     }
     end_input(m);
+}
+
+/* An epoch that forms starts over without the slot; a view goes on until it has left. */
+static void begin_drain(struct moe_membership *m, uint32_t slot, const char *why,
+                        const char *reason, uint32_t limit_ms)
+{
+    m->members[slot].draining = true;
+    m->shrinks = true;
+    if (m->phase != PHASE_IDLE && moe_membership__takes_part(m, slot))
+        moe_membership__end_epoch(m, MOE_CAUSE_LEFT, why);
+    m->shrinks = false;
+    moe_membership__drain(m, slot, reason, limit_ms);
 }
 
 void moe_membership_on_drain_notice(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -382,9 +452,7 @@ void moe_membership_on_drain_notice(struct moe_membership *m, uint64_t now_ns, u
         moe_membership_copy_text(clean, sizeof clean, reason);
         snprintf(why, sizeof why, "slot %u is leaving: %s", slot, clean);
         moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_DRAINING, slot, "%s", why);
-        if (m->phase != PHASE_IDLE)
-            moe_membership__end_epoch(m, MOE_CAUSE_LEFT, why);
-        moe_membership__drain(m, slot, clean, 0);
+        begin_drain(m, slot, why, clean, 0);
     }
     end_input(m);
 }
@@ -436,8 +504,10 @@ void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, 
         lose_missed(m, slot);
     } else {
         moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_DISCONNECTED, slot, "%s", why);
-        if (m->phase != PHASE_IDLE)
+        m->shrinks = true;
+        if (m->phase != PHASE_IDLE && moe_membership__takes_part(m, slot))
             moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED, why);
+        m->shrinks = false;
     }
     end_input(m);
 }
@@ -477,6 +547,11 @@ uint64_t moe_membership_deadline(const struct moe_membership *m)
         at = moe_earlier(at, m->next_try_ns);
     if (m->shutting_down)
         at = moe_earlier(at, m->shutdown_deadline_ns);
+    if (m->mask_from_ns > m->now_ns)
+        at = moe_earlier(at, m->mask_from_ns);
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        if (m->members[s].excluded_until_ns > m->now_ns)
+            at = moe_earlier(at, m->members[s].excluded_until_ns);
     return at;
 }
 
@@ -489,12 +564,25 @@ static struct moe_status check_reason(const char *reason)
     return moe_ok();
 }
 
+/* Whether the slots that serve, or could, have every expert without this one. */
+static bool spares(const struct moe_membership *m, uint32_t slot)
+{
+    uint64_t others = moe_membership__able_slots(m) & ~(UINT64_C(1) << slot);
+    return moe_placement_covers(m->config.slots, m->config.replicas, others);
+}
+
 struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns, uint32_t slot,
-                                       const char *reason, uint32_t limit_ms, uint64_t *epoch)
+                                       const char *reason, uint32_t limit_ms, bool force,
+                                       uint64_t *epoch)
 {
     MOE_TRY(check_reason(reason));
     if (slot >= m->config.slots || m->members[slot].state != SLOT_TAKEN)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "slot %u has no worker", slot);
+    if (m->config.replicas > 1 && !force && !m->members[slot].draining && !spares(m, slot))
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_EXPERT_UNAVAILABLE,
+                         "slot %u has the last copy of some experts: without it the group does "
+                         "not serve; force drains it nevertheless",
+                         slot);
     if (!begin_input(m, now_ns))
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group has shut down");
     *epoch = m->view_epoch;
@@ -503,9 +591,7 @@ struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns
         moe_membership_copy_text(clean, sizeof clean, reason);
         snprintf(why, sizeof why, "slot %u is drained: %s", slot, clean);
         moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_DRAINING, slot, "%s", why);
-        if (m->phase != PHASE_IDLE)
-            moe_membership__end_epoch(m, MOE_CAUSE_LEFT, why);
-        moe_membership__drain(m, slot, clean, limit_ms);
+        begin_drain(m, slot, why, clean, limit_ms);
     }
     end_input(m);
     return moe_ok();
@@ -532,5 +618,71 @@ struct moe_status moe_membership_shutdown(struct moe_membership *m, uint64_t now
         if (m->members[s].state == SLOT_TAKEN && !m->members[s].draining)
             moe_membership__drain(m, s, m->shutdown_reason, limit_ms);
     end_input(m);
+    return moe_ok();
+}
+
+/* ------------------------------------------------------------------ cordons */
+
+bool moe_membership__is_cordoned(const struct moe_membership *m, uint32_t slot)
+{
+    return (m->saved.cordoned >> slot & 1) != 0;
+}
+
+const char *moe_membership_cordon_reason(const struct moe_membership *m, uint32_t slot)
+{
+    return moe_membership__is_cordoned(m, slot) ? m->saved.cordon_reasons[slot] : NULL;
+}
+
+bool moe_membership_cordons_saved(const struct moe_membership *m)
+{
+    return m->cordon_save == 0;
+}
+
+static struct moe_status check_cordon(const struct moe_membership *m, uint32_t slot,
+                                      const char *reason)
+{
+    if (reason[0] == '\0')
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE, "a reason is required");
+    if (slot >= m->config.slots)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "the group has slots 0 to %u",
+                         m->config.slots - 1);
+    if (m->exited)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group has shut down");
+    return moe_ok();
+}
+
+static void save_cordons(struct moe_membership *m)
+{
+    moe_membership__save(m, false);
+    m->cordon_save = m->save_sequence;
+}
+
+struct moe_status moe_membership_cordon(struct moe_membership *m, uint64_t now_ns, uint32_t slot,
+                                        const char *reason)
+{
+    MOE_TRY(check_cordon(m, slot, reason));
+    moe_membership__set_time(m, now_ns);
+    moe_membership_copy_text(m->saved.cordon_reasons[slot], MOE_MEMBERSHIP_CORDON_BYTES, reason);
+    m->saved.cordoned |= UINT64_C(1) << slot;
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_CORDONED, slot, "slot %u is cordoned: %s", slot,
+                        m->saved.cordon_reasons[slot]);
+    save_cordons(m);
+    return moe_ok();
+}
+
+struct moe_status moe_membership_uncordon(struct moe_membership *m, uint64_t now_ns, uint32_t slot,
+                                          const char *reason)
+{
+    char clean[MOE_MEMBERSHIP_CORDON_BYTES];
+    MOE_TRY(check_cordon(m, slot, reason));
+    moe_membership__set_time(m, now_ns);
+    if (!moe_membership__is_cordoned(m, slot) && m->cordon_save == 0)
+        return moe_ok();
+    moe_membership_copy_text(clean, sizeof clean, reason);
+    m->saved.cordoned &= ~(UINT64_C(1) << slot);
+    memset(m->saved.cordon_reasons[slot], 0, sizeof m->saved.cordon_reasons[slot]);
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_UNCORDONED, slot, "slot %u is uncordoned: %s",
+                        slot, clean);
+    save_cordons(m);
     return moe_ok();
 }

@@ -9,8 +9,11 @@
  *    is over. A process proves by its slot token that it is the one that has the slot;
  *  - an epoch is durable before it is announced, and a view before it is committed;
  *  - a cordoned slot gets no new worker, also after a restart;
- *  - a view is in force only while all of its members live. The loss of one ends the epoch for all
- *    (ABORT). Once all slots are taken, the group forms again under a new epoch;
+ *  - a view has a live mask: the slots of its members. It is in force only while all of its members
+ *    live. The loss of one ends the epoch for all (ABORT);
+ *  - a view forms of all slots, or of some if every expert has a copy on them. After the loss of a
+ *    member that is at once. A group that had no view since the start waits a lease for the others;
+ *  - once a worker has taken an empty slot and has loaded, the view ends and one with it forms;
  *  - after a restart the log restores the view, and the first heartbeat of each member shows
  * whether it still belongs to the view;
  *  - a group that trains forms a view only when no earlier one can complete a change any more. A
@@ -21,6 +24,8 @@
 
 #include "coordinator/placement.h"
 #include "daemon/log.h"
+
+#include <stdarg.h>
 
 enum {
     MOE_MEMBERSHIP_ID_BYTES = 128, /* worker_id, model, fingerprint; with the final 0 */
@@ -40,9 +45,11 @@ struct moe_membership;
 
 struct moe_membership_config {
     uint32_t slots;    /* 1..MOE_PLACEMENT_SLOTS_MAX */
+    uint32_t replicas; /* copies of each expert, 1..slots. Above 1, the group does not train */
     uint64_t lease_ns; /* a worker without a message for this long loses its slot; never sooner */
     uint64_t group_id; /* a random number above 0; used unless `saved` has one */
-    uint64_t form_ns;  /* from the start of an epoch to READY of all */
+    uint64_t form_ns;  /* from the start of an epoch to READY of all; with replicas at most two
+                          leases */
     uint64_t shutdown_ns; /* time for a shutdown that names no limit */
     uint64_t backoff_ns;  /* pause after the first failed attempt; doubles up to backoff_max_ns */
     uint64_t backoff_max_ns;
@@ -62,9 +69,9 @@ struct moe_membership_saved {
     struct {
         char worker_id[MOE_MEMBERSHIP_ID_BYTES];
         uint64_t incarnation;
-    } members[MOE_PLACEMENT_SLOTS_MAX];
-    uint64_t group_id; /* 0 = none yet */
-    uint32_t lease_ms; /* that workers got; 0 = not known */
+    } members[MOE_PLACEMENT_SLOTS_MAX]; /* of the view; incarnation 0: the slot is not in it */
+    uint64_t group_id;                  /* 0 = none yet */
+    uint32_t lease_ms;                  /* that workers got; 0 = not known */
     bool settled;      /* no worker can hold a lease of a view before this record */
     uint64_t cordoned; /* bit s: slot s gets no new worker */
     char cordon_reasons[MOE_PLACEMENT_SLOTS_MAX][MOE_MEMBERSHIP_CORDON_BYTES];
@@ -144,9 +151,11 @@ void moe_membership_on_tick(struct moe_membership *m, uint64_t now_ns);
 uint64_t moe_membership_deadline(const struct moe_membership *m);
 
 /* Operators. `*epoch`: epoch in force, 0 = none. Errors: MOE_INVALID_ARGUMENT (no reason given),
- * MOE_NOT_FOUND (no such slot, or empty). Both may be repeated, with the same answer. */
+ * MOE_NOT_FOUND (no such slot, or empty). Both may be repeated, with the same answer.
+ * A drain in a group with replicas: MOE_FAILED_PRECONDITION/EXPERT_UNAVAILABLE unless `force`, if
+ * the other slots do not have a copy of every expert. */
 struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns, uint32_t slot,
-                                       const char *reason, uint32_t limit_ms,
+                                       const char *reason, uint32_t limit_ms, bool force,
                                        uint64_t *epoch) MOE_CHECKED;
 struct moe_status moe_membership_shutdown(struct moe_membership *m, uint64_t now_ns,
                                           const char *reason, uint32_t limit_ms,
@@ -207,11 +216,16 @@ enum moe_membership_event { /* values of moe.v1.EventKind */
                             MOE_EVENT_MODEL_ACCEPTED, /* of the caller */
                             MOE_EVENT_CORDONED,
                             MOE_EVENT_UNCORDONED,
+                            MOE_EVENT_MODEL_SERVING, /* coordinator/models.h */
+                            MOE_EVENT_MODEL_UNLOADED,
+                            MOE_EVENT_MODEL_FAILED,
 };
 
 /* Copies at most `size` - 1 bytes. Replaces all but printable ASCII by '?', as the text may come
  * from a peer and goes to logs and proto3 strings. */
 void moe_membership_copy_text(char *to, size_t size, const char *from);
+/* The same of a text that is printed first, of at most MOE_STATUS_TEXT - 1 bytes. */
+void moe_membership_print_text(char *to, size_t size, const char *fmt, va_list args);
 
 #define MOE_MEMBERSHIP_NO_SLOT UINT32_MAX /* of an event: it is about the group */
 
@@ -264,6 +278,7 @@ enum moe_membership_cause {
     MOE_CAUSE_NOT_SAVED,      /* the state directory cannot be written */
     MOE_CAUSE_NO_TRANSPORT,   /* two members have no way to exchange rows: FAILED at once */
     MOE_CAUSE_WRONG_WEIGHTS,  /* a member has other weights than the group */
+    MOE_CAUSE_GROWN,          /* a slot that was not in the view can take part */
     MOE_CAUSE_COUNT
 };
 const char *moe_membership_cause_name(enum moe_membership_cause cause);
@@ -272,7 +287,8 @@ struct moe_membership_group {
     enum moe_group_state state;
     char reason[MOE_MEMBERSHIP_REASON_BYTES];
     uint64_t epoch; /* in force; 0 = none */
-    uint32_t slots, max_tokens_per_step;
+    uint64_t live;  /* bit s: slot s is in the view that forms, else in that in force; 0 = none */
+    uint32_t slots, replicas, max_tokens_per_step;
     const char *model, *family, *backend, *fingerprint; /* "" until the first worker registered */
     const struct moe_membership_layer *layers;
     size_t layer_count;
@@ -289,6 +305,7 @@ struct moe_membership_worker {
     uint64_t incarnation;
     uint64_t lease_remaining_ns;          /* 0 when it has left */
     bool connected;                       /* its stream is open */
+    uint64_t stream;                      /* 0 = not connected */
     bool taken;                           /* the process has the slot */
     struct moe_membership_heartbeat last; /* epoch: as reported */
     const struct moe_status

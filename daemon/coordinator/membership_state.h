@@ -43,6 +43,12 @@ struct member {
     bool leaving;     /* it sent Leaving */
     bool unverified;  /* its next heartbeat must confirm the view in force */
     bool missed; /* peers reported it since a view last came in force: it is lost with its stream */
+    /* With replicas: views form without it until then, as it failed `strikes` times in a row; and
+     * while it is `silent`: it has sent no heartbeat that shows that it has left the ended epoch.
+     */
+    uint64_t excluded_until_ns;
+    uint32_t strikes;
+    bool silent;
     uint32_t drain_limit_ms;
     struct moe_membership_heartbeat last;
     struct moe_status error;
@@ -88,6 +94,7 @@ struct moe_membership {
     /* The epoch that is forming. */
     enum phase phase;
     uint64_t epoch;            /* phase != IDLE; == saved.epoch */
+    uint64_t live;             /* phase != IDLE: the slots that form it */
     uint64_t form_deadline_ns; /* phase != IDLE */
     uint64_t ready_mask, blob_mask;
     uint32_t round; /* the round that is being collected */
@@ -96,9 +103,16 @@ struct moe_membership {
         uint8_t data[MOE_MEMBERSHIP_BLOB_BYTES];
     } blobs[SLOTS_MAX];
 
-    /* The epoch in force. While view_epoch != 0, its members take all slots. */
-    uint64_t view_epoch;
+    /* The epoch in force. While view_epoch != 0, its members take the slots of view_live. */
+    uint64_t view_epoch, view_live;
     uint64_t view_since_ns;
+    /* The last view ended by a report that names no slot, of this slot; 0 = it did not. The first
+     * report that names some still counts. */
+    uint64_t unnamed_epoch;
+    uint32_t unnamed_by;
+    uint64_t mask_from_ns; /* no view forms of fewer than all slots before */
+    bool shrinks; /* the epoch that ends has lost a slot: the next one may do without it, at once */
+    bool unsaved; /* a view in `saved` has ended, and no SAVE says so yet */
 
     /* The last view that was in force, once it has ended. */
     struct {
@@ -183,6 +197,13 @@ void moe_membership__drain(struct moe_membership *m, uint32_t slot, const char *
 /* Ends the forming epoch, else the view in force; does nothing when there is neither. */
 void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cause cause,
                                const char *why);
+/* True for slots of the epoch that forms, else of that in force. */
+bool moe_membership__takes_part(const struct moe_membership *m, uint32_t slot);
+/* With replicas: if the others have every expert, views form without `slots` for a while. Call it
+ * before the epoch ends. */
+void moe_membership__exclude(struct moe_membership *m, uint64_t slots);
+/* Slots that can take part in the next view. */
+uint64_t moe_membership__able_slots(const struct moe_membership *m);
 /* Takes the next step towards a view, if possible. Called after every input. */
 void moe_membership__advance(struct moe_membership *m);
 void moe_membership__blob(struct moe_membership *m, uint32_t slot, uint64_t epoch, uint32_t round,

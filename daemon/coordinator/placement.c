@@ -93,24 +93,76 @@ struct moe_status moe_placement_add_layer(struct moe_placement *p,
     return moe_ok();
 }
 
-struct moe_status moe_placement_set_linear(struct moe_placement *p, uint32_t version,
-                                           uint32_t slots, const struct moe_placement_layer *layers,
-                                           size_t count)
+/* The slots with a copy of what slot `home` holds without replicas. */
+static uint64_t copies_of_slot(uint32_t slots, uint32_t replicas, uint32_t home)
 {
-    uint8_t copies[MOE_PLACEMENT_EXPERTS_MAX], holders[MOE_PLACEMENT_EXPERTS_MAX];
-    memset(copies, 1, sizeof copies);
-    MOE_TRY(moe_placement_begin(p, version, slots));
-    for (size_t i = 0; i < count; i++) {
-        uint32_t experts = layers[i].experts;
-        if (experts > MOE_PLACEMENT_EXPERTS_MAX)
-            return invalid("number of experts out of range");
-        uint32_t base = experts / slots, larger = experts % slots, e = 0;
-        for (uint32_t s = 0; s < slots; s++)
-            for (uint32_t n = base + (s < larger ? 1 : 0); n > 0; n--)
-                holders[e++] = (uint8_t)s;
-        MOE_TRY(moe_placement_add_layer(p, &layers[i], copies, holders, experts));
+    uint64_t mask = 0;
+    for (uint32_t c = 0; c < replicas; c++)
+        mask |= UINT64_C(1) << (home + c * (slots / replicas)) % slots;
+    return mask;
+}
+
+bool moe_placement_covers(uint32_t slots, uint32_t replicas, uint64_t live)
+{
+    for (uint32_t s = 0; s < slots; s++)
+        if ((copies_of_slot(slots, replicas, s) & live) == 0)
+            return false;
+    return true;
+}
+
+/* Appends the slots of `mask`; returns their number. */
+static uint32_t append_slots(uint8_t *holders, uint64_t mask)
+{
+    uint32_t n = 0;
+    for (; mask != 0; mask &= mask - 1)
+        holders[n++] = (uint8_t)__builtin_ctzll(mask);
+    return n;
+}
+
+static struct moe_status add_linear_layer(struct moe_placement *p, uint32_t replicas,
+                                          const struct moe_placement_layer *layer)
+{
+    uint8_t copies[MOE_PLACEMENT_EXPERTS_MAX];
+    uint8_t holders[MOE_PLACEMENT_EXPERTS_MAX * MOE_PLACEMENT_SLOTS_MAX];
+    uint32_t slots = p->slots, experts = layer->experts;
+    if (experts > MOE_PLACEMENT_EXPERTS_MAX)
+        return invalid("number of experts out of range");
+    uint32_t base = experts / slots, larger = experts % slots, e = 0;
+    size_t held = 0;
+    for (uint32_t s = 0; s < slots; s++) {
+        uint64_t mask = copies_of_slot(slots, replicas, s);
+        for (uint32_t n = base + (s < larger ? 1 : 0); n > 0; n--) {
+            copies[e++] = (uint8_t)replicas;
+            held += append_slots(holders + held, mask);
+        }
     }
+    return moe_placement_add_layer(p, layer, copies, holders, held);
+}
+
+struct moe_status moe_placement_set_linear(struct moe_placement *p, uint32_t version,
+                                           uint32_t slots, uint32_t replicas,
+                                           const struct moe_placement_layer *layers, size_t count)
+{
+    MOE_TRY(moe_placement_begin(p, version, slots));
+    if (replicas < 1 || replicas > slots)
+        return invalid("an expert has 1 .. slots replicas");
+    for (size_t i = 0; i < count; i++)
+        MOE_TRY(add_linear_layer(p, replicas, &layers[i]));
     return moe_ok();
+}
+
+void moe_placement_count_copies(const struct moe_placement *p, uint64_t live,
+                                uint32_t experts[MOE_PLACEMENT_SLOTS_MAX + 1])
+{
+    memset(experts, 0, (MOE_PLACEMENT_SLOTS_MAX + 1) * sizeof *experts);
+    for (size_t i = 0; i < p->layer_count; i++)
+        for (uint32_t e = 0; e < p->layers[i].experts; e++) {
+            const uint8_t *holders;
+            uint32_t n = moe_placement_holders(p, i, e, &holders), alive = 0;
+            for (uint32_t c = 0; c < n; c++)
+                alive += (uint32_t)(live >> holders[c] & 1);
+            experts[alive]++;
+        }
 }
 
 void moe_placement_set_version(struct moe_placement *p, uint32_t version)

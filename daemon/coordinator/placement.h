@@ -2,7 +2,9 @@
 /* Which slots hold which experts: for every MoE layer and every expert the list of slots with a
  * copy. Pure: no I/O, no clock, no allocation after create.
  *
- * Linear placement gives each list one entry. Readers must accept longer lists (replicas). */
+ * Linear placement has a rule for replicas: what slot s holds without them is also on the slots
+ * s + c * (slots / replicas), modulo the slots, for c < replicas. So copies of an expert are far
+ * apart, and slots / replicas neighbours, such as those of one host, may be lost at once. */
 #ifndef MOE_COORDINATOR_PLACEMENT_H
 #define MOE_COORDINATOR_PLACEMENT_H
 
@@ -41,11 +43,20 @@ struct moe_status moe_placement_add_layer(struct moe_placement *p,
                                           const uint8_t *copies, const uint8_t *holders,
                                           size_t holder_count) MOE_CHECKED;
 
-/* One copy of each expert, in contiguous ranges in slot order. If E is not divisible by `slots`,
- * each of the first E % slots slots holds one more. */
+/* `replicas` copies of each expert, 1 .. slots. First copies are in contiguous ranges, in the order
+ * of slots. If E is not divisible by `slots`, each of the first E % slots slots holds one more. The
+ * others follow the rule above. Errors: MOE_INVALID_ARGUMENT; the placement has no use then. */
 struct moe_status moe_placement_set_linear(struct moe_placement *p, uint32_t version,
-                                           uint32_t slots, const struct moe_placement_layer *layers,
+                                           uint32_t slots, uint32_t replicas,
+                                           const struct moe_placement_layer *layers,
                                            size_t count) MOE_CHECKED;
+/* Whether every expert has a copy on a slot of `live` (bit s: slot s), in any linear placement over
+ * these slots. replicas 1..slots. */
+bool moe_placement_covers(uint32_t slots, uint32_t replicas, uint64_t live);
+/* Experts of all layers with exactly n copies on slots of `live`, into experts[n], for n up to
+ * MOE_PLACEMENT_SLOTS_MAX. */
+void moe_placement_count_copies(const struct moe_placement *p, uint64_t live,
+                                uint32_t experts[MOE_PLACEMENT_SLOTS_MAX + 1]);
 
 void moe_placement_set_version(struct moe_placement *p, uint32_t version);
 uint32_t moe_placement_version(const struct moe_placement *p);

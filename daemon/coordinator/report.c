@@ -7,8 +7,8 @@
 const char *moe_membership_cause_name(enum moe_membership_cause cause)
 {
     static const char *const names[MOE_CAUSE_COUNT] = {
-        "lease_expired", "replaced",       "peer_lost", "left",         "out_of_step",
-        "not_formed",    "cannot_go_back", "not_saved", "no_transport", "wrong_weights"};
+        "lease_expired",  "replaced",  "peer_lost",    "left",          "out_of_step", "not_formed",
+        "cannot_go_back", "not_saved", "no_transport", "wrong_weights", "grown"};
     size_t i = (size_t)cause;
     return i < MOE_CAUSE_COUNT ? names[i] : "?";
 }
@@ -114,6 +114,7 @@ void moe_membership_group(const struct moe_membership *m, struct moe_membership_
     *out = (struct moe_membership_group){.state = group_state(m),
                                          .epoch = m->view_epoch,
                                          .slots = m->config.slots,
+                                         .replicas = m->config.replicas,
                                          .model = m->model,
                                          .family = m->family,
                                          .backend = m->backend,
@@ -124,8 +125,11 @@ void moe_membership_group(const struct moe_membership *m, struct moe_membership_
                                          .group_id = m->saved.group_id,
                                          .causes = m->causes};
     describe(m, out);
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        out->live |= (uint64_t)moe_membership__takes_part(m, s) << s;
     for (uint32_t s = 0; s < m->config.slots; s++) {
-        uint32_t tokens = m->members[s].state == SLOT_TAKEN ? m->members[s].max_tokens : 0;
+        bool counts = out->live != 0 ? out->live >> s & 1 : m->members[s].state == SLOT_TAKEN;
+        uint32_t tokens = counts ? m->members[s].max_tokens : 0;
         if (tokens != 0 && (out->max_tokens_per_step == 0 || tokens < out->max_tokens_per_step))
             out->max_tokens_per_step = tokens;
     }
@@ -138,9 +142,10 @@ static enum moe_worker_state worker_state(const struct moe_membership *m,
         return MOE_WORKER_GONE;
     if (member->draining || member->leaving)
         return MOE_WORKER_DRAINING;
-    if (m->view_epoch != 0 && !member->unverified)
+    bool takes_part = moe_membership__takes_part(m, (uint32_t)(member - m->members));
+    if (takes_part && m->view_epoch != 0 && !member->unverified)
         return MOE_WORKER_SERVING;
-    if (m->phase == PHASE_PREPARE || m->phase == PHASE_SAVE_VIEW)
+    if (takes_part && (m->phase == PHASE_PREPARE || m->phase == PHASE_SAVE_VIEW))
         return MOE_WORKER_PREPARING;
     return member->loaded     ? MOE_WORKER_LOADED
            : member->assigned ? MOE_WORKER_LOADING
@@ -166,6 +171,7 @@ bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
         .incarnation = member->incarnation,
         .lease_remaining_ns = taken && end > m->now_ns ? end - m->now_ns : 0,
         .connected = taken && member->stream != 0,
+        .stream = taken ? member->stream : 0,
         .taken = taken,
         .last = member->last,
         .error = &member->error};

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Life of the service, and the loop of its owner thread. */
+/* Life of the service, the loop of its owner thread, and the way of events into it. */
 #include "base/build.h"
-#include "base/random.h"
 #include "coordinator/service_state.h"
 
 #include "daemon/daemon.h"
@@ -23,10 +22,46 @@ enum {
 };
 #define SHUTDOWN_NS    (60 * MOE_NS_PER_S)
 #define LAST_NS        (30 * MOE_NS_PER_S) /* from the end of the shutdown to that of the process */
+#define STANDBY_NS     MOE_NS_PER_S
 #define BACKOFF_NS     (250 * MOE_NS_PER_MS)
 #define BACKOFF_MAX_NS (8 * MOE_NS_PER_S)
 #define ECHO_NS        (100 * MOE_NS_PER_MS)
 #define GOODBYE_NS     (2 * MOE_NS_PER_S) /* for answers under way when the service ends */
+
+/* ------------------------------------------------------------------ inbox */
+
+void moe_coordinator__post(struct moe_coordinator *c, struct event *e)
+{
+    moe_mutex_lock(&c->inbox_lock);
+    e->next = NULL;
+    e->arrived_ns = moe_clock_ns();
+    if (c->inbox_last != NULL)
+        c->inbox_last->next = e;
+    else
+        c->inbox_first = e;
+    c->inbox_last = e;
+    moe_mutex_unlock(&c->inbox_lock);
+    (void)uv_async_send(
+        &c->wake); /* fails only on a closing handle, when no thread runs the loop */
+}
+
+struct event *moe_coordinator__take_events(struct moe_coordinator *c)
+{
+    moe_mutex_lock(&c->inbox_lock);
+    struct event *e = c->inbox_first;
+    c->inbox_first = c->inbox_last = NULL;
+    moe_mutex_unlock(&c->inbox_lock);
+    return e;
+}
+
+uint8_t *moe_coordinator__pack(const ProtobufCMessage *m, size_t *length)
+{
+    *length = protobuf_c_message_get_packed_size(m);
+    uint8_t *bytes = malloc(*length > 0 ? *length : 1);
+    if (bytes != NULL)
+        (void)protobuf_c_message_pack(m, bytes);
+    return bytes;
+}
 
 /* ------------------------------------------------------------------ loop */
 
@@ -35,6 +70,7 @@ static void run_inbox(struct moe_coordinator *c)
     struct event *e = moe_coordinator__take_events(c);
     while (e != NULL) {
         struct event *next = e->next; /* running an event may free it */
+        moe_coordinator__look(c, false);
         e->run(c, e);
         moe_coordinator__act(c);
         e = next;
@@ -51,7 +87,15 @@ static void settle(struct moe_coordinator *c)
         uv_stop(&c->loop);
         return;
     }
-    uint64_t due = moe_membership_deadline(c->machine), now = moe_clock_ns();
+    uint64_t due = MOE_NEVER, now = moe_clock_ns();
+    if (c->leads) {
+        due = moe_membership_deadline(c->machine);
+        due = moe_earlier(due, moe_added_deadline(c->models));
+    } else {
+        due = now + STANDBY_NS; /* for sessions that say nothing */
+    }
+    if (c->etcd != NULL && moe_etcd_wait_ns(c->etcd) != MOE_NEVER)
+        due = moe_earlier(due, now + moe_etcd_wait_ns(c->etcd));
     uint64_t wait_ms = due > now ? (due - now) / MOE_NS_PER_MS + 1 : 1;
     (void)uv_timer_start(&c->timer, on_timer, wait_ms, 0); /* fails without a callback only */
 }
@@ -61,10 +105,15 @@ static void settle(struct moe_coordinator *c)
 static void on_timer(uv_timer_t *timer)
 {
     struct moe_coordinator *c = timer->data;
+    moe_coordinator__look(c, true);
     run_inbox(c);
+    moe_coordinator__look(c, false);
     uint64_t now = moe_clock_ns();
-    moe_membership_on_tick(c->machine, now);
-    moe_coordinator__act(c);
+    if (c->leads) {
+        moe_membership_on_tick(c->machine, now);
+        moe_added_on_tick(c->models, now);
+        moe_coordinator__act(c);
+    }
     moe_coordinator__drop_silent(c, now);
     settle(c);
 }
@@ -74,6 +123,10 @@ static void stop_once(struct moe_coordinator *c)
     if (c->stops_done++ > 0) {
         moe_log_warn("second request to stop: ending at once");
         c->quit = true;
+        return;
+    }
+    if (c->etcd != NULL) { /* the group goes on with another coordinator */
+        c->exited = true;
         return;
     }
     uint64_t epoch;
@@ -86,6 +139,7 @@ static void stop_once(struct moe_coordinator *c)
 static void on_wake(uv_async_t *wake)
 {
     struct moe_coordinator *c = wake->data;
+    moe_coordinator__look(c, true);
     run_inbox(c);
     while (c->stops_done < atomic_load(&c->stops_requested) && !c->quit)
         stop_once(c);
@@ -160,31 +214,6 @@ static struct moe_status make_loop(struct moe_coordinator *c, bool signals)
     return moe_hangup_watch(&c->loop, &c->hangup);
 }
 
-static struct moe_status make_machine(struct moe_coordinator *c,
-                                      const struct moe_coordinator_config *config)
-{
-    struct moe_membership_saved saved = {0};
-    if (config->state_dir != NULL)
-        MOE_TRY(moe_store_open(config->state_dir, &c->store, &saved));
-    else
-        moe_log_warn("no state directory: epochs start at 1 and a restart is a new group");
-    uint64_t group_id;
-    MOE_TRY(moe_random_id(&group_id));
-    struct moe_membership_config machine = {
-        .group_id = group_id,
-        .slots = config->slots,
-        .lease_ns = config->lease_ms * MOE_NS_PER_MS,
-        .form_ns = config->form_timeout_ms * MOE_NS_PER_MS,
-        .shutdown_ns = SHUTDOWN_NS,
-        .backoff_ns = BACKOFF_NS,
-        .backoff_max_ns = BACKOFF_MAX_NS,
-        .attempts_max = ATTEMPTS_MAX,
-        .version = moe_build_version(),
-    };
-    MOE_TRY(moe_membership_create(&machine, &saved, moe_clock_ns(), &c->machine));
-    return moe_coordinator__restore_weights(c);
-}
-
 static struct moe_rpc_server_config
 server_config(const struct moe_coordinator *c, const struct moe_coordinator_config *config,
               const char *listen, const struct moe_rpc_method *methods, size_t count)
@@ -211,7 +240,7 @@ static struct moe_status make_servers(struct moe_coordinator *c,
     size_t count = ADMIN_METHODS;
     struct moe_rpc_method session = moe_coordinator__session_method(c);
     moe_coordinator__admin_methods(c, methods);
-    methods[count++] = moe_inspect_metrics_method(c->seen.registry);
+    methods[count++] = moe_inspect_metrics_method(&c->seen.shown);
     methods[count++] = moe_inspect_log_method();
     if (config->control_listen != NULL) {
         struct moe_rpc_server_config control =
@@ -246,10 +275,22 @@ struct moe_status moe_coordinator_create(const struct moe_coordinator_config *co
     struct moe_status st;
     MOE_TRY_GOTO(st, moe_coordinator__health_create(c, config->health_step_ms), fail);
     MOE_TRY_GOTO(st, make_loop(c, config->handle_signals), fail);
-    MOE_TRY_GOTO(st, make_machine(c, config), fail);
+    c->machine_config = (struct moe_membership_config){
+        .slots = config->slots,
+        .replicas = config->replicas,
+        .lease_ns = config->lease_ms * MOE_NS_PER_MS,
+        .form_ns = config->form_timeout_ms * MOE_NS_PER_MS,
+        .shutdown_ns = SHUTDOWN_NS,
+        .backoff_ns = BACKOFF_NS,
+        .backoff_max_ns = BACKOFF_MAX_NS,
+        .attempts_max = ATTEMPTS_MAX,
+        .version = moe_build_version(),
+    };
+    MOE_TRY_GOTO(st, moe_coordinator__open_state(c, config), fail);
     MOE_TRY_GOTO(st, moe_coordinator__observe_start(c, config->metrics_listen), fail);
     moe_coordinator__act(c); /* no stream exists yet, so these are log lines */
     MOE_TRY_GOTO(st, make_servers(c, config), fail);
+    moe_coordinator__join_election(c, config);
     *out = c;
     return moe_ok();
 fail:
@@ -299,8 +340,12 @@ void moe_coordinator_destroy(struct moe_coordinator *c)
     if (c->server != NULL) {
         c->quit = true;
         moe_rpc_server_set_health(c->server, "", false);
-        moe_coordinator__end_sessions(c);
+        const struct moe_status why = moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, 1000,
+                                                      "the coordinator is leaving");
+        moe_coordinator__end_sessions(c, &why);
+        moe_coordinator__end_model_calls(c, &why);
     }
+    moe_coordinator__leave_election(c);
     stop_server(c, c->server);
     stop_server(c, c->control_server);
     if (c->loop_made) {
@@ -309,9 +354,7 @@ void moe_coordinator_destroy(struct moe_coordinator *c)
         (void)uv_loop_close(&c->loop);
     }
     moe_coordinator__observe_stop(c);
-    moe_membership_destroy(c->machine);
-    moe_weights_destroy(c->weights);
-    moe_store_close(c->store);
+    moe_coordinator__close_state(c);
     moe_progress_destroy(c->health.progress);
     moe_mutex_destroy(&c->inbox_lock);
     free(c);

@@ -5,7 +5,7 @@
 #ifndef MOE_COORDINATOR_SERVICE_H
 #define MOE_COORDINATOR_SERVICE_H
 
-#include "base/status.h"
+#include "store/etcd.h"
 
 struct moe_coordinator;
 struct moe_guard;
@@ -18,9 +18,16 @@ struct moe_coordinator_config {
     bool insecure;           /* allow an address that is not loopback */
     struct moe_guard *guard; /* who may do what; borrowed. NULL: every caller may do everything */
     uint32_t slots;
+    uint32_t replicas; /* copies of each expert, 1..slots */
     uint32_t lease_ms;
     uint32_t form_timeout_ms;
-    const char *state_dir;      /* NULL: no durable state; epochs start at 1 */
+    /* The file store: NULL = no durable state; epochs start at 1. With `etcd`: remembers the group
+     * of the prefix; may be NULL. */
+    const char *state_dir;
+    /* Keeps the state in etcd, of several coordinators of which one leads; `wake`, `ctx` and
+     * `format` are not used. NULL: the file store. A signal then ends this process and not the
+     * group. */
+    const struct moe_etcd_config *etcd;
     const char *metrics_listen; /* NULL: no metrics endpoint */
     uint64_t health_step_ms;    /* see struct moe_progress_config; 0 = 500 */
     /* SIGTERM, SIGINT: the first shuts the group down, the second quits. SIGHUP opens the log file

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Internal state of the service: service.c (life, loop), inbox.c (events of other threads),
- * session.c (streams of workers, actions), agreement.c (on the weights), admin.c (operators),
- * observe.c (metrics). Private to these files.
+/* Internal state of the service: service.c (life, loop, events of other
+ * threads), session.c (streams of workers, actions), agreement.c (on the weights), admin.c
+ * (operators), model_calls.c (added models), observe.c (metrics). Private to these files.
  *
  * The owner thread is the one in moe_coordinator_run. Functions without another mark run there. */
 #ifndef MOE_COORDINATOR_SERVICE_STATE_H
@@ -12,14 +12,18 @@
 #include "base/mutex.h"
 #include "coordinator/events.h"
 #include "coordinator/membership.h"
+#include "coordinator/models.h"
+#include "coordinator/saved.h"
 #include "coordinator/service.h"
-#include "coordinator/store.h"
 #include "coordinator/weights.h"
 #include "daemon/metrics.h"
 #include "daemon/metrics_http.h"
 #include "daemon/process_metrics.h"
+#include "inspect/metrics_method.h"
 #include "rpc/server.h"
 
+#include "moe/v1/admin.pb-c.h"
+#include "moe/v1/coordinator.pb-c.h"
 #include "moe/v1/types.pb-c.h"
 
 #include <protobuf-c/protobuf-c.h>
@@ -54,7 +58,9 @@ struct observed {
     struct moe_metrics_http *http; /* NULL when off */
     struct moe_process_metrics process;
     struct moe_gauge *epoch, *last_epoch, *state[MOE_GROUP_FAILED + 1], *taken;
-    struct moe_gauge *slots;
+    struct moe_gauge *slots, *models[MOE_MODEL_WAITING + 1];
+    struct moe_gauge *live_slots, *view_experts[MOE_PLACEMENT_SLOTS_MAX + 1];
+    uint64_t counted_epoch; /* of view_experts */
     struct moe_histogram *recovery_seconds;
     uint64_t seen_epoch;  /* in force at the last look */
     uint64_t view_end_ns; /* the last view ended then; 0 = none has, or one is in force */
@@ -62,7 +68,12 @@ struct observed {
     struct moe_counter *reforms[MOE_CAUSE_COUNT];
     struct moe_histogram *save_seconds;
     struct moe_counter *save_failures;
+    struct moe_inspect_metrics shown; /* by GetMetrics */
+    struct moe_gauge *saved;          /* 1: the last write succeeded */
     struct moe_counter *messages, *malformed;
+    struct moe_gauge *leads, *leader_lease, *leader_age, *etcd_away;
+    struct moe_counter *terms, *etcd_errors;
+    uint64_t seen_causes[MOE_CAUSE_COUNT]; /* of the machine, at the last look */
     int reported_state; /* to the service manager, with reported_taken workers; -1 = nothing */
     uint32_t reported_taken;
     struct moe_histogram *heartbeat_waited, *others_waited; /* seconds of messages in the inbox */
@@ -72,8 +83,9 @@ struct observed {
 struct health {
     struct moe_progress *progress;
     uint32_t slots;
-    atomic_int state; /* enum moe_group_state */
+    atomic_int state; /* enum moe_group_state; 0 = this process does not lead */
     atomic_uint taken;
+    atomic_bool store_away; /* etcd does not answer, or this process cannot use what it holds */
 };
 
 enum admin_method {
@@ -84,7 +96,28 @@ enum admin_method {
     ADMIN_SHUTDOWN,
     ADMIN_ACCEPT,
     ADMIN_EVENTS,
+    ADMIN_LOAD,
+    ADMIN_UNLOAD,
+    ADMIN_MODELS,
     ADMIN_METHODS
+};
+
+/* A call of an operator. Most are answered by the event that brings them. Those of loads and
+ * unloads wait for the models' machine; they are freed when the call is over. */
+struct admin_call {
+    struct event event, done_event;
+    struct admin_call *next;   /* of those that wait */
+    struct moe_rpc_call *call; /* one reference */
+    struct moe_rpc_msg *received;
+    enum admin_method method;
+    uint64_t number; /* in the models' machine; 0 = it does not wait */
+};
+
+/* The digests of one added model. */
+struct added_weights {
+    uint32_t number; /* 0 = free */
+    bool unsaved;
+    struct moe_weights *weights;
 };
 
 /* Context of a method's handlers. */
@@ -96,8 +129,24 @@ struct admin_context {
 struct moe_coordinator {
     struct moe_membership *machine;
     struct moe_store *store; /* NULL: no durable state */
+    struct moe_etcd *etcd;   /* NULL: this process always leads */
+    /* The machines are those of the group. Without it they are empty and get no input. */
+    bool leads;
+    bool unfit; /* the state in etcd cannot be used here */
+    struct {
+        struct moe_membership *machine;
+        struct moe_added *models;
+        struct moe_weights *weights;
+    } idle;             /* the empty machines while this process leads; NULL while it does not */
+    uint64_t group_id;  /* of the group that this process has read the state of; 0 = none yet */
+    char *remember_dir; /* keeps `group_id`; NULL = nothing does */
+    struct moe_membership_config machine_config; /* without group_id */
     struct moe_weights *weights;
     bool weights_unsaved; /* their record has begun, and the store does not have it */
+    struct moe_added *models;
+    struct added_weights added[MOE_ADDED_MAX];
+    struct admin_call *waiting; /* calls that wait for `models` */
+    uint64_t next_call;
     uint32_t lease_ms;
     uint64_t started_ns;
     int64_t started_unix_ms;
@@ -134,7 +183,7 @@ struct moe_coordinator {
     uint8_t received[32768]; /* the current message, in one piece */
 };
 
-/* ------------------------------------------------------------------ inbox.c */
+/* ------------------------------------------------------------------ service.c */
 
 /* [any thread] Wakes the owner thread. */
 void moe_coordinator__post(struct moe_coordinator *c, struct event *e);
@@ -152,17 +201,46 @@ static inline char *moe_coordinator__text(const char *s)
     return (char *)(uintptr_t)s;
 }
 
+/* ------------------------------------------------------------------ leadership.c */
+
+/* Opens the store, and makes the machines where no election comes first. */
+struct moe_status
+moe_coordinator__open_state(struct moe_coordinator *c,
+                            const struct moe_coordinator_config *config) MOE_CHECKED;
+/* The servers listen: takes part in the election. */
+void moe_coordinator__join_election(struct moe_coordinator *c,
+                                    const struct moe_coordinator_config *config);
+/* Begins or ends to lead, if something has changed; `run`: takes etcd's answers first. Call before
+ * each input of the machines. */
+void moe_coordinator__look(struct moe_coordinator *c, bool run);
+/* What a caller gets if this process does not lead, with the leader's address for `sessions` or
+ * operators; success if it does. */
+struct moe_status moe_coordinator__refusal(const struct moe_coordinator *c,
+                                           bool sessions) MOE_CHECKED;
+/* With etcd: the group has this id. Errors: those of moe_store_remember. */
+struct moe_status moe_coordinator__remember_group(struct moe_coordinator *c,
+                                                  uint64_t group_id) MOE_CHECKED;
+/* Gives the leadership back. */
+void moe_coordinator__leave_election(struct moe_coordinator *c);
+void moe_coordinator__close_state(struct moe_coordinator *c);
+
 /* ------------------------------------------------------------------ session.c */
 
-/* Carries out the machine's actions. Call after every input. */
+/* Carries out the machines' actions. Call after every input. */
 void moe_coordinator__act(struct moe_coordinator *c);
+/* Makes the state of both machines durable, and the digests before it. */
+struct moe_status moe_coordinator__save(struct moe_coordinator *c) MOE_CHECKED;
+/* Nothing if the stream has ended. `info`: of the order's model. */
+void moe_coordinator__send_order(struct moe_coordinator *c, const struct moe_added_action *a,
+                                 const struct moe_added_info *info);
 /* Logs `text` and lists it as an event. */
 void moe_coordinator__note(struct moe_coordinator *c, enum moe_log_level level,
                            enum moe_membership_event event, uint32_t slot, const char *text);
+struct moe_membership_layer moe_coordinator__read_layer(const Moe__V1__LayerInfo *l);
 /* Milliseconds since 1970. */
 int64_t moe_coordinator__unix_ms(void);
 struct moe_rpc_method moe_coordinator__session_method(struct moe_coordinator *c);
-void moe_coordinator__end_sessions(struct moe_coordinator *c);
+void moe_coordinator__end_sessions(struct moe_coordinator *c, const struct moe_status *why);
 /* Ends streams that have sent no message for too long after their opening. */
 void moe_coordinator__drop_silent(struct moe_coordinator *c, uint64_t now_ns);
 
@@ -170,19 +248,54 @@ void moe_coordinator__drop_silent(struct moe_coordinator *c, uint64_t now_ns);
 
 /* Reads the record of the model's digests. */
 struct moe_status moe_coordinator__restore_weights(struct moe_coordinator *c) MOE_CHECKED;
-/* Writes the record if it has changed. */
+/* Writes the records that have changed. */
 struct moe_status moe_coordinator__save_weights(struct moe_coordinator *c) MOE_CHECKED;
-/* Messages Digests and Loaded; inputs of the machine. */
+/* Messages Digests and Loaded; inputs of the machine. `model`: 0 = the default model. */
 void moe_coordinator__receive_digests(struct moe_coordinator *c, uint64_t now_ns, uint64_t stream,
-                                      const uint8_t *part, size_t length);
+                                      uint32_t model, const uint8_t *part, size_t length);
 void moe_coordinator__receive_loaded(struct moe_coordinator *c, uint64_t now_ns, uint64_t stream,
                                      uint32_t version, const struct moe_status *error);
-/* Forgets the record; `forgotten`: its digest, or "". Errors: MOE_INVALID_ARGUMENT (no reason),
- * MOE_FAILED_PRECONDITION (a slot has a worker), those of the store. */
-struct moe_status moe_coordinator__accept_model(struct moe_coordinator *c, const char *reason,
+/* Compares what the process in `slot` has loaded of an added model with the others. Errors: those
+ * of moe_weights_check. */
+struct moe_status moe_coordinator__compare_added(struct moe_coordinator *c, uint32_t slot,
+                                                 const struct moe_added_info *info) MOE_CHECKED;
+/* Digest of an added model, or "". */
+const char *moe_coordinator__added_digest(const struct moe_coordinator *c,
+                                          const struct moe_added_info *info);
+/* Forgets all digests of an added model. */
+void moe_coordinator__forget_added(struct moe_coordinator *c, uint32_t number);
+void moe_coordinator__destroy_weights(struct moe_coordinator *c);
+/* Forgets the record of a model ("" = the default one); `forgotten`: its digest, or "". Errors:
+ * MOE_INVALID_ARGUMENT (no reason), MOE_NOT_FOUND (no such model), MOE_FAILED_PRECONDITION (a slot
+ * has a worker), those of the store. */
+struct moe_status moe_coordinator__accept_model(struct moe_coordinator *c, const char *model,
+                                                const char *reason,
                                                 char forgotten[MOE_SHA256_HEX]) MOE_CHECKED;
 
+/* ------------------------------------------------------------------ model_calls.c */
+
+/* Carries out the actions of the models' machine, after those of the other one. */
+void moe_coordinator__act_models(struct moe_coordinator *c);
+/* Messages of workers; `slot` is that of the sender. */
+void moe_coordinator__receive_model_report(struct moe_coordinator *c, uint32_t slot,
+                                           const Moe__V1__ModelReport *r,
+                                           const struct moe_status *error);
+/* Methods of operators. A failure is the answer; otherwise `a` waits or was answered. */
+struct moe_status moe_coordinator__load_model(struct moe_coordinator *c, struct admin_call *a,
+                                              const void *message) MOE_CHECKED;
+struct moe_status moe_coordinator__unload_model(struct moe_coordinator *c, struct admin_call *a,
+                                                const void *message) MOE_CHECKED;
+struct moe_status moe_coordinator__list_models(struct moe_coordinator *c, struct admin_call *a,
+                                               const void *message) MOE_CHECKED;
+/* The call is over: it does not wait any more. */
+void moe_coordinator__forget_call(struct moe_coordinator *c, struct admin_call *a);
+/* Answers all calls that wait. */
+void moe_coordinator__end_model_calls(struct moe_coordinator *c, const struct moe_status *why);
+
 /* ------------------------------------------------------------------ admin.c, observe.c */
+
+void moe_coordinator__reply(struct moe_rpc_call *call, const ProtobufCMessage *m);
+void moe_coordinator__fill_layer(const struct moe_membership_layer *l, Moe__V1__LayerInfo *out);
 
 /* Fills ADMIN_METHODS entries. */
 void moe_coordinator__admin_methods(struct moe_coordinator *c, struct moe_rpc_method *out);
@@ -193,8 +306,6 @@ void moe_coordinator__observe(struct moe_coordinator *c);
 void moe_coordinator__observe_stop(struct moe_coordinator *c);
 /* "serving"; `state` is one of enum moe_group_state. */
 const char *moe_coordinator__state_name(int state);
-
-/* ------------------------------------------------------------------ health.c */
 
 /* `step_ms`: as in the configuration. */
 struct moe_status moe_coordinator__health_create(struct moe_coordinator *c,

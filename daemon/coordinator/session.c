@@ -5,8 +5,6 @@
 #include "base/random.h"
 #include "coordinator/service_state.h"
 
-#include "moe/v1/coordinator.pb-c.h"
-
 #include <stdlib.h>
 
 enum {
@@ -75,6 +73,16 @@ static void send_registered(struct moe_coordinator *c, struct session *s,
     body.lease_ms = c->lease_ms;
     body.epoch = a->epoch;
     body.admin_port = moe_rpc_server_port(c->server);
+    uint32_t numbers[MOE_ADDED_MAX];
+    char *names[MOE_ADDED_MAX];
+    struct moe_added_info info;
+    body.models = numbers;
+    body.model_names = names;
+    for (size_t i = 0; moe_added_info(c->models, i, &info); i++)
+        if (!info.closed) {
+            numbers[body.n_models++] = info.number;
+            names[body.n_model_names++] = moe_coordinator__text(info.name);
+        }
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_REGISTERED;
     m.registered = &body;
@@ -114,36 +122,88 @@ static size_t count_numbers(const struct moe_placement *p)
     return count;
 }
 
-static void send_assign(struct moe_coordinator *c, struct session *s)
+/* The lists of a placement, as messages have them. */
+struct placement_lists {
+    size_t count;
+    Moe__V1__LayerPlacement *layers, **list;
+    uint32_t *numbers;
+};
+
+static void free_lists(struct placement_lists *l)
 {
-    const struct moe_placement *p = moe_membership_placement(c->machine);
-    size_t count = moe_placement_layer_count(p);
-    Moe__V1__LayerPlacement *layers = calloc(count, sizeof *layers);
-    Moe__V1__LayerPlacement **list = calloc(count, sizeof *list);
-    uint32_t *numbers = calloc(count_numbers(p), sizeof *numbers);
-    if (layers == NULL || list == NULL || numbers == NULL) {
+    free(l->numbers);
+    free(l->list);
+    free(l->layers);
+}
+
+/* On failure, ends the session. */
+static bool make_lists(struct session *s, const struct moe_placement *p, struct placement_lists *l)
+{
+    l->count = moe_placement_layer_count(p);
+    l->layers = calloc(l->count, sizeof *l->layers);
+    l->list = calloc(l->count, sizeof *l->list);
+    l->numbers = calloc(count_numbers(p), sizeof *l->numbers);
+    if (l->layers == NULL || l->list == NULL || l->numbers == NULL) {
         struct moe_status st =
             moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "coordinator");
         end_session(s, &st);
-        goto out;
+        free_lists(l);
+        return false;
     }
-    uint32_t *at = numbers;
-    for (size_t i = 0; i < count; i++) {
-        at = fill_layer(p, i, at, &layers[i]);
-        list[i] = &layers[i];
+    uint32_t *at = l->numbers;
+    for (size_t i = 0; i < l->count; i++) {
+        at = fill_layer(p, i, at, &l->layers[i]);
+        l->list[i] = &l->layers[i];
     }
+    return true;
+}
+
+static void send_assign(struct moe_coordinator *c, struct session *s)
+{
+    const struct moe_placement *p = moe_membership_placement(c->machine);
+    struct placement_lists lists;
+    if (!make_lists(s, p, &lists))
+        return;
     Moe__V1__Assign body = MOE__V1__ASSIGN__INIT;
     body.placement_version = moe_placement_version(p);
-    body.n_layers = count;
-    body.layers = list;
+    body.n_layers = lists.count;
+    body.layers = lists.list;
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_ASSIGN;
     m.assign = &body;
     send_message(s, &m);
-out:
-    free(numbers);
-    free(list);
-    free(layers);
+    free_lists(&lists);
+}
+
+void moe_coordinator__send_order(struct moe_coordinator *c, const struct moe_added_action *a,
+                                 const struct moe_added_info *info)
+{
+    struct session *s = find_session(c, a->stream);
+    struct placement_lists lists = {0};
+    if (s == NULL || s->ended ||
+        (a->step == MOE_ADDED_LOAD && !make_lists(s, info->placement, &lists)))
+        return;
+    Moe__V1__ModelOrder body = MOE__V1__MODEL_ORDER__INIT;
+    body.model = a->number;
+    body.resume = a->step == MOE_ADDED_RESUME;
+    body.step = body.resume ? MOE__V1__MODEL_STEP__MODEL_STEP_QUIESCE : (Moe__V1__ModelStep)a->step;
+    body.order = a->order;
+    body.epoch = a->epoch;
+    body.if_idle = a->if_idle;
+    body.again = a->again;
+    body.n_layers = lists.count;
+    body.layers = lists.list;
+    if (a->step == MOE_ADDED_OPEN) {
+        body.name = moe_coordinator__text(info->name);
+        body.directory = moe_coordinator__text(info->directory);
+    }
+    if (a->step == MOE_ADDED_ADD)
+        body.digest = moe_coordinator__text(moe_coordinator__added_digest(c, info));
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_MODEL_ORDER;
+    m.model_order = &body;
+    send_message(s, &m);
+    free_lists(&lists);
 }
 
 /* All Prepares of an epoch carry the same secret. */
@@ -169,8 +229,11 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
     const struct moe_placement *p = moe_membership_placement(c->machine);
     Moe__V1__Member members[MOE_PLACEMENT_SLOTS_MAX], *list[MOE_PLACEMENT_SLOTS_MAX];
     Moe__V1__Host hosts[MOE_PLACEMENT_SLOTS_MAX];
+    size_t count = 0;
     for (uint32_t i = 0; i < g.slots; i++) {
         struct moe_membership_worker w;
+        if ((g.live >> i & 1) == 0)
+            continue;
         MOE_INVARIANT(moe_membership_worker(c->machine, i, &w));
         moe__v1__member__init(&members[i]);
         members[i].slot = i;
@@ -180,12 +243,12 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
         moe_coordinator__fill_host(&w.host, &hosts[i]);
         members[i].host = &hosts[i];
         members[i].control_endpoint = moe_coordinator__text(w.control_endpoint);
-        list[i] = &members[i];
+        list[count++] = &members[i];
     }
     Moe__V1__Prepare body = MOE__V1__PREPARE__INIT;
     body.epoch = a->epoch;
     body.slots = g.slots;
-    body.n_members = g.slots;
+    body.n_members = count;
     body.members = list;
     body.placement_version = moe_placement_version(p);
     body.placement_hash = moe_placement_hash(p);
@@ -207,17 +270,20 @@ static void send_blobs(struct moe_coordinator *c, struct session *s,
     struct moe_membership_group g;
     moe_membership_group(c->machine, &g);
     Moe__V1__SlotBlob blobs[MOE_PLACEMENT_SLOTS_MAX], *list[MOE_PLACEMENT_SLOTS_MAX];
+    size_t count = 0;
     for (uint32_t i = 0; i < g.slots; i++) {
+        if ((g.live >> i & 1) == 0)
+            continue;
         moe__v1__slot_blob__init(&blobs[i]);
         blobs[i].slot = i;
         blobs[i].data.data =
             (uint8_t *)(uintptr_t)moe_membership_blob(c->machine, i, &blobs[i].data.len);
-        list[i] = &blobs[i];
+        list[count++] = &blobs[i];
     }
     Moe__V1__Blobs body = MOE__V1__BLOBS__INIT;
     body.epoch = a->epoch;
     body.round = a->round;
-    body.n_blobs = g.slots;
+    body.n_blobs = count;
     body.blobs = list;
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_BLOBS;
@@ -297,7 +363,7 @@ static void send_action(struct moe_coordinator *c, const struct moe_membership_a
 
 /* ------------------------------------------------------------------ actions */
 
-static void save(struct moe_coordinator *c, uint64_t sequence)
+struct moe_status moe_coordinator__save(struct moe_coordinator *c)
 {
     static const struct moe_loop_place disk = {
         .what = "a write of the group's state", .code = "DISK_SLOW", .outside = true};
@@ -307,13 +373,23 @@ static void save(struct moe_coordinator *c, uint64_t sequence)
     if (c->store != NULL)
         st = moe_coordinator__save_weights(c);
     if (c->store != NULL && !moe_failed(&st))
-        st = moe_store_append(c->store, moe_membership_to_save(c->machine));
+        st = moe_saved_append(c->store, moe_membership_to_save(c->machine),
+                              moe_added_to_save(c->models));
+    if (c->store != NULL && !moe_failed(&st))
+        st = moe_coordinator__remember_group(c, moe_membership_to_save(c->machine)->group_id);
     moe_loop_leave(c->turn.data);
-    uint64_t now = moe_clock_ns();
-    moe_histogram_observe(c->seen.save_seconds, (double)(now - begun) / (double)MOE_NS_PER_S);
+    moe_histogram_observe(c->seen.save_seconds,
+                          (double)(moe_clock_ns() - begun) / (double)MOE_NS_PER_S);
     if (st.code != MOE_OK)
         moe_counter_add(c->seen.save_failures, 1);
-    moe_membership_on_saved(c->machine, now, sequence, &st);
+    moe_gauge_set(c->seen.saved, st.code == MOE_OK ? 1 : 0);
+    return st;
+}
+
+static void save(struct moe_coordinator *c, uint64_t sequence)
+{
+    struct moe_status st = moe_coordinator__save(c);
+    moe_membership_on_saved(c->machine, moe_clock_ns(), sequence, &st);
 }
 
 int64_t moe_coordinator__unix_ms(void)
@@ -352,6 +428,7 @@ void moe_coordinator__act(struct moe_coordinator *c)
         case MOE_MEMBERSHIP_EXIT: c->exited = true; break;
         }
     }
+    moe_coordinator__act_models(c);
 }
 
 /* ------------------------------------------------------------------ receiving */
@@ -370,6 +447,17 @@ static bool may_register(struct moe_coordinator *c, struct session *s, const cha
     return false;
 }
 
+struct moe_membership_layer moe_coordinator__read_layer(const Moe__V1__LayerInfo *l)
+{
+    return (struct moe_membership_layer){.layer = l->layer,
+                                         .hidden = l->hidden,
+                                         .experts = l->experts,
+                                         .top_k = l->top_k,
+                                         .intermediate = l->intermediate,
+                                         .zero_experts = l->zero_experts,
+                                         .shared_intermediate = l->shared_intermediate};
+}
+
 static void receive_register(struct moe_coordinator *c, struct session *s, uint64_t now,
                              const Moe__V1__Register *r)
 {
@@ -377,16 +465,8 @@ static void receive_register(struct moe_coordinator *c, struct session *s, uint6
         return;
     struct moe_membership_layer layers[MOE_PLACEMENT_LAYERS_MAX];
     size_t count = r->n_layers; /* the machine refuses too many without reading them */
-    for (size_t i = 0; i < count && count <= MOE_PLACEMENT_LAYERS_MAX; i++) {
-        const Moe__V1__LayerInfo *l = r->layers[i];
-        layers[i] = (struct moe_membership_layer){.layer = l->layer,
-                                                  .hidden = l->hidden,
-                                                  .experts = l->experts,
-                                                  .top_k = l->top_k,
-                                                  .intermediate = l->intermediate,
-                                                  .zero_experts = l->zero_experts,
-                                                  .shared_intermediate = l->shared_intermediate};
-    }
+    for (size_t i = 0; i < count && count <= MOE_PLACEMENT_LAYERS_MAX; i++)
+        layers[i] = moe_coordinator__read_layer(r->layers[i]);
     struct moe_membership_register in = {.worker_id = r->worker_id,
                                          .endpoint = r->endpoint,
                                          .control_endpoint = r->control_endpoint,
@@ -419,6 +499,14 @@ static struct moe_status status_of(const Moe__V1__Error *e)
                      "%s", e->message);
 }
 
+/* A message about an added model: it renews the lease. False if its sender has no slot. */
+static bool renew(struct moe_coordinator *c, uint64_t now, uint64_t stream, uint32_t *slot)
+{
+    moe_membership_on_digests(c->machine, now, stream);
+    moe_coordinator__act(c);
+    return moe_membership_slot_of(c->machine, stream, slot);
+}
+
 /* `s->message_event.arrived_ns` is the time of the input. False when this release does not know the
  * message. */
 static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1__SessionRequest *m)
@@ -426,6 +514,7 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
     struct moe_membership *machine = c->machine;
     uint64_t now = s->message_event.arrived_ns, stream = s->stream;
     struct moe_status st;
+    uint32_t slot;
     switch (m->body_case) {
     case MOE__V1__SESSION_REQUEST__BODY_REGISTER:
         receive_register(c, s, now, m->register_);
@@ -446,7 +535,7 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
         moe_coordinator__receive_loaded(c, now, stream, m->loaded->placement_version, &st);
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_DIGESTS:
-        moe_coordinator__receive_digests(c, now, stream, m->digests->part.data,
+        moe_coordinator__receive_digests(c, now, stream, m->digests->model, m->digests->part.data,
                                          m->digests->part.len);
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_BLOB:
@@ -468,6 +557,16 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_TRY_AGAIN:
         moe_membership_on_try_again(machine, now, stream);
+        return true;
+    case MOE__V1__SESSION_REQUEST__BODY_MODEL_REPORT:
+        st = status_of(m->model_report->error);
+        if (renew(c, now, stream, &slot))
+            moe_coordinator__receive_model_report(c, slot, m->model_report, &st);
+        return true;
+    case MOE__V1__SESSION_REQUEST__BODY_MODEL_PROGRESS:
+        if (renew(c, now, stream, &slot))
+            moe_added_on_progress(c->models, moe_clock_ns(), slot, m->model_progress->model,
+                                  m->model_progress->loaded_bytes, m->model_progress->total_bytes);
         return true;
     default: return false;
     }
@@ -557,7 +656,11 @@ static void run_opened(struct moe_coordinator *c, struct event *e)
     if (s->next != NULL)
         s->next->previous = s;
     c->sessions = s;
-    limit_sessions(c, s);
+    struct moe_status st = moe_coordinator__refusal(c, true);
+    if (moe_failed(&st))
+        end_session(s, &st);
+    else
+        limit_sessions(c, s);
 }
 
 static void run_done(struct moe_coordinator *c, struct event *e)
@@ -576,12 +679,10 @@ static void run_done(struct moe_coordinator *c, struct event *e)
     atomic_fetch_sub(&c->session_count, 1);
 }
 
-void moe_coordinator__end_sessions(struct moe_coordinator *c)
+void moe_coordinator__end_sessions(struct moe_coordinator *c, const struct moe_status *why)
 {
-    struct moe_status st =
-        moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, 1000, "the coordinator is leaving");
     for (struct session *s = c->sessions; s != NULL; s = s->next)
-        end_session(s, &st);
+        end_session(s, why);
 }
 
 void moe_coordinator__drop_silent(struct moe_coordinator *c, uint64_t now_ns)

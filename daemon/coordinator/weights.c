@@ -25,6 +25,7 @@ struct held {
 
 struct moe_weights {
     uint32_t slots;
+    const char *remedy; /* what an operator does who wants other weights than the record */
     struct held held[MOE_PLACEMENT_SLOTS_MAX];
     struct moe_digest_table *record; /* complete, or empty */
     char fingerprint[FINGERPRINT_BYTES];
@@ -38,7 +39,7 @@ static struct moe_status no_memory(void)
 
 /* ------------------------------------------------------------------ lifetime */
 
-struct moe_status moe_weights_create(uint32_t slots, struct moe_weights **out)
+struct moe_status moe_weights_create(uint32_t slots, const char *remedy, struct moe_weights **out)
 {
     struct moe_weights *w = calloc(1, sizeof *w);
     if (w == NULL)
@@ -50,6 +51,7 @@ struct moe_status moe_weights_create(uint32_t slots, struct moe_weights **out)
     }
     MOE_INVARIANT(slots <= MOE_PLACEMENT_SLOTS_MAX);
     w->slots = slots;
+    w->remedy = remedy;
     *out = w;
     return st;
 }
@@ -143,9 +145,7 @@ static struct moe_status check_record(const struct moe_weights *w, const struct 
     if (!moe_digest_table_differs(h->table, w->record, &d))
         return moe_ok();
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH,
-                     "other weights than the group's record: %.110s (wanted? end all workers, then "
-                     "`moectl model accept`)",
-                     d.name);
+                     "other weights than the record: %.110s (wanted? %s)", d.name, w->remedy);
 }
 
 static struct moe_status check_others(const struct moe_weights *w, const struct held *h)

@@ -20,7 +20,9 @@ enum { MOE_WEIGHTS_IMAGE_MAX_BYTES = 64 << 20 }; /* of an encoded record */
 
 struct moe_weights;
 
-struct moe_status moe_weights_create(uint32_t slots, struct moe_weights **out) MOE_CHECKED;
+/* `remedy`: what an operator does who wants other weights than the record; borrowed. */
+struct moe_status moe_weights_create(uint32_t slots, const char *remedy,
+                                     struct moe_weights **out) MOE_CHECKED;
 /* NULL is ignored. */
 void moe_weights_destroy(struct moe_weights *w);
 

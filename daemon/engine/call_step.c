@@ -101,6 +101,7 @@ static void complete(struct moe_engine *e, struct moe_step_slot *step_slot,
 {
     struct moe_call_end end;
     moe_mutex_unlock(&e->lock);
+    step_slot->ended_ns = moe_clock_ns();
     end_execution(e, step_slot, result, &end);
     moe_engine__plan_expiry(e, true);
     uint64_t version = e->config.calls->weights_version(e->config.calls_ctx);
@@ -120,6 +121,7 @@ static void complete(struct moe_engine *e, struct moe_step_slot *step_slot,
         return;
     struct moe_train_work *w = step_slot->call;
     w->step = *result;
+    w->ended_ns = step_slot->ended_ns;
     bool left = end.waits && !w->is_progress && w->cancelled;
     end_own_call(e, step_slot, &end);
     if (left)

@@ -181,7 +181,7 @@ static void accept_call(struct moe_engine *e, struct moe_train_work *w, bool is_
     const struct moe_call_descriptor descriptor = descriptor_of(w);
     w->submitted_ns = moe_clock_ns();
     w->id = e->config.calls->id_of(w->kind, &descriptor);
-    w->started_ns = 0;
+    w->started_ns = w->ended_ns = 0;
     w->number = 0;
     w->is_progress = is_progress;
     w->joined = w->cancelled = false;

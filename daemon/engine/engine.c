@@ -3,9 +3,9 @@
  * sequencer.
  *
  * One mutex guards all state that other threads may touch. The thread does one action per turn of
- * its loop and releases the lock for every callback, every copy of rows and every call of the
- * backend. The one idea worth knowing: a request is where its tokens are. `queued` is true while
- * some wait, `taken - finished` of them are in steps. When neither is left, its end is reported. */
+ * its loop and releases the lock for every callback and every call of the backend. The one idea
+ * worth knowing: a request is where its tokens are. `queued` is true while some wait, `taken -
+ * finished` of them are in steps. When neither is left, its end is reported. */
 #include "engine/engine.h"
 
 #include "base/clock.h"
@@ -83,25 +83,47 @@ static const struct moe_step_row *row_of(const struct moe_step_slot *step_slot)
     const struct moe_step_traits *kind = moe_step_traits(step_slot->ticket.kind);
     if (kind->is_heartbeat)
         return &moe_engine__heartbeat;
+    if (kind->changes_models)
+        return &moe_engine__model_change;
     if (!kind->has_descriptor)
         return &moe_engine__forward;
     return kind->queued ? &moe_engine__retained : &moe_engine__call;
 }
 
-/* Tickets come from another process. */
-static struct moe_status check_ticket(const struct moe_engine *e, const struct moe_ticket *t)
+/* The ticket's layer or, of a change, its model. */
+static struct moe_status find_layer(struct moe_engine *e, struct moe_step_slot *step_slot)
     MOE_REQUIRES(e->lock)
 {
+    const struct moe_ticket *t = &step_slot->ticket;
     const struct moe_step_traits *kind = moe_step_traits(t->kind);
     /* Backward passes and heartbeats have the layers and dtypes of forward ones. */
     const struct moe_step_key key = {t->layer, kind->queued ? t->kind : MOE_STEP_FORWARD, t->dtype};
-    if (kind->has_descriptor ? e->config.calls == NULL : !kind->queued && !kind->is_heartbeat)
-        return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ticket %llu: no such kind",
-                         (unsigned long long)t->seq);
-    if (!kind->is_exclusive && !moe_batcher_has(e->batcher, &key))
+    step_slot->model = NULL;
+    if (kind->is_exclusive)
+        return moe_ok();
+    struct moe_engine_model *m = moe_engine__find_model(e, moe_layer_model(t->layer));
+    bool training = kind->has_descriptor && moe_layer_model(t->layer) != 0;
+    if (m == NULL || training ||
+        (!kind->changes_models && (m->phase != MODEL_SERVED || !moe_batcher_has(e->batcher, &key) ||
+                                   !moe_engine__find_layer(m, t->layer, &step_slot->layer))))
         return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ticket %llu: no such layer or dtype",
                          (unsigned long long)t->seq);
-    if (!kind->is_exclusive &&
+    step_slot->model = m;
+    return moe_ok();
+}
+
+/* Tickets come from another process. */
+static struct moe_status check_ticket(struct moe_engine *e, struct moe_step_slot *step_slot)
+    MOE_REQUIRES(e->lock)
+{
+    const struct moe_ticket *t = &step_slot->ticket;
+    const struct moe_step_traits *kind = moe_step_traits(t->kind);
+    if (kind->has_descriptor ? e->config.calls == NULL
+                             : !kind->queued && !kind->is_heartbeat && !kind->changes_models)
+        return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ticket %llu: no such kind",
+                         (unsigned long long)t->seq);
+    MOE_TRY(find_layer(e, step_slot));
+    if (!kind->is_exclusive && !kind->changes_models &&
         (t->bucket == 0 || (t->bucket & (t->bucket - 1)) != 0 || t->bucket > e->bucket_max))
         return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ticket %llu: no bucket of %u tokens",
                          (unsigned long long)t->seq, t->bucket);
@@ -116,6 +138,7 @@ static void expire(struct moe_engine *e) MOE_REQUIRES(e->lock)
     uint64_t now = moe_clock_ns();
     if (now >= e->next_expiry)
         moe_engine__expire_retained(e, now);
+    moe_engine__expire_models(e, now);
     struct moe_work *late = moe_batcher_expire(e->batcher, now);
     if (late == NULL && now < moe_engine__next_call_expiry(e))
         return;
@@ -150,8 +173,9 @@ static struct moe_step_slot *fill_step_slot(struct moe_engine *e) MOE_REQUIRES(e
     step_slot->timed = false;
     step_slot->call = NULL;
     memset(step_slot->exec, 0, step_slot->shape.exec_bytes);
-    step_slot->weights_version = e->weights_version;
-    step_slot->failure = check_ticket(e, &step_slot->ticket);
+    step_slot->weights_version =
+        moe_layer_model(step_slot->ticket.layer) == 0 ? e->weights_version : 1;
+    step_slot->failure = check_ticket(e, step_slot);
     e->in_flight++;
     if (moe_failed(&step_slot->failure))
         return step_slot;
@@ -202,6 +226,7 @@ static void complete_oldest(struct moe_engine *e, const struct moe_step_result *
 static void end_view(struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     e->session = NULL;
+    moe_engine__end_models(e);
     moe_engine__show_steps(e, false, 0);
     e->stopping = false;
     e->ticket_count = 0;
@@ -320,7 +345,7 @@ static void wait_for_notification(struct moe_engine *e) MOE_REQUIRES(e->lock)
 {
     uint64_t until = moe_batcher_next_expiry(e->batcher), call = moe_engine__next_call_expiry(e);
     until = call < until ? call : until;
-    until = e->next_expiry < until ? e->next_expiry : until;
+    until = moe_earlier(moe_earlier(e->next_expiry, e->models_due_ns), until);
     const bool spinning = is_spinning(e), view = e->session != NULL;
     const uint64_t epoch = e->epoch;
     moe_mutex_unlock(&e->lock);
@@ -384,14 +409,9 @@ static struct moe_status create_batcher(struct moe_engine *e, struct moe_step_sl
     uint32_t *layers = calloc(c->layer_count + 1, sizeof *layers);
     if (layers == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for layers");
-    for (size_t i = 0; i < c->layer_count; i++) {
-        const struct moe_layer_spec *spec = c->specs[i];
-        layers[i] = spec->layer;
-        if (spec->hidden > shape->hidden)
-            shape->hidden = spec->hidden;
-        if (spec->router.top_k > shape->top_k)
-            shape->top_k = spec->router.top_k;
-    }
+    for (size_t i = 0; i < c->layer_count; i++)
+        layers[i] = c->specs[i]->layer;
+    moe_engine__widen(shape, c->specs, c->layer_count);
     struct moe_status st = moe_batcher_create(layers, c->layer_count, &e->batcher);
     free(layers);
     return st;
@@ -400,6 +420,10 @@ static struct moe_status create_batcher(struct moe_engine *e, struct moe_step_sl
 static void free_memory(struct moe_engine *e)
 {
     moe_mutex_not_shared(&e->lock);
+    for (struct moe_engine_model *next, *m = e->base.next; m != NULL; m = next) {
+        next = m->next;
+        free(m);
+    }
     for (unsigned i = 0; i < STEP_SLOTS; i++)
         moe_step_slot_free(&e->step_slots[i]);
     moe_eventcount_destroy(e->eventcount);
@@ -426,12 +450,21 @@ struct moe_status moe_engine_create(const struct moe_engine_config *config, stru
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "no memory for the engine");
     struct moe_status st;
-    struct moe_step_slot_shape shape = {
-        .tokens = bucket, .exec_bytes = config->calls != NULL ? config->calls->exec_bytes : 0};
+    struct moe_step_slot_shape shape = {.tokens = bucket,
+                                        .hidden = config->max_hidden,
+                                        .top_k = config->max_top_k,
+                                        .exec_bytes =
+                                            config->calls != NULL ? config->calls->exec_bytes : 0};
     moe_mutex_not_shared(&e->lock);
     e->config = *config;
     e->weights_version = 1;
-    e->next_expiry = MOE_NEVER;
+    e->base = (struct moe_engine_model){.of = {.layers = config->layers,
+                                               .specs = config->specs,
+                                               .count = config->layer_count,
+                                               .row_metrics = config->row_metrics},
+                                        .phase = MODEL_SERVED};
+    e->models = &e->base;
+    e->next_expiry = e->models_due_ns = MOE_NEVER;
     moe_engine__add_loops(e);
     if (config->calls != NULL)
         moe_engine__plan_expiry(e, false);
@@ -475,23 +508,6 @@ struct moe_eventcount *moe_engine_eventcount(const struct moe_engine *e)
 
 /* ---------------------------------------------------------------------- other threads */
 
-/* The sequencer of the new view knows no queued work. Retained Forwards are announced one by one
- * elsewhere. */
-static void announce_queued(struct moe_engine *e)
-{
-    struct moe_step_key key;
-    uint64_t tokens;
-    for (size_t i = 0;; i++) {
-        moe_mutex_lock(&e->lock);
-        bool more = moe_batcher_queue(e->batcher, i, &key, &tokens);
-        moe_mutex_unlock(&e->lock);
-        if (!more)
-            return;
-        if (tokens > 0 && key.kind == MOE_STEP_FORWARD)
-            e->config.announce(e->config.ctx, key.layer, key.kind, key.dtype, (uint32_t)tokens);
-    }
-}
-
 void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, uint64_t epoch,
                            uint32_t max_tokens_per_step)
 {
@@ -509,8 +525,9 @@ void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, ui
         moe_engine__change_version(e, e->config.calls->weights_version(e->config.calls_ctx), false);
     moe_engine__forget_numbers(e);
     moe_engine__forget_retain_numbers(e);
+    moe_engine__begin_models(e);
     moe_mutex_unlock(&e->lock);
-    announce_queued(e);
+    moe_engine__announce_model(e, 0); /* the sequencer of the new view knows no queued work */
     moe_mutex_lock(&e->lock);
     moe_engine__announce_calls(e);
     moe_mutex_unlock(&e->lock);
@@ -536,13 +553,15 @@ static struct moe_status admit(const struct moe_engine *e, const struct moe_work
         return draining();
     MOE_TRY(e->suspended);
     if (!moe_batcher_has(e->batcher, key))
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "no MoE layer %u", w->layer);
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "no MoE layer %u",
+                         moe_layer_index(w->layer));
     if (w->tokens == 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH, "a request of no tokens");
+    MOE_TRY(moe_engine__check_model(e, w->layer));
     if (e->session != NULL && match_other_epoch(w, e->epoch))
         return stale_epoch(e->epoch);
     if (e->session != NULL && moe_engine__wants_other_version(w, e->weights_version))
-        return moe_engine__other_version(e->weights_version);
+        return moe_engine__other_version(moe_layer_model(w->layer) == 0 ? e->weights_version : 1);
     if (moe_batcher_tokens(e->batcher) + w->tokens > e->config.max_queued_tokens)
         return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL, QUEUE_FULL_RETRY_MS,
                                "too many tokens are waiting");
@@ -577,7 +596,7 @@ struct moe_status moe_engine_submit(struct moe_engine *e, struct moe_work *w)
     uint32_t tokens = w->tokens; /* `w` may be done, and gone, as soon as the lock is free */
     moe_mutex_lock(&e->lock);
     struct moe_status st = admit(e, w, &key);
-    bool announce = !moe_failed(&st) && e->session != NULL;
+    bool announce = !moe_failed(&st) && moe_engine__serves(e, w->layer);
     if (!moe_failed(&st))
         accept_work(e, w, &key);
     if (announce && key.kind == MOE_STEP_FORWARD_RETAIN)

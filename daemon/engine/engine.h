@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The engine: runs tickets. Requests are submitted to it from any thread and wait in the batcher; a
  * ticket from the sequencer takes the tokens that fit into its bucket, and the engine's thread runs
- * the step on the backend, at most two steps at once: rows of step n+1 are copied in and rows of
- * step n-1 are copied out while step n runs.
+ * the step on the backend, at most two steps at once. The backend moves the rows.
  *
  * The engine knows nothing of gRPC, of the coordinator, or of how tickets travel. */
 #ifndef MOE_ENGINE_ENGINE_H
@@ -10,6 +9,7 @@
 
 #include "moe/backend.h"
 #include "schedule/call_ops.h"
+#include "schedule/layer_key.h"
 
 struct moe_eventcount;
 struct moe_engine;
@@ -20,16 +20,19 @@ struct moe_step_metrics;
 struct moe_engine_config {
     const struct moe_backend *backend;
     struct moe_device *device;
-    struct moe_layer *const *layers;           /* runnable layers; borrowed, outlive the engine */
+    struct moe_layer *const *layers; /* of the default model; borrowed, outlive the engine */
     const struct moe_layer_spec *const *specs; /* of the same; ascending by layer */
     size_t layer_count;
+    /* Widest layers of added models; 0, or less than the default model needs: those of the default
+     * model. */
+    uint32_t max_hidden, max_top_k;
     uint32_t max_tokens_per_step; /* largest bucket, power of two */
     uint64_t max_queued_tokens;   /* more are refused with QUEUE_FULL */
     const struct moe_call_ops
         *calls;      /* operations of tickets with a descriptor; NULL: no training */
     void *calls_ctx; /* borrowed */
     struct moe_step_metrics *metrics;    /* gets every step that succeeded; borrowed, may be NULL */
-    struct moe_row_metrics *row_metrics; /* gets every forward step that succeeded; the same */
+    struct moe_row_metrics *row_metrics; /* gets the default model's forward steps; the same */
     /* Work was queued while a view is in force, or waited when the view began: the sequencer needs
      * to know. Any thread, no lock held. From within, only moe_engine_run may be called. Announced
      * tokens may be gone when their ticket comes (cancelled, or taken by an earlier one); no
@@ -40,6 +43,9 @@ struct moe_engine_config {
      * dtype and descriptor of `call` are filled in, but not the descriptor's origin. To be ignored
      * in another epoch. `tokens`: its rows, 0 if it has none. May be NULL without training. */
     void (*announce_training)(void *ctx, const struct moe_ticket *call, uint32_t tokens);
+    /* A ticket ADD_MODEL or REMOVE_MODEL has been run under `epoch`. Engine's thread, no lock held.
+     * From within, only moe_engine_run may be called. NULL: there are no added models. */
+    void (*model_changed)(void *ctx, uint32_t model, bool served, uint64_t epoch);
     /* A ticket has been run, in order of seq. Engine's thread, no lock held; must not stop or start
      * a view, and may come while moe_engine_stop_view waits. On failure the engine has stopped the
      * view: tickets are ignored until the next moe_engine_start_view. Tickets that stop_view cut
@@ -75,9 +81,30 @@ void moe_engine_destroy(struct moe_engine *e);
 /* The eventcount that wakes the engine's thread; lives as long as the engine. */
 struct moe_eventcount *moe_engine_eventcount(const struct moe_engine *e);
 
+/* An added model. All is borrowed until moe_engine_remove_model. */
+struct moe_engine_layers {
+    uint32_t model;                            /* its number, 1 .. MOE_MODEL_NUMBER_MAX */
+    struct moe_layer *const *layers;           /* [count], loaded */
+    const struct moe_layer_spec *const *specs; /* [count], ascending by layer */
+    size_t count;
+    struct moe_row_metrics *row_metrics; /* as in the configuration; NULL = none */
+};
+/* [any thread] From now on requests for these layers are taken. They wait until a ticket ADD_MODEL
+ * of a view; each view begins with the default model alone. Errors: MOE_INVALID_ARGUMENT/TOO_LARGE
+ * (wider than the steps), MOE_ALREADY_EXISTS, OUT_OF_MEMORY. */
+struct moe_status moe_engine_add_model(struct moe_engine *e,
+                                       const struct moe_engine_layers *layers) MOE_CHECKED;
+/* [any thread, not from a callback] Afterwards no step uses the layers, and requests for them get
+ * LAYER_NOT_FOUND; those that wait end with `why`. Does nothing without the model. Errors:
+ * MOE_FAILED_PRECONDITION/MODEL_IN_USE (the view in force serves it: a ticket REMOVE_MODEL must
+ * come first); nothing has changed then. */
+struct moe_status moe_engine_remove_model(struct moe_engine *e, uint32_t model,
+                                          struct moe_status why) MOE_CHECKED;
+
 /* A view is in force: tickets of `epoch` may come, seq without gaps. `session` is borrowed until
- * stop_view returns. All queued work is announced (again), but requests pinned to another epoch
- * fail with STALE_EPOCH. A view that is still in force is stopped first. */
+ * stop_view returns. It begins with the default model alone. Its queued work is announced (again),
+ * that of an added model with its ADD_MODEL. Requests pinned to another epoch fail with
+ * STALE_EPOCH. A view that is still in force is stopped first. */
 void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, uint64_t epoch,
                            uint32_t max_tokens_per_step);
 /* The view is over: aborts the session's waits, waits until no step runs. Requests that were in a
@@ -102,7 +129,8 @@ struct moe_status moe_engine_submit_training(struct moe_engine *e,
  * run. */
 void moe_engine_cancel_training(struct moe_engine *e, struct moe_train_work *w);
 
-/* Any thread. Version of the weights that a step begun now would use; 1 without training. */
+/* Any thread. Version of the default model's weights that a step begun now would use; 1 without
+ * training. Added models have version 1. */
 uint64_t moe_engine_weights_version(struct moe_engine *e);
 
 /* Any thread. Tickets come in order of seq; those of another epoch are ignored. */

@@ -5,21 +5,6 @@
 #include "base/clock.h"
 #include "engine/state.h"
 
-/* The layer's index in the configuration. */
-static size_t find_layer(const struct moe_engine *e, uint32_t layer)
-{
-    size_t low = 0, high = e->config.layer_count;
-    while (low < high) {
-        size_t middle = low + (high - low) / 2;
-        if (e->config.specs[middle]->layer < layer)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    MOE_INVARIANT(low < e->config.layer_count && e->config.specs[low]->layer == layer);
-    return low;
-}
-
 static struct moe_status claim(struct moe_engine *e, struct moe_step_slot *step_slot)
     MOE_REQUIRES(e->lock)
 {
@@ -34,9 +19,9 @@ void moe_engine__begin_forward(struct moe_engine *e, struct moe_step_slot *step_
                                struct moe_session *session, uint64_t retain_as)
 {
     struct moe_step_args args;
-    size_t index = find_layer(e, step_slot->ticket.layer);
-    moe_step_slot_gather(step_slot, e->config.specs[index], &args);
-    args.layer = e->config.layers[index];
+    const struct moe_engine_layers *of = &step_slot->model->of;
+    moe_step_slot_args(step_slot, of->specs[step_slot->layer], &args);
+    args.layer = of->layers[step_slot->layer];
     args.retain = retain_as;
     step_slot->failure = e->config.backend->step_enqueue(session, &args, &step_slot->step);
     if (moe_failed(&step_slot->failure))
@@ -73,6 +58,8 @@ static void add_result(struct moe_work *w, const struct moe_step_slot *step_slot
     w->step.total_ns += r->total_ns;
     w->step.rows += r->rows;
     w->step.missing_slot = -1;
+    w->copy_in_ns += r->copy_in_ns;
+    w->copy_out_ns += r->copy_out_ns;
     w->answered_epoch = step_slot->ticket.epoch;
     w->answered_version = step_slot->weights_version;
     w->step_tokens = step_slot->tokens;
@@ -81,19 +68,18 @@ static void add_result(struct moe_work *w, const struct moe_step_slot *step_slot
         add_times(w->times, step_slot, r);
 }
 
-/* `finished` comes before rows are copied out, so that the sequencer can issue the next ticket
- * meanwhile. If the sequencer is this worker's, peers report through shared memory and this thread
- * reads that after the copy. */
+/* `finished` comes first, so that the sequencer can issue the next ticket meanwhile. If the
+ * sequencer is this worker's, peers report through shared memory and this thread reads that later.
+ */
 void moe_engine__hand_out(struct moe_engine *e, struct moe_step_slot *step_slot,
                           const struct moe_step_result *result)
 {
-    size_t index = find_layer(e, step_slot->ticket.layer);
+    const struct moe_engine_layers *of = &step_slot->model->of;
     if (step_slot->timed)
         step_slot->ended_ns = moe_clock_ns();
     e->config.finished(e->config.ctx, &step_slot->ticket, moe_ok(), 0);
-    moe_step_slot_scatter(step_slot, e->config.specs[index]);
     moe_step_metrics_forward(e->config.metrics, result);
-    moe_row_metrics_add(e->config.row_metrics, index, step_slot->ticket.dtype, result->rows,
+    moe_row_metrics_add(of->row_metrics, step_slot->layer, step_slot->ticket.dtype, result->rows,
                         &step_slot->counts);
 }
 

@@ -41,7 +41,8 @@ void moe_engine__give_up_all(struct moe_engine *e, struct moe_work *evicted,
 
 bool moe_engine__wants_other_version(const struct moe_work *w, uint64_t version)
 {
-    return w->weights_version != 0 && w->weights_version != version;
+    uint64_t present = moe_layer_model(w->layer) == 0 ? version : 1;
+    return w->weights_version != 0 && w->weights_version != present;
 }
 
 struct moe_status moe_engine__other_version(uint64_t version)

@@ -7,8 +7,8 @@
 enum moe_step_kind moe_engine__queue_of(const struct moe_engine *e, const struct moe_work *w)
 {
     uint32_t most = e->session != NULL ? e->bucket_max : e->config.max_tokens_per_step;
-    bool own = w->retain_session != NULL && e->config.calls != NULL && w->tokens <= most &&
-               e->retain_count < RETAIN_MAX;
+    bool own = w->retain_session != NULL && moe_layer_model(w->layer) == 0 &&
+               e->config.calls != NULL && w->tokens <= most && e->retain_count < RETAIN_MAX;
     return own ? MOE_STEP_FORWARD_RETAIN : MOE_STEP_FORWARD;
 }
 

@@ -37,6 +37,8 @@ struct peer {
 
 struct moe_row_metrics {
     struct moe_metrics *registry;
+    char *model;
+    struct moe_row_metrics *rows_sent; /* counts in its `peers` and `slots`; may be this one */
     size_t layer_count;
     uint64_t window_ns;     /* begin of the younger window */
     uint64_t *counts;       /* memory of all layers' totals */
@@ -82,7 +84,7 @@ void moe_row_metrics_add(struct moe_row_metrics *m, size_t index, enum moe_dtype
     if (counts->by_expert)
         atomic_store_explicit(&l->local_experts, counts->local_experts, memory_order_relaxed);
     if (counts->to_slots)
-        add_sent(m, counts, (uint64_t)l->hidden * moe_dtype_bytes(dtype));
+        add_sent(m->rows_sent, counts, (uint64_t)l->hidden * moe_dtype_bytes(dtype));
 }
 
 /* ------------------------------------------------------------------ registration */
@@ -93,7 +95,7 @@ static struct moe_status add_gauge(struct moe_row_metrics *m, const char *name, 
     const struct moe_metric_desc desc = {
         .name = name,
         .help = help,
-        .labels = {{"layer", layer}, {rank != NULL ? "rank" : NULL, rank}}};
+        .labels = {{"model", m->model}, {"layer", layer}, {rank != NULL ? "rank" : NULL, rank}}};
     return moe_metrics_add_gauge(m->registry, &desc, out);
 }
 
@@ -179,6 +181,20 @@ static void show_layer(struct layer *l, uint32_t local)
     moe_gauge_set(l->balancedness, most > 0 ? mean / most : 1);
 }
 
+size_t moe_row_metrics_read(const struct moe_row_metrics *m, uint32_t layer,
+                            uint64_t rows[MOE_MAX_EXPERTS])
+{
+    for (size_t i = 0; m != NULL && i < m->layer_count; i++) {
+        const struct layer *l = &m->layers[i];
+        if (l->number != layer)
+            continue;
+        for (uint32_t e = 0; e < l->experts; e++)
+            rows[e] = value_of(&l->expert_rows[e]);
+        return l->experts;
+    }
+    return 0;
+}
+
 static void begin_window(struct moe_row_metrics *m, uint64_t now_ns)
 {
     m->window_ns = now_ns;
@@ -238,6 +254,15 @@ static void collect(void *ctx)
 
 /* ------------------------------------------------------------------ life */
 
+static void free_memory(struct moe_row_metrics *m)
+{
+    if (m == NULL)
+        return;
+    free(m->counts);
+    free(m->model);
+    free(m);
+}
+
 static struct moe_status add_layers(struct moe_row_metrics *m,
                                     const struct moe_layer_spec *const *specs)
 {
@@ -257,14 +282,15 @@ static struct moe_status add_layers(struct moe_row_metrics *m,
             .name = "moe_expert_rows_total",
             .help = "Rows, each of one token and expert, that this worker computed in forward "
                     "steps.",
-            .labels = {{"layer", number}}};
+            .labels = {{"model", m->model}, {"layer", number}}};
         MOE_TRY(moe_metrics_add_counter(m->registry, &rows, &l->rows));
     }
     return moe_metrics_add_collector(m->registry, collect, m);
 }
 
-struct moe_status moe_row_metrics_create(struct moe_metrics *registry,
+struct moe_status moe_row_metrics_create(struct moe_metrics *registry, const char *model,
                                          const struct moe_layer_spec *const *specs, size_t count,
+                                         struct moe_row_metrics *rows_sent,
                                          struct moe_row_metrics **out)
 {
     size_t experts = 0;
@@ -274,13 +300,16 @@ struct moe_status moe_row_metrics_create(struct moe_metrics *registry,
     for (size_t i = 0; i < count; i++)
         experts += specs[i]->experts;
     struct moe_row_metrics *m = calloc(1, sizeof *m + count * sizeof m->layers[0]);
-    if (m != NULL)
+    if (m != NULL) {
         m->counts = calloc(3 * experts + 1, sizeof *m->counts);
-    if (m == NULL || m->counts == NULL) {
-        free(m);
+        m->model = strdup(model);
+    }
+    if (m == NULL || m->counts == NULL || m->model == NULL) {
+        free_memory(m);
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for metrics");
     }
     m->registry = registry;
+    m->rows_sent = rows_sent != NULL ? rows_sent : m;
     m->layer_count = count;
     m->window_ns = moe_clock_ns();
     struct moe_status st = add_layers(m, specs);
@@ -296,6 +325,6 @@ void moe_row_metrics_destroy(struct moe_row_metrics *m)
     if (m == NULL)
         return;
     moe_metrics_remove_collector(m->registry, collect, m);
-    free(m->counts);
-    free(m);
+    moe_metrics_remove_series(m->registry, (struct moe_metric_label){"model", m->model});
+    free_memory(m);
 }

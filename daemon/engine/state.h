@@ -44,6 +44,18 @@ struct call_list {
     struct moe_train_work *head, *tail;
 };
 
+/* The layers that tickets can name. A model leaves the list only while its phase is MODEL_WAITS:
+ * then no step slot points to it. */
+struct moe_engine_model {
+    struct moe_engine_model *next;
+    struct moe_engine_layers of;
+    enum {
+        MODEL_WAITS,  /* not in this view, or none is in force: its requests wait */
+        MODEL_SERVED, /* from the begin of its ADD_MODEL ticket on */
+        MODEL_LEAVES, /* until its REMOVE_MODEL ticket is complete */
+    } phase;
+};
+
 struct moe_engine {
     struct moe_engine_config config;
     pthread_t thread;
@@ -53,9 +65,11 @@ struct moe_engine {
 
     MOE_GUARDED_BY(lock) struct {
         struct moe_batcher *batcher;
-        struct work_list ended;         /* left the queues and all steps; `done` is to be called */
-        struct call_list calls;         /* training calls without a ticket begun here */
-        struct call_list pending_saves; /* calls that wait for the end of a Save or Load */
+        struct moe_engine_model base;    /* the default model; MODEL_SERVED */
+        struct moe_engine_model *models; /* `base`, then the added ones */
+        struct work_list ended;          /* left the queues and all steps; `done` is to be called */
+        struct call_list calls;          /* training calls without a ticket begun here */
+        struct call_list pending_saves;  /* calls that wait for the end of a Save or Load */
         struct call_list ended_calls;
         uint32_t call_count;     /* of `calls`, without progress tickets */
         uint32_t progress_count; /* progress tickets of `calls` */
@@ -69,6 +83,9 @@ struct moe_engine {
         uint64_t last_seq;           /* of the ticket begun last under this view; 0 = none */
         uint32_t bucket_max;         /* of the view */
         bool stopping;               /* stop_view waits until the thread has released the session */
+        /* Until then, requests of added models wait for the ticket that adds their model to the
+         * view; then they are refused. MOE_NEVER: they are, or no view is in force. */
+        uint64_t models_due_ns;
         bool refusing, quit;
         struct moe_status suspended; /* why new work is refused for a while; MOE_OK: it is not */
         struct moe_ticket tickets[TICKETS_MAX]; /* a ring */
@@ -110,7 +127,31 @@ struct moe_step_row {
     void (*abandon)(struct moe_engine *e, struct moe_step_slot *step_slot);
 };
 extern const struct moe_step_row moe_engine__forward, moe_engine__retained, moe_engine__heartbeat,
-    moe_engine__call;
+    moe_engine__call, moe_engine__model_change;
+
+/* --------------------------------------------------------------------- models.c */
+
+/* NULL: no such model. */
+struct moe_engine_model *moe_engine__find_model(const struct moe_engine *e, uint32_t model)
+    MOE_REQUIRES(e->lock);
+/* The place of a layer among those of a served model; false if there is none. */
+bool moe_engine__find_layer(const struct moe_engine_model *m, uint32_t layer, size_t *index);
+/* Widens `shape` to the layers. */
+void moe_engine__widen(struct moe_step_slot_shape *shape, const struct moe_layer_spec *const *specs,
+                       size_t count);
+/* Its requests are announced, and its tickets may come. */
+bool moe_engine__serves(const struct moe_engine *e, uint32_t layer) MOE_REQUIRES(e->lock);
+/* A view begins with the default model alone. */
+void moe_engine__begin_models(struct moe_engine *e) MOE_REQUIRES(e->lock);
+/* Gives up the requests of models that were not added to the view in time. */
+void moe_engine__expire_models(struct moe_engine *e, uint64_t now_ns) MOE_REQUIRES(e->lock);
+/* Refuses requests of such a model. Errors: MOE_UNAVAILABLE/MODEL_LOADING. */
+struct moe_status moe_engine__check_model(const struct moe_engine *e, uint32_t layer) MOE_CHECKED
+    MOE_REQUIRES(e->lock);
+/* The view is over, no step runs: added models wait. */
+void moe_engine__end_models(struct moe_engine *e) MOE_REQUIRES(e->lock);
+/* Announces what waits for the layers of one model. Without the lock. */
+void moe_engine__announce_model(struct moe_engine *e, uint32_t model);
 
 /* ------------------------------------------------------------------- progress.c */
 

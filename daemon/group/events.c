@@ -9,6 +9,7 @@
 #include "group/report.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 void moe_group__append_event(struct moe_group *g, struct event *e)
 {
@@ -42,6 +43,52 @@ void moe_group__post(struct moe_group *g, enum event_kind kind, uint64_t number,
     moe_mutex_lock(&g->lock);
     moe_group__append_event(g, e);
     moe_mutex_unlock(&g->lock);
+}
+
+struct moe_status moe_group__add_part(void *ctx, const uint8_t *part, size_t length)
+{
+    struct parts *p = ctx;
+    const uint32_t bytes = (uint32_t)length;
+    if (sizeof bytes + length > p->room - p->length) {
+        size_t room = 2 * (p->room + sizeof bytes + length);
+        uint8_t *larger = realloc(p->bytes, room);
+        if (larger == NULL)
+            return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                             "no memory for a message");
+        p->bytes = larger;
+        p->room = room;
+    }
+    memcpy(p->bytes + p->length, &bytes, sizeof bytes);
+    memcpy(p->bytes + p->length + sizeof bytes, part, length);
+    p->length += sizeof bytes + length;
+    return moe_ok();
+}
+
+void moe_group__post_parts(struct moe_group *g, enum event_kind kind, uint64_t number,
+                           struct moe_status status, const struct parts *parts)
+{
+    struct event *e = moe_group__new_event(kind, parts->length);
+    if (e == NULL)
+        return;
+    e->number = number;
+    e->status = status;
+    if (parts->length > 0)
+        memcpy(e->bytes, parts->bytes, parts->length);
+    moe_mutex_lock(&g->lock);
+    moe_group__append_event(g, e);
+    moe_mutex_unlock(&g->lock);
+}
+
+bool moe_group__next_part(const struct event *e, size_t *at, const uint8_t **part, size_t *length)
+{
+    uint32_t bytes;
+    if (*at >= e->length)
+        return false;
+    memcpy(&bytes, e->bytes + *at, sizeof bytes);
+    *part = e->bytes + *at + sizeof bytes;
+    *length = bytes;
+    *at += sizeof bytes + bytes;
+    return true;
 }
 
 struct event *moe_group__wait_for_event(struct moe_group *g, uint64_t deadline_ns, bool *quit)

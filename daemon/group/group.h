@@ -70,6 +70,31 @@ struct moe_group_view {
     struct moe_group_member members[MOE_MAX_SLOTS];
 };
 
+enum moe_model_step { /* values of moe.v1.ModelStep */
+                      MOE_MODEL_OPEN = 1,
+                      MOE_MODEL_LOAD = 2,
+                      MOE_MODEL_ADD = 3,
+                      MOE_MODEL_QUIESCE = 4,
+                      MOE_MODEL_REMOVE = 5,
+                      MOE_MODEL_CLOSE = 6,
+};
+
+/* moe.v1.ModelOrder, unchecked. */
+struct moe_group_model_order {
+    uint32_t model;
+    enum moe_model_step step;
+    uint64_t order, epoch;
+    const char *name, *directory, *digest; /* "" = none */
+    bool if_idle, resume, again;
+    struct moe_group_assignment assignment; /* LOAD */
+};
+
+/* moe.v1.LayerMemory */
+struct moe_group_layer_memory {
+    const struct moe_layer_spec *spec;
+    uint64_t common_file_bytes, common_resident_bytes, expert_file_bytes, expert_resident_bytes;
+};
+
 struct moe_group_numbers { /* moe.v1.Heartbeat */
     uint64_t loaded_bytes, total_bytes, tokens, steps;
 };
@@ -78,6 +103,21 @@ struct moe_group_numbers { /* moe.v1.Heartbeat */
 enum { MOE_GROUP_PART_BYTES = 16384 };
 
 typedef struct moe_status (*moe_group_part_fn)(void *ctx, const uint8_t *part, size_t length);
+
+/* moe.v1.ModelReport */
+struct moe_group_model_report {
+    uint32_t model;
+    enum moe_model_step step;
+    uint64_t order, epoch;
+    struct moe_status status;
+    const char *fingerprint, *family; /* NULL = "" */
+    const struct moe_group_layer_memory *layers;
+    size_t layer_count;
+    uint64_t free_bytes;
+    /* Passes digests, which are sent before the report, to `add`. NULL: there are none. */
+    struct moe_status (*digests)(void *ctx, moe_group_part_fn add, void *add_ctx);
+    void *digests_ctx;
+};
 
 /* The worker's actions. Pointers in arguments are valid during the call. */
 struct moe_group_hooks {
@@ -99,8 +139,9 @@ struct moe_group_hooks {
 
     /* Called on the group's own thread; must not block. */
 
-    /* admin_port: of the AdminService on the coordinator's host. */
-    void (*slot_assigned)(void *ctx, uint32_t slot, uint32_t slots, uint32_t admin_port);
+    /* coordinator: the endpoint that has answered. admin_port: of the AdminService on its host. */
+    void (*slot_assigned)(void *ctx, uint32_t slot, uint32_t slots, const char *coordinator,
+                          uint32_t admin_port);
     void (*numbers)(void *ctx, struct moe_group_numbers *out);
     /* Makes a running `load` fail soon. */
     void (*cancel_load)(void *ctx);
@@ -111,6 +152,14 @@ struct moe_group_hooks {
     /* Refuses new requests; accepted ones continue. */
     void (*drain)(void *ctx);
     bool (*drained)(void *ctx);
+    /* A step of an added model; moe_group_report_model answers it, at any time. NULL: this worker
+     * has no added models. */
+    void (*model_order)(void *ctx, const struct moe_group_model_order *order);
+    /* After each registration: the added models of the group, by number and name. This worker frees
+     * any other, because it may have been away when the group closed it. NULL: as for model_order.
+     */
+    void (*models_listed)(void *ctx, const uint32_t *models, const char *const *names,
+                          size_t count);
     /* The session has ended for good; the last call of all hooks. Success: drained in time. */
     void (*ended)(void *ctx, struct moe_status why);
     void *ctx;
@@ -118,8 +167,9 @@ struct moe_group_hooks {
 
 struct moe_group_config {
     struct moe_rpc_client *client; /* borrowed */
-    const char *coordinator;       /* "host:port" */
-    struct moe_rpc_trust trust;    /* for the link to the coordinator; borrowed strings */
+    /* "host:port,...": the group's coordinators, of which one leads. */
+    const char *coordinator;
+    struct moe_rpc_trust trust; /* for the link to the coordinator; borrowed strings */
     struct moe_group_identity identity;
     uint32_t drain_ms;            /* limit of a drain, unless the coordinator sets one */
     uint32_t gather_ms;           /* limit of an all-gather */
@@ -144,6 +194,11 @@ void moe_group_drain(struct moe_group *g, const char *reason);
  * when an operator has resolved what kept the group from forming. Sent as soon as it is connected.
  */
 void moe_group_try_again(struct moe_group *g);
+/* [any thread] Sent in the order of calls. Without a session the report is lost: the coordinator
+ * repeats its orders. */
+void moe_group_report_model(struct moe_group *g, const struct moe_group_model_report *report);
+void moe_group_report_model_progress(struct moe_group *g, uint32_t model, uint64_t loaded_bytes,
+                                     uint64_t total_bytes);
 /* [any thread] Peers of the view of `epoch` are gone, or a step failed. Ends the view here and
  * reports to the coordinator. `slots` (bit s: slot s) may be 0. Never blocks. */
 void moe_group_report_lost(struct moe_group *g, uint64_t epoch, uint64_t slots,

@@ -94,6 +94,99 @@ void moe_report_digests(struct moe_rpc_stream *stream, const uint8_t *part, size
     send_message(stream, &q);
 }
 
+/* -------------------------------------------------------------------- added models */
+
+static struct moe_status pack(const Moe__V1__SessionRequest *q, moe_group_part_fn add, void *ctx)
+{
+    struct moe_control_out packed;
+    MOE_TRY(moe_control_pack(&q->base, &packed));
+    struct moe_status st = add(ctx, packed.out.head, packed.out.head_length);
+    moe_control_free(&packed);
+    return st;
+}
+
+/* Where the digests of one report go. */
+struct digest_sink {
+    uint32_t model;
+    moe_group_part_fn add;
+    void *ctx;
+};
+
+static struct moe_status add_digests(void *ctx, const uint8_t *part, size_t length)
+{
+    const struct digest_sink *to = ctx;
+    Moe__V1__Digests digests = MOE__V1__DIGESTS__INIT;
+    digests.part.data = (uint8_t *)part;
+    digests.part.len = length;
+    digests.model = to->model;
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_DIGESTS;
+    q.digests = &digests;
+    return pack(&q, to->add, to->ctx);
+}
+
+static void fill_memory(const struct moe_group_layer_memory *from, Moe__V1__LayerInfo *info,
+                        Moe__V1__LayerMemory *to)
+{
+    moe_report_layer(from->spec, info);
+    moe__v1__layer_memory__init(to);
+    to->info = info;
+    to->common_file_bytes = from->common_file_bytes;
+    to->common_resident_bytes = from->common_resident_bytes;
+    to->expert_file_bytes = from->expert_file_bytes;
+    to->expert_resident_bytes = from->expert_resident_bytes;
+}
+
+struct moe_status moe_report_pack_model(const struct moe_group_model_report *r,
+                                        moe_group_part_fn add, void *ctx)
+{
+    Moe__V1__LayerInfo info[MOE_MAX_LAYERS];
+    Moe__V1__LayerMemory layers[MOE_MAX_LAYERS];
+    Moe__V1__LayerMemory *pointers[MOE_MAX_LAYERS];
+    Moe__V1__Error error;
+    MOE_INVARIANT(r->layer_count <= MOE_MAX_LAYERS);
+    struct digest_sink sink = {r->model, add, ctx};
+    if (r->digests != NULL)
+        MOE_TRY(r->digests(r->digests_ctx, add_digests, &sink));
+    Moe__V1__ModelReport report = MOE__V1__MODEL_REPORT__INIT;
+    report.model = r->model;
+    report.step = (Moe__V1__ModelStep)r->step;
+    report.order = r->order;
+    report.epoch = r->epoch;
+    report.free_bytes = r->free_bytes;
+    if (r->fingerprint != NULL)
+        report.fingerprint = (char *)r->fingerprint;
+    if (r->family != NULL)
+        report.family = (char *)r->family;
+    for (size_t i = 0; i < r->layer_count; i++) {
+        fill_memory(&r->layers[i], &info[i], &layers[i]);
+        pointers[i] = &layers[i];
+    }
+    report.n_layers = r->layer_count;
+    report.layers = pointers;
+    if (moe_failed(&r->status)) {
+        moe_control_error(&r->status, &error);
+        report.error = &error;
+    }
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_MODEL_REPORT;
+    q.model_report = &report;
+    return pack(&q, add, ctx);
+}
+
+struct moe_status moe_report_pack_progress(uint32_t model, uint64_t loaded_bytes,
+                                           uint64_t total_bytes, moe_group_part_fn add, void *ctx)
+{
+    Moe__V1__ModelProgress progress = MOE__V1__MODEL_PROGRESS__INIT;
+    progress.model = model;
+    progress.loaded_bytes = loaded_bytes;
+    progress.total_bytes = total_bytes;
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_MODEL_PROGRESS;
+    q.model_progress = &progress;
+    return pack(&q, add, ctx);
+}
+
 void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version,
                        const struct moe_status *status)
 {

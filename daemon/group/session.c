@@ -24,6 +24,10 @@ enum {
     BACKOFFS_PER_LEASE = 8,
     REASON_BYTES = 160,
     GIVEN_UP_RETRY_MS = 500,
+    /* With several coordinators, one that says nothing is left for another: a stopped process has
+     * open connections. */
+    SILENCE_MS = 1000,      /* before it has answered Register */
+    SILENCES_PER_LEASE = 2, /* afterwards; heartbeats are answered much more often */
 };
 
 #define AWAY_LOG_INTERVAL_NS (30 * MOE_NS_PER_S)
@@ -85,9 +89,23 @@ static void on_trying_again(struct moe_group *g)
     g->unanswered -= g->unanswered > 0;
 }
 
+static const char *coordinator(const struct moe_group *g)
+{
+    return g->coordinators.all[g->at];
+}
+
+static void expect_sign(struct moe_group *g)
+{
+    uint64_t limit_ns = SILENCE_MS * MOE_NS_PER_MS;
+    if (g->registered)
+        limit_ns = g->lease.term_ns / SILENCES_PER_LEASE;
+    g->silence_ns = g->coordinators.count > 1 ? moe_clock_ns() + limit_ns : MOE_NEVER;
+}
+
 static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
 {
-    if (r->slots == 0 || r->slots > MOE_MAX_SLOTS || r->slot >= r->slots || r->lease_ms == 0) {
+    if (r->slots == 0 || r->slots > MOE_MAX_SLOTS || r->slot >= r->slots || r->lease_ms == 0 ||
+        r->n_models != r->n_model_names) {
         moe_log_error("coordinator: slot %u of %u is impossible", r->slot, r->slots);
         moe_rpc_stream_cancel(g->stream);
         return;
@@ -101,10 +119,15 @@ static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
     g->lease.term_ns = moe_lease_term_ns(r->lease_ms * MOE_NS_PER_MS, MOE_LEASE_MARGIN_PERCENT);
     g->backoff_ms = BACKOFF_MIN_MS;
     g->away_since_ns = 0;
+    g->tried = 0;
     if (r->epoch > g->floor)
         g->floor = r->epoch;
-    g->config.hooks.slot_assigned(g->config.hooks.ctx, r->slot, r->slots, r->admin_port);
+    g->config.hooks.slot_assigned(g->config.hooks.ctx, r->slot, r->slots, coordinator(g),
+                                  r->admin_port);
     moe_log_info("registered: slot %u of %u, lease %u ms", r->slot, r->slots, r->lease_ms);
+    if (g->config.hooks.models_listed != NULL && g->shutdown < LEAVING)
+        g->config.hooks.models_listed(g->config.hooks.ctx, r->models,
+                                      (const char *const *)r->model_names, r->n_models);
     moe_group__send_heartbeat(g);
     if (g->unanswered > 0) {
         g->unanswered = 0;
@@ -136,6 +159,9 @@ static void dispatch_message(struct moe_group *g, Moe__V1__SessionResponse *r)
         case MOE__V1__SESSION_RESPONSE__BODY_DRAIN:
             moe_group__begin_drain(g, r->drain->limit_ms, r->drain->reason);
             break;
+        case MOE__V1__SESSION_RESPONSE__BODY_MODEL_ORDER:
+            moe_group__on_model_order(g, r->model_order);
+            break;
         case MOE__V1__SESSION_RESPONSE__BODY_TRYING_AGAIN: on_trying_again(g); break;
         case MOE__V1__SESSION_RESPONSE__BODY_HEARTBEAT_ANSWER:
             moe_group__on_heartbeat_answer(g, r->heartbeat_answer);
@@ -157,6 +183,7 @@ static void on_message(struct moe_group *g, const struct event *e)
         return;
     }
     dispatch_message(g, message);
+    expect_sign(g);
 }
 
 /* --------------------------------------------------------------------- connection */
@@ -169,7 +196,7 @@ static struct moe_rpc_stream *take_stream(struct moe_group *g)
     g->generation++;
     moe_mutex_unlock(&g->lock);
     g->registered = false;
-    g->heartbeat_ns = MOE_NEVER;
+    g->heartbeat_ns = g->silence_ns = MOE_NEVER;
     return stream;
 }
 
@@ -189,7 +216,7 @@ static void plan_reconnect(struct moe_group *g)
 static struct moe_status reopen_channel(struct moe_group *g)
 {
     const struct moe_rpc_channel_config config = {
-        .target = g->config.coordinator,
+        .target = coordinator(g),
         .trust = g->config.trust,
         .max_message_bytes = MESSAGE_BYTES_MAX,
         .own_connection = true,
@@ -198,8 +225,19 @@ static struct moe_status reopen_channel(struct moe_group *g)
     char path[MOE_LOCAL_PATH_BYTES];
     moe_rpc_channel_close(g->channel);
     g->channel = NULL;
-    g->found_socket = moe_local_find(g->config.coordinator, path);
+    g->found_socket = moe_local_find(coordinator(g), path);
     return moe_rpc_channel_open(g->config.client, &config, &g->channel);
+}
+
+/* To another coordinator at once; after all of them, with a pause. */
+static void try_next(struct moe_group *g, const struct moe_status *why)
+{
+    g->at = moe_endpoints_next(&g->coordinators, g->at, why);
+    g->tried++;
+    if (g->tried % g->coordinators.count == 0)
+        plan_reconnect(g);
+    else
+        g->reconnect_ns = moe_clock_ns();
 }
 
 static void connect_stream(struct moe_group *g)
@@ -217,12 +255,13 @@ static void connect_stream(struct moe_group *g)
         st = moe_rpc_stream_open(g->channel, session_path, &options, &events, g, &stream);
     if (moe_failed(&st)) {
         moe_log_warn("coordinator: %s", st.text);
-        plan_reconnect(g);
+        try_next(g, &st);
         return;
     }
     moe_mutex_lock(&g->lock);
     g->stream = stream;
     moe_mutex_unlock(&g->lock);
+    expect_sign(g);
     moe_report_register(g->stream, &g->config.identity,
                         g->has_slot ? g->slot + 1 : g->config.identity.wanted_slot_plus_one);
 }
@@ -247,7 +286,7 @@ static bool came_too_early(const struct moe_group *g, const struct moe_status *s
 {
     char path[MOE_LOCAL_PATH_BYTES];
     return (st->code == MOE_PERMISSION_DENIED || st->code == MOE_UNAUTHENTICATED) &&
-           !g->found_socket && moe_local_find(g->config.coordinator, path);
+           !g->found_socket && moe_local_find(coordinator(g), path);
 }
 
 /* Logs at once when the coordinator goes away, then every AWAY_LOG_INTERVAL_NS. */
@@ -256,9 +295,9 @@ static void log_away(struct moe_group *g, const char *why)
     uint64_t now = moe_clock_ns();
     if (g->away_since_ns == 0) {
         g->away_since_ns = now;
-        moe_log_warn("coordinator %s: %s; trying again", g->config.coordinator, why);
+        moe_log_warn("coordinator %s: %s; trying again", coordinator(g), why);
     } else if (now >= g->away_logged_ns + AWAY_LOG_INTERVAL_NS) {
-        moe_log_warn("coordinator %s: %s; trying again for %llu s", g->config.coordinator, why,
+        moe_log_warn("coordinator %s: %s; trying again for %llu s", coordinator(g), why,
                      (unsigned long long)((now - g->away_since_ns) / MOE_NS_PER_S));
     } else {
         return;
@@ -290,7 +329,7 @@ static void on_closed(struct moe_group *g, const struct event *e)
     if (was_registered)
         g->away_since_ns = 0;
     log_away(g, moe_failed(&e->status) ? e->status.text : "ended the session");
-    plan_reconnect(g);
+    try_next(g, &e->status);
 }
 
 /* ---------------------------------------------------------------------- the thread */
@@ -309,6 +348,7 @@ static void handle_event(struct moe_group *g, const struct event *e)
     case EVENT_LOST: moe_group__on_lost(g, e); break;
     case EVENT_DRAIN: moe_group__request_drain(g, e->status.text); break;
     case EVENT_TRY_AGAIN: send_try_again(g); break;
+    case EVENT_SEND: moe_group__on_send(g, e); break;
     case EVENT_LEFT:
         g->shutdown = LEFT;
         g->config.hooks.ended(g->config.hooks.ctx, g->outcome);
@@ -336,7 +376,7 @@ static uint64_t next_deadline(const struct moe_group *g)
     if (g->shutdown >= LEAVING)
         return MOE_NEVER;
     uint64_t at = moe_earlier(moe_earlier(g->heartbeat_ns, g->reconnect_ns), g->give_up_ns);
-    at = moe_earlier(at, g->lease_end_ns);
+    at = moe_earlier(moe_earlier(at, g->lease_end_ns), g->silence_ns);
     return has_shutdown_timer(g) ? moe_earlier(at, g->shutdown_ns) : at;
 }
 
@@ -351,6 +391,10 @@ static void run_timers(struct moe_group *g)
         moe_group__show_lease(g);
     if (now >= g->reconnect_ns)
         connect_stream(g);
+    if (now >= g->silence_ns) {
+        g->silence_ns = MOE_NEVER;
+        moe_rpc_stream_cancel(g->stream); /* then on_closed */
+    }
     if (now >= g->give_up_ns)
         give_up(g);
     if (has_shutdown_timer(g) && now >= g->shutdown_ns)
@@ -397,15 +441,18 @@ struct moe_status moe_group_start(const struct moe_group_config *config, struct 
     if (config->identity.layer_count > MOE_MAX_LAYERS)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
                          "a model may have %d MoE layers", MOE_MAX_LAYERS);
+    struct moe_endpoints coordinators;
+    MOE_TRY(moe_endpoints_parse("--coordinator", config->coordinator, &coordinators));
     struct moe_group *g = calloc(1, sizeof *g);
     if (g == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "no memory for the group");
+    g->coordinators = coordinators;
     moe_mutex_not_shared(&g->lock);
     g->config = *config;
     g->end = &g->first;
     g->backoff_ms = BACKOFF_MIN_MS;
-    g->heartbeat_ns = g->give_up_ns = g->lease_end_ns = MOE_NEVER;
+    g->heartbeat_ns = g->give_up_ns = g->lease_end_ns = g->silence_ns = MOE_NEVER;
     g->reconnect_ns = 0;
     g->loop = moe_progress_add(
         config->progress,

@@ -11,6 +11,7 @@
 #define MOE_GROUP_STATE_H
 
 #include "base/mutex.h"
+#include "daemon/endpoint.h"
 #include "daemon/lease.h"
 #include "daemon/progress.h"
 #include "group/gather.h"
@@ -31,6 +32,7 @@ enum event_kind {
     EVENT_LOST,   /* number: epoch; slots; status */
     EVENT_DRAIN,  /* status.text: reason */
     EVENT_TRY_AGAIN,
+    EVENT_SEND, /* bytes: packed moe.v1.SessionRequest, of parts u32 length, message */
 };
 
 struct event {
@@ -58,6 +60,9 @@ struct moe_group {
     struct moe_serial_executor *executor;
     struct moe_gather *gather;
     struct moe_rpc_channel *channel;
+    struct moe_endpoints coordinators;
+    size_t at;         /* of the coordinator that is asked */
+    size_t tried;      /* coordinators that have failed since the last one that answered */
     bool found_socket; /* the coordinator had a local socket when `channel` was opened */
 
     struct moe_mutex lock;
@@ -84,6 +89,8 @@ struct moe_group {
     bool lease_held; /* as last passed to the hook */
     /* When due; MOE_NEVER = not. */
     uint64_t heartbeat_ns, reconnect_ns, give_up_ns, lease_end_ns;
+    uint64_t silence_ns; /* the stream ends unless the coordinator says something before; MOE_NEVER
+                            with one coordinator */
     uint32_t backoff_ms;
     /* TryAgains without an answer. Requests without a stream, and unanswered ones of a stream that
      * ended, are sent as one TryAgain on the next stream. */
@@ -101,6 +108,18 @@ struct moe_group {
 void moe_group__append_event(struct moe_group *g, struct event *e) MOE_REQUIRES(g->lock);
 /* With room for `length` bytes; NULL without memory, which is logged. */
 struct event *moe_group__new_event(enum event_kind kind, size_t length);
+/* Parts u32 length, bytes; the bytes of an event. Free `bytes` with free. */
+struct parts {
+    uint8_t *bytes;
+    size_t length, room;
+};
+/* moe_group_part_fn; `ctx` is a struct parts. */
+struct moe_status moe_group__add_part(void *ctx, const uint8_t *part, size_t length) MOE_CHECKED;
+/* [any thread] Posts an event with the parts. Without memory it is lost, which is logged. */
+void moe_group__post_parts(struct moe_group *g, enum event_kind kind, uint64_t number,
+                           struct moe_status status, const struct parts *parts);
+/* The parts of an event: the next one, from `*at` on; false past the last. */
+bool moe_group__next_part(const struct event *e, size_t *at, const uint8_t **part, size_t *length);
 /* The next event, or NULL at `deadline_ns` or when `quit` is set. */
 struct event *moe_group__wait_for_event(struct moe_group *g, uint64_t deadline_ns, bool *quit);
 /* [any thread] Without memory the event is lost, which is logged. */
@@ -131,6 +150,14 @@ void moe_group__post_leave(struct moe_group *g, bool last);
 /* moe_gather_send_fn; on the serial executor. */
 struct moe_status moe_group__send_blob(void *ctx, uint64_t epoch, uint32_t round, const void *data,
                                        size_t length) MOE_CHECKED;
+
+/* `out` has room for `count`, and points into `layers`. */
+void moe_group__read_layers(Moe__V1__LayerPlacement *const *layers, size_t count,
+                            struct moe_group_layer *out);
+
+/* Added models (models.c). */
+void moe_group__on_model_order(struct moe_group *g, const Moe__V1__ModelOrder *o);
+void moe_group__on_send(struct moe_group *g, const struct event *e);
 
 /* Leaving (shutdown.c). */
 void moe_group__request_drain(struct moe_group *g, const char *reason);

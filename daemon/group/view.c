@@ -26,44 +26,17 @@ struct moe_status moe_group__send_blob(void *ctx, uint64_t epoch, uint32_t round
     return st;
 }
 
-/* The digests for one Loaded. They are sent with it, on the same stream. */
-struct parts {
-    uint8_t *bytes;
-    size_t length, room;
-};
-
-static struct moe_status add_part(void *ctx, const uint8_t *part, size_t length)
+void moe_group__read_layers(Moe__V1__LayerPlacement *const *layers, size_t count,
+                            struct moe_group_layer *out)
 {
-    struct parts *p = ctx;
-    const uint32_t bytes = (uint32_t)length;
-    if (sizeof bytes + length > p->room - p->length) {
-        size_t room = 2 * (p->room + sizeof bytes + length);
-        uint8_t *larger = realloc(p->bytes, room);
-        if (larger == NULL)
-            return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                             "no memory for digests");
-        p->bytes = larger;
-        p->room = room;
-    }
-    memcpy(p->bytes + p->length, &bytes, sizeof bytes);
-    memcpy(p->bytes + p->length + sizeof bytes, part, length);
-    p->length += sizeof bytes + length;
-    return moe_ok();
-}
-
-static void post_loaded(struct moe_group *g, uint32_t version, struct moe_status status,
-                        const struct parts *parts)
-{
-    struct event *e = moe_group__new_event(EVENT_LOADED, parts->length);
-    if (e == NULL)
-        return;
-    e->number = version;
-    e->status = status;
-    if (parts->length > 0)
-        memcpy(e->bytes, parts->bytes, parts->length);
-    moe_mutex_lock(&g->lock);
-    moe_group__append_event(g, e);
-    moe_mutex_unlock(&g->lock);
+    for (size_t i = 0; i < count; i++)
+        out[i] = (struct moe_group_layer){
+            .layer = layers[i]->layer,
+            .copies = layers[i]->copies,
+            .experts = layers[i]->n_copies,
+            .slots = layers[i]->slots,
+            .slot_count = layers[i]->n_slots,
+        };
 }
 
 struct load_task {
@@ -83,22 +56,15 @@ static void run_load(void *ctx, void *argument)
         st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                        "no memory for an assignment");
     } else {
-        for (size_t i = 0; i < a->n_layers; i++)
-            layers[i] = (struct moe_group_layer){
-                .layer = a->layers[i]->layer,
-                .copies = a->layers[i]->copies,
-                .experts = a->layers[i]->n_copies,
-                .slots = a->layers[i]->slots,
-                .slot_count = a->layers[i]->n_slots,
-            };
+        moe_group__read_layers(a->layers, a->n_layers, layers);
         const struct moe_group_assignment assignment = {
             task->slot, task->slots, a->placement_version, layers, a->n_layers,
         };
         st = g->config.hooks.load(g->config.hooks.ctx, &assignment);
     }
     if (!moe_failed(&st))
-        st = g->config.hooks.digests(g->config.hooks.ctx, add_part, &parts);
-    post_loaded(g, a->placement_version, st, &parts);
+        st = g->config.hooks.digests(g->config.hooks.ctx, moe_group__add_part, &parts);
+    moe_group__post_parts(g, EVENT_LOADED, a->placement_version, st, &parts);
     free(parts.bytes);
     free(layers);
     moe__v1__session_response__free_unpacked(task->response, NULL);
@@ -311,12 +277,10 @@ void moe_group__on_loaded(struct moe_group *g, const struct event *e)
     if (moe_failed(&e->status)) /* a worker that shuts down cancels its load */
         moe_log_write(g->shutdown == RUNNING ? MOE_LOG_ERROR : MOE_LOG_INFO, "cannot load: %s",
                       e->status.text);
-    uint32_t bytes;
-    for (size_t at = 0; !moe_failed(&e->status) && at < e->length; at += bytes) {
-        memcpy(&bytes, e->bytes + at, sizeof bytes);
-        at += sizeof bytes;
-        moe_report_digests(g->stream, e->bytes + at, bytes);
-    }
+    const uint8_t *part;
+    size_t at = 0, length;
+    while (!moe_failed(&e->status) && moe_group__next_part(e, &at, &part, &length))
+        moe_report_digests(g->stream, part, length);
     moe_report_loaded(g->stream, (uint32_t)e->number, &e->status);
 }
 

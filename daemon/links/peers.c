@@ -5,6 +5,7 @@
 #include "links/peers.h"
 
 #include "base/clock.h"
+#include "base/secret.h"
 #include "daemon/lease.h"
 #include "daemon/log.h"
 #include "daemon/metrics.h"
@@ -95,16 +96,11 @@ static struct moe_status welcome(struct moe_peers *p, struct moe_rpc_call *call,
     return moe_ok();
 }
 
-/* The time does not depend on the place of the first difference. */
 static bool knows_secret(const struct moe_peers *p, const Moe__V1__SequenceHello *hello)
     MOE_REQUIRES(p->lock)
 {
-    unsigned different = 0;
-    if (hello->secret.len != sizeof p->view.secret)
-        return false;
-    for (size_t i = 0; i < sizeof p->view.secret; i++)
-        different |= (unsigned)(hello->secret.data[i] ^ p->view.secret[i]);
-    return different == 0;
+    return hello->secret.len == sizeof p->view.secret &&
+           moe_secret_equal(hello->secret.data, p->view.secret, sizeof p->view.secret);
 }
 
 static struct moe_status on_hello(struct moe_peers *p, struct moe_rpc_call *call, struct peer *peer,
@@ -331,6 +327,18 @@ void moe_peers_beat(struct moe_peers *p, uint32_t layer)
     moe_mutex_lock(&p->lock);
     if (p->phase == STARTED && p->role == SEQUENCER) {
         moe_sequencer_beat(p->sequencer, layer);
+        issue_tickets(p);
+    }
+    moe_mutex_unlock(&p->lock);
+}
+
+void moe_peers_change_model(struct moe_peers *p, uint64_t epoch, uint32_t model, bool serve)
+{
+    moe_mutex_lock(&p->lock);
+    if (p->phase != IDLE && p->role == SEQUENCER && p->view.epoch == epoch) {
+        struct moe_status st = moe_sequencer_change_model(p->sequencer, model, serve);
+        if (moe_failed(&st))
+            moe_log_error("no ticket for model %u: %s", model, st.text);
         issue_tickets(p);
     }
     moe_mutex_unlock(&p->lock);

@@ -91,6 +91,9 @@ void moe_peers_announce(struct moe_peers *p, uint32_t layer, enum moe_step_kind 
                         enum moe_dtype dtype, uint32_t tokens);
 /* For moe_engine_config.heartbeat, in the same way. Only the sequencer acts on it. */
 void moe_peers_beat(struct moe_peers *p, uint32_t layer);
+/* [any thread] The group is to serve an added model, or not any longer: the sequencer of `epoch`
+ * issues a ticket. Does nothing on a member, or in another epoch. */
+void moe_peers_change_model(struct moe_peers *p, uint64_t epoch, uint32_t model, bool serve);
 /* The same for moe_engine_config.announce_training. */
 void moe_peers_announce_training(struct moe_peers *p, const struct moe_ticket *call,
                                  uint32_t tokens);

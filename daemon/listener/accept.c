@@ -21,10 +21,14 @@
 
 #define WARN_EVERY_NS  (30 * MOE_NS_PER_S)
 #define RETRY_EVERY_NS (20 * MOE_NS_PER_MS)
+#define YOUNG_NS       MOE_NS_PER_S /* so long after its arrival a connection is new */
 
 enum {
+    KEEPALIVE_IDLE_S = 30,
+    KEEPALIVE_PROBE_S = 10,
     PART = 64,  /* connections that are accepted before others have their turn */
     LOOKS = 64, /* connections that are looked at to make a place */
+    OPEN_TAKES = MOE_OPEN_DESCRIPTORS - 1, /* more descriptors than a parked connection */
 };
 
 static void warn(struct moe_listener *l, const char *why)
@@ -128,37 +132,67 @@ static bool identify(const struct moe_listener *l, const struct moe_listen_socke
     /* The core would do both. The second bounds how long the kernel keeps bytes for a peer that
      * does not acknowledge them, or has no room. The relay's limit for unread answers comes first.
      */
-    int yes = 1;
+    int yes = 1, idle_s = KEEPALIVE_IDLE_S, probe_s = KEEPALIVE_PROBE_S;
     unsigned limit_ms = 2 * l->config.silence_ms;
     (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
     (void)setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, sizeof limit_ms);
+    /* The core pings its clients. A parked one is not known to it: there the kernel notices one
+     * that has gone without a word. */
+    (void)setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &yes, sizeof yes);
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle_s, sizeof idle_s);
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &probe_s, sizeof probe_s);
     return getnameinfo((const struct sockaddr *)from, length, who->address, sizeof who->address,
                        NULL, 0, NI_NUMERICHOST) == 0;
 }
 
-/* Ends a connection that does not keep its place, about the oldest; of the peer `of`, unless that
- * is NULL. False if none is found. So callers who hold places and say nothing that is allowed keep
- * no member of the group out. Connections that are passed over go to the end of the line: the
- * number of looks is bounded, and the next new connection looks at others. */
-static bool make_place(struct moe_listener *l, const struct moe_rpc_identity *of)
-    MOE_REQUIRES(l->lock)
+static bool has_descriptors(const struct moe_listener *l, uint32_t more) MOE_REQUIRES(l->lock)
+{
+    return l->count + OPEN_TAKES * l->opened + more <= l->descriptors;
+}
+
+void moe_accept_leave(struct moe_listener *l, struct moe_connection *c)
+{
+    moe_peers_leave(&l->peers, &c->who, c->opened);
+    l->count--;
+    l->opened -= c->opened;
+}
+
+/* Ends a connection of a list that does not keep its place, about the oldest; of the peer `of`,
+ * unless that is NULL. False if none is found, or the next one came after `latest_ns`. Connections
+ * that are passed over go to the end of the line: the number of looks is bounded, and the next new
+ * connection looks at others. */
+static bool replace_one(struct moe_listener *l, struct moe_connections *list,
+                        const struct moe_rpc_identity *of, uint64_t latest_ns) MOE_REQUIRES(l->lock)
 {
     struct moe_connection *c;
-    for (int i = 0; i < LOOKS && (c = TAILQ_FIRST(&l->replaceable)) != NULL; i++) {
-        TAILQ_REMOVE(&l->replaceable, c, replaceable_link);
+    for (int i = 0; i < LOOKS && (c = TAILQ_FIRST(list)) != NULL; i++) {
+        if (c->arrived_ns > latest_ns)
+            return false;
+        TAILQ_REMOVE(list, c, replaceable_link);
         if ((of != NULL && !moe_peers_are_one(&c->who, of)) ||
             (c->user != NULL && l->config.keeps(l->config.ctx, c->user))) {
-            TAILQ_INSERT_TAIL(&l->replaceable, c, replaceable_link);
+            TAILQ_INSERT_TAIL(list, c, replaceable_link);
             continue;
         }
         c->replaceable = false;
-        c->doomed = c->replaced = c->relay->some_end = true;
-        moe_peers_leave(&l->peers, &c->who);
-        l->count--;
+        c->replaced = true;
+        moe_accept_leave(l, c);
+        moe_relay_doom(c);
         moe_relay_wake(c->relay);
         return true;
     }
     return false;
+}
+
+/* So callers who hold places and say nothing that is allowed keep no member of the group out. A
+ * connection that has made no request for a while goes first. One that has just come may be about
+ * to make its first: it goes last. */
+static bool make_place(struct moe_listener *l, const struct moe_rpc_identity *of)
+    MOE_REQUIRES(l->lock)
+{
+    const uint64_t now = moe_clock_ns(), old = now > YOUNG_NS ? now - YOUNG_NS : 0;
+    return replace_one(l, &l->idle, of, old) || replace_one(l, &l->busy, of, MOE_NEVER) ||
+           replace_one(l, &l->idle, of, MOE_NEVER);
 }
 
 /* NULL, with a reason, when there are too many. */
@@ -168,7 +202,8 @@ static const char *enter(struct moe_listener *l, struct moe_connection *c)
     moe_mutex_lock(&l->lock);
     if (l->closing)
         refusal = "the server shuts down";
-    else if (l->count >= l->config.max_connections && !make_place(l, NULL))
+    else if ((l->count >= l->config.max_connections || !has_descriptors(l, 1)) &&
+             !make_place(l, NULL))
         refusal = "there are too many";
     else if (!moe_peers_enter(&l->peers, &c->who, l->config.max_per_peer) &&
              !(make_place(l, &c->who) &&
@@ -183,10 +218,34 @@ static const char *enter(struct moe_listener *l, struct moe_connection *c)
         TAILQ_INSERT_TAIL(&c->relay->arrivals, c, link);
         c->replaceable = l->config.keeps != NULL;
         if (c->replaceable)
-            TAILQ_INSERT_TAIL(&l->replaceable, c, replaceable_link);
+            TAILQ_INSERT_TAIL(&l->idle, c, replaceable_link);
     }
     moe_mutex_unlock(&l->lock);
     return refusal;
+}
+
+bool moe_accept_open(struct moe_listener *l, struct moe_connection *c)
+{
+    moe_mutex_lock(&l->lock);
+    bool fits = !c->replaced;
+    const bool replaceable = c->replaceable;
+    if (replaceable) /* it does not make room for itself */
+        TAILQ_REMOVE(&l->idle, c, replaceable_link);
+    c->replaceable = false;
+    for (int i = 0; i < OPEN_TAKES && fits && !has_descriptors(l, OPEN_TAKES); i++)
+        fits = make_place(l, NULL);
+    if (fits && !moe_peers_open(&l->peers, &c->who, l->max_open_per_peer))
+        fits = replace_one(l, &l->busy, &c->who, MOE_NEVER) &&
+               moe_peers_open(&l->peers, &c->who, l->max_open_per_peer);
+    if (fits) {
+        c->opened = true;
+        l->opened++;
+        c->replaceable = replaceable;
+        if (replaceable)
+            TAILQ_INSERT_TAIL(&l->busy, c, replaceable_link);
+    }
+    moe_mutex_unlock(&l->lock);
+    return fits;
 }
 
 static void begin(struct moe_listener *l, const struct moe_listen_socket *s, int fd,
@@ -201,6 +260,7 @@ static void begin(struct moe_listener *l, const struct moe_listen_socket *s, int
     }
     struct moe_relay *relay = &l->relays[l->next_relay++ % l->relay_count];
     c->relay = relay;
+    c->arrived_ns = moe_clock_ns();
     c->client.fd = fd;
     c->server.fd = -1;
     const char *refusal = enter(l, c);

@@ -100,9 +100,8 @@ static bool look_again(struct moe_flow *f)
     return look(f);
 }
 
-/* Reads and looks. */
-static enum moe_flow_state take(struct moe_flow *f, struct moe_flow_end *from,
-                                struct moe_flow_pool *pool)
+enum moe_flow_state moe_flow_take(struct moe_flow *f, struct moe_flow_end *from,
+                                  struct moe_flow_pool *pool)
 {
     f->at = f->ready = f->length = 0;
     if (f->buffer == NULL && (f->buffer = borrow(pool)) == NULL)
@@ -112,6 +111,17 @@ static enum moe_flow_state take(struct moe_flow *f, struct moe_flow_end *from,
     if (f->length > 0 && !look(f))
         return MOE_FLOW_LOOK_FAILED;
     return MOE_FLOW_GOES_ON;
+}
+
+bool moe_flow_put(struct moe_flow *f, struct moe_flow_pool *pool, const void *bytes, size_t length)
+{
+    if (f->buffer == NULL && (f->buffer = borrow(pool)) == NULL)
+        return false;
+    if (length > sizeof f->buffer->bytes - f->length)
+        return false;
+    memcpy(f->buffer->bytes + f->length, bytes, length);
+    f->ready = f->length += length;
+    return true;
 }
 
 enum moe_flow_state moe_flow_run(struct moe_flow *f, struct moe_flow_end *from,
@@ -138,7 +148,7 @@ enum moe_flow_state moe_flow_run(struct moe_flow *f, struct moe_flow_end *from,
         } else if (f->moved >= turn_ends) {
             break;
         } else {
-            state = take(f, from, pool);
+            state = moe_flow_take(f, from, pool);
         }
     }
     if (f->at == f->ready && !f->again)

@@ -2,24 +2,12 @@
 /* HTTP/2 frames (RFC 9113) in both directions of a connection. */
 #include "listener/frames.h"
 
+#include "listener/http2.h"
+
 #include <string.h>
 
-enum type {
-    DATA,
-    HEADERS,
-    PRIORITY,
-    RST_STREAM,
-    SETTINGS,
-    PUSH_PROMISE,
-    PING,
-    GOAWAY,
-    WINDOW_UPDATE,
-    CONTINUATION
-};
-enum flag { END_STREAM = 1, END_HEADERS = 4, PADDED = 8, HAS_PRIORITY = 0x20 };
 enum stage { HEAD, CONTENT, FIELD, PADDING };
 enum {
-    PREFACE = 24,
     PRIORITY_BYTES = 5,
     BLOCK_FRAMES = 16, /* HEADERS and its CONTINUATIONs */
     PIECE_BYTES = 64,  /* the core needs as much for each frame of a message that is not whole */
@@ -88,21 +76,9 @@ static void too_many(struct moe_frames *f, const char *what)
 
 /* ------------------------------------------------------------------ a frame begins */
 
-static uint32_t get_u24(const uint8_t *from)
-{
-    return (uint32_t)from[0] << 16 | (uint32_t)from[1] << 8 | from[2];
-}
-
-static void put_u24(uint8_t *to, uint32_t value)
-{
-    to[0] = (uint8_t)(value >> 16);
-    to[1] = (uint8_t)(value >> 8);
-    to[2] = (uint8_t)value;
-}
-
 static uint32_t get_stream(const uint8_t *head)
 {
-    return ((uint32_t)head[5] << 24 | get_u24(head + 6)) & 0x7fffffff;
+    return ((uint32_t)head[5] << 24 | moe_http2_get_u24(head + 6)) & 0x7fffffff;
 }
 
 /* The head tells where the block's last byte will be: a field that is to follow it must be part of
@@ -120,7 +96,7 @@ static void promise_field(struct moe_frames *f, uint8_t *head)
         f->outcome = MOE_FRAMES_NO_MEMORY;
         return;
     }
-    put_u24(head, get_u24(head) + f->field_length);
+    moe_http2_put_u24(head, moe_http2_get_u24(head) + f->field_length);
 }
 
 static void begin_block(struct moe_frames *f)
@@ -179,7 +155,7 @@ static size_t head_length(const uint8_t *head)
 static void begin_frame(struct moe_frames *f, uint8_t *head)
 {
     const bool padded = head_length(head) == MOE_FRAMES_HEAD_BYTES;
-    const uint32_t length = get_u24(head);
+    const uint32_t length = moe_http2_get_u24(head);
     f->type = head[3];
     f->flags = head[4];
     f->stream = get_stream(head);
@@ -201,6 +177,16 @@ static void begin_frame(struct moe_frames *f, uint8_t *head)
         return;
     }
     begin_kind(f, head);
+    if (f->park.parked && f->outcome == MOE_FRAMES_OK && !moe_park_allows(f))
+        malformed(f);
+}
+
+/* True for the acknowledgement of SETTINGS that the server has not sent. */
+static bool is_not_for_server(struct moe_frames *f)
+{
+    const bool yes = f->owes_ack && f->type == SETTINGS && (f->flags & ACK) != 0 && f->content == 0;
+    f->owes_ack = f->owes_ack && !yes;
+    return yes && !f->park.parked;
 }
 
 /* ------------------------------------------------------------------ a frame passes and ends */
@@ -208,7 +194,10 @@ static void begin_frame(struct moe_frames *f, uint8_t *head)
 static void pass_content(struct moe_frames *f, const uint8_t *bytes, size_t length)
 {
     f->content -= (uint32_t)length;
-    if (f->type == DATA) {
+    if (f->park.parked) {
+        if (!moe_park_take(f, bytes, length))
+            malformed(f);
+    } else if (f->type == DATA) {
         if (f->events != NULL && f->events->data != NULL)
             f->events->data(f->ctx, f->stream, bytes, length);
     } else if (f->type == HEADERS || f->type == CONTINUATION) {
@@ -236,6 +225,8 @@ static void end_frame(struct moe_frames *f)
     const bool block_over = f->block_stream != 0 && (f->flags & END_HEADERS) != 0;
     bool half_closed = f->type == DATA && (f->flags & END_STREAM) != 0;
     f->stage = HEAD;
+    if (f->park.parked)
+        moe_park_end(f);
     if (block_over) {
         half_closed = f->block_ends_stream;
         f->block_stream = 0;
@@ -267,7 +258,7 @@ enum moe_frames_outcome moe_frames_scan(struct moe_frames *f, uint8_t *bytes, si
     size_t at = *ready;
     fill_up(f, now_ns);
     f->wants_room = false;
-    while (f->outcome == MOE_FRAMES_OK) {
+    while (f->outcome == MOE_FRAMES_OK && f->park.answer_bytes == 0) {
         const size_t here = *length - at;
         if (f->preface < PREFACE) {
             size_t part = here < PREFACE - f->preface ? here : PREFACE - f->preface;
@@ -275,12 +266,20 @@ enum moe_frames_outcome moe_frames_scan(struct moe_frames *f, uint8_t *bytes, si
             at += part;
             if (f->preface < PREFACE)
                 break;
+            if (f->park.parked)
+                moe_park_greet(f);
         } else if (f->stage == HEAD) {
             if (here < MOE_FRAMES_HEAD_BYTES - 1 || here < head_length(bytes + at))
                 break;
             size_t head = head_length(bytes + at);
+            f->park.requests = f->park.parked && f->settled && bytes[at + 3] == HEADERS;
+            if (f->park.requests)
+                break;
             begin_frame(f, bytes + at);
-            at += head;
+            if (f->outcome == MOE_FRAMES_OK && is_not_for_server(f))
+                moe_http2_take_out(bytes, at, length, head);
+            else
+                at += head;
         } else if (f->stage == CONTENT) {
             size_t part = here < f->content ? here : f->content;
             if (part > 0)
@@ -310,46 +309,52 @@ enum moe_frames_outcome moe_frames_scan(struct moe_frames *f, uint8_t *bytes, si
 
 /* ------------------------------------------------------------------ the way back */
 
-static void begin_back(struct moe_frames_back *b, struct moe_frames *f, uint64_t now_ns)
+static void begin_back(struct moe_frames_back *b, struct moe_frames *f, const uint8_t *head,
+                       uint64_t now_ns)
 {
-    const uint8_t type = b->head[3], flags = b->head[4];
+    const uint8_t type = head[3], flags = head[4];
     const bool ends = (type == DATA || type == HEADERS) && (flags & END_STREAM) != 0;
-    b->left = get_u24(b->head);
-    b->have = 0;
+    b->left = moe_http2_get_u24(head);
     if (type == RST_STREAM) {
         fill_up(f, now_ns);
         spend(f, MOE_FRAMES_REFUSALS, 1);
     }
     if ((type == RST_STREAM || ends) && f->events != NULL && f->events->ended != NULL)
-        f->events->ended(f->ctx, get_stream(b->head));
+        f->events->ended(f->ctx, get_stream(head));
 }
 
-void moe_frames_follow(struct moe_frames_back *b, struct moe_frames *f, const uint8_t *bytes,
-                       size_t length, uint64_t now_ns)
+void moe_frames_follow(struct moe_frames_back *b, struct moe_frames *f, uint8_t *bytes,
+                       size_t *ready, size_t *length, uint64_t now_ns)
 {
-    for (size_t at = 0; at < length;) {
+    size_t at = *ready;
+    while (at < *length) {
+        const size_t here = *length - at;
         if (b->left > 0) {
-            size_t part = length - at < b->left ? length - at : b->left;
+            size_t part = here < b->left ? here : b->left;
             b->left -= (uint32_t)part;
             at += part;
             continue;
         }
-        size_t part =
-            length - at < sizeof b->head - b->have ? length - at : sizeof b->head - b->have;
-        memcpy(b->head + b->have, bytes + at, part);
-        b->have += (uint32_t)part;
-        at += part;
-        if (b->have == sizeof b->head)
-            begin_back(b, f, now_ns);
+        if (here < HEAD_BYTES)
+            break;
+        begin_back(b, f, bytes + at, now_ns);
+        const bool drop =
+            b->drops_ack && bytes[at + 3] == SETTINGS && (bytes[at + 4] & ACK) != 0 && b->left == 0;
+        b->drops_ack = b->drops_ack && !drop;
+        if (drop)
+            moe_http2_take_out(bytes, at, length, HEAD_BYTES);
+        else
+            at += HEAD_BYTES;
     }
+    *ready = at;
 }
 
 void moe_frames_goaway(uint32_t last_stream, uint8_t bytes[MOE_FRAMES_GOAWAY_BYTES])
 {
     memset(bytes, 0, MOE_FRAMES_GOAWAY_BYTES);
-    put_u24(bytes, MOE_FRAMES_GOAWAY_BYTES - 9);
+    moe_http2_put_u24(bytes, MOE_FRAMES_GOAWAY_BYTES - 9);
     bytes[3] = GOAWAY;
     bytes[9] = (uint8_t)(last_stream >> 24);
-    put_u24(bytes + 10, last_stream & 0xffffff);
+    moe_http2_put_u24(bytes + 10, last_stream & 0xffffff);
     bytes[16] = ENHANCE_YOUR_CALM;
 }

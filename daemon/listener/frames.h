@@ -8,7 +8,10 @@
  * are upper bounds; the order of the table is exact.
  *
  * It may also append one header field of its owner to the first block of each stream. The field
- * goes behind a field that has ended, so no client can make it part of another field. */
+ * goes behind a field that has ended, so no client can make it part of another field.
+ *
+ * A connection may begin parked (park.c): until its first request, this answers the client's
+ * frames, and notes what the server must learn later. */
 #ifndef MOE_LISTENER_FRAMES_H
 #define MOE_LISTENER_FRAMES_H
 
@@ -55,6 +58,42 @@ enum moe_frames_sort {
     MOE_FRAMES_SORTS
 };
 
+/* ------------------------------------------------------------------ parked connections */
+
+enum {
+    MOE_PARK_KNOWN = 6,         /* settings of RFC 9113 have the identifiers 1 to 6 */
+    MOE_PARK_OTHERS = 6,        /* further settings that are replayed; more are ignored */
+    MOE_PARK_ANSWER_BYTES = 21, /* SETTINGS with two values; an answer to a PING has 17 bytes */
+    /* The preface, SETTINGS with all of the above and the lowest table size, WINDOW_UPDATE. */
+    MOE_PARK_REPLAY_BYTES = 24 + 9 + 6 * (MOE_PARK_KNOWN + MOE_PARK_OTHERS + 1) + 13,
+};
+
+/* A connection without a request. */
+struct moe_park {
+    bool parked;
+    bool requests;         /* HEADERS are next: the server must be opened */
+    uint8_t have;          /* bytes of `part` */
+    uint8_t answer_bytes;  /* of `answer`; 0 = nothing is to be sent */
+    uint8_t known, others; /* known: bit N - 1 stands for identifier N. others: a count */
+    uint8_t part[8];       /* the setting, increment or PING that passes */
+    uint8_t answer[MOE_PARK_ANSWER_BYTES];
+    uint32_t max_streams, max_header_bytes; /* what the client learns; 0 = nothing */
+    uint32_t window;                        /* sum of the increments of the connection's window */
+    uint32_t lowest_table;                  /* the lowest SETTINGS_HEADER_TABLE_SIZE */
+    uint32_t values[MOE_PARK_KNOWN + MOE_PARK_OTHERS]; /* the last value of each setting */
+    uint16_t names[MOE_PARK_OTHERS];
+};
+
+struct moe_frames;
+/* A new connection begins parked. The answer to its preface is SETTINGS with these limits, which
+ * must be those of the server; 0 = no limit is sent. */
+void moe_park_begin(struct moe_frames *f, uint32_t max_streams, uint32_t max_header_bytes);
+/* At the first request (`requests`): the connection is no longer parked. Writes what the server
+ * must get before the request, and returns its length. */
+size_t moe_park_replay(struct moe_frames *f, uint8_t bytes[MOE_PARK_REPLAY_BYTES]);
+
+/* ------------------------------------------------------------------ header blocks */
+
 /* Where a walk through a header block stands. */
 struct moe_hpack {
     uint8_t state, prefix; /* hpack.c */
@@ -100,13 +139,22 @@ struct moe_frames {
     bool wants_room;       /* ... but the buffer was full */
     struct moe_hpack hpack;
 
+    struct moe_park park;
+    bool owes_ack; /* the client has not acknowledged the SETTINGS of moe_park_begin */
+
     uint64_t filled_ns;               /* when the buckets were filled up; 0 = never */
     int64_t tokens[MOE_FRAMES_SORTS]; /* in 1/1024 */
 };
 
 /* Looks at bytes *ready..*length of a buffer of `capacity` bytes, from client to server. Those
  * before *ready may be sent afterwards. The rest, the head of a frame or bytes that found no room
- * for an appended field, is to be given again at the start of a buffer. */
+ * for an appended field, is to be given again at the start of a buffer.
+ *
+ * While the connection is parked, bytes before *ready are done with, and no one else gets them. A
+ * scan stops at each answer: send `park.answer`, set `answer_bytes` to 0, and scan on. It also
+ * stops at the first request, with `park.requests`.
+ *
+ * The acknowledgement of the SETTINGS of moe_park_begin is taken out, so *length may shrink. */
 enum moe_frames_outcome moe_frames_scan(struct moe_frames *f, uint8_t *bytes, size_t *ready,
                                         size_t *length, size_t capacity, uint64_t now_ns);
 /* True when the last scan stopped because an appended field found no room. */
@@ -121,16 +169,18 @@ static inline bool moe_frames_owes_headers(const struct moe_frames *f)
 }
 /* Frames from server to client: finds the streams that end, and whether a frame could be put in. */
 struct moe_frames_back {
-    uint8_t head[9];
-    uint32_t have; /* bytes of the head */
-    uint32_t left; /* bytes of the frame */
+    uint32_t left;  /* bytes of the frame that passes */
+    bool drops_ack; /* the server's next acknowledgement of SETTINGS is taken out: park.c has sent
+                       one */
 };
-/* Looks at all bytes. Calls `ended` for streams that the server ends, and counts resets in `f`. */
-void moe_frames_follow(struct moe_frames_back *b, struct moe_frames *f, const uint8_t *bytes,
-                       size_t length, uint64_t now_ns);
+/* Looks at bytes *ready..*length, as moe_frames_scan does. Calls `ended` for streams that the
+ * server ends, and counts resets in `f`. The rest behind *ready is the beginning of a frame's head.
+ */
+void moe_frames_follow(struct moe_frames_back *b, struct moe_frames *f, uint8_t *bytes,
+                       size_t *ready, size_t *length, uint64_t now_ns);
 static inline bool moe_frames_at_border(const struct moe_frames_back *b)
 {
-    return b->have == 0 && b->left == 0;
+    return b->left == 0;
 }
 
 /* GOAWAY with ENHANCE_YOUR_CALM, from a server that has seen `last_stream`. */

@@ -61,7 +61,7 @@ static bool take_name(struct moe_connection *c)
     moe_mutex_lock(&l->lock);
     bool entered = !c->replaced && moe_peers_enter(&l->peers, &named, l->config.max_per_peer);
     if (entered) {
-        moe_peers_leave(&l->peers, &c->who);
+        moe_peers_leave(&l->peers, &c->who, false);
         c->who = named;
     }
     moe_mutex_unlock(&l->lock);

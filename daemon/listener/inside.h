@@ -52,7 +52,9 @@ struct moe_peers {
 };
 /* Counts one more. False if the peer has `limit` already, or memory is exhausted. */
 bool moe_peers_enter(struct moe_peers *p, const struct moe_rpc_identity *who, uint32_t limit);
-void moe_peers_leave(struct moe_peers *p, const struct moe_rpc_identity *who);
+/* Counts one of them as open. False if `limit` are. */
+bool moe_peers_open(struct moe_peers *p, const struct moe_rpc_identity *who, uint32_t limit);
+void moe_peers_leave(struct moe_peers *p, const struct moe_rpc_identity *who, bool open);
 bool moe_peers_are_one(const struct moe_rpc_identity *a, const struct moe_rpc_identity *b);
 
 /* ------------------------------------------------------------------ flow of bytes */
@@ -130,6 +132,12 @@ enum moe_flow_state {
 enum moe_flow_state moe_flow_run(struct moe_flow *f, struct moe_flow_end *from,
                                  struct moe_flow_end *to, struct moe_flow_pool *pool,
                                  size_t budget);
+/* One part of that: reads once, into an empty buffer, and looks. WAITS is not among its results. */
+enum moe_flow_state moe_flow_take(struct moe_flow *f, struct moe_flow_end *from,
+                                  struct moe_flow_pool *pool);
+/* Adds bytes of the relay itself behind those that wait for the sink. False without memory or room.
+ */
+bool moe_flow_put(struct moe_flow *f, struct moe_flow_pool *pool, const void *bytes, size_t length);
 /* Drops waiting bytes. */
 void moe_flow_discard(struct moe_flow *f, struct moe_flow_pool *pool);
 
@@ -154,29 +162,37 @@ enum moe_close_reason {
 enum moe_connection_state {
     MOE_CONNECTION_HANDSHAKE, /* TLS: no session yet */
     MOE_CONNECTION_NEW,       /* its preface has not arrived */
+    MOE_CONNECTION_PARKED,    /* no request has arrived: the relay answers */
     MOE_CONNECTION_OPEN,      /* relayed */
     MOE_CONNECTION_ENDING,    /* the server's last bytes go to the client */
 };
+
+enum { MOE_OPEN_DESCRIPTORS = 3 }; /* of an open connection; others have one */
 
 struct moe_connection {
     struct moe_relay *relay;
     struct moe_rpc_identity who;      /* changes once, at the end of a handshake, under the lock */
     TAILQ_ENTRY(moe_connection) link; /* arrivals, then connections; guarded by the lock */
-    bool doomed;                      /* moe_listener_disconnect; guarded by the lock */
-    bool replaced;                    /* doomed for a newer connection; guarded by the lock */
-    bool replaceable;                 /* in the list `replaceable`; guarded by the lock */
-    TAILQ_ENTRY(moe_connection) replaceable_link;
+    bool doomed;                      /* in the relay's list `doomed`; guarded by the lock */
+    TAILQ_ENTRY(moe_connection) doomed_link; /* guarded by the lock */
+    bool replaced;    /* for a newer connection, so it does not count; guarded by the lock */
+    bool flooded;     /* moe_listener_end; guarded by the lock */
+    bool opened;      /* counts as open: takes 3 descriptors; guarded by the lock */
+    bool replaceable; /* in one of the lists `idle` and `busy`; guarded by the lock */
+    TAILQ_ENTRY(moe_connection) replaceable_link; /* guarded by the lock */
+    uint64_t arrived_ns;                          /* does not change */
 
     /* The relay's thread only. */
     enum moe_connection_state state;
-    enum moe_close_reason reason; /* of an ENDING connection, or of a failed handshake */
+    enum moe_close_reason reason; /* of an ENDING connection, of a failed handshake, or why a
+                                     PARKED one could not be opened */
     struct moe_flow_end client, server;
     struct moe_flow up, down;           /* client to server, server to client */
     void *user;                         /* from `opened` */
     struct moe_frames frames;           /* of `up` */
     struct moe_frames_back frames_back; /* of `down` */
     uint64_t owes_ns;                   /* since when a header block is open; 0 = none is */
-    uint64_t deadline_ns;               /* of all states but OPEN */
+    uint64_t deadline_ns;               /* of all states but OPEN; PARKED: until SETTINGS come */
     uint64_t stalled_ns;    /* since when `down` waits for the client; 0 = it does not */
     uint64_t stalled_moved; /* down.moved at that time */
     bool ready;             /* in the list `ready`, or `handshakes` in that state */
@@ -184,7 +200,6 @@ struct moe_connection {
     bool gone;              /* in the list `gone` */
     bool lingers;           /* has all bytes for the client; waits for it to close */
     TAILQ_ENTRY(moe_connection) ready_link, timed_link, gone_link;
-    TAILQ_ENTRY(moe_connection) order_link; /* while orders of other threads are carried out */
 };
 TAILQ_HEAD(moe_connections, moe_connection);
 
@@ -203,7 +218,7 @@ struct moe_relay {
     uint64_t next_check_ns;       /* of `timed` */
     /* Guarded by the listener's lock. */
     struct moe_connections arrivals, connections;
-    bool some_end; /* some connections are doomed, or the listener closes */
+    struct moe_connections doomed; /* they are to be ended */
 };
 
 /* What an event of a relay's epoll set is about: the low bits of its data, next to the pointer to a
@@ -224,8 +239,10 @@ struct moe_listener {
     size_t socket_count;
     uint16_t port;
     bool local;
-    struct moe_relay *relays; /* the first one accepts */
-    uint32_t relay_count;     /* those that run */
+    uint32_t descriptors;       /* that connections may take */
+    uint32_t max_open_per_peer; /* connections */
+    struct moe_relay *relays;   /* the first one accepts */
+    uint32_t relay_count;       /* those that run */
 
     /* The first relay's thread only (accept.c). */
     int reserve;               /* a descriptor to be given up for one that comes; -1 = lost */
@@ -238,14 +255,16 @@ struct moe_listener {
     struct moe_counter *accepted, *closed[MOE_CLOSE_REASONS]; /* NULL without metrics */
     struct moe_counter *handshakes_failed[MOE_TLS_FAILURES];  /* NULL without TLS, too. The first
                                                                  one counts those out of time */
-    struct moe_gauge *open;
+    struct moe_gauge *open, *parked;                          /* NULL without metrics */
 
     struct moe_mutex lock;
     MOE_GUARDED_BY(lock) struct {
         struct moe_peers peers;
-        uint32_t count; /* connections without those that are being replaced */
-        /* All of them, if some may be replaced. Those looked at lately, and new ones, come last. */
-        struct moe_connections replaceable;
+        uint32_t count;  /* connections without those that are being replaced */
+        uint32_t opened; /* those of them that are open */
+        /* All of them, if some may be replaced: those without a request, and others. Those looked
+         * at lately, and new ones, come last. */
+        struct moe_connections idle, busy;
         bool closing;
     };
 };
@@ -274,6 +293,13 @@ void moe_accept_ready(struct moe_listener *l, struct moe_listen_socket *s);
 void moe_accept_stop(struct moe_listener *l);
 /* Opens a descriptor for the reserve; -1 = there is none. */
 int moe_accept_reserve(void);
+/* [a relay's thread] A parked connection is to be opened: counts it as open, and makes room for
+ * that. False at a limit. */
+bool moe_accept_open(struct moe_listener *l, struct moe_connection *c);
+/* The connection does not count any more. */
+void moe_accept_leave(struct moe_listener *l, struct moe_connection *c) MOE_REQUIRES(l->lock);
+/* [with the lock] The relay ends the connection once it is woken. */
+void moe_relay_doom(struct moe_connection *c);
 /* Tries to get the reserve back once its time has come. */
 void moe_accept_retry(struct moe_listener *l, uint64_t now);
 

@@ -9,7 +9,7 @@
 enum {
     CONNECTIONS = 16384,
     LIMIT_MS = 10000,
-    DESCRIPTORS_PER_CONNECTION = 3,
+    DESCRIPTORS_MAX = 1 << 24,   /* of more, no limit is known */
     DESCRIPTORS_OF_OTHERS = 128, /* files, peers, libraries */
 };
 
@@ -54,8 +54,11 @@ static struct moe_status add_metrics(struct moe_listener *l)
     struct moe_metric_desc open = {.name = "moe_rpc_connections", .help = "Open connections."};
     if (l->config.metrics == NULL)
         return moe_ok();
-    open.labels[0] = (struct moe_metric_label){"server", l->config.name};
+    struct moe_metric_desc parked = {.name = "moe_rpc_connections_parked",
+                                     .help = "Connections that have made no request."};
+    open.labels[0] = parked.labels[0] = (struct moe_metric_label){"server", l->config.name};
     MOE_TRY(moe_metrics_add_gauge(l->config.metrics, &open, &l->open));
+    MOE_TRY(moe_metrics_add_gauge(l->config.metrics, &parked, &l->parked));
     MOE_TRY(add_counter(l,
                         (struct moe_metric_desc){.name = "moe_rpc_connections_accepted_total",
                                                  .help = "Connections that were accepted."},
@@ -83,25 +86,34 @@ static uint32_t or_default(uint32_t value, uint32_t otherwise)
 }
 
 /* A connection that cannot get its descriptors would be accepted in vain. */
-static uint32_t affordable(uint32_t connections, uint32_t percent)
+static uint32_t affordable(uint32_t percent)
 {
     struct rlimit files;
-    if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur == RLIM_INFINITY)
-        return connections;
+    if (getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur > DESCRIPTORS_MAX)
+        return DESCRIPTORS_MAX;
     rlim_t spare =
         files.rlim_cur > DESCRIPTORS_OF_OTHERS ? files.rlim_cur - DESCRIPTORS_OF_OTHERS : 0;
-    rlim_t most = spare / 100 * percent / DESCRIPTORS_PER_CONNECTION;
-    return most < 1 ? 1 : most < connections ? (uint32_t)most : connections;
+    rlim_t most = spare / 100 * percent;
+    return most < MOE_OPEN_DESCRIPTORS ? MOE_OPEN_DESCRIPTORS : (uint32_t)most;
 }
 
-static void set_defaults(struct moe_listener_config *config)
+static uint32_t three_quarters(uint32_t of)
 {
+    return of - of / 4;
+}
+
+static void set_defaults(struct moe_listener *l)
+{
+    struct moe_listener_config *config = &l->config;
     config->relays = or_default(config->relays, 1);
     config->descriptors_percent = or_default(config->descriptors_percent, 100);
-    config->max_connections =
-        affordable(or_default(config->max_connections, CONNECTIONS), config->descriptors_percent);
+    l->descriptors = affordable(config->descriptors_percent);
+    l->max_open_per_peer = three_quarters(l->descriptors / MOE_OPEN_DESCRIPTORS);
+    config->max_connections = or_default(config->max_connections, CONNECTIONS);
+    if (config->max_connections > l->descriptors)
+        config->max_connections = l->descriptors;
     config->max_per_peer =
-        or_default(config->max_per_peer, config->max_connections - config->max_connections / 4);
+        or_default(config->max_per_peer, three_quarters(config->max_connections));
     config->preface_ms = or_default(config->preface_ms, LIMIT_MS);
     config->silence_ms = or_default(config->silence_ms, LIMIT_MS);
     if (config->name == NULL)
@@ -122,8 +134,9 @@ struct moe_status moe_listener_open(const struct moe_listener_config *config,
     l->reserve = -1;
     moe_mutex_init(&l->lock);
     moe_mutex_not_shared(&l->lock);
-    TAILQ_INIT(&l->replaceable);
-    set_defaults(&l->config);
+    TAILQ_INIT(&l->idle);
+    TAILQ_INIT(&l->busy);
+    set_defaults(l);
     MOE_TRY_GOTO(st, add_metrics(l), fail);
     MOE_TRY_GOTO(st,
                  moe_listen_open(config->addresses, config->insecure || config->tls != NULL,
@@ -142,8 +155,6 @@ static void ask_to_close(struct moe_listener *l, uint32_t first)
 {
     moe_mutex_lock(&l->lock);
     l->closing = true;
-    for (uint32_t i = first; i < l->relay_count; i++)
-        l->relays[i].some_end = true;
     moe_mutex_unlock(&l->lock);
     for (uint32_t i = first; i < l->relay_count; i++)
         moe_relay_wake(&l->relays[i]);
@@ -181,22 +192,37 @@ bool moe_listener_is_local(const struct moe_listener *l)
     return l->local;
 }
 
+static void doom_chosen(struct moe_connections *list,
+                        bool (*which)(void *ctx, const struct moe_rpc_identity *who), void *ctx)
+{
+    struct moe_connection *c;
+    TAILQ_FOREACH(c, list, link)
+    if (which(ctx, &c->who))
+        moe_relay_doom(c);
+}
+
 void moe_listener_disconnect(struct moe_listener *l,
                              bool (*which)(void *ctx, const struct moe_rpc_identity *who),
                              void *ctx)
 {
-    struct moe_connection *c;
     for (uint32_t i = 0; i < l->relay_count; i++) {
         struct moe_relay *r = &l->relays[i];
         moe_mutex_lock(&l->lock);
-        TAILQ_FOREACH(c, &r->arrivals, link)
-        c->doomed = c->doomed || which(ctx, &c->who);
-        TAILQ_FOREACH(c, &r->connections, link)
-        c->doomed = c->doomed || which(ctx, &c->who);
-        r->some_end = true;
+        doom_chosen(&r->arrivals, which, ctx);
+        doom_chosen(&r->connections, which, ctx);
         moe_mutex_unlock(&l->lock);
         moe_relay_wake(r);
     }
+}
+
+void moe_listener_end(struct moe_connection *c)
+{
+    struct moe_relay *r = c->relay;
+    moe_mutex_lock(&r->listener->lock);
+    c->flooded = true;
+    moe_relay_doom(c);
+    moe_mutex_unlock(&r->listener->lock);
+    moe_relay_wake(r);
 }
 
 void moe_listener_close(struct moe_listener *l)

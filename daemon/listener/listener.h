@@ -19,6 +19,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+struct moe_connection;
 struct moe_listener;
 struct moe_metrics;
 struct moe_tls;
@@ -35,7 +36,8 @@ struct moe_listener_config {
     struct moe_tls *tls;      /* of all TCP addresses; outlives the listener. NULL = plain TCP */
     bool insecure;            /* allow TCP addresses that are not loopback without TLS */
     uint32_t relays;          /* threads that move bytes; 0 = 1 */
-    uint32_t max_connections; /* 0 = 16384. Never more than the descriptors allow: each takes 3 */
+    uint32_t max_connections; /* 0 = 16384. Never more than the descriptors allow: one each until
+                                 the first request, then 3 */
     uint32_t descriptors_percent; /* share of this process's descriptors that these connections may
                                      take; 0 = 100. The shares of its listeners add up to 100 */
     uint32_t max_per_peer; /* connections of one name, or, of those without one, of one address;
@@ -44,13 +46,19 @@ struct moe_listener_config {
                               client to send all of a header block; 0 = 10 s */
     uint32_t silence_ms;   /* a client that takes less of its waiting answers than 64 KiB/s over
                               this long is closed; 0 = 10 s */
+    /* What a client learns before its first request, from SETTINGS. The same as the server's own;
+     * 0 = nothing. */
+    uint32_t max_streams;        /* MAX_CONCURRENT_STREAMS */
+    uint32_t max_header_bytes;   /* MAX_HEADER_LIST_SIZE */
     struct moe_metrics *metrics; /* gets moe_rpc_connections...; may be NULL */
     const char *name;            /* label `server` of the metrics; static */
 
-    /* [a relay's thread] A client has begun. The callee owns `fd`, a non-blocking stream socket,
-     * from now on. Returns its own pointer for `closed`, or NULL (then it has closed `fd`): the
-     * connection ends. `who` is valid until `closed`. */
-    void *(*opened)(void *ctx, const struct moe_rpc_identity *who, int fd);
+    /* [a relay's thread] A client makes its first request. The callee owns `fd`, a non-blocking
+     * stream socket, from now on. Returns its own pointer for `closed`, or NULL (then it has closed
+     * `fd`): the connection ends. `who` is valid until `closed`; `connection`, for
+     * moe_listener_end, until `closed` has returned. */
+    void *(*opened)(void *ctx, const struct moe_rpc_identity *who,
+                    struct moe_connection *connection, int fd);
     /* [any thread] True if this connection keeps its place now. At a limit, an old one that does
      * not is closed for a new one. Runs under a lock: it must not call this room. NULL: all keep
      * their places, and a new connection is closed instead. */
@@ -80,6 +88,9 @@ bool moe_listener_is_local(const struct moe_listener *l);
 void moe_listener_disconnect(struct moe_listener *l,
                              bool (*which)(void *ctx, const struct moe_rpc_identity *who),
                              void *ctx);
+/* [any thread] Ends one connection that has too many streams: both sides see the end at once. It
+ * counts as a flood. */
+void moe_listener_end(struct moe_connection *c);
 /* Stops listening, so that new clients are refused, and ends all connections as above. Returns when
  * `closed` has run for each. Call once, from no thread of the relays. */
 void moe_listener_close(struct moe_listener *l);

@@ -7,7 +7,7 @@
 
 struct moe_peer {
     LIST_ENTRY(moe_peer) link;
-    uint32_t count;
+    uint32_t count, open; /* connections; the open ones of them */
     bool named;
     char key[]; /* name or address */
 };
@@ -65,10 +65,21 @@ bool moe_peers_enter(struct moe_peers *p, const struct moe_rpc_identity *who, ui
     return true;
 }
 
-void moe_peers_leave(struct moe_peers *p, const struct moe_rpc_identity *who)
+bool moe_peers_open(struct moe_peers *p, const struct moe_rpc_identity *who, uint32_t limit)
+{
+    struct moe_peer *peer = find(p, who);
+    MOE_INVARIANT(peer != NULL && peer->count > peer->open);
+    if (peer->open >= limit)
+        return false;
+    peer->open++;
+    return true;
+}
+
+void moe_peers_leave(struct moe_peers *p, const struct moe_rpc_identity *who, bool open)
 {
     struct moe_peer *peer = find(p, who);
     MOE_INVARIANT(peer != NULL && peer->count > 0);
+    peer->open -= open;
     if (--peer->count > 0)
         return;
     LIST_REMOVE(peer, link);

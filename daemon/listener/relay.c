@@ -65,6 +65,16 @@ static void make_timed(struct moe_connection *c)
 
 /* ------------------------------------------------------------------ the end of a connection */
 
+/* The connection enters or leaves the state PARKED. */
+static void set_state(struct moe_connection *c, enum moe_connection_state state)
+{
+    struct moe_gauge *parked = c->relay->listener->parked;
+    const int change = (state == MOE_CONNECTION_PARKED) - (c->state == MOE_CONNECTION_PARKED);
+    c->state = state;
+    if (parked != NULL && change != 0)
+        moe_gauge_add(parked, change);
+}
+
 static void leave_lists(struct moe_connection *c)
 {
     struct moe_relay *r = c->relay;
@@ -75,13 +85,13 @@ static void leave_lists(struct moe_connection *c)
     c->ready = c->timed = false;
     moe_mutex_lock(&r->listener->lock);
     TAILQ_REMOVE(&r->connections, c, link);
+    if (c->doomed)
+        TAILQ_REMOVE(&r->doomed, c, doomed_link);
     if (c->replaceable)
-        TAILQ_REMOVE(&r->listener->replaceable, c, replaceable_link);
-    c->replaceable = false;
-    if (!c->replaced) {
-        moe_peers_leave(&r->listener->peers, &c->who);
-        r->listener->count--;
-    }
+        TAILQ_REMOVE(c->opened ? &r->listener->busy : &r->listener->idle, c, replaceable_link);
+    c->doomed = c->replaceable = false;
+    if (!c->replaced)
+        moe_accept_leave(r->listener, c);
     moe_mutex_unlock(&r->listener->lock);
 }
 
@@ -91,6 +101,7 @@ static void close_now(struct moe_connection *c, enum moe_close_reason reason)
     struct moe_relay *r = c->relay;
     struct moe_listener *l = r->listener;
     leave_lists(c);
+    set_state(c, MOE_CONNECTION_ENDING);
     moe_listener_count_closed(l, reason);
     moe_flow_discard(&c->up, &r->pool);
     moe_flow_discard(&c->down, &r->pool);
@@ -106,11 +117,48 @@ static void close_now(struct moe_connection *c, enum moe_close_reason reason)
         moe_gauge_add(l->open, -1);
 }
 
+/* Reads what the client still sends. */
+static void drop_rest(struct moe_connection *c)
+{
+    enum moe_end_result result = MOE_END_WAITS;
+    uint8_t rest[4096];
+    size_t count, total = 0;
+    while (c->client.readable && total < TURN_BYTES) {
+        result = moe_end_read(&c->client, rest, sizeof rest, &count);
+        if (result == MOE_END_OVER || result == MOE_END_FAILED) {
+            close_now(c, c->reason);
+            return;
+        }
+        total += count;
+    }
+    if (c->client.readable)
+        make_ready(c);
+}
+
+/* The client has the server's last bytes on their way. It closes first: a socket that is closed
+ * with unread bytes resets the connection, and the client would lose what it has not read. */
+static void linger(struct moe_connection *c, enum moe_close_reason reason)
+{
+    set_state(c, MOE_CONNECTION_ENDING);
+    c->reason = reason;
+    c->lingers = true;
+    c->stalled_ns = 0;
+    c->deadline_ns = moe_clock_ns() + LINGER_NS;
+    moe_flow_discard(&c->up, &c->relay->pool);
+    make_timed(c);
+    drop_rest(c);
+}
+
 /* The server gets the end of the connection now; the client what the server has sent by then. */
 static void end(struct moe_connection *c, enum moe_close_reason reason)
 {
-    if (c->state < MOE_CONNECTION_OPEN) {
+    if (c->state < MOE_CONNECTION_PARKED) {
         close_now(c, reason);
+        return;
+    }
+    if (c->state == MOE_CONNECTION_PARKED) {
+        moe_end_shut(&c->client);
+        linger(c, reason);
         return;
     }
     if (c->state == MOE_CONNECTION_ENDING)
@@ -149,9 +197,8 @@ static enum moe_flow_look look_up_stream(struct moe_flow *f)
 static enum moe_flow_look look_down_stream(struct moe_flow *f)
 {
     struct moe_connection *c = MOE_LISTENER_OWNER(struct moe_connection, down, f);
-    moe_frames_follow(&c->frames_back, &c->frames, f->buffer->bytes + f->ready,
-                      f->length - f->ready, moe_clock_ns());
-    f->ready = f->length;
+    moe_frames_follow(&c->frames_back, &c->frames, f->buffer->bytes, &f->ready, &f->length,
+                      moe_clock_ns());
     return c->frames.outcome == MOE_FRAMES_OK ? MOE_FLOW_LOOKED : MOE_FLOW_REFUSED;
 }
 
@@ -178,8 +225,16 @@ static void refuse_frames(struct moe_connection *c)
         (void)moe_end_write(&c->client, goaway, sizeof goaway, &count);
     }
     close_now(c, flood                                       ? MOE_CLOSE_FLOOD
-                 : c->frames.outcome == MOE_FRAMES_NO_MEMORY ? MOE_CLOSE_DESCRIPTORS
+                 : c->frames.outcome == MOE_FRAMES_NO_MEMORY ? c->reason
                                                              : MOE_CLOSE_MALFORMED);
+}
+
+/* Others need the streams that it has. */
+static void refuse_streams(struct moe_connection *c)
+{
+    c->frames.outcome = MOE_FRAMES_FLOOD;
+    c->frames.reason = "open streams";
+    refuse_frames(c);
 }
 
 /* Notes since when the client owes the rest of a header block. */
@@ -216,7 +271,7 @@ static bool open_server(struct moe_connection *c)
         close(pair[1]);
         return false;
     }
-    void *user = config->opened(config->ctx, &c->who, pair[1]);
+    void *user = config->opened(config->ctx, &c->who, c, pair[1]);
     moe_mutex_lock(&c->relay->listener->lock); /* make_place looks at it */
     c->user = user;
     moe_mutex_unlock(&c->relay->listener->lock);
@@ -224,8 +279,59 @@ static bool open_server(struct moe_connection *c)
     c->down.look = look_down_stream;
     c->frames.events = config->streams;
     c->frames.ctx = c->user;
-    c->state = MOE_CONNECTION_OPEN;
+    c->frames_back.drops_ack = true;
+    set_state(c, MOE_CONNECTION_OPEN);
     return c->user != NULL;
+}
+
+/* The first request is at `ready`. The server begins with what the client has said before. */
+static enum moe_flow_look open_and_replay(struct moe_connection *c)
+{
+    struct moe_flow *f = &c->up;
+    uint8_t *bytes = f->buffer->bytes, before[MOE_PARK_REPLAY_BYTES];
+    const size_t rest = f->length - f->ready, count = moe_park_replay(&c->frames, before);
+    const bool fits = moe_accept_open(c->relay->listener, c);
+    c->reason = fits ? MOE_CLOSE_DESCRIPTORS : MOE_CLOSE_LIMIT;
+    if (!fits || count > sizeof f->buffer->bytes - rest || !open_server(c)) {
+        c->frames.outcome = MOE_FRAMES_NO_MEMORY;
+        return MOE_FLOW_REFUSED;
+    }
+    memmove(bytes + count, bytes + f->ready, rest);
+    memcpy(bytes, before, count);
+    f->at = 0;
+    f->ready = count;
+    f->length = count + rest;
+    return look_up_stream(f);
+}
+
+/* Nothing goes to a server. The answers are shorter than what they answer, so they find room. */
+static enum moe_flow_look look_parked(struct moe_flow *f)
+{
+    struct moe_connection *c = MOE_LISTENER_OWNER(struct moe_connection, up, f);
+    struct moe_park *park = &c->frames.park;
+    enum moe_frames_outcome outcome;
+    do {
+        outcome = moe_frames_scan(&c->frames, f->buffer->bytes, &f->ready, &f->length,
+                                  sizeof f->buffer->bytes, moe_clock_ns());
+        if (park->answer_bytes == 0)
+            break;
+        if (!moe_flow_put(&c->down, &c->relay->pool, park->answer, park->answer_bytes))
+            outcome = c->frames.outcome = MOE_FRAMES_NO_MEMORY;
+        park->answer_bytes = 0;
+    } while (outcome == MOE_FRAMES_OK);
+    f->at = f->ready;
+    if (outcome != MOE_FRAMES_OK)
+        return MOE_FLOW_REFUSED;
+    return park->requests ? open_and_replay(c) : MOE_FLOW_LOOKED;
+}
+
+static void begin_parked(struct moe_connection *c)
+{
+    const struct moe_listener_config *config = &c->relay->listener->config;
+    set_state(c, MOE_CONNECTION_PARKED);
+    c->reason = MOE_CLOSE_DESCRIPTORS; /* until it is opened: no memory for an answer */
+    c->up.look = look_parked;
+    moe_park_begin(&c->frames, config->max_streams, config->max_header_bytes);
 }
 
 /* The preface stays in the socket until it is whole: a client that waits costs no buffer. */
@@ -240,8 +346,8 @@ static void read_preface(struct moe_connection *c)
         close_now(c, MOE_CLOSE_CLIENT);
     else if (memcmp(text, preface, count) != 0)
         close_now(c, MOE_CLOSE_PREFACE);
-    else if (result == MOE_END_MOVED && !open_server(c))
-        close_now(c, MOE_CLOSE_DESCRIPTORS);
+    else if (result == MOE_END_MOVED)
+        begin_parked(c);
 }
 
 static void arrive(struct moe_connection *c)
@@ -291,38 +397,6 @@ static bool relay_up(struct moe_connection *c, enum moe_flow_state *state)
     return true;
 }
 
-/* Reads what the client still sends. */
-static void drop_rest(struct moe_connection *c)
-{
-    enum moe_end_result result = MOE_END_WAITS;
-    uint8_t rest[4096];
-    size_t count, total = 0;
-    while (c->client.readable && total < TURN_BYTES) {
-        result = moe_end_read(&c->client, rest, sizeof rest, &count);
-        if (result == MOE_END_OVER || result == MOE_END_FAILED) {
-            close_now(c, c->reason);
-            return;
-        }
-        total += count;
-    }
-    if (c->client.readable)
-        make_ready(c);
-}
-
-/* The client has the server's last bytes on their way. It closes first: a socket that is closed
- * with unread bytes resets the connection, and the client would lose what it has not read. */
-static void linger(struct moe_connection *c, enum moe_close_reason reason)
-{
-    c->state = MOE_CONNECTION_ENDING;
-    c->reason = reason;
-    c->lingers = true;
-    c->stalled_ns = 0;
-    c->deadline_ns = moe_clock_ns() + LINGER_NS;
-    moe_flow_discard(&c->up, &c->relay->pool);
-    make_timed(c);
-    drop_rest(c);
-}
-
 static bool relay_down(struct moe_connection *c, enum moe_flow_state *state)
 {
     *state = moe_flow_run(&c->down, &c->server, &c->client, &c->relay->pool, TURN_BYTES);
@@ -347,6 +421,39 @@ static bool relay_down(struct moe_connection *c, enum moe_flow_state *state)
     return true;
 }
 
+/* True while answers wait for the client: until they have gone, nothing is read. */
+static bool answers_wait(const struct moe_connection *c)
+{
+    return c->down.at < c->down.ready;
+}
+
+/* True when the connection has been opened. */
+static bool serve_parked(struct moe_connection *c)
+{
+    enum moe_flow_state state;
+    if (answers_wait(c) && (!relay_down(c, &state) || answers_wait(c)))
+        return false;
+    if (!c->client.readable)
+        return false;
+    state = moe_flow_take(&c->up, &c->client, &c->relay->pool);
+    if (state == MOE_FLOW_LOOK_FAILED) {
+        refuse_frames(c);
+        return false;
+    }
+    if (state == MOE_FLOW_SOURCE_FAILED || (c->up.ended && c->state == MOE_CONNECTION_PARKED)) {
+        close_now(c, MOE_CLOSE_CLIENT);
+        return false;
+    }
+    if (c->state == MOE_CONNECTION_OPEN)
+        return true;
+    moe_flow_discard(&c->up, &c->relay->pool);
+    if (answers_wait(c) && !relay_down(c, &state))
+        return false;
+    if (c->client.readable)
+        make_ready(c);
+    return false;
+}
+
 static void relay_bytes(struct moe_connection *c)
 {
     enum moe_flow_state up, down;
@@ -354,6 +461,8 @@ static void relay_bytes(struct moe_connection *c)
         drop_rest(c);
         return;
     }
+    if (c->state == MOE_CONNECTION_PARKED && !serve_parked(c))
+        return;
     if (!relay_up(c, &up) || !relay_down(c, &down))
         return;
     if (up == MOE_FLOW_GOES_ON || down == MOE_FLOW_GOES_ON)
@@ -407,17 +516,24 @@ static void run_ready(struct moe_relay *r)
 
 /* ------------------------------------------------------------------ time limits */
 
+/* True while `deadline_ns` counts. */
+static bool has_deadline(const struct moe_connection *c)
+{
+    return c->state != MOE_CONNECTION_OPEN &&
+           (c->state != MOE_CONNECTION_PARKED || !c->frames.settled);
+}
+
 /* True while a limit of `c` runs. */
 static bool check_time(struct moe_connection *c, uint64_t now)
 {
     const struct moe_listener_config *config = &c->relay->listener->config;
     const uint64_t window = config->silence_ms * MOE_NS_PER_MS;
-    if (c->state != MOE_CONNECTION_OPEN && now >= c->deadline_ns) {
+    if (has_deadline(c) && now >= c->deadline_ns) {
         if (c->state == MOE_CONNECTION_HANDSHAKE)
             moe_handshake_late(c);
         close_now(c, c->state == MOE_CONNECTION_HANDSHAKE ? MOE_CLOSE_HANDSHAKE
-                     : c->state == MOE_CONNECTION_NEW     ? MOE_CLOSE_PREFACE
-                                                          : c->reason);
+                     : c->state == MOE_CONNECTION_ENDING  ? c->reason
+                                                          : MOE_CLOSE_PREFACE);
         return true;
     }
     if (c->owes_ns != 0 && now >= c->owes_ns + config->preface_ms * MOE_NS_PER_MS) {
@@ -432,7 +548,7 @@ static bool check_time(struct moe_connection *c, uint64_t now)
         c->stalled_ns = now;
         c->stalled_moved = c->down.moved;
     }
-    return c->state != MOE_CONNECTION_OPEN || c->stalled_ns != 0 || c->owes_ns != 0;
+    return has_deadline(c) || c->stalled_ns != 0 || c->owes_ns != 0;
 }
 
 static void check_times(struct moe_relay *r, uint64_t now)
@@ -475,46 +591,67 @@ void moe_relay_wake(struct moe_relay *r)
     (void)n;
 }
 
-/* Moves arrivals to `connections` and to `started`, and those that must end to `ended`. */
-static void take_orders(struct moe_relay *r, struct moe_connections *started,
-                        struct moe_connections *ended, bool *closing)
+void moe_relay_doom(struct moe_connection *c)
+{
+    if (!c->doomed)
+        TAILQ_INSERT_TAIL(&c->relay->doomed, c, doomed_link);
+    c->doomed = true;
+}
+
+/* Moves arrivals to `connections` and to `started`. True if the listener closes; then all are
+ * doomed. */
+static bool take_arrivals(struct moe_relay *r, struct moe_connections *started)
 {
     struct moe_listener *l = r->listener;
     struct moe_connection *c;
     moe_mutex_lock(&l->lock);
-    *closing = l->closing;
+    const bool closing = l->closing;
     while ((c = TAILQ_FIRST(&r->arrivals)) != NULL) {
         TAILQ_REMOVE(&r->arrivals, c, link);
         TAILQ_INSERT_TAIL(&r->connections, c, link);
         TAILQ_INSERT_TAIL(started, c, ready_link); /* it is not ready yet */
     }
-    if (r->some_end)
+    if (closing)
         TAILQ_FOREACH(c, &r->connections, link)
-    if (*closing || c->doomed)
-        TAILQ_INSERT_TAIL(ended, c, order_link);
-    r->some_end = false;
+    moe_relay_doom(c);
     moe_mutex_unlock(&l->lock);
+    return closing;
+}
+
+/* Ends one that is doomed. False if none is. */
+static bool end_doomed(struct moe_relay *r, bool closing)
+{
+    moe_mutex_lock(&r->listener->lock);
+    struct moe_connection *c = TAILQ_FIRST(&r->doomed);
+    const bool replaced = c != NULL && c->replaced, flooded = c != NULL && c->flooded;
+    if (c != NULL) {
+        TAILQ_REMOVE(&r->doomed, c, doomed_link);
+        c->doomed = false;
+    }
+    moe_mutex_unlock(&r->listener->lock);
+    if (replaced)
+        close_now(c, MOE_CLOSE_LIMIT);
+    else if (flooded)
+        refuse_streams(c);
+    else if (c != NULL)
+        end(c, closing ? MOE_CLOSE_SHUTDOWN : MOE_CLOSE_IDENTITY);
+    return c != NULL;
 }
 
 static void on_wake(struct moe_relay *r)
 {
     struct moe_connections started = TAILQ_HEAD_INITIALIZER(started);
-    struct moe_connections ended = TAILQ_HEAD_INITIALIZER(ended);
     struct moe_connection *c;
     uint64_t count;
-    bool closing;
     ssize_t n = read(r->wake, &count, sizeof count);
     (void)n; /* spurious wakes do no harm */
-    take_orders(r, &started, &ended, &closing);
+    const bool closing = take_arrivals(r, &started);
     if (closing && r == r->listener->relays)
         moe_accept_stop(r->listener);
     TAILQ_FOREACH(c, &started, ready_link)
     arrive(c);
-    TAILQ_FOREACH(c, &ended, order_link)
-    if (!c->gone && c->replaced)
-        close_now(c, MOE_CLOSE_LIMIT);
-    else if (!c->gone)
-        end(c, closing ? MOE_CLOSE_SHUTDOWN : MOE_CLOSE_IDENTITY);
+    while (end_doomed(r, closing))
+        ;
 }
 
 static void on_event(struct moe_relay *r, const struct epoll_event *event)
@@ -594,6 +731,7 @@ struct moe_status moe_relay_start(struct moe_listener *l, struct moe_relay *r)
     TAILQ_INIT(&r->gone);
     TAILQ_INIT(&r->arrivals);
     TAILQ_INIT(&r->connections);
+    TAILQ_INIT(&r->doomed);
     r->epoll = epoll_create1(EPOLL_CLOEXEC);
     r->wake = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
     int rc = 0;

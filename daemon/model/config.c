@@ -41,20 +41,6 @@ static struct moe_status find_family(const json_t *root, struct moe_config *out)
     return moe_ok();
 }
 
-static struct moe_status refuse_quantisation(struct moe_keys *k)
-{
-    const json_t *q, *c;
-    MOE_TRY(moe_keys_get(k, "quantization_config", &q));
-    MOE_TRY(moe_keys_get(k, "compression_config", &c));
-    if (json_object_size(q) == 0 && c == NULL)
-        return moe_ok();
-    const char *method = json_string_value(json_object_get(q, "quant_method"));
-    return moe_error(
-        MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
-        "config.json: quantization_config (%.60s): quantised weights are not supported",
-        method != NULL ? method : "no quant_method");
-}
-
 static struct moe_status read_score(struct moe_keys *k, const struct moe_family *f,
                                     enum moe_score *score)
 {
@@ -159,7 +145,7 @@ static struct moe_status read_shared(struct moe_keys *k, const struct moe_family
                                      struct moe_layer_spec *s)
 {
     uint32_t count = 1, width = s->intermediate;
-    s->shared_activation = f->shared_unclamped ? MOE_ACT_SWIGLU : s->activation;
+    s->shared_activation = s->activation;
     if (f->shared == MOE_SHARED_NONE)
         return moe_ok();
     if (f->shared == MOE_SHARED_WIDTH)
@@ -253,7 +239,10 @@ static struct moe_status add_layers(struct moe_keys *k, const struct moe_layer_s
 static struct moe_status read_all(struct moe_keys *k, struct moe_config *out)
 {
     struct moe_layer_spec spec;
-    MOE_TRY(refuse_quantisation(k));
+    const json_t *others; /* config_quant.c reads them */
+    MOE_TRY(moe_keys_get(k, "quantization_config", &others));
+    MOE_TRY(moe_keys_get(k, "compression_config", &others));
+    MOE_TRY(moe_keys_get(k, "expert_dtype", &others));
     MOE_TRY(read_spec(k, out->family, &spec));
     MOE_TRY(add_layers(k, &spec, out));
     return moe_keys_refuse_unread(k, out->family->ignored);

@@ -6,6 +6,8 @@
 
 #include "base/status.h"
 #include "model/families.h"
+#include "quant/modules.h"
+#include "quant/scheme.h"
 
 #include <jansson.h>
 
@@ -19,6 +21,24 @@ struct moe_config {
 /* Errors: MOE_INVALID_ARGUMENT with CONFIG_UNKNOWN_KEY (an unknown setting that could change
  * results, by name) or CONFIG_INVALID (missing or impossible value). */
 struct moe_status moe_config_read(const json_t *root, struct moe_config *out) MOE_CHECKED;
+
+/* ---- config_quant.c: how the weights are stored ---- */
+
+/* What quantization_config says. Other weights of MoE layers (router, biases, gate of the shared
+ * expert) are never quantised. */
+struct moe_quant_config {
+    struct moe_quant routed, shared; /* matrices of routed and of shared experts */
+    struct moe_modules *included;    /* modules that are quantised; NULL: all */
+    struct moe_modules *excluded;    /* of these; NULL: none */
+};
+
+/* Reads quantization_config (or compression_config), with which moe_config_read does not deal; no
+ * such key: nothing is quantised. Free with moe_quant_config_free, also after an error.
+ * Errors: MOE_INVALID_ARGUMENT with CONFIG_UNKNOWN_KEY (a scheme, key or value that is not
+ * understood, by name) or CONFIG_INVALID; OUT_OF_MEMORY. */
+struct moe_status moe_quant_config_read(const json_t *root, const struct moe_family *family,
+                                        struct moe_quant_config *out) MOE_CHECKED;
+void moe_quant_config_free(struct moe_quant_config *q);
 
 /* ---- config_keys.c: lookups that record the keys that were read ---- */
 

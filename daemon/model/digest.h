@@ -24,8 +24,9 @@
 
 enum {
     MOE_DIGEST_LEAF_BYTES = 64 << 10,
-    MOE_DIGEST_UNIT_TENSORS = 8, /* largest number of tensors in a unit */
-    MOE_DIGEST_RANK_MAX = 8,     /* of a tensor */
+    MOE_DIGEST_UNIT_TENSORS = 24, /* largest number of tensors in a unit: a quantised matrix has up
+                                     to 5 */
+    MOE_DIGEST_RANK_MAX = 8,      /* of a tensor */
 };
 
 #define MOE_DIGEST_COMMON UINT32_MAX

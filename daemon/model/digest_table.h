@@ -19,8 +19,8 @@
 
 enum {
     MOE_DIGEST_TAG_BYTES = 8,
-    MOE_DIGEST_NAME_BYTES = 192,      /* of a tensor, with the final zero */
-    MOE_DIGEST_PART_MIN_BYTES = 8192, /* a buffer of this size holds at least one unit */
+    MOE_DIGEST_NAME_BYTES = 192,       /* of a tensor, with the final zero */
+    MOE_DIGEST_PART_MIN_BYTES = 16384, /* a buffer of this size holds at least one unit */
 };
 
 struct moe_digest_names {

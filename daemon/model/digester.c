@@ -10,7 +10,6 @@
 #include <string.h>
 
 enum {
-    BUFFERS = 2,
     RUN_LEAVES = 16, /* of one item for the thread pool: 1 MiB */
 };
 
@@ -33,7 +32,7 @@ struct job { /* of the pool: `bytes` bytes at `data` */
 struct moe_digester {
     const struct moe_model *model;
     struct moe_thread_pool *pool;
-    struct moe_thread_pool_batch batches[BUFFERS];
+    struct moe_thread_pool_batch batches[MOE_DIGESTER_BUFFERS];
     size_t layer;
     struct range **ranges; /* in the order of loading: units follow each other */
     size_t count, room;
@@ -218,7 +217,6 @@ static struct moe_status add_unit(struct range **ranges, uint32_t count, uint32_
 struct names {
     const struct moe_model *model;
     const struct moe_layer_spec *spec;
-    struct moe_piece last;
     struct name {
         const char *name;
         uint64_t first;
@@ -234,9 +232,8 @@ static struct moe_status add_name(void *ctx, enum moe_weight weight, uint32_t ex
     struct names *n = ctx;
     size_t kind = moe_weight_is_expert(weight);
     (void)expert;
-    if (moe_piece_same_range(p, &n->last))
+    if (p->again)
         return moe_ok();
-    n->last = *p;
     MOE_INVARIANT(n->count[kind] < MOE_DIGEST_UNIT_TENSORS);
     n->of[kind][n->count[kind]++] = (struct name){p->at.tensor->name, p->first, weight, *p};
     return moe_ok();

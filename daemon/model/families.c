@@ -200,7 +200,7 @@ static const struct moe_family families[] = {
         .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-20f, .scaled = true,
         .activation = MOE_ACT_SWIGLU_CLAMPED, .hidden_act = "silu", .limit = 10.0f,
         .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts",
-        .shared_unclamped = true, .hash_layers = 3,
+        .hash_layers = 3,
     },
     {
         .model_types = "gpt_oss",

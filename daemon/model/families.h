@@ -73,7 +73,6 @@ struct moe_family {
     enum moe_family_shared shared;
     const char *shared_count_key;
     bool shared_gated;
-    bool shared_unclamped; /* the shared expert is always plain SwiGLU */
 
     uint32_t first_dense; /* default of first_k_dense_replace */
     uint32_t hash_layers; /* default of num_hash_layers */

@@ -52,12 +52,11 @@ static void build_name(char name[NAME_BYTES], const char *prefix, uint32_t layer
     MOE_INVARIANT(n > 0 && n < NAME_BYTES);
 }
 
-struct moe_status moe_layout_open(const struct moe_checkpoint *checkpoint,
-                                  const struct moe_config *config, struct moe_layout *out)
+static struct moe_status find_prefix(const struct moe_checkpoint *checkpoint,
+                                     const struct moe_config *config, struct moe_layout *out)
 {
     char name[NAME_BYTES];
     struct moe_checkpoint_tensor t;
-    *out = (struct moe_layout){.checkpoint = checkpoint, .family = config->family};
     const char *router = config->family->naming->of[MOE_WEIGHT_ROUTER];
     for (size_t i = 0; i < sizeof prefixes / sizeof prefixes[0]; i++) {
         build_name(name, prefixes[i], config->layers[0].layer, router, 0);
@@ -70,20 +69,28 @@ struct moe_status moe_layout_open(const struct moe_checkpoint *checkpoint,
     return missing(name);
 }
 
-static struct moe_status find(const struct moe_layout *l, const struct moe_layer_spec *spec,
-                              const char *pattern, uint32_t expert,
-                              struct moe_checkpoint_tensor *out)
+/* `dtypes`: those that the tensor may have, for `scheme`, or NULL. */
+static struct moe_status find_as(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                                 const char *pattern, uint32_t expert, const char *dtypes,
+                                 const char *scheme, struct moe_checkpoint_tensor *out)
 {
     char name[NAME_BYTES];
     build_name(name, l->prefix, spec->layer, pattern, expert);
     if (!moe_checkpoint_find(l->checkpoint, name, out))
         return missing(name);
-    enum moe_st_dtype d = out->tensor->dtype;
-    if (d != MOE_ST_F32 && d != MOE_ST_BF16 && d != MOE_ST_F16)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
-                         "tensor %.120s is %s; F32, BF16 and F16 can be loaded", name,
-                         moe_st_dtype_name(d));
-    return moe_ok();
+    const char *dtype = moe_st_dtype_name(out->tensor->dtype);
+    if (moe_word_in(dtype, dtypes))
+        return moe_ok();
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                     "tensor %.120s is %s; for %s these can be loaded: %s", name, dtype,
+                     scheme != NULL ? scheme : "a weight that is not quantised", dtypes);
+}
+
+static struct moe_status find(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                              const char *pattern, uint32_t expert,
+                              struct moe_checkpoint_tensor *out)
+{
+    return find_as(l, spec, pattern, expert, "F32 BF16 F16", NULL, out);
 }
 
 /* Compares shapes without dimensions of size 1 at either end: [1, E] equals [E]. */
@@ -226,6 +233,8 @@ static bool layer_is_fused(const struct moe_layout *l, const struct moe_layer_sp
 {
     char name[NAME_BYTES];
     struct moe_checkpoint_tensor t;
+    if ((l->quantised[spec->layer] & MOE_LAYOUT_ROUTED) != 0)
+        return l->routed.scheme->fused;
     build_name(name, l->prefix, spec->layer, names->gate_up, 0);
     return l->family->naming->of[MOE_WEIGHT_GATE] == NULL ||
            moe_checkpoint_find(l->checkpoint, name, &t);
@@ -238,12 +247,11 @@ bool moe_layout_is_fused(const struct moe_layout *l, const struct moe_layer_spec
     return layer_is_fused(l, spec, &names);
 }
 
-struct moe_status moe_layout_locate(const struct moe_layout *l, const struct moe_layer_spec *spec,
-                                    enum moe_weight weight, uint32_t expert, struct moe_piece *out)
+/* A weight that is not quantised. */
+static struct moe_status locate_plain(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                                      enum moe_weight weight, uint32_t expert,
+                                      struct moe_piece *out)
 {
-    MOE_INVARIANT(weight < MOE_WEIGHT_COUNT);
-    *out = (struct moe_piece){0};
-    moe_weight_shape(spec, weight, &out->rows, &out->columns);
     const char *pattern = l->family->naming->of[weight];
     if (!moe_weight_is_expert(weight)) {
         MOE_INVARIANT(pattern != NULL);
@@ -256,15 +264,255 @@ struct moe_status moe_layout_locate(const struct moe_layout *l, const struct moe
     return whole(l, spec, pattern, expert, out);
 }
 
+/* ---- quantised weights ---- */
+
+static bool is_routed_matrix(enum moe_weight w)
+{
+    return w == MOE_WEIGHT_GATE || w == MOE_WEIGHT_UP || w == MOE_WEIGHT_DOWN;
+}
+
+static bool is_shared_matrix(enum moe_weight w)
+{
+    return w == MOE_WEIGHT_SHARED_GATE || w == MOE_WEIGHT_SHARED_UP || w == MOE_WEIGHT_SHARED_DOWN;
+}
+
+const struct moe_quant *moe_layout_quant(const struct moe_layout *l,
+                                         const struct moe_layer_spec *spec, enum moe_weight weight)
+{
+    uint8_t bits = l->quantised[spec->layer];
+    if (is_routed_matrix(weight) && (bits & MOE_LAYOUT_ROUTED) != 0)
+        return &l->routed;
+    return is_shared_matrix(weight) && (bits & MOE_LAYOUT_SHARED) != 0 ? &l->shared : NULL;
+}
+
+/* The pattern of a matrix without the part of its name that a scheme replaces: that of the module,
+ * or of the fused tensor. */
+static void stem_of(const struct moe_layout *l, enum moe_weight weight, bool is_fused,
+                    char stem[NAME_BYTES])
+{
+    if (is_fused) {
+        struct fused_names names;
+        name_fused(&names, l->family->naming->block);
+        snprintf(stem, NAME_BYTES, "%s",
+                 weight == MOE_WEIGHT_DOWN        ? names.down
+                 : weight == MOE_WEIGHT_DOWN_BIAS ? names.down_bias
+                 : is_routed_matrix(weight)       ? names.gate_up
+                                                  : names.gate_up_bias);
+        return;
+    }
+    const char *pattern = l->family->naming->of[weight];
+    size_t n = strlen(pattern), end = strlen(".weight");
+    MOE_INVARIANT(n > end && strcmp(pattern + n - end, ".weight") == 0);
+    snprintf(stem, NAME_BYTES, "%.*s", (int)(n - end), pattern);
+}
+
+static void append_suffix(char pattern[NAME_BYTES], const char *stem, const char *suffix)
+{
+    int n = snprintf(pattern, NAME_BYTES, "%s%.*s", stem, (int)strcspn(suffix, " "), suffix);
+    MOE_INVARIANT(n > 0 && n < NAME_BYTES);
+}
+
+/* The one suffix of a part that exists, or the first one. Errors: TENSOR_INVALID (several). */
+static struct moe_status choose_suffix(const struct moe_layout *l,
+                                       const struct moe_layer_spec *spec, const char *stem,
+                                       uint32_t expert, const char *suffixes,
+                                       char pattern[NAME_BYTES], bool *exists)
+{
+    char name[NAME_BYTES], other[NAME_BYTES];
+    struct moe_checkpoint_tensor t;
+    *exists = false;
+    append_suffix(pattern, stem, suffixes);
+    for (const char *at = suffixes; *at != '\0'; at += strcspn(at, " "), at += strspn(at, " ")) {
+        append_suffix(other, stem, at);
+        build_name(name, l->prefix, spec->layer, other, expert);
+        if (!moe_checkpoint_find(l->checkpoint, name, &t))
+            continue;
+        if (*exists)
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                             "tensor %.120s is a second scale of its matrix", name);
+        memcpy(pattern, other, NAME_BYTES);
+        *exists = true;
+    }
+    return moe_ok();
+}
+
+/* The dtype is known: the shape follows. Experts of a fused tensor are its first dimension, and the
+ * elements of a row are two more. */
+static struct moe_status check_part(const struct moe_layer_spec *spec, enum moe_weight weight,
+                                    struct moe_piece *p)
+{
+    uint64_t dims[4] = {0};
+    uint32_t rank, bits = moe_st_dtype_bits(p->at.tensor->dtype);
+    bool is_fused = p->quant->scheme->fused;
+    MOE_TRY(moe_error_context(
+        moe_quant_part_shape(p->quant, p->part, p->rows, p->columns, bits, dims, &rank),
+        "tensor %.120s", p->at.tensor->name));
+    if (is_fused) {
+        uint64_t groups = p->columns / p->quant->format.block_columns;
+        dims[3] = dims[1] / groups;
+        dims[2] = groups;
+        dims[1] = dims[0] * (weight == MOE_WEIGHT_DOWN ? 1 : 2);
+        dims[0] = spec->experts;
+        rank = p->part == MOE_QUANT_DATA ? 4 : 3;
+    }
+    return shape_is(p->at.tensor, dims, rank) ? moe_ok() : wrong_shape(p->at.tensor, dims, rank);
+}
+
+/* `*exists` is false for an optional part that the checkpoint lacks. */
+static struct moe_status locate_part(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                                     enum moe_weight weight, uint32_t expert, struct moe_piece *p,
+                                     bool *exists)
+{
+    char stem[NAME_BYTES], pattern[NAME_BYTES];
+    const struct moe_quant_scheme *scheme = p->quant->scheme;
+    uint32_t named = scheme->fused ? 0 : expert;
+    stem_of(l, weight, scheme->fused, stem);
+    MOE_TRY(choose_suffix(l, spec, stem, named, scheme->suffix[p->part], pattern, exists));
+    if (!*exists && (scheme->optional >> p->part & 1) != 0)
+        return moe_ok();
+    MOE_TRY(find_as(l, spec, pattern, named, scheme->dtypes[p->part], scheme->name, &p->at));
+    MOE_TRY(check_part(spec, weight, p));
+    p->first = 0;
+    p->bytes = p->at.tensor->bytes;
+    p->base = 0;
+    p->row_step = 1;
+    if (!scheme->fused)
+        return moe_ok();
+    take_expert(p, spec->experts, expert);
+    if (weight == MOE_WEIGHT_DOWN)
+        return moe_ok();
+    if (l->family->interleaved) {
+        p->base = weight == MOE_WEIGHT_UP;
+        p->row_step = 2;
+    } else {
+        p->bytes /= 2;
+        p->first += weight == MOE_WEIGHT_UP ? p->bytes : 0;
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_layout_visit(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                                   enum moe_weight weight, uint32_t expert, moe_piece_visitor visit,
+                                   void *ctx)
+{
+    MOE_INVARIANT(weight < MOE_WEIGHT_COUNT);
+    const struct moe_quant *quant = moe_layout_quant(l, spec, weight);
+    for (int part = MOE_QUANT_PARTS - 1; part >= MOE_QUANT_DATA; part--) {
+        struct moe_piece p = {.quant = quant, .part = (enum moe_quant_part)part};
+        bool exists = part == MOE_QUANT_DATA;
+        moe_weight_shape(spec, weight, &p.rows, &p.columns);
+        if (quant == NULL ? !exists : !moe_quant_has_part(quant, p.part))
+            continue;
+        if (quant == NULL)
+            MOE_TRY(locate_plain(l, spec, weight, expert, &p));
+        else
+            MOE_TRY(locate_part(l, spec, weight, expert, &p, &exists));
+        if (quant == NULL || exists)
+            MOE_TRY(visit(ctx, weight, expert, &p));
+    }
+    return moe_ok();
+}
+
+/* ---- which matrices are quantised ---- */
+
+/* The path of a matrix' module, as lists of modules name it. */
+static void module_path(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                        enum moe_weight weight, uint32_t expert, bool is_fused,
+                        char path[NAME_BYTES])
+{
+    char stem[NAME_BYTES];
+    stem_of(l, weight, is_fused, stem);
+    if (is_fused) /* the module is that of all experts */
+        *strrchr(stem, '.') = '\0';
+    build_name(path, l->prefix, spec->layer, stem, expert);
+}
+
+/* Sets the bit of a layer, if its `copies` of three matrices from `first` on are quantised. */
+static struct moe_status resolve(struct moe_layout *l, const struct moe_layer_spec *spec,
+                                 const struct moe_quant_config *q, enum moe_weight first,
+                                 uint32_t copies, bool is_fused, uint8_t bit)
+{
+    char path[NAME_BYTES];
+    uint32_t count = 0;
+    for (uint32_t e = 0; e < copies; e++)
+        for (unsigned w = first; w < first + 3u; w++) {
+            module_path(l, spec, (enum moe_weight)w, e, is_fused, path);
+            count += (q->included == NULL || moe_modules_match(q->included, path)) &&
+                     !moe_modules_match(q->excluded, path);
+        }
+    if (count != 0 && count != 3 * copies)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "config.json: quantization_config: the lists of modules leave some "
+                         "experts' matrices of layer %u quantised and others not (last: %.100s)",
+                         spec->layer, path);
+    if (count != 0)
+        l->quantised[spec->layer] |= bit;
+    return moe_ok();
+}
+
+static struct moe_status resolve_layer(struct moe_layout *l, const struct moe_layer_spec *spec,
+                                       const struct moe_quant_config *q)
+{
+    bool has_names = l->family->naming->of[MOE_WEIGHT_GATE] != NULL;
+    if (q->routed.scheme != NULL && !has_names && !q->routed.scheme->fused)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                         "config.json: quantization_config: %s is not understood for a family "
+                         "with fused experts",
+                         q->routed.scheme->name);
+    if (q->routed.scheme != NULL)
+        MOE_TRY(resolve(l, spec, q, MOE_WEIGHT_GATE, q->routed.scheme->fused ? 1 : spec->experts,
+                        q->routed.scheme->fused, MOE_LAYOUT_ROUTED));
+    if (q->shared.scheme != NULL && spec->shared_intermediate != 0)
+        MOE_TRY(resolve(l, spec, q, MOE_WEIGHT_SHARED_GATE, 1, false, MOE_LAYOUT_SHARED));
+    return moe_ok();
+}
+
+struct moe_status moe_layout_open(const struct moe_checkpoint *checkpoint,
+                                  const struct moe_config *config,
+                                  const struct moe_quant_config *quant, struct moe_layout *out)
+{
+    *out = (struct moe_layout){.checkpoint = checkpoint,
+                               .family = config->family,
+                               .routed = quant->routed,
+                               .shared = quant->shared};
+    MOE_TRY(find_prefix(checkpoint, config, out));
+    for (size_t i = 0; i < config->layer_count; i++)
+        MOE_TRY(resolve_layer(out, &config->layers[i], quant));
+    return moe_ok();
+}
+
+/* ---- names ---- */
+
+void moe_layout_plain_name(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                           enum moe_weight weight, uint32_t expert, char *name, size_t capacity)
+{
+    char full[NAME_BYTES], stem[NAME_BYTES];
+    bool is_fused = moe_weight_is_expert(weight) && moe_layout_is_fused(l, spec);
+    if (is_fused)
+        stem_of(l, weight, true, stem);
+    else
+        snprintf(stem, sizeof stem, "%s", l->family->naming->of[weight]);
+    build_name(full, l->prefix, spec->layer, stem, expert);
+    snprintf(name, capacity, "%s", full);
+}
+
 void moe_layout_name_pattern(const struct moe_layout *l, const struct moe_layer_spec *spec,
                              enum moe_weight weight, const struct moe_piece *p, char *pattern,
                              size_t capacity)
 {
-    if (moe_weight_is_expert(weight) && !moe_layout_is_fused(l, spec))
-        snprintf(pattern, capacity, "%s%u.%s", l->prefix, spec->layer,
-                 l->family->naming->of[weight]);
-    else
-        snprintf(pattern, capacity, "%s", p->at.tensor->name);
+    const char *name = p->at.tensor->name, *star;
+    if (!moe_weight_is_expert(weight) || moe_layout_is_fused(l, spec)) {
+        snprintf(pattern, capacity, "%s", name);
+        return;
+    }
+    /* As the name, with the star of the family's pattern for the digits of the expert. */
+    star = strchr(l->family->naming->of[weight], '*');
+    char start[NAME_BYTES];
+    size_t head = (size_t)snprintf(start, sizeof start, "%s%u.%.*s", l->prefix, spec->layer,
+                                   (int)(star - l->family->naming->of[weight]),
+                                   l->family->naming->of[weight]);
+    size_t tail = head + strspn(name + head, "0123456789");
+    snprintf(pattern, capacity, "%s*%s", start, name + tail);
 }
 
 /* True when `name` is `pattern` with the number of one of the layer's experts for '*'. */
@@ -281,10 +529,31 @@ static bool matches(const char *name, const char *pattern, uint32_t experts)
     return *digits >= '0' && *digits <= '9' && e < experts && strcmp(end, star + 1) == 0;
 }
 
-static bool fused_reads(const struct moe_layer_spec *spec, const struct fused_names *names,
-                        const char *name)
+/* True for a tensor of a quantised matrix, also if it has no use here. */
+static bool quant_reads(const struct moe_layout *l, const struct moe_quant *q,
+                        const struct moe_layer_spec *spec, enum moe_weight weight, const char *name)
 {
-    return strcmp(name, names->gate_up) == 0 || strcmp(name, names->down) == 0 ||
+    char stem[NAME_BYTES], pattern[NAME_BYTES];
+    stem_of(l, weight, q->scheme->fused, stem);
+    for (int part = MOE_QUANT_DATA; part <= MOE_QUANT_PARTS; part++) {
+        const char *at = part == MOE_QUANT_PARTS ? q->scheme->unused
+                         : moe_quant_has_part(q, (enum moe_quant_part)part)
+                             ? q->scheme->suffix[part]
+                             : NULL;
+        for (; at != NULL && *at != '\0'; at += strcspn(at, " "), at += strspn(at, " ")) {
+            append_suffix(pattern, stem, at);
+            if (matches(name, pattern, spec->experts))
+                return true;
+        }
+    }
+    return false;
+}
+
+static bool fused_reads(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                        const struct fused_names *names, const char *name)
+{
+    bool plain = moe_layout_quant(l, spec, MOE_WEIGHT_GATE) == NULL;
+    return (plain && (strcmp(name, names->gate_up) == 0 || strcmp(name, names->down) == 0)) ||
            (spec->gate_up_bias && strcmp(name, names->gate_up_bias) == 0) ||
            (spec->down_bias && strcmp(name, names->down_bias) == 0);
 }
@@ -296,13 +565,19 @@ static bool layer_reads(const struct moe_layout *l, const struct moe_layer_spec 
     struct fused_names names;
     name_fused(&names, l->family->naming->block);
     bool is_fused = layer_is_fused(l, spec, &names);
-    if (is_fused && fused_reads(spec, &names, name))
+    if (is_fused && fused_reads(l, spec, &names, name))
         return true;
     for (unsigned w = 0; w < MOE_WEIGHT_COUNT; w++) {
         size_t rows, columns;
         const char *pattern = l->family->naming->of[w];
         moe_weight_shape(spec, (enum moe_weight)w, &rows, &columns);
         bool from_fused = is_fused && moe_weight_is_expert((enum moe_weight)w);
+        const struct moe_quant *quant = moe_layout_quant(l, spec, (enum moe_weight)w);
+        if (quant != NULL) {
+            if (quant_reads(l, quant, spec, (enum moe_weight)w, name))
+                return true;
+            continue;
+        }
         if (rows != 0 && pattern != NULL && !from_fused && matches(name, pattern, spec->experts))
             return true;
     }
@@ -344,7 +619,7 @@ struct moe_status moe_layout_refuse_unread(const struct moe_layout *l,
 
 bool moe_piece_is_plain(const struct moe_piece *p)
 {
-    return p->base == 0 && (p->columns == 1 || p->column_step == 1) &&
+    return p->quant == NULL && p->base == 0 && (p->columns == 1 || p->column_step == 1) &&
            (p->rows == 1 || p->row_step == p->columns);
 }
 

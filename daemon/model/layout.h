@@ -11,31 +11,60 @@
 #include "model/checkpoint.h"
 #include "model/config.h"
 
+enum moe_layout_quantised { MOE_LAYOUT_ROUTED = 1, MOE_LAYOUT_SHARED = 2 };
+
 struct moe_layout {
     const struct moe_checkpoint *checkpoint;
     const struct moe_family *family;
     const char *prefix; /* "model.layers." */
+    struct moe_quant routed, shared;
+    uint8_t quantised[MOE_MODEL_LAYERS_MAX]; /* by layer: bits of enum moe_layout_quantised */
 };
 
 /* One weight as part of a stored tensor: element (r, c) of the canonical weight [rows, columns] is
- * element base + r * row_step + c * column_step of the byte range [first, first + bytes). */
+ * element base + r * row_step + c * column_step of the byte range [first, first + bytes).
+ *
+ * A quantised weight has a piece for each of its parts. Row r of the weight is stored row base + r
+ * * row_step of the byte range then, and `column_step` is 0. */
 struct moe_piece {
     struct moe_checkpoint_tensor at;
     uint64_t first, bytes; /* counted from the start of the tensor */
-    size_t rows, columns;
+    size_t rows, columns;  /* of the weight */
     size_t base, row_step, column_step;
+    const struct moe_quant *quant; /* NULL: not quantised */
+    enum moe_quant_part part;      /* MOE_QUANT_DATA, if not quantised */
+    bool again; /* of moe_model__visit_layer: the same range as the last piece of this part */
 };
 
-/* Finds the prefix under which the checkpoint stores its layers. Errors: TENSOR_MISSING. */
+/* Finds the prefix under which the checkpoint stores its layers, and which matrices of each layer
+ * are quantised; the lists of `quant` are not used later. Errors: TENSOR_MISSING;
+ * CONFIG_INVALID (some matrices of a layer's experts are quantised and others are not);
+ * OUT_OF_MEMORY. */
 struct moe_status moe_layout_open(const struct moe_checkpoint *checkpoint,
                                   const struct moe_config *config,
+                                  const struct moe_quant_config *quant,
                                   struct moe_layout *out) MOE_CHECKED;
 
-/* Locates one weight; `expert` counts for expert weights only. Errors: TENSOR_MISSING,
- * TENSOR_INVALID (shape or dtype), both by tensor name. */
-struct moe_status moe_layout_locate(const struct moe_layout *layout,
-                                    const struct moe_layer_spec *spec, enum moe_weight weight,
-                                    uint32_t expert, struct moe_piece *out) MOE_CHECKED;
+/* The scheme of a weight, or NULL. */
+const struct moe_quant *moe_layout_quant(const struct moe_layout *layout,
+                                         const struct moe_layer_spec *spec, enum moe_weight weight);
+
+/* Visits one piece. */
+typedef struct moe_status (*moe_piece_visitor)(void *ctx, enum moe_weight weight, uint32_t expert,
+                                               const struct moe_piece *piece);
+
+/* Locates all pieces of a weight that the layer has; `expert` counts for expert weights only. The
+ * piece MOE_QUANT_DATA is the last one, and every weight has it. Errors: TENSOR_MISSING,
+ * TENSOR_INVALID (shape or dtype; two tensors for one part), all by tensor name; those of `visit`.
+ */
+struct moe_status moe_layout_visit(const struct moe_layout *layout,
+                                   const struct moe_layer_spec *spec, enum moe_weight weight,
+                                   uint32_t expert, moe_piece_visitor visit, void *ctx) MOE_CHECKED;
+
+/* The name of a weight's tensor as in a checkpoint that is not quantised. The text ends with a
+ * zero, cut at `capacity` - 1 bytes. */
+void moe_layout_plain_name(const struct moe_layout *layout, const struct moe_layer_spec *spec,
+                           enum moe_weight weight, uint32_t expert, char *name, size_t capacity);
 
 /* The name of the tensor of a weight that `p` locates; '*' stands for the expert where each expert
  * has a tensor. The text ends with a zero, cut at `capacity` - 1 bytes. */
@@ -51,7 +80,8 @@ bool moe_layout_is_fused(const struct moe_layout *layout, const struct moe_layer
 struct moe_status moe_layout_refuse_unread(const struct moe_layout *layout,
                                            const struct moe_config *config) MOE_CHECKED;
 
-/* True when the range is the canonical weight, in order and without other elements. */
+/* True when the range is the canonical weight, in order, without other elements and not quantised.
+ */
 bool moe_piece_is_plain(const struct moe_piece *p);
 bool moe_piece_same_range(const struct moe_piece *a, const struct moe_piece *b);
 

@@ -3,12 +3,16 @@
  * reads for itself gets only the place of weights that need no conversion.
  *
  * Walks over the pieces of layout.h in one fixed order. Reads each byte range once into a staging
- * buffer, allocated once per call, and gathers the canonical weight if the range is not yet in
- * canonical form. With a digester there are two buffers in turn: other threads hash one of them.
- * The same walk without reads counts the bytes. */
+ * buffer, allocated once per call, and gathers or decodes the canonical weight if the range is not
+ * yet in canonical form. With a digester there are two buffers in turn: other threads hash one of
+ * them. The same walk without reads counts the bytes. */
 #include "model/model_internal.h"
 
+#include "base/cores.h"
 #include "base/size.h"
+#include "base/thread_pool.h"
+#include "quant/decode.h"
+#include "quant/numbers.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -16,19 +20,39 @@
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "safetensors is little-endian and is read without swapping");
 
-enum { TILE = 32 }; /* elements; a tile of rows and columns stays in the first-level cache */
+enum {
+    TILE = 32,         /* elements; a tile of rows and columns stays in the first-level cache */
+    DECODED_ROWS = 16, /* at a time, of a quantised weight: they stay in the second-level cache */
+    DECODE_THREADS_MAX = 16,
+};
 
-static struct moe_status visit_weight(const struct moe_model *m, const struct moe_layer_spec *spec,
-                                      enum moe_weight weight, uint32_t expert,
-                                      moe_piece_visitor visit, void *ctx)
+/* ---- the walk ---- */
+
+struct walk {
+    const struct moe_model *model;
+    const struct moe_layer_spec *spec;
+    moe_piece_visitor visit;
+    void *ctx;
+    struct moe_piece last[MOE_QUANT_PARTS];
+};
+
+static struct moe_status visit_piece(void *ctx, enum moe_weight weight, uint32_t expert,
+                                     const struct moe_piece *p)
 {
-    struct moe_piece piece;
+    struct walk *w = ctx;
+    struct moe_piece piece = *p;
+    piece.again = moe_piece_same_range(p, &w->last[p->part]);
+    w->last[p->part] = *p;
+    return w->visit(w->ctx, weight, expert, &piece);
+}
+
+static struct moe_status visit_weight(struct walk *w, enum moe_weight weight, uint32_t expert)
+{
     size_t rows, columns;
-    moe_weight_shape(spec, weight, &rows, &columns);
+    moe_weight_shape(w->spec, weight, &rows, &columns);
     if (rows == 0)
         return moe_ok();
-    MOE_TRY(moe_layout_locate(&m->layout, spec, weight, expert, &piece));
-    return visit(ctx, weight, expert, &piece);
+    return moe_layout_visit(&w->model->layout, w->spec, weight, expert, visit_piece, w);
 }
 
 struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer, bool replicated,
@@ -38,15 +62,16 @@ struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer
     const struct moe_layer_spec *spec = moe_model_layer(m, layer);
     if (spec == NULL)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "no such MoE layer");
+    struct walk walk = {.model = m, .spec = spec, .visit = visit, .ctx = ctx};
     for (unsigned w = 0; replicated && w < MOE_WEIGHT_COUNT; w++)
         if (!moe_weight_is_expert((enum moe_weight)w))
-            MOE_TRY(visit_weight(m, spec, (enum moe_weight)w, 0, visit, ctx));
+            MOE_TRY(visit_weight(&walk, (enum moe_weight)w, 0));
     for (size_t i = 0; i < expert_count; i++) {
         if (experts[i] >= spec->experts || (i > 0 && experts[i] <= experts[i - 1]))
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
                              "experts to load are not ascending ids below %u", spec->experts);
         for (unsigned w = MOE_WEIGHT_GATE; w <= MOE_WEIGHT_DOWN_BIAS; w++)
-            MOE_TRY(visit_weight(m, spec, (enum moe_weight)w, experts[i], visit, ctx));
+            MOE_TRY(visit_weight(&walk, (enum moe_weight)w, experts[i]));
     }
     return moe_ok();
 }
@@ -55,16 +80,17 @@ struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer
 
 struct plan {
     uint64_t read_bytes;
-    uint64_t given_bytes; /* of all weights, in canonical form */
-    size_t raw_bytes;     /* largest range */
-    size_t out_bytes;     /* largest canonical weight that needs gathering or conversion */
-    bool read_here_only;  /* raw_bytes counts only weights that need either */
-    struct moe_piece last;
+    uint64_t given_bytes;              /* of all weights, in canonical form */
+    size_t raw_bytes[MOE_QUANT_PARTS]; /* largest range of each part */
+    size_t out_bytes;    /* largest canonical weight that needs gathering or conversion */
+    size_t row_bytes;    /* of DECODED_ROWS decoded rows */
+    bool read_here_only; /* raw_bytes counts only weights that need either */
 };
 
 static enum moe_dtype output_dtype(const struct moe_piece *p)
 {
-    return p->at.tensor->dtype == MOE_ST_BF16 ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
+    bool bf16 = p->quant != NULL || p->at.tensor->dtype == MOE_ST_BF16;
+    return bf16 ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
 }
 
 static bool delivered_as_read(const struct moe_piece *p)
@@ -76,20 +102,23 @@ static struct moe_status plan_piece(void *ctx, enum moe_weight weight, uint32_t 
                                     const struct moe_piece *p)
 {
     struct plan *plan = ctx;
-    size_t out;
+    size_t out, rows;
     (void)weight;
     (void)expert;
     if (!moe_size_mul3(p->rows, p->columns, moe_dtype_bytes(output_dtype(p)), &out) ||
-        p->bytes > SIZE_MAX)
+        !moe_size_mul3(DECODED_ROWS, p->columns, sizeof(float), &rows) || p->bytes > SIZE_MAX)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "a weight is too large");
-    plan->given_bytes += out;
-    if (!moe_piece_same_range(p, &plan->last))
+    if (!p->again)
         plan->read_bytes += p->bytes;
-    if (p->bytes > plan->raw_bytes && !(plan->read_here_only && delivered_as_read(p)))
-        plan->raw_bytes = (size_t)p->bytes;
+    if (p->bytes > plan->raw_bytes[p->part] && !(plan->read_here_only && delivered_as_read(p)))
+        plan->raw_bytes[p->part] = (size_t)p->bytes;
+    if (p->part != MOE_QUANT_DATA)
+        return moe_ok();
+    plan->given_bytes += out;
     if (!delivered_as_read(p) && out > plan->out_bytes)
         plan->out_bytes = out;
-    plan->last = *p;
+    if (p->quant != NULL && rows > plan->row_bytes)
+        plan->row_bytes = rows;
     return moe_ok();
 }
 
@@ -121,38 +150,30 @@ struct load {
     void *progress_ctx;
     struct moe_digester *digester; /* NULL: none */
     uint64_t read_bytes;
-    char *raw[2], *out;    /* raw[1] only with a digester: one is hashed while one is read */
-    unsigned turn;         /* raw[turn] was read last */
-    struct moe_piece last; /* the piece in raw[turn] */
+    char *raw[2], *out; /* raw[1] only with a digester: one is hashed while one is read */
+    unsigned turn;      /* raw[turn] was read last */
+    /* Of a quantised weight: */
+    char *parts[MOE_QUANT_PARTS]; /* as read; that of MOE_QUANT_DATA is not used */
+    struct moe_piece
+        pieces[MOE_QUANT_PARTS];  /* in `parts`; no tensor: the weight has no such part */
+    struct moe_thread_pool *pool; /* decodes; NULL: no weight is quantised */
+    struct moe_thread_pool_batch batch;
+    float *rows;      /* of each thread: [DECODED_ROWS, columns] */
+    size_t row_bytes; /* of one thread */
 };
-
-/* IEEE 754 half to single precision: every half has an exact single. */
-static uint32_t half_to_single_bits(uint16_t h)
-{
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 0x3ff;
-    if (exponent == 31) /* infinity, NaN with its payload */
-        return sign | 0x7f800000 | mantissa << 13;
-    if (exponent != 0)
-        return sign | (exponent + 127 - 15) << 23 | mantissa << 13;
-    if (mantissa == 0)
-        return sign;
-    /* Subnormal: shift the leading one up to its implicit place. */
-    uint32_t shift = (uint32_t)__builtin_clz(mantissa) - 21;
-    return sign | (127 - 14 - shift) << 23 | (mantissa << shift & 0x3ff) << 13;
-}
 
 static inline __attribute__((always_inline)) void
 copy_element(enum moe_st_dtype dtype, const char *raw, size_t from, char *out, size_t to)
 {
     uint16_t half;
-    uint32_t single;
+    float single;
     switch (dtype) {
     case MOE_ST_F32: memcpy(out + 4 * to, raw + 4 * from, 4); return;
     case MOE_ST_BF16: memcpy(out + 2 * to, raw + 2 * from, 2); return;
     default: break;
     }
     memcpy(&half, raw + 2 * from, sizeof half);
-    single = half_to_single_bits(half);
+    single = moe_f16_to_f32(half);
     memcpy(out + 4 * to, &single, sizeof single);
 }
 
@@ -194,20 +215,27 @@ static void count_read(struct load *l, const struct moe_piece *p)
         l->progress(l->progress_ctx, l->read_bytes);
 }
 
+/* Reads the range of a piece to `to`, which hashing no longer reads. */
+static struct moe_status read_range(struct load *l, enum moe_weight weight, uint32_t expert,
+                                    const struct moe_piece *p, char *to, unsigned buffer)
+{
+    if (l->digester != NULL)
+        MOE_TRY(moe_digester__wait(l->digester, buffer));
+    MOE_TRY(moe_st_read(p->at.file, p->at.tensor, p->first, p->bytes, to));
+    if (l->digester != NULL)
+        MOE_TRY(moe_digester__hash(l->digester, weight, expert, p, to, buffer));
+    count_read(l, p);
+    return moe_ok();
+}
+
 static struct moe_status read_piece(struct load *l, enum moe_weight weight, uint32_t expert,
                                     const struct moe_piece *p)
 {
-    l->last = (struct moe_piece){0};
-    if (l->digester != NULL) {
-        l->turn ^= 1;
-        MOE_TRY(moe_digester__wait(l->digester, l->turn));
-    }
-    MOE_TRY(moe_st_read(p->at.file, p->at.tensor, p->first, p->bytes, l->raw[l->turn]));
+    if (p->part != MOE_QUANT_DATA)
+        return read_range(l, weight, expert, p, l->parts[p->part], 1 + (unsigned)p->part);
     if (l->digester != NULL)
-        MOE_TRY(moe_digester__hash(l->digester, weight, expert, p, l->raw[l->turn], l->turn));
-    l->last = *p;
-    count_read(l, p);
-    return moe_ok();
+        l->turn ^= 1;
+    return read_range(l, weight, expert, p, l->raw[l->turn], l->turn);
 }
 
 static struct moe_status pass_source(struct load *l, enum moe_weight weight, uint32_t expert,
@@ -221,6 +249,48 @@ static struct moe_status pass_source(struct load *l, enum moe_weight weight, uin
     return moe_ok();
 }
 
+/* A job of the pool; an item is DECODED_ROWS rows. */
+struct decode_job {
+    const struct moe_quant_matrix *matrix;
+    uint16_t *out;
+};
+
+static struct moe_status decode_rows(void *ctx, uint32_t thread, const void *job, uint32_t item)
+{
+    const struct load *l = ctx;
+    const struct decode_job *j = job;
+    const struct moe_quant_matrix *m = j->matrix;
+    size_t first = (size_t)item * DECODED_ROWS, left = m->rows - first;
+    float *rows = (float *)(void *)((char *)l->rows + thread * l->row_bytes);
+    moe_quant_decode_bf16(m, first, left < DECODED_ROWS ? left : DECODED_ROWS, rows,
+                          j->out + first * m->columns);
+    return moe_ok();
+}
+
+/* Decodes the weight with its last piece `p`, and forgets its parts. */
+static struct moe_status decode(struct load *l, const struct moe_piece *p)
+{
+    enum moe_quant_part wrong = MOE_QUANT_DATA;
+    struct moe_quant_matrix m = {.quant = p->quant,
+                                 .rows = p->rows,
+                                 .columns = p->columns,
+                                 .first_row = p->base,
+                                 .row_step = p->row_step};
+    for (int part = MOE_QUANT_DATA + 1; part < MOE_QUANT_PARTS; part++)
+        m.part[part] = l->pieces[part].at.tensor != NULL ? l->parts[part] : NULL;
+    m.part[MOE_QUANT_DATA] = l->raw[l->turn];
+    const struct moe_tensor *scale = l->pieces[MOE_QUANT_SCALE].at.tensor;
+    MOE_INVARIANT(moe_quant_scale_type(moe_st_dtype_name(scale->dtype), &m.scale));
+    struct moe_status st = moe_quant_check(&m, &wrong);
+    if (moe_failed(&st))
+        return moe_error_context(st, "tensor %.120s", l->pieces[wrong].at.tensor->name);
+    memset(l->pieces, 0, sizeof l->pieces);
+    const struct decode_job job = {&m, (uint16_t *)(void *)l->out};
+    size_t items = (p->rows + DECODED_ROWS - 1) / DECODED_ROWS;
+    MOE_TRY(moe_thread_pool_submit(l->pool, &l->batch, &job, sizeof job, (uint32_t)items));
+    return moe_thread_pool_wait(l->pool, &l->batch);
+}
+
 static struct moe_status load_piece(void *ctx, enum moe_weight weight, uint32_t expert,
                                     const struct moe_piece *p)
 {
@@ -229,11 +299,18 @@ static struct moe_status load_piece(void *ctx, enum moe_weight weight, uint32_t 
     size_t bytes = p->rows * p->columns * moe_dtype_bytes(dtype);
     if (l->source_sink != NULL && delivered_as_read(p))
         return pass_source(l, weight, expert, p, bytes);
-    if (!moe_piece_same_range(p, &l->last))
+    if (!p->again)
         MOE_TRY(read_piece(l, weight, expert, p));
+    if (p->part != MOE_QUANT_DATA) {
+        l->pieces[p->part] = *p;
+        return moe_ok();
+    }
     if (delivered_as_read(p))
         return l->sink(l->sink_ctx, weight, expert, dtype, l->raw[l->turn], bytes);
-    gather(p, l->raw[l->turn], l->out);
+    if (p->quant != NULL)
+        MOE_TRY(decode(l, p));
+    else
+        gather(p, l->raw[l->turn], l->out);
     return l->sink(l->sink_ctx, weight, expert, dtype, l->out, bytes);
 }
 
@@ -242,9 +319,60 @@ static struct moe_status end_hashing(struct load *l)
 {
     if (l->digester == NULL)
         return moe_ok();
-    struct moe_status first = moe_digester__wait(l->digester, 0);
-    struct moe_status second = moe_digester__wait(l->digester, 1);
-    return moe_failed(&first) ? first : second;
+    struct moe_status first = moe_ok();
+    for (unsigned buffer = 0; buffer < MOE_DIGESTER_BUFFERS; buffer++) {
+        struct moe_status st = moe_digester__wait(l->digester, buffer);
+        if (!moe_failed(&first))
+            first = st;
+    }
+    return first;
+}
+
+static struct moe_status no_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                     "no memory to stage weights");
+}
+
+static struct moe_status start_decoding(struct load *l, size_t row_bytes)
+{
+    size_t bytes;
+    uint32_t cores = moe_usable_cores();
+    uint32_t threads = cores < DECODE_THREADS_MAX ? cores : DECODE_THREADS_MAX;
+    if (!moe_size_mul(threads, row_bytes, &bytes))
+        return no_memory();
+    l->row_bytes = row_bytes;
+    l->rows = malloc(bytes);
+    if (l->rows == NULL)
+        return no_memory();
+    return moe_thread_pool_create("moe-decode", threads, decode_rows, l, &l->pool);
+}
+
+static struct moe_status allocate(struct load *l, const struct plan *plan)
+{
+    size_t raw = plan->raw_bytes[MOE_QUANT_DATA] + 1;
+    l->raw[0] = malloc(raw);
+    l->raw[1] = l->digester != NULL ? malloc(raw) : NULL;
+    l->out = malloc(plan->out_bytes + 1);
+    if (l->raw[0] == NULL || l->out == NULL || (l->digester != NULL && l->raw[1] == NULL))
+        return no_memory();
+    for (int part = MOE_QUANT_DATA + 1; part < MOE_QUANT_PARTS; part++) {
+        l->parts[part] = malloc(plan->raw_bytes[part] + 1);
+        if (l->parts[part] == NULL)
+            return no_memory();
+    }
+    return plan->row_bytes > 0 ? start_decoding(l, plan->row_bytes) : moe_ok();
+}
+
+static void release(struct load *l)
+{
+    moe_thread_pool_destroy(l->pool);
+    free(l->raw[0]);
+    free(l->raw[1]);
+    free(l->out);
+    free(l->rows);
+    for (int part = 0; part < MOE_QUANT_PARTS; part++)
+        free(l->parts[part]);
 }
 
 struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, const uint32_t *experts,
@@ -265,24 +393,16 @@ struct moe_status moe_model_stream_layer(const struct moe_model *m, size_t i,
     MOE_TRY(moe_model__visit_layer(m, i, true, experts, expert_count, plan_piece, &plan));
     if (digester != NULL)
         moe_digester__begin(digester, i);
-    struct load l = {
-        .sink = sink,
-        .source_sink = source_sink,
-        .sink_ctx = ctx,
-        .progress = progress,
-        .progress_ctx = progress_ctx,
-        .digester = digester,
-        .raw = {malloc(plan.raw_bytes + 1), digester != NULL ? malloc(plan.raw_bytes + 1) : NULL},
-        .out = malloc(plan.out_bytes + 1)};
-    struct moe_status st;
-    if (l.raw[0] == NULL || l.out == NULL || (digester != NULL && l.raw[1] == NULL))
-        st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                       "no memory to stage weights");
-    else
+    struct load l = {.sink = sink,
+                     .source_sink = source_sink,
+                     .sink_ctx = ctx,
+                     .progress = progress,
+                     .progress_ctx = progress_ctx,
+                     .digester = digester};
+    struct moe_status st = allocate(&l, &plan);
+    if (!moe_failed(&st))
         st = moe_model__visit_layer(m, i, true, experts, expert_count, load_piece, &l);
     struct moe_status hashed = end_hashing(&l);
-    free(l.raw[0]);
-    free(l.raw[1]);
-    free(l.out);
+    release(&l);
     return moe_failed(&st) ? st : hashed;
 }

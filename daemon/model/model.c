@@ -52,6 +52,15 @@ static void hash_piece(struct moe_sha256 *sha, const struct moe_piece *p)
     hash_text(sha, line);
 }
 
+static struct moe_status hash_visited(void *ctx, enum moe_weight weight, uint32_t expert,
+                                      const struct moe_piece *p)
+{
+    (void)weight;
+    (void)expert;
+    hash_piece(ctx, p);
+    return moe_ok();
+}
+
 /* Locates every weight of one layer, which also checks it. */
 static struct moe_status check_layer(const struct moe_layout *layout,
                                      const struct moe_layer_spec *spec, struct moe_sha256 *sha)
@@ -61,11 +70,8 @@ static struct moe_status check_layer(const struct moe_layout *layout,
         enum moe_weight weight = (enum moe_weight)w;
         moe_weight_shape(spec, weight, &rows, &columns);
         uint32_t copies = rows == 0 ? 0 : moe_weight_is_expert(weight) ? spec->experts : 1;
-        for (uint32_t e = 0; e < copies; e++) {
-            struct moe_piece piece;
-            MOE_TRY(moe_layout_locate(layout, spec, weight, e, &piece));
-            hash_piece(sha, &piece);
-        }
+        for (uint32_t e = 0; e < copies; e++)
+            MOE_TRY(moe_layout_visit(layout, spec, weight, e, hash_visited, sha));
     }
     return moe_ok();
 }
@@ -107,13 +113,16 @@ static struct moe_status read_headers(struct moe_model *m)
     struct moe_status st;
     int directory = m->directory;
     json_t *root = NULL;
+    struct moe_quant_config quant = {0};
     MOE_TRY_GOTO(st, moe_json_read_at(directory, "config.json", CONFIG_BYTES_MAX, &root), done);
     MOE_TRY_GOTO(st, moe_config_read(root, &m->config), done);
+    MOE_TRY_GOTO(st, moe_quant_config_read(root, m->config.family, &quant), done);
     MOE_TRY_GOTO(st, moe_checkpoint_open(directory, &m->checkpoint), done);
-    MOE_TRY_GOTO(st, moe_layout_open(m->checkpoint, &m->config, &m->layout), done);
+    MOE_TRY_GOTO(st, moe_layout_open(m->checkpoint, &m->config, &quant, &m->layout), done);
     MOE_TRY_GOTO(st, check_layers(m, root), done);
     MOE_TRY_GOTO(st, moe_layout_refuse_unread(&m->layout, &m->config), done);
 done:
+    moe_quant_config_free(&quant);
     json_decref(root);
     return st;
 }
@@ -197,4 +206,17 @@ size_t moe_model_layer_count(const struct moe_model *m)
 const struct moe_layer_spec *moe_model_layer(const struct moe_model *m, size_t i)
 {
     return i < m->config.layer_count ? &m->config.layers[i] : NULL;
+}
+
+const char *moe_model_quantisation(const struct moe_model *m)
+{
+    for (size_t i = 0; i < m->config.layer_count; i++) {
+        const struct moe_layer_spec *spec = &m->config.layers[i];
+        const struct moe_quant *q = moe_layout_quant(&m->layout, spec, MOE_WEIGHT_GATE);
+        if (q == NULL && spec->shared_intermediate != 0)
+            q = moe_layout_quant(&m->layout, spec, MOE_WEIGHT_SHARED_GATE);
+        if (q != NULL)
+            return q->scheme->name;
+    }
+    return NULL;
 }

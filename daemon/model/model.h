@@ -31,11 +31,15 @@ const char *moe_model_family(const struct moe_model *m); /* model_type */
  * tensors: equal on all workers that read the same checkpoint. */
 const char *moe_model_fingerprint(const struct moe_model *m);
 
+/* The scheme of quantised experts, for people: "FP8 in blocks". NULL: no matrix is quantised. */
+const char *moe_model_quantisation(const struct moe_model *m);
+
 /* MoE layers, ascending by spec.layer. */
 size_t moe_model_layer_count(const struct moe_model *m);
 const struct moe_layer_spec *moe_model_layer(const struct moe_model *m, size_t i);
 
-/* Receives one weight in canonical form (moe/layer_spec.h); `data` is valid during the call. */
+/* Receives one weight in canonical form (moe/layer_spec.h); `data` is valid during the call. A
+ * quantised weight comes as BF16, rounded to nearest even. */
 typedef struct moe_status (*moe_weight_sink)(void *ctx, enum moe_weight weight, uint32_t expert,
                                              enum moe_dtype dtype, const void *data, size_t bytes);
 

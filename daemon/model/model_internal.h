@@ -17,13 +17,10 @@ struct moe_model {
     char fingerprint[MOE_SHA256_HEX];
 };
 
-/* Visits one piece. */
-typedef struct moe_status (*moe_piece_visitor)(void *ctx, enum moe_weight weight, uint32_t expert,
-                                               const struct moe_piece *piece);
-
 /* The weights of a layer that are not an expert's (with `replicated`), then those of `experts`,
  * ascending, expert by expert: gate and up of a fused expert, which may share a byte range, follow
- * each other. Errors: LAYER_NOT_FOUND, EXPERT_INDEX_RANGE, those of locating and of `visit`. */
+ * each other, and the pieces of one weight as in moe_layout_visit. Errors: LAYER_NOT_FOUND,
+ * EXPERT_INDEX_RANGE, those of locating and of `visit`. */
 struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer, bool replicated,
                                          const uint32_t *experts, size_t expert_count,
                                          moe_piece_visitor visit, void *ctx) MOE_CHECKED;
@@ -34,7 +31,8 @@ struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer
 /* Forgets the layer before. */
 void moe_digester__begin(struct moe_digester *d, size_t layer);
 /* Adds the range of a piece, and begins to hash it: `data` stays until moe_digester__wait of the
- * same buffer, 0 or 1. */
+ * same buffer. Loading has two for MOE_QUANT_DATA, 0 and 1, and one for each other part. */
+enum { MOE_DIGESTER_BUFFERS = MOE_QUANT_PARTS + 1 };
 struct moe_status moe_digester__hash(struct moe_digester *d, enum moe_weight weight,
                                      uint32_t expert, const struct moe_piece *p, const void *data,
                                      unsigned buffer) MOE_CHECKED;

@@ -190,11 +190,29 @@ static struct moe_status grow(void **buffer, size_t *has, size_t wanted)
                                        "no memory to write weights");
 }
 
+/* Quantised weights do not change: their bytes are those of the model. */
+static struct moe_status copy_piece(struct writer *w, enum moe_weight weight, uint32_t expert,
+                                    const struct moe_piece *p)
+{
+    if (p->again)
+        return moe_ok();
+    MOE_TRY(flush(w));
+    MOE_TRY(grow((void **)&w->raw, &w->raw_bytes, (size_t)p->bytes));
+    MOE_TRY(moe_st_read(p->at.file, p->at.tensor, p->first, p->bytes, w->raw));
+    w->last = *p;
+    w->weight = weight;
+    w->expert = expert;
+    w->filled = p->bytes;
+    return moe_ok();
+}
+
 static struct moe_status write_piece(void *ctx, enum moe_weight weight, uint32_t expert,
                                      const struct moe_piece *p)
 {
     struct writer *w = ctx;
     size_t count = 0, bytes = 0;
+    if (p->quant != NULL)
+        return copy_piece(w, weight, expert, p);
     MOE_INVARIANT(moe_size_mul(p->rows, p->columns, &count) &&
                   moe_size_mul(count, sizeof(float), &bytes));
     if (w->filled == 0 || !moe_piece_same_range(p, &w->last)) {
@@ -241,16 +259,15 @@ done:;
 struct moe_status moe_model_weight_name(const struct moe_model *m, size_t i, enum moe_weight weight,
                                         uint32_t expert, char name[MOE_MODEL_NAME_MAX])
 {
-    struct moe_piece p;
+    char full[MOE_MODEL_NAME_MAX + 1];
     const struct moe_layer_spec *spec = moe_model_layer(m, i);
     if (spec == NULL)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "no such MoE layer");
-    MOE_TRY(moe_layout_locate(&m->layout, spec, weight, expert, &p));
-    size_t n = strlen(p.at.tensor->name);
-    if (n >= MOE_MODEL_NAME_MAX)
+    moe_layout_plain_name(&m->layout, spec, weight, expert, full, sizeof full);
+    if (strlen(full) >= MOE_MODEL_NAME_MAX)
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
-                         "tensor %.120s... has too long a name", p.at.tensor->name);
-    memcpy(name, p.at.tensor->name, n + 1);
+                         "tensor %.120s... has too long a name", full);
+    memcpy(name, full, strlen(full) + 1);
     return moe_ok();
 }
 

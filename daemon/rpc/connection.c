@@ -22,6 +22,9 @@ static void on_shut_down(struct moe_rpc_tag *tag, bool ok)
     struct moe_rpc_connection *c = MOE_RPC_OWNER(struct moe_rpc_connection, on_shut_down, tag);
     struct moe_rpc_server *server = c->shard->server;
     (void)ok;
+    /* This event may come before the call in shut_down returns. That still uses the server. */
+    moe_mutex_lock(&c->requesting);
+    moe_mutex_unlock(&c->requesting);
     grpc_server_destroy(c->core);
     moe_rpc_connection_unref(c);
     moe_mutex_lock(&server->lock);
@@ -34,18 +37,19 @@ static void shut_down(struct moe_rpc_connection *c)
 {
     moe_mutex_lock(&c->requesting);
     c->shutting = true;
-    moe_mutex_unlock(&c->requesting);
     MOE_RPC_HAND_OVER(&c->on_shut_down);
     grpc_server_shutdown_and_notify(c->core, c->shard->queue, &c->on_shut_down);
+    moe_mutex_unlock(&c->requesting);
 }
 
-void *moe_rpc_connection_opened(void *ctx, const struct moe_rpc_identity *who, int fd)
+void *moe_rpc_connection_opened(void *ctx, const struct moe_rpc_identity *who,
+                                struct moe_connection *connection, int fd)
 {
     struct moe_rpc_server *server = ctx;
     struct moe_rpc_connection *c = calloc(1, sizeof *c);
-    struct moe_status st = c != NULL
-                               ? moe_rpc_uploads_open(&server->memory.budget, who, &c->uploads)
-                               : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, " ");
+    struct moe_status st =
+        c != NULL ? moe_rpc_uploads_open(&server->memory.budget, who, connection, &c->uploads)
+                  : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, " ");
     if (moe_failed(&st)) {
         free(c);
         close(fd);
@@ -101,7 +105,7 @@ enum { EARLY_STREAMS = 100 };
 static size_t stream_began(void *ctx, uint32_t stream, uint8_t *field)
 {
     struct moe_rpc_connection *c = ctx;
-    if (!moe_rpc_uploads_has_room(c->uploads, c->shard->server->max_streams + EARLY_STREAMS))
+    if (!moe_rpc_uploads_admit(c->uploads, c->shard->server->max_streams + EARLY_STREAMS))
         return MOE_FRAMES_TOO_MANY;
     return moe_rpc_upload_begin(c->uploads, stream, field);
 }

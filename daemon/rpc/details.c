@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Statuses on the wire: `grpc-status-details-bin`, the rich error model of the public
  * google/rpc/status.proto and error_details.proto. Supported: ErrorInfo and RetryInfo. */
+#include "daemon/endpoint.h"
 #include "rpc/core.h"
 #include "rpc/wire.h"
 
@@ -51,14 +52,14 @@ static void put_detail(struct moe_wire_writer *status, const char *url,
     put_message(status, STATUS_DETAILS, &any);
 }
 
-/* Metadata "worker": the last word of the text, an address. */
-static void put_worker(struct moe_wire_writer *info, const char *text)
+/* Metadata `key`: the last word of the text, an address. */
+static void put_address(struct moe_wire_writer *info, const char *key, const char *text)
 {
-    const char *space = strrchr(text, ' '), *worker = space != NULL ? space + 1 : text;
+    const char *space = strrchr(text, ' '), *address = space != NULL ? space + 1 : text;
     uint8_t memory[SMALL];
     struct moe_wire_writer entry = {.memory = memory, .capacity = sizeof memory};
-    put_text(&entry, 1, "worker");
-    put_text(&entry, 2, worker);
+    put_text(&entry, 1, key);
+    put_text(&entry, 2, address);
     if (!entry.overflow)
         put_message(info, INFO_METADATA, &entry);
 }
@@ -70,7 +71,9 @@ static void put_info(struct moe_wire_writer *status, const struct moe_status *er
     put_text(&info, INFO_REASON, moe_reason_name(error->reason));
     put_text(&info, INFO_DOMAIN, domain);
     if (error->reason == MOE_REASON_RECORDED_ELSEWHERE)
-        put_worker(&info, error->text);
+        put_address(&info, "worker", error->text);
+    if (error->reason == MOE_REASON_NOT_LEADER && moe_endpoint_of_leader(error)[0] != '\0')
+        put_address(&info, "leader", error->text);
     put_detail(status, info_url, &info);
 }
 

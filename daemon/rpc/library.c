@@ -7,11 +7,13 @@
 #include "daemon/log.h"
 #include "rpc/core.h"
 
+#include <dlfcn.h>
 #include <grpc/support/log.h>
 #include <grpc/support/time.h>
 #include <malloc.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -202,6 +204,26 @@ void moe_rpc_tune_allocator(void)
         moe_log_debug("malloc is not glibc's and stays as it is");
 }
 
+/* absl::SetMutexDeadlockDetectionMode(kIgnore). The name has the inline namespace of Debian's
+ * builds, "debian3" for example; other builds have the search off. */
+static void stop_lock_search(void)
+{
+    enum { NAMESPACES = 40, IGNORE = 0 };
+    void *process = dlopen(NULL, RTLD_LAZY);
+    void (*set_mode)(int mode) = NULL;
+    for (int i = 1; process != NULL && set_mode == NULL && i < NAMESPACES; i++) {
+        char name[96];
+        (void)snprintf(name, sizeof name,
+                       "_ZN4absl%ddebian%d29SetMutexDeadlockDetectionModeENS0_15OnDeadlockCycleE",
+                       i < 10 ? 7 : 8, i);
+        *(void **)&set_mode = dlsym(process, name);
+    }
+    if (set_mode != NULL)
+        set_mode(IGNORE);
+    if (process != NULL)
+        (void)dlclose(process);
+}
+
 struct moe_status moe_rpc_force_polling(void)
 {
     static const char name[] = "GRPC_POLL_STRATEGY";
@@ -214,5 +236,6 @@ struct moe_status moe_rpc_force_polling(void)
     if (setenv(name, "poll", 1) != 0)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for %s",
                          name);
+    stop_lock_search();
     return moe_ok();
 }

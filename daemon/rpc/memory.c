@@ -33,9 +33,14 @@ static void refuse(void *call, struct moe_status why)
     moe_rpc_call_unref(call);
 }
 
+static void end(void *connection)
+{
+    moe_listener_end(connection);
+}
+
 void moe_rpc_memory_init(struct moe_rpc_memory *m, const struct moe_rpc_server_config *config)
 {
-    static const struct moe_rpc_waiters waiters = {hold, moe_rpc_start_granted, refuse};
+    static const struct moe_rpc_waiters waiters = {hold, moe_rpc_start_granted, refuse, end};
     moe_rpc_budget_init(&m->budget, config->max_reading_bytes, config->max_waiting_reads, &waiters);
     uint64_t most = m->budget.limit[MOE_RPC_SMALL] + m->budget.limit[MOE_RPC_LARGE] +
                     (uint64_t)config->max_waiting_reads * MOE_RPC_LOOKAHEAD_BYTES + CORE_BYTES;

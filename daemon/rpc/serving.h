@@ -235,7 +235,9 @@ struct moe_rpc_connection {
     atomic_uint accepting;  /* accepts posted */
     atomic_uint keepers;    /* calls that keep its place at a limit; see keep_place */
     /* The core aborts when a request for a call meets the shutdown of its server: it keeps the
-     * request after it has dropped all others. So one lock covers each request and this mark. */
+     * request after it has dropped all others. The shutdown may also post its event before it is
+     * done with the server. So one lock covers each request, this mark and the shutdown, and the
+     * server is destroyed after that. */
     struct moe_mutex requesting;
     MOE_GUARDED_BY(requesting) bool shutting;
     struct moe_rpc_tag on_shut_down;
@@ -247,7 +249,8 @@ struct moe_rpc_connection {
 
 void moe_rpc_connection_unref(struct moe_rpc_connection *c);
 /* For moe_listener_config; `ctx` is the server. */
-void *moe_rpc_connection_opened(void *ctx, const struct moe_rpc_identity *who, int fd);
+void *moe_rpc_connection_opened(void *ctx, const struct moe_rpc_identity *who,
+                                struct moe_connection *connection, int fd);
 bool moe_rpc_connection_keeps(void *ctx, void *connection);
 void moe_rpc_connection_closed(void *ctx, void *connection);
 /* Its streams; `ctx` is the connection. */

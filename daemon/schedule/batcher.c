@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The queues behind schedule/batcher.h: one list per key in a flat array indexed by (layer, kind,
- * dtype). The position of a split request is `taken`, the number of its tokens handed to steps; it
- * is the only thing that put-back has to restore. */
+/* The queues behind schedule/batcher.h: for each model a table of lists, one per key, indexed by
+ * (layer, kind, dtype). The position of a split request is `taken`, the number of its tokens handed
+ * to steps; it is the only thing that put-back has to restore. */
 #include "schedule/batcher.h"
 
 #include "base/clock.h"
@@ -14,49 +14,104 @@ enum {
     QUEUES_PER_LAYER = KINDS * DTYPES,
 };
 
-struct queue {
+struct moe_queue {
     struct moe_work *head, *tail; /* linked by next and prev; both NULL when empty */
     uint64_t tokens;              /* sum of tokens - taken over the list */
 };
 
+/* The queues of one model. */
+struct table {
+    struct table *next;
+    uint32_t model;
+    size_t layer_count;        /* at least 1 */
+    uint32_t *layers;          /* [layer_count], ascending */
+    struct moe_queue queues[]; /* [layer_count * QUEUES_PER_LAYER] */
+};
+
 struct moe_batcher {
-    uint32_t *layers; /* [layer_count], ascending */
-    size_t layer_count;
-    struct queue *queues; /* [layer_count * QUEUES_PER_LAYER] */
+    struct table *tables; /* in the order of adding; that of create is the first */
     uint64_t tokens;      /* over all queues */
     uint64_t next_expiry; /* <= every queued deadline; MOE_NEVER when none can expire */
 };
 
-struct moe_status moe_batcher_create(const uint32_t *layers, size_t count, struct moe_batcher **out)
+static struct moe_status check_layers(const uint32_t *layers, size_t count)
 {
     for (size_t i = 1; i < count; i++)
-        if (layers[i] <= layers[i - 1])
+        if (layers[i] <= layers[i - 1] || moe_layer_model(layers[i]) != moe_layer_model(layers[0]))
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
-                             "layers must be listed in ascending order");
+                             "layers of one model must be listed in ascending order");
+    return moe_ok();
+}
+
+struct moe_status moe_batcher_add_model(struct moe_batcher *b, const uint32_t *layers, size_t count)
+{
+    struct table **end = &b->tables, *t;
+    if (count == 0)
+        return moe_ok();
+    MOE_TRY(check_layers(layers, count));
+    for (; *end != NULL; end = &(*end)->next)
+        if ((*end)->model == moe_layer_model(layers[0]))
+            return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_NONE, "model %u has queues",
+                             moe_layer_model(layers[0]));
+    t = calloc(1, sizeof *t + count * QUEUES_PER_LAYER * sizeof t->queues[0]);
+    uint32_t *copy = calloc(count, sizeof *copy);
+    if (t == NULL || copy == NULL) {
+        free(t);
+        free(copy);
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "no memory for the queues");
+    }
+    memcpy(copy, layers, count * sizeof *copy);
+    t->model = moe_layer_model(layers[0]);
+    t->layer_count = count;
+    t->layers = copy;
+    *end = t;
+    return moe_ok();
+}
+
+struct moe_status moe_batcher_create(const uint32_t *layers, size_t count, struct moe_batcher **out)
+{
     struct moe_batcher *b = calloc(1, sizeof *b);
     if (b == NULL)
-        goto no_memory;
-    b->layers = calloc(count + 1, sizeof *b->layers);
-    b->queues = calloc(count * QUEUES_PER_LAYER + 1, sizeof *b->queues);
-    if (b->layers == NULL || b->queues == NULL)
-        goto no_memory;
-    for (size_t i = 0; i < count; i++)
-        b->layers[i] = layers[i];
-    b->layer_count = count;
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "no memory for the queues");
     b->next_expiry = MOE_NEVER;
-    *out = b;
-    return moe_ok();
-no_memory:
-    moe_batcher_destroy(b);
-    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for the queues");
+    struct moe_status st = moe_batcher_add_model(b, layers, count);
+    if (moe_failed(&st))
+        moe_batcher_destroy(b);
+    else
+        *out = b;
+    return st;
+}
+
+static void free_table(struct table *t)
+{
+    free(t->layers);
+    free(t);
+}
+
+void moe_batcher_remove_model(struct moe_batcher *b, uint32_t model)
+{
+    struct table **at = &b->tables;
+    while (*at != NULL && ((*at)->model != model || at == &b->tables))
+        at = &(*at)->next;
+    struct table *t = *at;
+    if (t == NULL)
+        return;
+    for (size_t i = 0; i < t->layer_count * QUEUES_PER_LAYER; i++)
+        MOE_INVARIANT(t->queues[i].head == NULL);
+    *at = t->next;
+    free_table(t);
 }
 
 void moe_batcher_destroy(struct moe_batcher *b)
 {
     if (b == NULL)
         return;
-    free(b->layers);
-    free(b->queues);
+    for (struct table *next, *t = b->tables; t != NULL; t = next) {
+        next = t->next;
+        free_table(t);
+    }
     free(b);
 }
 
@@ -66,18 +121,22 @@ static int compare_layers(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-static struct queue *find_queue(const struct moe_batcher *b, const struct moe_step_key *key)
+static struct moe_queue *find_queue(const struct moe_batcher *b, const struct moe_step_key *key)
 {
+    struct table *t = b->tables;
     if (!moe_step_traits(key->kind)->queued ||
-        (key->dtype != MOE_DTYPE_F32 && key->dtype != MOE_DTYPE_BF16) || b->layer_count == 0)
+        (key->dtype != MOE_DTYPE_F32 && key->dtype != MOE_DTYPE_BF16))
         return NULL;
-    const uint32_t *at =
-        bsearch(&key->layer, b->layers, b->layer_count, sizeof *b->layers, compare_layers);
+    while (t != NULL && t->model != moe_layer_model(key->layer))
+        t = t->next;
+    const uint32_t *at = t == NULL ? NULL
+                                   : bsearch(&key->layer, t->layers, t->layer_count,
+                                             sizeof *t->layers, compare_layers);
     if (at == NULL)
         return NULL;
-    size_t ordinal = (size_t)(at - b->layers);
+    size_t ordinal = (size_t)(at - t->layers);
     size_t kind = key->kind == MOE_STEP_FORWARD_RETAIN, dtype = key->dtype == MOE_DTYPE_BF16;
-    return &b->queues[ordinal * QUEUES_PER_LAYER + kind * DTYPES + dtype];
+    return &t->queues[ordinal * QUEUES_PER_LAYER + kind * DTYPES + dtype];
 }
 
 bool moe_batcher_has(const struct moe_batcher *b, const struct moe_step_key *key)
@@ -87,7 +146,7 @@ bool moe_batcher_has(const struct moe_batcher *b, const struct moe_step_key *key
 
 /* ----------------------------------------------------------------------- lists */
 
-static void link_tail(struct moe_batcher *b, struct queue *q, struct moe_work *w)
+static void link_tail(struct moe_queue *q, struct moe_work *w)
 {
     w->prev = q->tail;
     w->next = NULL;
@@ -96,11 +155,11 @@ static void link_tail(struct moe_batcher *b, struct queue *q, struct moe_work *w
     else
         q->head = w;
     q->tail = w;
-    w->queue = (uint32_t)(q - b->queues);
+    w->queue = q;
     w->queued = true;
 }
 
-static void link_head(struct moe_batcher *b, struct queue *q, struct moe_work *w)
+static void link_head(struct moe_queue *q, struct moe_work *w)
 {
     w->prev = NULL;
     w->next = q->head;
@@ -109,11 +168,11 @@ static void link_head(struct moe_batcher *b, struct queue *q, struct moe_work *w
     else
         q->tail = w;
     q->head = w;
-    w->queue = (uint32_t)(q - b->queues);
+    w->queue = q;
     w->queued = true;
 }
 
-static void unlink_work(struct queue *q, struct moe_work *w)
+static void unlink_work(struct moe_queue *q, struct moe_work *w)
 {
     if (w->prev != NULL)
         w->prev->next = w->next;
@@ -127,13 +186,13 @@ static void unlink_work(struct queue *q, struct moe_work *w)
     w->queued = false;
 }
 
-static void add_tokens(struct moe_batcher *b, struct queue *q, uint32_t tokens)
+static void add_tokens(struct moe_batcher *b, struct moe_queue *q, uint32_t tokens)
 {
     q->tokens += tokens;
     b->tokens += tokens;
 }
 
-static void subtract_tokens(struct moe_batcher *b, struct queue *q, uint32_t tokens)
+static void subtract_tokens(struct moe_batcher *b, struct moe_queue *q, uint32_t tokens)
 {
     MOE_INVARIANT(q->tokens >= tokens && b->tokens >= tokens);
     q->tokens -= tokens;
@@ -150,10 +209,10 @@ static void note_deadline(struct moe_batcher *b, const struct moe_work *w)
 
 void moe_batcher_push(struct moe_batcher *b, const struct moe_step_key *key, struct moe_work *w)
 {
-    struct queue *q = find_queue(b, key);
+    struct moe_queue *q = find_queue(b, key);
     MOE_INVARIANT(q != NULL && w->tokens > 0);
     w->taken = w->finished = 0;
-    link_tail(b, q, w);
+    link_tail(q, w);
     add_tokens(b, q, w->tokens);
     note_deadline(b, w);
 }
@@ -161,7 +220,7 @@ void moe_batcher_push(struct moe_batcher *b, const struct moe_step_key *key, str
 size_t moe_batcher_take(struct moe_batcher *b, const struct moe_step_key *key, uint32_t capacity,
                         struct moe_segment *segments, uint32_t *tokens)
 {
-    struct queue *q = find_queue(b, key);
+    struct moe_queue *q = find_queue(b, key);
     MOE_INVARIANT(q != NULL);
     size_t count = 0;
     *tokens = 0;
@@ -182,7 +241,7 @@ size_t moe_batcher_take(struct moe_batcher *b, const struct moe_step_key *key, u
 bool moe_batcher_take_whole(struct moe_batcher *b, const struct moe_step_key *key, uint64_t number,
                             struct moe_segment *segment)
 {
-    struct queue *q = find_queue(b, key);
+    struct moe_queue *q = find_queue(b, key);
     MOE_INVARIANT(q != NULL && key->kind == MOE_STEP_FORWARD_RETAIN && number != 0);
     struct moe_work *w = q->head;
     while (w != NULL && w->number != number)
@@ -199,10 +258,10 @@ bool moe_batcher_take_whole(struct moe_batcher *b, const struct moe_step_key *ke
 void moe_batcher_put_back(struct moe_batcher *b, const struct moe_segment *segment)
 {
     struct moe_work *w = segment->work;
-    struct queue *q = &b->queues[w->queue];
+    struct moe_queue *q = w->queue;
     MOE_INVARIANT(w->taken == segment->first + segment->count);
     if (!w->queued)
-        link_head(b, q, w);
+        link_head(q, w);
     w->taken = segment->first;
     add_tokens(b, q, segment->count);
     note_deadline(b, w);
@@ -212,10 +271,24 @@ bool moe_batcher_remove(struct moe_batcher *b, struct moe_work *w)
 {
     if (!w->queued)
         return false;
-    struct queue *q = &b->queues[w->queue];
+    struct moe_queue *q = w->queue;
     unlink_work(q, w);
     subtract_tokens(b, q, w->tokens - w->taken);
     return true;
+}
+
+/* The `i`-th queue over all tables, and its key; NULL past the last. */
+static struct moe_queue *queue_at(const struct moe_batcher *b, size_t i, struct moe_step_key *key)
+{
+    struct table *t = b->tables;
+    for (; t != NULL && i >= t->layer_count * QUEUES_PER_LAYER; t = t->next)
+        i -= t->layer_count * QUEUES_PER_LAYER;
+    if (t == NULL)
+        return NULL;
+    key->layer = t->layers[i / QUEUES_PER_LAYER];
+    key->kind = i / DTYPES % KINDS == 0 ? MOE_STEP_FORWARD : MOE_STEP_FORWARD_RETAIN;
+    key->dtype = i % DTYPES == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
+    return &t->queues[i];
 }
 
 /* -------------------------------------------------------------------- eviction */
@@ -224,9 +297,11 @@ struct moe_work *moe_batcher_evict(struct moe_batcher *b, moe_batcher_match matc
 {
     struct moe_work *first = NULL, **end = &first;
     b->next_expiry = MOE_NEVER;
-    for (size_t i = 0; i < b->layer_count * QUEUES_PER_LAYER; i++) {
+    struct moe_step_key key;
+    const struct moe_queue *q;
+    for (size_t i = 0; (q = queue_at(b, i, &key)) != NULL; i++) {
         struct moe_work *next;
-        for (struct moe_work *w = b->queues[i].head; w != NULL; w = next) {
+        for (struct moe_work *w = q->head; w != NULL; w = next) {
             next = w->next;
             if (!match(w, arg)) {
                 note_deadline(b, w);
@@ -260,20 +335,10 @@ uint64_t moe_batcher_tokens(const struct moe_batcher *b)
     return b->tokens;
 }
 
-static struct queue *queue_at(const struct moe_batcher *b, size_t i, struct moe_step_key *key)
-{
-    if (i >= b->layer_count * QUEUES_PER_LAYER)
-        return NULL;
-    key->layer = b->layers[i / QUEUES_PER_LAYER];
-    key->kind = i / DTYPES % KINDS == 0 ? MOE_STEP_FORWARD : MOE_STEP_FORWARD_RETAIN;
-    key->dtype = i % DTYPES == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
-    return &b->queues[i];
-}
-
 bool moe_batcher_queue(const struct moe_batcher *b, size_t i, struct moe_step_key *key,
                        uint64_t *tokens)
 {
-    const struct queue *q = queue_at(b, i, key);
+    const struct moe_queue *q = queue_at(b, i, key);
     if (q != NULL)
         *tokens = q->tokens;
     return q != NULL;
@@ -283,7 +348,7 @@ void moe_batcher_visit_retain(struct moe_batcher *b, void (*visit)(struct moe_wo
                               void *arg)
 {
     struct moe_step_key key;
-    const struct queue *q;
+    const struct moe_queue *q;
     for (size_t i = 0; (q = queue_at(b, i, &key)) != NULL; i++)
         for (struct moe_work *w = q->head; w != NULL && key.kind == MOE_STEP_FORWARD_RETAIN;
              w = w->next)
@@ -293,7 +358,7 @@ void moe_batcher_visit_retain(struct moe_batcher *b, void (*visit)(struct moe_wo
 bool moe_batcher_rewind(struct moe_batcher *b, size_t i, struct moe_step_key *key, uint32_t *tokens,
                         struct moe_work **w)
 {
-    struct queue *q = queue_at(b, i, key);
+    struct moe_queue *q = queue_at(b, i, key);
     if (q == NULL)
         return false;
     *w = q->head;

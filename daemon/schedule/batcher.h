@@ -4,8 +4,8 @@
  * split and its remainder stays at the head. Requests of kind MOE_STEP_FORWARD_RETAIN are taken
  * whole, by number.
  *
- * Pure: no clock, no lock, no thread, and no memory after create (requests are linked through their
- * own fields). The sequencer chooses the queue. */
+ * Pure: no clock, no lock, no thread, and memory only for the queues of a model (requests are
+ * linked through their own fields). The sequencer chooses the queue. */
 #ifndef MOE_SCHEDULE_BATCHER_H
 #define MOE_SCHEDULE_BATCHER_H
 
@@ -19,9 +19,16 @@ struct moe_segment {
     uint32_t first, count;
 };
 
-/* `layers` ascends strictly. */
+/* `layers`: keys (moe_layer_key) of one model, strictly ascending. */
 struct moe_status moe_batcher_create(const uint32_t *layers, size_t count,
                                      struct moe_batcher **out) MOE_CHECKED;
+/* Queues for the layers of one more model; the same form. Errors: MOE_INVALID_ARGUMENT (order, not
+ * one model), MOE_ALREADY_EXISTS (that model has queues), OUT_OF_MEMORY. */
+struct moe_status moe_batcher_add_model(struct moe_batcher *b, const uint32_t *layers,
+                                        size_t count) MOE_CHECKED;
+/* Removes the queues of a model, not those of create. Nothing may be in them, or come back. Does
+ * nothing without such queues. */
+void moe_batcher_remove_model(struct moe_batcher *b, uint32_t model);
 /* Requests that are still queued belong to the caller. NULL is ignored. */
 void moe_batcher_destroy(struct moe_batcher *b);
 

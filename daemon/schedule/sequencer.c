@@ -20,6 +20,12 @@ struct key_state {
     uint64_t pending[MOE_MAX_SLOTS]; /* announced, not covered by a ticket */
     uint64_t owed[MOE_MAX_SLOTS]; /* of these, waiting since the last exclusive ticket was done */
     bool in_ring;                 /* exactly when some slot's pending is not 0 */
+    bool in_use; /* else free, because its model was removed; nothing is pending then */
+};
+
+struct model_change {
+    uint32_t model;
+    bool serve;
 };
 
 struct moe_sequencer {
@@ -33,6 +39,10 @@ struct moe_sequencer {
     uint32_t beat_layer;
     size_t key_count;
     struct key_state keys[MOE_SEQUENCER_KEYS];
+    size_t served_count; /* added models between their ADD_MODEL and REMOVE_MODEL */
+    uint32_t served[MOE_ADDED_MODELS_MAX];
+    size_t change_first, change_count;
+    struct model_change changes[MOE_SEQUENCER_CHANGES]; /* a ring */
     size_t ring_first, ring_count; /* ring[(first + i) % KEYS]: indices into keys */
     uint32_t ring[MOE_SEQUENCER_KEYS];
 
@@ -133,14 +143,34 @@ static bool same_key(const struct moe_step_key *a, const struct moe_step_key *b)
 
 static struct key_state *find_or_add_key(struct moe_sequencer *s, const struct moe_step_key *key)
 {
-    for (size_t i = 0; i < s->key_count; i++)
-        if (same_key(&s->keys[i].key, key))
+    struct key_state *unused = NULL;
+    for (size_t i = 0; i < s->key_count; i++) {
+        if (s->keys[i].in_use && same_key(&s->keys[i].key, key))
             return &s->keys[i];
-    if (s->key_count == MOE_SEQUENCER_KEYS)
+        if (!s->keys[i].in_use && unused == NULL)
+            unused = &s->keys[i];
+    }
+    if (unused == NULL && s->key_count == MOE_SEQUENCER_KEYS)
         return NULL;
-    struct key_state *k = &s->keys[s->key_count++];
+    struct key_state *k = unused != NULL ? unused : &s->keys[s->key_count++];
     k->key = *key;
+    k->in_use = true;
     return k;
+}
+
+/* The place of an added model in `served`, or served_count. */
+static size_t find_served(const struct moe_sequencer *s, uint32_t model)
+{
+    size_t i = 0;
+    while (i < s->served_count && s->served[i] != model)
+        i++;
+    return i;
+}
+
+static bool is_served(const struct moe_sequencer *s, uint32_t layer)
+{
+    uint32_t model = moe_layer_model(layer);
+    return model == 0 || find_served(s, model) < s->served_count;
 }
 
 struct moe_status moe_sequencer_work(struct moe_sequencer *s, uint32_t slot,
@@ -153,7 +183,7 @@ struct moe_status moe_sequencer_work(struct moe_sequencer *s, uint32_t slot,
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
                          "work of kind %u and dtype %u is unknown", (unsigned)key->kind,
                          (unsigned)key->dtype);
-    if (tokens == 0)
+    if (tokens == 0 || !is_served(s, key->layer))
         return moe_ok();
     struct key_state *k = find_or_add_key(s, key);
     if (k == NULL)
@@ -174,7 +204,7 @@ struct moe_status moe_sequencer_call(struct moe_sequencer *s, uint32_t slot,
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE, "slot %u is not of this view",
                          slot);
     if (!moe_step_traits(call->kind)->has_descriptor ||
-        call->descriptor.length > MOE_TRAINING_BODY_MAX ||
+        call->descriptor.length > MOE_TRAINING_BODY_MAX || moe_layer_model(call->layer) != 0 ||
         (has_rows && (tokens == 0 || tokens > s->max_bucket || moe_dtype_bytes(call->dtype) == 0)))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
                          "a training call of kind %u, dtype %u and %u tokens is impossible",
@@ -344,6 +374,82 @@ static void issue_heartbeat(struct moe_sequencer *s, struct moe_ticket *out)
     };
 }
 
+/* -------------------------------------------------------------------------- models */
+
+static struct model_change *change_at(struct moe_sequencer *s, size_t i)
+{
+    return &s->changes[(s->change_first + i) % MOE_SEQUENCER_CHANGES];
+}
+
+/* Whether the model is served once all changes have been issued; `count`: added models then. */
+static bool will_serve(struct moe_sequencer *s, uint32_t model, size_t *count)
+{
+    bool serves = find_served(s, model) < s->served_count;
+    *count = s->served_count;
+    for (size_t i = 0; i < s->change_count; i++) {
+        const struct model_change *c = change_at(s, i);
+        *count = c->serve ? *count + 1 : *count - 1;
+        if (c->model == model)
+            serves = c->serve;
+    }
+    return serves;
+}
+
+struct moe_status moe_sequencer_change_model(struct moe_sequencer *s, uint32_t model, bool serve)
+{
+    size_t count;
+    if (model == 0 || model > MOE_MODEL_NUMBER_MAX)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE, "%u is not an added model", model);
+    if (will_serve(s, model, &count) == serve)
+        return moe_ok();
+    if (s->change_count == MOE_SEQUENCER_CHANGES || (serve && count == MOE_ADDED_MODELS_MAX))
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_TOO_LARGE,
+                         "more than %d added models, or %d changes that wait", MOE_ADDED_MODELS_MAX,
+                         MOE_SEQUENCER_CHANGES);
+    *change_at(s, s->change_count++) = (struct model_change){model, serve};
+    return moe_ok();
+}
+
+/* No ticket covers the work that waits for `model`. Its keys are free for others. */
+static void drop_work(struct moe_sequencer *s, uint32_t model)
+{
+    for (size_t left = s->ring_count; left > 0; left--) {
+        struct key_state *k = ring_take(s);
+        if (moe_layer_model(k->key.layer) != model)
+            ring_append(s, k);
+    }
+    for (size_t i = 0; i < s->key_count; i++) {
+        struct key_state *k = &s->keys[i];
+        if (!k->in_use || moe_layer_model(k->key.layer) != model)
+            continue;
+        for (uint32_t slot = 0; slot < MOE_MAX_SLOTS; slot++) {
+            s->pending -= k->pending[slot];
+            s->owed -= k->owed[slot];
+        }
+        *k = (struct key_state){0};
+    }
+}
+
+static void issue_model_change(struct moe_sequencer *s, struct moe_ticket *out)
+{
+    const struct model_change c = *change_at(s, 0);
+    s->change_first = (s->change_first + 1) % MOE_SEQUENCER_CHANGES;
+    s->change_count--;
+    *out = (struct moe_ticket){
+        .epoch = s->epoch,
+        .seq = ++s->issued,
+        .layer = moe_layer_key(c.model, 0),
+        .kind = c.serve ? MOE_STEP_ADD_MODEL : MOE_STEP_REMOVE_MODEL,
+    };
+    if (c.serve) {
+        s->served[s->served_count++] = c.model;
+        return;
+    }
+    s->served[find_served(s, c.model)] = s->served[s->served_count - 1];
+    s->served_count--;
+    drop_work(s, c.model);
+}
+
 void moe_sequencer_beat(struct moe_sequencer *s, uint32_t layer)
 {
     s->beats = true;
@@ -358,7 +464,9 @@ bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out)
     if (!MOE_GUARD(EXCLUSIVE_RUNS_ALONE, s->exclusive == 0))
         return false;
     size_t at;
-    if (next_call(s, &at) && training_is_due(s, at))
+    if (s->change_count > 0)
+        issue_model_change(s, out);
+    else if (next_call(s, &at) && training_is_due(s, at))
         issue_training(s, at, out);
     else if (s->ring_count > 0)
         issue_forward(s, out);

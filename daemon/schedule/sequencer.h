@@ -14,6 +14,8 @@
  *   Blocked     while a checkpoint is copied, calls that would change the copied state wait, and
  *               so do the calls behind them, except kinds with passes_blocked.
  *   Allowed     the caller may hold back all tickets, or those of training; they wait in order.
+ *   Models      a change of models is due before all others. Work of an added model counts between
+ *               its ADD_MODEL and its REMOVE_MODEL; other work of it is dropped.
  *   Fairness    forward work that waits when an exclusive ticket is done is served before the next
  *               exclusive one, so that a request restarts at most once.
  *
@@ -33,11 +35,12 @@ enum {
     MOE_SEQUENCER_KEYS = 4,
     MOE_SEQUENCER_CALLS = 12,
 #else
-    MOE_SEQUENCER_KEYS = 2 * MOE_MAX_LAYERS, /* (layer, kind, dtype) combinations of one view */
+    MOE_SEQUENCER_KEYS = 2 * MOE_GROUP_LAYERS_MAX, /* (layer, kind, dtype) at a time */
     MOE_SEQUENCER_CALLS =
         100, /* of one slot: 64 training calls, 4 progress tickets, 32 retained forward passes */
 #endif
-    MOE_SEQUENCER_LATELY = 16, /* tickets */
+    MOE_SEQUENCER_LATELY = 16,                        /* tickets */
+    MOE_SEQUENCER_CHANGES = 2 * MOE_ADDED_MODELS_MAX, /* of models, that wait */
 };
 
 struct moe_status moe_sequencer_create(struct moe_sequencer **out) MOE_CHECKED;
@@ -48,7 +51,7 @@ void moe_sequencer_destroy(struct moe_sequencer *s);
  * It stays over views. */
 void moe_sequencer_set_share(struct moe_sequencer *s, uint32_t permille);
 
-/* A new view: forgets everything and starts at seq 1.
+/* A new view: forgets everything, serves the default model alone, and starts at seq 1.
  * live        bit s: slot s takes part and has to report each ticket
  * max_bucket  a power of two */
 void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
@@ -70,6 +73,12 @@ struct moe_status moe_sequencer_work(struct moe_sequencer *s, uint32_t slot,
 /* The group is idle: if no other ticket is due and none is in flight, one heartbeat of `layer` is.
  * Any other ticket takes its place, and so does the next view. */
 void moe_sequencer_beat(struct moe_sequencer *s, uint32_t layer);
+
+/* The group is to serve an added model, or not any longer: a ticket is due, ADD_MODEL or
+ * REMOVE_MODEL. Nothing happens if that is so already. Errors: MOE_INVALID_ARGUMENT (not the number
+ * of an added model), MOE_RESOURCE_EXHAUSTED (too many models, or changes that wait). */
+struct moe_status moe_sequencer_change_model(struct moe_sequencer *s, uint32_t model,
+                                             bool serve) MOE_CHECKED;
 
 /* A call with a descriptor (has_descriptor) waits on `slot`. Reads kind, layer, dtype and
  * descriptor of `call`, except the descriptor's origin. `tokens`: its rows, at least 1 for kinds

@@ -31,6 +31,8 @@ static const struct moe_step_traits kinds[MOE_STEP_KINDS] = {
                                  .has_rows = true,
                                  .passes_blocked = true},
     [MOE_STEP_HEARTBEAT] = {.is_heartbeat = true},
+    [MOE_STEP_ADD_MODEL] = {.changes_models = true},
+    [MOE_STEP_REMOVE_MODEL] = {.changes_models = true},
 };
 
 const struct moe_step_traits *moe_step_traits(enum moe_step_kind kind)

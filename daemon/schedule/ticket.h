@@ -6,6 +6,7 @@
 #define MOE_SCHEDULE_TICKET_H
 
 #include "moe/types.h"
+#include "schedule/layer_key.h"
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -25,6 +26,10 @@ enum moe_step_kind { /* values of moe.v1.StepKind */
                      /* A forward pass without tokens, in an idle group: all slots and devices show
                         that they answer. */
                      MOE_STEP_HEARTBEAT = 10,
+                     /* Begin and end the serving of an added model in this view. No device runs
+                        anything. */
+                     MOE_STEP_ADD_MODEL = 11,
+                     MOE_STEP_REMOVE_MODEL = 12,
                      MOE_STEP_KINDS /* past the last */
 };
 
@@ -41,6 +46,8 @@ struct moe_step_traits {
     bool is_weight_update; /* changes the weights, so it waits while a Save copies them */
     bool is_job;           /* a Save, Load or Export: several tickets, and steps run between them */
     bool is_heartbeat;     /* has no tokens */
+    bool changes_models;   /* has no tokens; its place in the sequence decides from where on tickets
+                              are of that model */
     bool passes_blocked; /* may overtake blocked calls: it changes no training state that they use.
                             (A Load is refused while a Save runs.) */
 };
@@ -49,7 +56,7 @@ const struct moe_step_traits *moe_step_traits(enum moe_step_kind kind);
 
 /* Work with the same key may share a step. */
 struct moe_step_key {
-    uint32_t layer; /* the model's layer index */
+    uint32_t layer; /* moe_layer_key */
     enum moe_step_kind kind;
     enum moe_dtype dtype;
 };
@@ -67,7 +74,8 @@ struct moe_call_descriptor {
 
 struct moe_ticket {
     uint64_t epoch, seq;
-    uint32_t layer; /* the model's layer index; 0 for exclusive kinds, as are dtype and bucket */
+    uint32_t layer; /* moe_layer_key; index 0 for changes of models, 0 for exclusive kinds. Dtype
+                       and bucket of both are 0 */
     enum moe_step_kind kind;
     enum moe_dtype dtype;
     uint32_t bucket;

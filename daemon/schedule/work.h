@@ -7,6 +7,7 @@
 #include "moe/backend.h"
 #include "schedule/ticket.h"
 
+struct moe_queue;
 struct moe_train_answer;
 
 enum { MOE_WORK_TIMES_MAX = 8 };
@@ -33,19 +34,23 @@ struct moe_work_times {
  * called exactly once for each accepted request, on the engine's thread (it must not block). */
 struct moe_work {
     /* in */
-    uint32_t layer; /* the model's layer index */
+    uint32_t layer; /* moe_layer_key */
     enum moe_dtype dtype;
     uint32_t tokens; /* T >= 1; split over steps where it exceeds the bucket */
     enum moe_routing_mode mode;
-    const void *x;            /* [T,H] host memory (backend's MOE_MEM_HOST) */
-    const int32_t *ids_in;    /* [T,K] or NULL */
-    const float *weights_in;  /* [T,K] or NULL */
+    bool without_shared;     /* y without the shared expert; not with retain_session */
+    const void *x;           /* [T,H] memory that steps take (backend's MOE_MEM_HOST) */
+    const int32_t *ids_in;   /* [T,K] or NULL */
+    const float *weights_in; /* [T,K] or NULL */
+    /* Inputs and outputs may be memory that a client can write at any time, or memory for segments
+     * alone (moe_step_segment): each step works on copies of its rows, which the backend makes. */
+    bool by_copy;
     uint64_t deadline_ns;     /* not started after this: MOE_DEADLINE_EXCEEDED */
     uint64_t epoch;           /* serve under this epoch only; 0 = any */
     uint64_t weights_version; /* serve with this version only; 0 = any */
     /* Not NULL: the devices retain this pass's activations for the Backward of (retain_session,
      * retain_id), as far as they have room. For that the pass gets a separate step if it fits one
-     * and not too many such requests wait. Needs training. */
+     * and not too many such requests wait. Needs training, and a layer of the default model. */
     const char *retain_session;
     uint64_t retain_id;
     struct moe_work_times *times; /* gets the times of its steps; NULL: not wanted */
@@ -53,9 +58,11 @@ struct moe_work {
     uint64_t retained_name; /* name under which devices may have retained it, in the session of
                                answered_epoch; 0 = none has */
     bool retained_here;     /* this slot's device has retained it */
-    void *y;                /* [T,H] host memory */
+    void *y;                /* [T,H] memory that steps take; so are those below */
     int32_t *ids_out;       /* [T,K] or NULL */
     float *weights_out;     /* [T,K] or NULL */
+    uint8_t
+        *token_state; /* [T] enum moe_token_state, also of a request that fails for one; or NULL */
     uint64_t answered_epoch;
     uint64_t answered_version; /* of the weights, the same for all tokens: a request restarts as a
                                   whole if the version changes between its steps */
@@ -69,7 +76,7 @@ struct moe_work {
     void *user;
     /* owned by the engine between submit and done */
     struct moe_work *next, *prev;
-    uint32_t queue;           /* the batcher's queue, present or last */
+    struct moe_queue *queue;  /* the batcher's queue, present or last */
     bool queued;              /* some of its tokens wait in that queue */
     uint32_t taken, finished; /* tokens handed to steps, tokens of ended steps */
     bool own_step;            /* waits, or has waited, for a separate step */
@@ -102,6 +109,7 @@ struct moe_train_work {
     struct moe_train_answer *answer; /* written before `done`, where the training room has one */
     struct moe_step_result step;
     uint64_t submitted_ns, started_ns;
+    uint64_t ended_ns; /* the engine saw the end of its ticket; 0: it had none, or its view ended */
     void (*done)(struct moe_train_work *w, struct moe_status status);
     void *user;
     /* owned by the engine between submit and done */

@@ -5,6 +5,7 @@
 
 #include "moe/layer_spec.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -21,6 +22,8 @@ struct moe_service_info {
     const char *model, *family; /* see moe_model_name, moe_model_family; `model` is the name until
                                    the group has one */
     const char *backend;        /* "cpu", "cuda" */
+    /* See GetServerInfoResponse; NULL = "". */
+    const char *backend_asked, *cuda_module, *cuda_problem;
     const struct moe_layer_spec *const *layers; /* ascending by layer */
     size_t layer_count;
     uint32_t slot;
@@ -28,6 +31,7 @@ struct moe_service_info {
     uint32_t max_tokens_per_request; /* more are refused with TOKEN_LIMIT */
     uint32_t max_tokens_per_step;    /* largest bucket */
     uint64_t max_bytes_in_flight;    /* the staging pool's budget */
+    bool regions;                    /* clients may share memory with this worker */
 };
 
 #endif

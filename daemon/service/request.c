@@ -53,12 +53,6 @@ static struct moe_status place_part(void *ctx, uint32_t field, size_t length, vo
 
 /* -------------------------------------------------------------------------- checks */
 
-static bool has_reference(const Head *h)
-{
-    return h->x_case == MOE__V1__FORWARD_STREAM_REQUEST__X_X_SHARED_MEMORY ||
-           h->x_case == MOE__V1__FORWARD_STREAM_REQUEST__X_X_CUDA;
-}
-
 static struct moe_status check_shape(struct parse *p, const Head *h)
 {
     const struct moe_layer_spec *spec = p->request->spec;
@@ -68,8 +62,7 @@ static struct moe_status check_shape(struct parse *p, const Head *h)
     if (h->tokens > p->context->info->max_tokens_per_request)
         return invalid(TOKEN_LIMIT, "%u tokens; a request may have at most %u", h->tokens,
                        p->context->info->max_tokens_per_request);
-    return has_reference(h) ? moe_ok()
-                            : moe_request_check_tensor("x", p->x_bytes, spec, h->tokens, w->dtype);
+    return moe_request_check_tensor("x", p->x_bytes, spec, h->tokens, w->dtype);
 }
 
 static struct moe_status check_mode(struct parse *p, const Head *h)
@@ -106,10 +99,29 @@ static struct moe_status check_routing(struct parse *p, const Head *h)
     if (w->mode == MOE_ROUTE_IDS_WEIGHTS)
         MOE_TRY(moe_request_check_weights(p->request->spec, h->tokens, p->request->weights,
                                           p->weights_bytes));
-    if (has_reference(h))
-        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
-                         "x by reference is not supported");
     return moe_ok();
+}
+
+static struct moe_status check_parts(struct parse *p, const Head *h)
+{
+    struct moe_request *r = p->request;
+    switch (h->parts) {
+    case MOE__V1__LAYER_PARTS__LAYER_PARTS_UNSPECIFIED:
+    case MOE__V1__LAYER_PARTS__LAYER_PARTS_BOTH: return moe_ok();
+    case MOE__V1__LAYER_PARTS__LAYER_PARTS_ROUTED: r->parts = MOE_PARTS_ROUTED; break;
+    case MOE__V1__LAYER_PARTS__LAYER_PARTS_SHARED: r->parts = MOE_PARTS_SHARED; break;
+    default: return invalid(VALUE_INVALID, "there is no LayerParts %d", (int)h->parts);
+    }
+    if (h->retain != NULL)
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "parts: a pass that is retained for Backward computes both");
+    r->work.without_shared = r->parts == MOE_PARTS_ROUTED;
+    if (r->parts == MOE_PARTS_ROUTED)
+        return moe_ok();
+    if (r->work.mode != MOE_ROUTE_SERVER || h->return_routing)
+        return invalid(ROUTING_INVALID, "parts: shared experts have no routing");
+    r->work.mode = MOE_ROUTE_IDS_WEIGHTS;
+    return moe_request_route_nowhere(p->context->staging, r->spec, h->tokens, &r->ids, &r->weights);
 }
 
 static struct moe_status check_retain(struct parse *p, const Head *h)
@@ -117,6 +129,10 @@ static struct moe_status check_retain(struct parse *p, const Head *h)
     const struct moe_request_context *c = p->context;
     if (h->retain == NULL)
         return moe_ok();
+    if (p->request->model != NULL)
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "only the default model can train: no pass of %s is retained",
+                         p->request->model->name);
     if (c->training == NULL)
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
                          "this worker has no training; start it with --training");
@@ -132,16 +148,13 @@ static struct moe_status check_retain(struct parse *p, const Head *h)
 static struct moe_status check_state(struct parse *p, const Head *h)
 {
     const struct moe_request_context *c = p->context;
-    if (h->epoch != 0 && c->worker.epoch != 0 && h->epoch != c->worker.epoch)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH,
-                         "the request wants epoch %llu; the epoch is %llu",
-                         (unsigned long long)h->epoch, (unsigned long long)c->worker.epoch);
-    if (h->weights_version != 0 && h->weights_version != c->weights_version)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                         "the request wants weights version %llu; it is %llu",
-                         (unsigned long long)h->weights_version,
-                         (unsigned long long)c->weights_version);
-    MOE_TRY(moe_request_check_digest(&c->worker, h->model_digest));
+    const struct moe_added_model *added = p->request->model;
+    MOE_TRY(moe_request_check_epoch(&c->worker, h->epoch));
+    MOE_TRY(moe_request_check_version(added == NULL ? c->weights_version : 1, h->weights_version));
+    struct moe_served_model model = *c->worker.model;
+    if (added != NULL)
+        model = (struct moe_served_model){added->name, added->digest};
+    MOE_TRY(moe_request_check_digest(&c->worker, &model, h->model_digest));
     return moe_request_check_worker(&c->worker);
 }
 
@@ -238,7 +251,7 @@ static struct moe_status prepare_work(struct parse *p, const Head *h)
     MOE_TRY(lay_out(p, h, &l));
     MOE_TRY(moe_staging_take(p->context->staging, l.end, &r->results));
     uint8_t *base = moe_buffer_data(r->results);
-    w->layer = h->layer;
+    w->layer = moe_layer_key(r->model != NULL ? r->model->number : 0, h->layer);
     w->epoch = h->epoch;
     w->weights_version = h->weights_version;
     w->x = moe_buffer_data(r->x);
@@ -266,6 +279,19 @@ static struct moe_status prepare_work(struct parse *p, const Head *h)
 
 /* -------------------------------------------------------------------------- parsing */
 
+static struct moe_status find_layer(struct parse *p, const Head *h)
+{
+    struct moe_request *r = p->request;
+    const struct moe_service_info *info = p->context->info;
+    if (moe_request_wants_default(p->context->worker.model, h->model))
+        return moe_request_find_layer(info->layers, info->layer_count, h->layer, (int)h->dtype,
+                                      &r->spec, &r->work.dtype);
+    r->models = p->context->models;
+    MOE_TRY(moe_models_take(r->models, h->model, &r->model));
+    return moe_request_find_layer(r->model->layers, r->model->layer_count, h->layer, (int)h->dtype,
+                                  &r->spec, &r->work.dtype);
+}
+
 static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t length)
 {
     struct moe_rpc_arena arena;
@@ -274,11 +300,10 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
                            &message));
     const Head *h = message;
     p->request->id = h->request_id;
-    MOE_TRY(moe_request_check_model(p->context->worker.model, h->model));
-    MOE_TRY(moe_request_find_layer(p->context->info, h->layer, (int)h->dtype, &p->request->spec,
-                                   &p->request->work.dtype));
+    MOE_TRY(find_layer(p, h));
     MOE_TRY(check_shape(p, h));
     MOE_TRY(check_routing(p, h));
+    MOE_TRY(check_parts(p, h));
     MOE_TRY(check_retain(p, h));
     MOE_TRY(check_state(p, h));
     return prepare_work(p, h);
@@ -308,8 +333,26 @@ struct moe_status moe_request_parse(struct moe_request *r,
     return st;
 }
 
+void moe_request_finish(struct moe_request *r)
+{
+    if (r->model != NULL && !r->finished)
+        moe_models_finish(r->models, r->model);
+    r->finished = true;
+}
+
+static void release_model(struct moe_request *r)
+{
+    if (r->model == NULL)
+        return;
+    moe_request_finish(r);
+    moe_models_unref(r->models, r->model);
+    r->model = NULL;
+    r->spec = NULL; /* the model's */
+}
+
 void moe_request_release(struct moe_request *r)
 {
+    release_model(r);
     moe_buffer_unref(r->x);
     moe_buffer_unref(r->ids);
     moe_buffer_unref(r->weights);
@@ -379,6 +422,12 @@ static void pack_head(const Moe__V1__ForwardStreamResponse *answer, uint8_t *hea
     moe__v1__forward_stream_response__pack(answer, head);
 }
 
+static const Moe__V1__LayerParts parts_on_wire[] = {
+    [MOE_PARTS_BOTH] = MOE__V1__LAYER_PARTS__LAYER_PARTS_BOTH,
+    [MOE_PARTS_ROUTED] = MOE__V1__LAYER_PARTS__LAYER_PARTS_ROUTED,
+    [MOE_PARTS_SHARED] = MOE__V1__LAYER_PARTS__LAYER_PARTS_SHARED,
+};
+
 void moe_request_answer(struct moe_request *r, uint8_t *head, struct moe_rpc_out *out)
 {
     const struct moe_work *w = &r->work;
@@ -399,6 +448,7 @@ void moe_request_answer(struct moe_request *r, uint8_t *head, struct moe_rpc_out
     answer.dtype = w->dtype == MOE_DTYPE_F32 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32
                                              : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
     answer.top_k = r->spec->router.top_k;
+    answer.parts = parts_on_wire[r->parts];
     answer.request_id = r->id;
     answer.stages = &stages;
     if (r->return_routing) {

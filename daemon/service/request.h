@@ -8,6 +8,7 @@
 #ifndef MOE_SERVICE_REQUEST_H
 #define MOE_SERVICE_REQUEST_H
 
+#include "models/models.h"
 #include "rpc/msg.h"
 #include "schedule/work.h"
 #include "service/info.h"
@@ -19,6 +20,7 @@
 struct moe_request_context {
     const struct moe_service_info *info;
     struct moe_staging *staging;
+    struct moe_models *models;  /* NULL: the default model alone */
     struct moe_train *training; /* NULL: no pass can be retained */
     uint64_t weights_version;
     struct moe_standing worker;
@@ -41,10 +43,14 @@ _Static_assert(sizeof(struct moe_retained_pass) <= MOE_PASS_RECORD_HEAD,
 struct moe_request {
     struct moe_work work;              /* points into the buffers below */
     const struct moe_layer_spec *spec; /* of the layer asked for */
-    uint64_t id;                       /* of a stream's item, 0 otherwise; set on failure too */
+    struct moe_models *models;
+    const struct moe_added_model *model; /* a reference; NULL: the default model */
+    bool finished;                       /* moe_request_finish was called */
+    uint64_t id;                         /* of a stream's item, 0 otherwise; set on failure too */
     uint64_t received_ns;
     uint64_t answered_ns; /* when moe_request_answer read the clock for server_ns; 0: it did not */
     bool return_routing;
+    enum moe_parts parts;
     /* Retained for Backward under (retain_session, retain_id); NULL: not requested, or no room. */
     struct moe_pass_record *pass;
     char retain_session[MOE_TRAINING_NAME_MAX + 1];
@@ -56,8 +62,8 @@ struct moe_request {
 };
 
 /* Parses and checks `m`, in this order: wire format, bytes in flight, model, layer, dtype, shape,
- * routing, references, retention, epoch and version, state of the worker. Returns the first error.
- * On failure the request has no memory. `m` stays the caller's. */
+ * routing, references, parts, retention, epoch and version, state of the worker. Returns the first
+ * error. On failure the request has no memory. `m` stays the caller's. */
 struct moe_status moe_request_parse(struct moe_request *r,
                                     const struct moe_request_context *context,
                                     struct moe_rpc_msg *m) MOE_CHECKED;
@@ -71,7 +77,10 @@ void moe_request_answer(struct moe_request *r, uint8_t *head, struct moe_rpc_out
 void moe_request_answer_error(uint64_t id, const struct moe_status *error, uint8_t *head,
                               struct moe_rpc_out *out);
 
-/* Drops the request's references to buffers; answers on their way have separate ones. */
+/* The answer is made: the request keeps no added model in use any longer. */
+void moe_request_finish(struct moe_request *r);
+/* Drops the request's references to buffers and its model; answers on their way have separate ones.
+ */
 void moe_request_release(struct moe_request *r);
 
 #endif

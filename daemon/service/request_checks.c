@@ -25,17 +25,15 @@ struct moe_status moe_request_take(const struct moe_service_info *info, struct m
     return moe_ok();
 }
 
-struct moe_status moe_request_check_model(const struct moe_served_model *served, const char *name)
+bool moe_request_wants_default(const struct moe_served_model *served, const char *name)
 {
-    if (name[0] == '\0' || strcmp(name, served->name) == 0)
-        return moe_ok();
-    return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
-                     "this worker serves the model %s only", served->name);
+    return name[0] == '\0' || strcmp(name, served->name) == 0;
 }
 
-struct moe_status moe_request_check_digest(const struct moe_standing *worker, const char *digest)
+struct moe_status moe_request_check_digest(const struct moe_standing *worker,
+                                           const struct moe_served_model *model, const char *digest)
 {
-    const char *served = worker->model->digest;
+    const char *served = model->digest;
     if (digest[0] == '\0' || strcmp(digest, served) == 0 ||
         (served[0] == '\0' && worker->epoch == 0))
         return moe_ok();
@@ -44,14 +42,14 @@ struct moe_status moe_request_check_digest(const struct moe_standing *worker, co
                      served[0] != '\0' ? served : "(not known)");
 }
 
-struct moe_status moe_request_find_layer(const struct moe_service_info *info, uint32_t layer,
-                                         int dtype, const struct moe_layer_spec **spec,
-                                         enum moe_dtype *rows)
+struct moe_status moe_request_find_layer(const struct moe_layer_spec *const *layers, size_t count,
+                                         uint32_t layer, int dtype,
+                                         const struct moe_layer_spec **spec, enum moe_dtype *rows)
 {
     *spec = NULL;
-    for (size_t i = 0; i < info->layer_count && *spec == NULL; i++)
-        if (info->layers[i]->layer == layer)
-            *spec = info->layers[i];
+    for (size_t i = 0; i < count && *spec == NULL; i++)
+        if (layers[i]->layer == layer)
+            *spec = layers[i];
     if (*spec == NULL)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "the model has no MoE layer %u",
                          layer);
@@ -154,11 +152,41 @@ struct moe_status moe_request_check_weights(const struct moe_layer_spec *spec, u
     return moe_ok();
 }
 
+struct moe_status moe_request_route_nowhere(struct moe_staging *staging,
+                                            const struct moe_layer_spec *spec, uint32_t tokens,
+                                            struct moe_buffer **ids, struct moe_buffer **weights)
+{
+    size_t bytes = (size_t)tokens * spec->router.top_k * sizeof(int32_t);
+    MOE_TRY(moe_staging_take(staging, bytes, ids));
+    MOE_TRY(moe_staging_take(staging, bytes, weights));
+    memset(moe_buffer_data(*ids), 0xff, bytes); /* -1 */
+    memset(moe_buffer_data(*weights), 0, bytes);
+    return moe_ok();
+}
+
 struct moe_status moe_request_lease_lost(void)
 {
     return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_LEASE_LOST, LEASE_RETRY_MS,
                            "the coordinator does not answer this worker: the group trains, and may "
                            "have gone on without it");
+}
+
+struct moe_status moe_request_check_epoch(const struct moe_standing *worker, uint64_t epoch)
+{
+    if (epoch != 0 && worker->epoch != 0 && epoch != worker->epoch)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH,
+                         "the request wants epoch %llu; the epoch is %llu",
+                         (unsigned long long)epoch, (unsigned long long)worker->epoch);
+    return moe_ok();
+}
+
+struct moe_status moe_request_check_version(uint64_t present, uint64_t wanted)
+{
+    if (wanted != 0 && wanted != present)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                         "the request wants weights version %llu; it is %llu",
+                         (unsigned long long)wanted, (unsigned long long)present);
+    return moe_ok();
 }
 
 struct moe_status moe_request_check_worker(const struct moe_standing *worker)

@@ -15,13 +15,13 @@ struct moe_status moe_request_take(const struct moe_service_info *info, struct m
                                    size_t length, struct moe_buffer **buffer,
                                    void **dst) MOE_CHECKED;
 
-/* Checks the name of a model; "" = any. Errors: MODEL_NOT_FOUND. */
-struct moe_status moe_request_check_model(const struct moe_served_model *served,
-                                          const char *name) MOE_CHECKED;
+/* True for the default model, and for no name. */
+bool moe_request_wants_default(const struct moe_served_model *served, const char *name);
 /* Finds the requested layer, and the dtype of its rows; `dtype` is a moe.v1.DataType. Errors:
  * LAYER_NOT_FOUND, DTYPE_UNSUPPORTED. */
-struct moe_status moe_request_find_layer(const struct moe_service_info *info, uint32_t layer,
-                                         int dtype, const struct moe_layer_spec **spec,
+struct moe_status moe_request_find_layer(const struct moe_layer_spec *const *layers, size_t count,
+                                         uint32_t layer, int dtype,
+                                         const struct moe_layer_spec **spec,
                                          enum moe_dtype *rows) MOE_CHECKED;
 
 /* Checks for at least one row, of the layer's width. Errors: MOE_INVALID_ARGUMENT/SHAPE_MISMATCH.
@@ -52,6 +52,13 @@ struct moe_status moe_request_check_weights(const struct moe_layer_spec *spec, u
                                             const struct moe_buffer *weights,
                                             size_t bytes) MOE_CHECKED;
 
+/* Routes T tokens nowhere: ids [T,K] of -1 and weights of 0, for MOE_ROUTE_IDS_WEIGHTS. On a
+ * failure *ids may be taken already. Errors: those of moe_staging_take. */
+struct moe_status moe_request_route_nowhere(struct moe_staging *staging,
+                                            const struct moe_layer_spec *spec, uint32_t tokens,
+                                            struct moe_buffer **ids,
+                                            struct moe_buffer **weights) MOE_CHECKED;
+
 /* The step's stages and their sum. */
 void moe_request_fill_stages(const struct moe_step_result *step, Moe__V1__StageTimes *to);
 
@@ -68,9 +75,15 @@ struct moe_standing {
  * serves a view or waits for the next. The same rule for all requests: those in flight when a view
  * ends wait as long as those that come later. */
 struct moe_status moe_request_check_worker(const struct moe_standing *worker) MOE_CHECKED;
+/* Checks the epoch, and the version of the weights, that a request wants; 0 = any. Errors:
+ * MOE_FAILED_PRECONDITION/STALE_EPOCH, VERSION_MISMATCH. */
+struct moe_status moe_request_check_epoch(const struct moe_standing *worker,
+                                          uint64_t epoch) MOE_CHECKED;
+struct moe_status moe_request_check_version(uint64_t present, uint64_t wanted) MOE_CHECKED;
 /* Checks the digest of a model that a request wants; "" = any. Before the first view none is known:
  * moe_request_check_worker then refuses the request. Errors: MODEL_MISMATCH. */
 struct moe_status moe_request_check_digest(const struct moe_standing *worker,
+                                           const struct moe_served_model *model,
                                            const char *digest) MOE_CHECKED;
 /* The refusal without a lease. */
 struct moe_status moe_request_lease_lost(void) MOE_CHECKED;

@@ -6,11 +6,16 @@
 
 #include "base/clock.h"
 
-#define SERVICE "moe.v1.ExpertService"
+#include <string.h>
+
+#define SERVICE          "moe.v1.ExpertService"
+#define TRAINING_SERVICE "moe.v1.TrainingService"
 
 enum {
     STEP_SPANS = 12,   /* queue, step, copy_in, start, 7 stages, collect */
     REQUEST_SPANS = 3, /* check, hand_out (or queue), answer */
+    /* check, queue, step, start, stages (or pass), collect, hand_out (or job), answer */
+    CALL_SPANS = 7 + MOE_BACKWARD_STAGE_COUNT,
 };
 _Static_assert(STEP_SPANS == 5 + MOE_STAGE_COUNT, "the spans of a step are all counted");
 
@@ -67,16 +72,26 @@ static void add_engine(struct moe_trace *trace, const struct moe_work *w, uint64
                   at, handed_back_ns);
 }
 
+static void add_outcome(struct moe_trace *trace, const struct moe_status *status)
+{
+    moe_trace_set_number(trace, "rpc.grpc.status_code", status->code);
+    if (!moe_failed(status))
+        return;
+    moe_trace_set_text(trace, "error.type",
+                       status->reason != MOE_REASON_NONE ? moe_reason_name(status->reason)
+                                                         : moe_code_name(status->code));
+    moe_trace_fail(trace, status->text);
+}
+
 static void add_attributes(struct moe_trace *trace, const struct moe_request_end *e)
 {
-    const struct moe_request *r = e->request;
-    const struct moe_work *w = &r->work;
-    moe_trace_set_text(trace, "rpc.system", "grpc");
+    const struct moe_work *w = e->work;
+    const bool rings = strcmp(e->span, MOE_TRACE_RING) == 0;
+    moe_trace_set_text(trace, "rpc.system", rings ? "moe_ring" : "grpc");
     moe_trace_set_text(trace, "rpc.service", SERVICE);
-    moe_trace_set_text(trace, "rpc.method", e->streamed ? "ForwardStream" : "Forward");
-    moe_trace_set_number(trace, "rpc.grpc.status_code", e->status->code);
-    if (r->spec != NULL) {
-        moe_trace_set_number(trace, "moe.layer", r->spec->layer);
+    moe_trace_set_text(trace, "rpc.method", strrchr(e->span, '/') + 1);
+    if (e->spec != NULL) {
+        moe_trace_set_number(trace, "moe.layer", e->spec->layer);
         moe_trace_set_number(trace, "moe.tokens", w->tokens);
     }
     if (w->steps > 0) {
@@ -84,28 +99,86 @@ static void add_attributes(struct moe_trace *trace, const struct moe_request_end
         moe_trace_set_number(trace, "moe.step.tokens", w->step_tokens);
         moe_trace_set_number(trace, "moe.epoch", (int64_t)w->answered_epoch);
     }
-    if (!moe_failed(e->status))
-        return;
-    moe_trace_set_text(trace, "error.type",
-                       e->status->reason != MOE_REASON_NONE ? moe_reason_name(e->status->reason)
-                                                            : moe_code_name(e->status->code));
-    moe_trace_fail(trace, e->status->text);
+    add_outcome(trace, e->status);
 }
 
 void moe_request_trace_end(struct moe_tracer *t, const struct moe_request_end *e)
 {
-    const struct moe_request *r = e->request;
-    const uint32_t steps = r->work.times != NULL ? r->work.times->count : 0;
-    struct moe_trace *trace =
-        moe_trace_create(t, e->context, e->streamed ? SERVICE "/ForwardStream" : SERVICE "/Forward",
-                         r->received_ns, REQUEST_SPANS + steps * STEP_SPANS);
+    const uint32_t steps = e->work->times != NULL ? e->work->times->count : 0;
+    struct moe_trace *trace = moe_trace_create(t, e->context, e->span, e->received_ns,
+                                               REQUEST_SPANS + steps * STEP_SPANS);
     if (e->handed_back_ns == 0) {
-        moe_trace_add(trace, 0, "check", r->received_ns, e->end_ns);
+        moe_trace_add(trace, 0, "check", e->received_ns, e->end_ns);
     } else {
-        moe_trace_add(trace, 0, "check", r->received_ns, r->work.submitted_ns);
-        add_engine(trace, &r->work, e->handed_back_ns);
+        moe_trace_add(trace, 0, "check", e->received_ns, e->work->submitted_ns);
+        add_engine(trace, e->work, e->handed_back_ns);
         moe_trace_add(trace, 0, "answer", e->handed_back_ns, e->end_ns);
     }
     add_attributes(trace, e);
+    moe_trace_finish(t, trace, e->end_ns);
+}
+
+/* ------------------------------------------------------------------ training calls */
+
+/* The pass of a Backward. CPUs measure its length only, GPUs its stages too. */
+static void add_pass(struct moe_trace *trace, uint32_t step, const struct moe_train_work *w)
+{
+    const struct moe_step_result *r = &w->step;
+    const struct moe_step_times times = {.taken_ns = w->started_ns,
+                                         .ended_ns = w->ended_ns,
+                                         .began_ns = r->began_ns,
+                                         .total_ns = r->total_ns};
+    const uint64_t begun = begin_of(&times);
+    uint64_t at = begun;
+    moe_trace_add(trace, step, "start", w->started_ns, begun);
+    for (int i = 0; i < MOE_BACKWARD_STAGE_COUNT; i++) {
+        if (r->backward_ns[i] == 0)
+            continue;
+        const uint64_t end = end_of(at, r->backward_ns[i], w->ended_ns);
+        moe_trace_add(trace, step, moe_backward_stage_names[i], at, end);
+        at = end;
+    }
+    if (at == begun) {
+        at = end_of(begun, r->total_ns, w->ended_ns);
+        moe_trace_add(trace, step, "pass", begun, at);
+    }
+    moe_trace_add(trace, step, "collect", at, w->ended_ns);
+}
+
+/* A Save or Load goes on after its ticket. */
+static void add_call(struct moe_trace *trace, const struct moe_train_work *w,
+                     uint64_t handed_back_ns)
+{
+    const uint64_t taken_ns = w->started_ns != 0 ? w->started_ns : handed_back_ns;
+    moe_trace_add(trace, 0, "queue", w->submitted_ns, taken_ns);
+    if (w->started_ns == 0)
+        return;
+    const uint64_t ended_ns = w->ended_ns != 0 ? w->ended_ns : handed_back_ns;
+    const uint32_t step = moe_trace_add(trace, 0, "step", taken_ns, ended_ns);
+    if (w->step.total_ns != 0 && w->ended_ns != 0)
+        add_pass(trace, step, w);
+    moe_trace_add(trace, 0, moe_step_traits(w->kind)->is_job ? "job" : "hand_out", ended_ns,
+                  handed_back_ns);
+}
+
+void moe_training_trace_end(struct moe_tracer *t, const struct moe_training_end *e)
+{
+    const struct moe_train_work *w = e->work;
+    const uint64_t checked_ns = e->handed_back_ns != 0 ? w->submitted_ns : e->end_ns;
+    struct moe_trace *trace =
+        moe_trace_create(t, e->context, e->path + 1, e->received_ns, CALL_SPANS);
+    moe_trace_add(trace, 0, "check", e->received_ns, checked_ns);
+    if (e->handed_back_ns != 0) {
+        add_call(trace, w, e->handed_back_ns);
+        moe_trace_add(trace, 0, "answer", e->handed_back_ns, e->end_ns);
+    }
+    moe_trace_set_text(trace, "rpc.system", "grpc");
+    moe_trace_set_text(trace, "rpc.service", TRAINING_SERVICE);
+    moe_trace_set_text(trace, "rpc.method", strrchr(e->path, '/') + 1);
+    if (w->tokens > 0) {
+        moe_trace_set_number(trace, "moe.layer", w->layer);
+        moe_trace_set_number(trace, "moe.tokens", w->tokens);
+    }
+    add_outcome(trace, e->status);
     moe_trace_finish(t, trace, e->end_ns);
 }

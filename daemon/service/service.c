@@ -32,6 +32,7 @@ struct moe_service {
     struct moe_engine *engine;
     struct moe_staging *staging;
     struct moe_train *training; /* NULL = none */
+    struct moe_models *models;  /* NULL = none */
     struct moe_service_metrics *metrics;
     _Atomic uint64_t epoch; /* of the committed view; 0 = none */
     _Atomic uint32_t slot;
@@ -83,6 +84,7 @@ static struct moe_request_context context_of(struct moe_service *s)
 {
     struct moe_request_context c = {.info = &s->info,
                                     .staging = s->staging,
+                                    .models = s->models,
                                     .training = s->training,
                                     .weights_version = moe_engine_weights_version(s->engine)};
     moe_service_read(s, &c.worker);
@@ -155,9 +157,12 @@ static void end_trace(struct forward *f, const struct moe_status *status, uint64
     if (!f->trace.sampled)
         return;
     const struct moe_request_end end = {.context = &f->trace,
-                                        .streamed = f->stream != NULL,
-                                        .request = &f->request,
+                                        .span = f->stream != NULL ? MOE_TRACE_FORWARD_STREAM
+                                                                  : MOE_TRACE_FORWARD,
+                                        .work = &f->request.work,
+                                        .spec = f->request.spec,
                                         .status = status,
+                                        .received_ns = f->request.received_ns,
                                         .handed_back_ns = handed_back_ns,
                                         .end_ns = answered_ns != 0 ? answered_ns : moe_clock_ns()};
     moe_request_trace_end(f->service->tracer, &end);
@@ -194,6 +199,7 @@ static void forward_done(struct moe_work *work, struct moe_status status)
         moe_rpc_fail(f->call, status);
     else
         moe_rpc_reply(f->call, &out);
+    moe_request_finish(&f->request);
     end_trace(f, &status, handed_back_ns);
     moe_rpc_call_unref(f->call);
     drop_forward(f);
@@ -481,19 +487,31 @@ void moe_service_reply(struct moe_rpc_call *call, const ProtobufCMessage *answer
     free(bytes);
 }
 
+/* For a message, which has no text that is NULL. */
+static char *text_or_empty(const char *text)
+{
+    static char none[] = "";
+    return text != NULL ? (char *)(uintptr_t)text : none;
+}
+
 static void server_info_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
 {
     static char name[] = "moe-worker";
     static char stream[] = "forward_stream", routing[] = "return_routing", ids[] = "client_routing";
-    static char training[] = "training";
-    char *extensions[] = {stream, routing, ids, training}, none[] = "";
+    static char training[] = "training", regions[] = "regions";
+    char *extensions[5] = {stream, routing, ids}, none[] = "";
+    size_t extension_count = 3;
     struct moe_service *s = ctx;
+    if (s->training != NULL)
+        extensions[extension_count++] = training;
+    if (s->info.regions)
+        extensions[extension_count++] = regions;
     moe_rpc_msg_free(m);
     Moe__V1__GetServerInfoResponse answer;
     moe__v1__get_server_info_response__init(&answer);
     answer.name = name;
     answer.version = (char *)(uintptr_t)moe_build_version();
-    answer.n_extensions = sizeof extensions / sizeof *extensions - (s->training == NULL);
+    answer.n_extensions = extension_count;
     answer.extensions = extensions;
     answer.max_message_bytes = s->info.max_message_bytes;
     answer.max_tokens_per_request = s->info.max_tokens_per_request;
@@ -502,6 +520,16 @@ static void server_info_message(struct moe_rpc_call *call, struct moe_rpc_msg *m
     answer.slot = atomic_load(&s->slot);
     answer.epoch = atomic_load(&s->epoch);
     answer.backend = (char *)(uintptr_t)s->info.backend;
+    answer.backend_asked = text_or_empty(s->info.backend_asked);
+    answer.cuda_module = text_or_empty(s->info.cuda_module);
+    answer.cuda_problem = text_or_empty(s->info.cuda_problem);
+    char added[MOE_ADDED_MODELS_MAX][MOE_MODELS_NAME_BYTES], *models[MOE_ADDED_MODELS_MAX + 1];
+    const size_t count = moe_models_list(s->models, answer.epoch, added);
+    models[0] = (char *)(uintptr_t)atomic_load(&s->model)->name;
+    for (size_t i = 0; i < count; i++)
+        models[i + 1] = added[i];
+    answer.n_models = answer.epoch != 0 ? count + 1 : 0;
+    answer.models = models;
     moe_mutex_lock(&s->lock);
     answer.n_workers = s->worker_count;
     answer.workers = s->workers;
@@ -511,46 +539,84 @@ static void server_info_message(struct moe_rpc_call *call, struct moe_rpc_msg *m
     moe_mutex_unlock(&s->lock);
 }
 
-static struct moe_status check_model(const struct moe_served_model *served, struct moe_rpc_msg *m)
+/* A model as GetModel describes it. */
+struct description {
+    const struct moe_added_model *added; /* a reference; NULL: the default model */
+    const char *name, *digest, *family;
+    const struct moe_layer_spec *const *layers;
+    size_t layer_count;
+    uint64_t weights_version;
+};
+
+static struct moe_status describe_model(struct moe_service *s, struct moe_rpc_msg *m,
+                                        struct description *out)
 {
+    const struct moe_served_model *served = atomic_load(&s->model);
     struct moe_rpc_arena arena;
     void *message;
+    *out = (struct description){0};
     MOE_TRY(moe_rpc_msg_unpack(m, &moe__v1__get_model_request__descriptor, &arena, &message));
-    return moe_request_check_model(served, ((const Moe__V1__GetModelRequest *)message)->model);
+    const char *name = ((const Moe__V1__GetModelRequest *)message)->model;
+    if (moe_request_wants_default(served, name)) {
+        *out = (struct description){.name = served->name,
+                                    .digest = served->digest,
+                                    .family = s->info.family,
+                                    .layers = s->info.layers,
+                                    .layer_count = s->info.layer_count,
+                                    .weights_version = moe_engine_weights_version(s->engine)};
+        return moe_ok();
+    }
+    MOE_TRY(moe_models_take(s->models, name, &out->added));
+    out->name = out->added->name;
+    out->digest = out->added->digest;
+    out->family = out->added->family;
+    out->layers = out->added->layers;
+    out->layer_count = out->added->layer_count;
+    out->weights_version = 1;
+    return moe_ok();
+}
+
+static struct moe_status reply_model(struct moe_service *s, struct moe_rpc_call *call,
+                                     const struct description *d)
+{
+    size_t n = d->layer_count;
+    Moe__V1__LayerInfo *layers = calloc(n + 1, sizeof *layers);
+    Moe__V1__LayerInfo **list = calloc(n + 1, sizeof *list);
+    bool complete = layers != NULL && list != NULL;
+    for (size_t i = 0; complete && i < n; i++) {
+        moe_report_layer(d->layers[i], &layers[i]);
+        list[i] = &layers[i];
+    }
+    Moe__V1__GetModelResponse answer;
+    moe__v1__get_model_response__init(&answer);
+    answer.model = (char *)(uintptr_t)d->name;
+    answer.model_digest = (char *)(uintptr_t)d->digest;
+    answer.family = (char *)(uintptr_t)d->family;
+    answer.n_layers = n;
+    answer.layers = list;
+    answer.weights_version = d->weights_version;
+    answer.epoch = atomic_load(&s->epoch);
+    if (complete)
+        moe_service_reply(call, &answer.base);
+    free(layers);
+    free(list);
+    return complete ? moe_ok() : moe_service_out_of_memory();
 }
 
 static void model_message(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
 {
     struct moe_service *s = ctx;
-    size_t n = s->info.layer_count;
-    const struct moe_served_model *served = atomic_load(&s->model);
-    struct moe_status st = check_model(served, m);
+    struct description d;
+    struct moe_status st = describe_model(s, m, &d);
     moe_rpc_msg_free(m);
-    Moe__V1__LayerInfo *layers = calloc(n + 1, sizeof *layers);
-    Moe__V1__LayerInfo **list = calloc(n + 1, sizeof *list);
-    if (!moe_failed(&st) && (layers == NULL || list == NULL))
-        st = moe_service_out_of_memory();
-    if (moe_failed(&st)) {
+    if (!moe_failed(&st))
+        st = reply_model(s, call, &d);
+    if (moe_failed(&st))
         moe_rpc_fail(call, st);
-        goto out;
+    if (d.added != NULL) {
+        moe_models_finish(s->models, d.added);
+        moe_models_unref(s->models, d.added);
     }
-    for (size_t i = 0; i < n; i++) {
-        moe_report_layer(s->info.layers[i], &layers[i]);
-        list[i] = &layers[i];
-    }
-    Moe__V1__GetModelResponse answer;
-    moe__v1__get_model_response__init(&answer);
-    answer.model = (char *)(uintptr_t)served->name;
-    answer.model_digest = (char *)(uintptr_t)served->digest;
-    answer.family = (char *)(uintptr_t)s->info.family;
-    answer.n_layers = n;
-    answer.layers = list;
-    answer.weights_version = moe_engine_weights_version(s->engine);
-    answer.epoch = atomic_load(&s->epoch);
-    moe_service_reply(call, &answer.base);
-out:
-    free(layers);
-    free(list);
 }
 
 /* -------------------------------------------------------------------------- the service */
@@ -598,6 +664,7 @@ struct moe_status moe_service_create(const struct moe_service_config *config,
     s->engine = config->engine;
     s->staging = config->staging;
     s->training = config->training;
+    s->models = config->models;
     s->lease = config->lease;
     s->tracer = config->tracer;
     atomic_store(&s->slot, config->info.slot);
@@ -659,7 +726,9 @@ struct moe_status moe_service_set_view(struct moe_service *s, uint64_t epoch,
     size_t old_count = s->worker_count;
     s->workers = copy;
     s->worker_count = count;
-    atomic_store(&s->awaited, epoch == 0 && atomic_load(&s->epoch) != 0);
+    /* A view that does not form leaves the wait as it is. */
+    bool ended = atomic_load(&s->epoch) != 0 || atomic_load(&s->awaited);
+    atomic_store(&s->awaited, epoch == 0 && ended);
     atomic_store(&s->epoch, epoch);
     moe_mutex_unlock(&s->lock);
     free_strings(old, old_count);

@@ -9,6 +9,7 @@
 
 #include "daemon/metrics.h"
 #include "engine/engine.h"
+#include "models/models.h"
 #include "rpc/server.h"
 #include "service/info.h"
 #include "service/request_checks.h"
@@ -30,6 +31,7 @@ struct moe_service_config {
     struct moe_engine *engine; /* borrowed, as is the pool; see moe_service_destroy */
     struct moe_staging *staging;
     struct moe_train *training;  /* borrowed; NULL = none */
+    struct moe_models *models;   /* added models; borrowed; NULL = none */
     struct moe_metrics *metrics; /* registry of the request metrics; NULL = none */
     /* NULL: the group does not train, and serves without a lease. Borrowed. */
     const struct moe_lease_gate *lease;

@@ -23,8 +23,8 @@ struct moe_service_metrics {
 };
 
 static const char *const rpc_names[MOE_SERVICE_RPC_COUNT] = {
-    "Forward",   "ForwardStream",  "Backward",       "OptimizerStep", "ZeroGrad",
-    "SetFrozen", "SaveCheckpoint", "LoadCheckpoint", "ExportAdapter"};
+    "Forward",  "ForwardStream", "Ring",           "Backward",       "OptimizerStep",
+    "ZeroGrad", "SetFrozen",     "SaveCheckpoint", "LoadCheckpoint", "ExportAdapter"};
 
 static struct moe_status add_rpc(struct moe_service_metrics *m, enum moe_service_rpc rpc)
 {

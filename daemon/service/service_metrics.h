@@ -10,6 +10,7 @@
 enum moe_service_rpc {
     MOE_SERVICE_FORWARD,
     MOE_SERVICE_FORWARD_STREAM,
+    MOE_SERVICE_RING, /* requests of rings in shared memory; region_service.h */
     /* TrainingService; only a worker that offers it has these series. */
     MOE_SERVICE_BACKWARD,
     MOE_SERVICE_OPTIMIZER_STEP,

@@ -5,6 +5,7 @@
 #include "service/training_service_state.h"
 
 #include "base/clock.h"
+#include "service/request_trace.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -33,6 +34,8 @@ struct pending_call {
     const struct training_kind *kind;
     struct moe_rpc_call *rpc; /* referenced while the engine has the request */
     uint64_t received_ns;
+    struct moe_trace_context trace;
+    uint64_t handed_back_ns;     /* of a sampled call: the engine's end of it; 0: none yet */
     _Atomic uint32_t references; /* the engine; the transport */
 };
 
@@ -57,6 +60,31 @@ static void count(const struct pending_call *p, const struct moe_status *st)
                             p->received_ns);
 }
 
+/* Before the message is read. */
+static void begin_trace(struct pending_call *p)
+{
+    size_t length;
+    if (p->service->config.tracer == NULL)
+        return;
+    const char *parent = moe_rpc_call_header(p->rpc, "traceparent", &length);
+    moe_trace_begin(p->service->config.tracer, parent, length, &p->trace);
+}
+
+/* The answer is on its way. */
+static void end_trace(const struct pending_call *p, const struct moe_status *st)
+{
+    if (!p->trace.sampled)
+        return;
+    const struct moe_training_end end = {.context = &p->trace,
+                                         .path = p->kind->path,
+                                         .work = &p->request.work,
+                                         .status = st,
+                                         .received_ns = p->received_ns,
+                                         .handed_back_ns = p->handed_back_ns,
+                                         .end_ns = moe_clock_ns()};
+    moe_training_trace_end(p->service->config.tracer, &end);
+}
+
 /* Training knows a slot; the client needs an address. */
 static struct moe_status name_worker(const struct pending_call *p, struct moe_status st)
 {
@@ -74,6 +102,7 @@ static void fail(const struct pending_call *p, struct moe_status st)
     st = name_worker(p, st);
     count(p, &st);
     moe_rpc_fail(p->rpc, st);
+    end_trace(p, &st);
 }
 
 static void reply_backward(const struct pending_call *p)
@@ -90,6 +119,7 @@ static void reply_backward(const struct pending_call *p)
     count(p, &st);
     moe_backward_answer(r, cached, r->answer.repeated, head, &out);
     moe_rpc_reply(p->rpc, &out);
+    end_trace(p, &st);
 }
 
 /* Without a lease the answer waits for the repeat of the call: another group may have its place. */
@@ -106,6 +136,7 @@ static void reply(const struct pending_call *p)
     }
     count(p, &ok);
     moe_training_service__reply_mutation(p->rpc, p->kind->step, &p->request.answer);
+    end_trace(p, &ok);
 }
 
 /* ---------------------------------------------------------------------- the engine */
@@ -116,6 +147,7 @@ static void on_ended(struct moe_train_work *work, struct moe_status status)
 {
     struct pending_call *p = work->user;
     struct moe_training_request *r = &p->request;
+    p->handed_back_ns = p->trace.sampled ? moe_clock_ns() : 0;
     bool was_run = r->answer.outcome.epoch != 0 && !r->answer.repeated;
     if (is_backward(p) && was_run)
         moe_backward_cache(r, p->service->config.training, &status);
@@ -210,6 +242,7 @@ static void on_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ct
     p->rpc = rpc;
     p->received_ns = moe_clock_ns();
     atomic_store(&p->references, 1);
+    begin_trace(p);
     struct moe_status st = read_message(p, m);
     moe_rpc_msg_free(m);
     if (!moe_failed(&st))

@@ -206,9 +206,13 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
     double aux_coeff = 0;
     MOE_TRY(moe_rpc_unpack(&moe__v1__backward_request__descriptor, head, length, &arena, &message));
     const Head *h = message;
-    MOE_TRY(moe_request_check_model(p->context->worker.model, h->model));
-    MOE_TRY(moe_request_find_layer(p->context->info, h->layer, (int)h->dtype, &r->spec,
-                                   &r->work.dtype));
+    const struct moe_service_info *info = p->context->info;
+    const struct moe_served_model *model = p->context->worker.model;
+    if (!moe_request_wants_default(model, h->model))
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND,
+                         "only the default model, %s, can train", model->name);
+    MOE_TRY(moe_request_find_layer(info->layers, info->layer_count, h->layer, (int)h->dtype,
+                                   &r->spec, &r->work.dtype));
     r->work.layer = h->layer;
     MOE_TRY(check_shape(p, h));
     MOE_TRY(moe_request_check_pass(h->session, h->micro_batch_id));

@@ -19,6 +19,7 @@ struct moe_training_service_config {
     struct moe_engine *engine;
     struct moe_staging *staging;
     struct moe_train *training;
+    struct moe_tracer *tracer; /* of the calls with an id; NULL = none */
     /* An operator has chosen the recovery target (RecoverTraining). Any thread; must not block. */
     void (*on_recovery_choice)(void *ctx);
     void *ctx;

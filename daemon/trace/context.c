@@ -3,6 +3,7 @@
  *
  *     00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01
  *     version, trace id, parent id, flags; bit 0 of the flags: the caller samples */
+#include "base/clock.h"
 #include "trace/inside.h"
 
 #include <string.h>
@@ -36,6 +37,11 @@ static bool is_zero(const uint8_t *bytes, size_t count)
     return true;
 }
 
+static bool is_valid(const struct moe_trace_context *c)
+{
+    return !is_zero(c->trace_id, sizeof c->trace_id) && !is_zero(c->parent_id, sizeof c->parent_id);
+}
+
 bool moe_trace_parse(const char *text, size_t length, struct moe_trace_context *out)
 {
     enum { TRACE_AT = 3, PARENT_AT = 36, FLAGS_AT = 53 };
@@ -50,7 +56,7 @@ bool moe_trace_parse(const char *text, size_t length, struct moe_trace_context *
         !read_bytes(text + PARENT_AT, c.parent_id, sizeof c.parent_id) ||
         !read_bytes(text + FLAGS_AT, &flags, 1))
         return false;
-    if (is_zero(c.trace_id, sizeof c.trace_id) || is_zero(c.parent_id, sizeof c.parent_id))
+    if (!is_valid(&c))
         return false;
     c.sampled = (flags & FLAG_SAMPLED) != 0;
     *out = c;
@@ -87,12 +93,50 @@ uint64_t moe_trace_next_id(struct moe_tracer *t)
     return id;
 }
 
+/* Whether there is room for one more request with a parent. */
+static bool has_room(struct moe_tracer *t)
+{
+    const uint64_t now = moe_clock_ns();
+    uint64_t until = atomic_load_explicit(&t->parents_until, memory_order_relaxed), next;
+    do {
+        next = (until > now ? until : now) + t->parent_ns;
+        if (next - now > t->parents_ns)
+            return false;
+    } while (!atomic_compare_exchange_weak_explicit(&t->parents_until, &until, next,
+                                                    memory_order_relaxed, memory_order_relaxed));
+    return true;
+}
+
+/* A caller may sample every request; the collector is not to pay for it. */
+static void cap(struct moe_tracer *t, struct moe_trace_context *c)
+{
+    if (!c->sampled || has_room(t))
+        return;
+    c->sampled = false;
+    if (t->capped != NULL)
+        moe_counter_add(t->capped, 1);
+}
+
 void moe_trace_begin(struct moe_tracer *t, const char *traceparent, size_t length,
                      struct moe_trace_context *out)
 {
+    struct moe_trace_context parent = {0};
+    if (t != NULL && traceparent != NULL)
+        (void)moe_trace_parse(traceparent, length, &parent);
+    moe_trace_begin_from(t, &parent, out);
+}
+
+void moe_trace_begin_from(struct moe_tracer *t, const struct moe_trace_context *parent,
+                          struct moe_trace_context *out)
+{
     *out = (struct moe_trace_context){0};
-    if (t == NULL || (traceparent != NULL && moe_trace_parse(traceparent, length, out)))
+    if (t == NULL)
         return;
+    if (is_valid(parent)) {
+        *out = *parent;
+        cap(t, out);
+        return;
+    }
     if (!t->samples_roots || next_random(t) > t->threshold)
         return;
     const uint64_t id[2] = {moe_trace_next_id(t), moe_trace_next_id(t)};

@@ -15,6 +15,7 @@
 
 enum {
     QUEUE_TRACES = 2048,
+    PARENTS_PER_S = 200,
     FLUSH_MS = 500,
     SEND_MS = 5000,
     RETRY_MS = 1000, /* before the first repeat; doubles */
@@ -256,7 +257,10 @@ static struct moe_status add_metrics(struct moe_tracer *t, struct moe_metrics *m
             .labels = {{"result", results[i]}}};
         MOE_TRY(moe_metrics_add_counter(metrics, &desc, &t->counters[i]));
     }
-    return moe_ok();
+    const struct moe_metric_desc capped = {
+        .name = "moe_trace_capped_requests_total",
+        .help = "Requests that their callers sample, and that have no spans: there are too many."};
+    return metrics != NULL ? moe_metrics_add_counter(metrics, &capped, &t->capped) : moe_ok();
 }
 
 static struct moe_status open_channel(struct moe_tracer *t)
@@ -315,6 +319,9 @@ struct moe_status moe_tracer_create(const struct moe_tracer_config *config, stru
     (void)sem_init(&t->opened, 0, 0);
     t->service_name = config->service_name;
     t->samples_roots = config->sample > 0;
+    uint32_t parents = config->parents_per_s != 0 ? config->parents_per_s : PARENTS_PER_S;
+    t->parent_ns = MOE_NS_PER_S / parents;
+    t->parents_ns = parents * t->parent_ns;
     t->threshold = config->sample < 1 ? (uint64_t)(config->sample * 0x1p64) : UINT64_MAX;
     t->flush_ns = or_default(config->flush_ms, FLUSH_MS);
     t->send_ns = or_default(config->send_ms, SEND_MS);

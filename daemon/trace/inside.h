@@ -48,6 +48,11 @@ struct moe_tracer {
     _Atomic uint64_t id_state; /* splitmix64, from a random start: ids do not repeat */
     uint64_t threshold;        /* a root is sampled if a random number is at most this */
     bool samples_roots;        /* false: none is */
+    uint64_t parent_ns;        /* one sampled request with a parent in this time, */
+    uint64_t parents_ns;       /* and as many at once as in this time */
+    /* When so many would be due as have been sampled; behind now: there is room for more. */
+    _Atomic uint64_t parents_until;
+    struct moe_counter *capped; /* NULL without metrics */
     const char *service_name;
     _Atomic(const char *) instance;                  /* "": not known yet */
     _Atomic int64_t slot;                            /* -1: not known yet */

@@ -35,6 +35,9 @@ void moe_trace_id_text(const struct moe_trace_context *c, char out[MOE_TRACE_ID_
  * bytes; NULL: it has none. `t` NULL: zero. */
 void moe_trace_begin(struct moe_tracer *t, const char *traceparent, size_t length,
                      struct moe_trace_context *out);
+/* The same with the caller's context in binary form. An id of zeros: it has none. */
+void moe_trace_begin_from(struct moe_tracer *t, const struct moe_trace_context *parent,
+                          struct moe_trace_context *out);
 
 /* ------------------------------------------------------------------ the tracer */
 
@@ -45,7 +48,8 @@ struct moe_tracer_config {
     const char *service_name;          /* "moe-worker"; static */
     struct moe_metrics *metrics;       /* NULL: none */
     /* 0: the defaults of README.md. */
-    uint32_t queue_traces; /* a power of two, at least 2 */
+    uint32_t queue_traces;  /* a power of two, at least 2 */
+    uint32_t parents_per_s; /* sampled requests with a parent; as many at once */
     uint32_t flush_ms, send_ms, retry_ms;
 };
 

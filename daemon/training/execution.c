@@ -168,6 +168,9 @@ static struct moe_status check_job(const struct moe_train *t, const struct moe_t
     if (call->kind == MOE_STEP_EXPORT && t->config.trainer.lora_rank == 0)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "there are no adapters: the workers train the whole weights");
+    if (call->merge && t->config.model != NULL && moe_model_quantisation(t->config.model) != NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "quantised experts cannot take an adapter: export it");
     if (!call->merge && t->config.directory == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "the workers were started without --training-dir");

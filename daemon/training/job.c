@@ -11,6 +11,7 @@
 #include "base/thread.h"
 #include "daemon/log.h"
 
+#include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -87,6 +88,7 @@ static struct moe_status create_job(struct moe_train *t, const struct moe_train_
     j->context = moe_train__context_of(t);
     j->context.cancel = &j->cancel;
     j->context.processed = &j->processed;
+    j->context.expected = &j->expected;
     j->state = (struct moe_checkpoint_state){.lineage = t->lineage,
                                              .weights_version = t->weights_version,
                                              .steps = t->steps,
@@ -233,10 +235,6 @@ static void start_part(const struct context *c, const struct moe_job_action *a,
                      "while it is written",
                      j->call.name);
     j->from_trainers = a->from_trainers;
-    moe_mutex_lock(&t->lock);
-    if (a->part == MOE_JOB_WRITE && !a->from_trainers)
-        j->total = moe_checkpoint_copy_bytes(j->copy);
-    moe_mutex_unlock(&t->lock);
     start_thread(t, j, a->part);
 }
 
@@ -265,6 +263,8 @@ static void log_end(struct moe_train *t, const struct moe_train_job *j, uint64_t
                     struct moe_status st)
 {
     uint64_t bytes = j->call.kind == MOE_STEP_SAVE ? written : atomic_load(&j->processed);
+    moe_log_debug("checkpoint %s: done with %" PRIu64 " of %" PRIu64 " bytes of this worker",
+                  j->call.name, atomic_load(&j->processed), atomic_load(&j->expected));
     moe_train__log_ended(t, &j->call, j->begun_ns, bytes, j->outcome.lost_steps, st);
 }
 
@@ -406,7 +406,7 @@ void moe_train__read_job(const struct moe_train *t, struct moe_train_state *out)
     out->job = j->call.kind;
     memcpy(out->job_name, j->call.name, sizeof out->job_name);
     out->job_bytes = atomic_load(&j->processed);
-    out->job_bytes_total = j->total;
+    out->job_bytes_total = atomic_load(&j->expected);
 }
 
 bool moe_train__is_unwanted(void *train, enum moe_step_kind kind, uint64_t id,

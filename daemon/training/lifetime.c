@@ -20,6 +20,19 @@ static uint64_t hash_config(const struct moe_trainer_config *c)
     return hash[0] | 1; /* 0 is no training */
 }
 
+/* Weights that learn cannot be written back as they were quantised. */
+static struct moe_status check_quantised(const struct moe_train_config *c)
+{
+    const uint32_t others = 1 << MOE_PARAMS_ROUTER | 1 << MOE_PARAMS_SHARED;
+    const char *scheme = c->model != NULL ? moe_model_quantisation(c->model) : NULL;
+    if (scheme == NULL || (c->trainer.lora_rank > 0 && (c->trainer.frozen & others) == others))
+        return moe_ok();
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                     "%.80s has quantised experts (%s), which train adapters only: --training "
+                     "needs --lora-rank and --freeze router,shared",
+                     moe_model_name(c->model), scheme);
+}
+
 static struct moe_status check_config(const struct moe_train_config *c)
 {
     const struct moe_trainer_config *trainer = &c->trainer;
@@ -29,6 +42,7 @@ static struct moe_status check_config(const struct moe_train_config *c)
     if (trainer->lora_rank > 0 && trainer->lora_targets == 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "adapters of rank %u need a matrix to adapt", trainer->lora_rank);
+    MOE_TRY(check_quantised(c));
     uint32_t most = UINT32_MAX;
     for (size_t i = 0; i < c->layer_count; i++) {
         const struct moe_layer_spec *spec = c->specs[i];
@@ -78,6 +92,8 @@ struct moe_status moe_train_create(const struct moe_train_config *config, struct
     MOE_TRY_GOTO(st, moe_activations_create(&activations, &t->activations), fail);
     if (config->metrics != NULL)
         MOE_TRY_GOTO(st, moe_train__add_metrics(config->metrics, &t->metrics), fail);
+    if (config->metrics != NULL)
+        MOE_TRY_GOTO(st, moe_metrics_add_collector(config->metrics, moe_train__collect, t), fail);
     moe_train__show(t);
     *out = t;
     return st;
@@ -90,6 +106,8 @@ void moe_train_destroy(struct moe_train *t)
 {
     if (t == NULL)
         return;
+    if (t->config.metrics != NULL)
+        moe_metrics_remove_collector(t->config.metrics, moe_train__collect, t);
     moe_train__end_jobs(t);
     if (t->trainers != NULL)
         moe_train__drop_trainers(t);

@@ -36,6 +36,18 @@ static struct moe_status add_checkpoints(struct moe_metrics *m, const char *kind
     return moe_metrics_add_counter(m, &failures, &out->failures);
 }
 
+/* "done" or "total". */
+static struct moe_status add_progress(struct moe_metrics *m, const char *kind,
+                                      struct moe_gauge **out)
+{
+    const struct moe_metric_desc desc = {
+        .name = "moe_train_checkpoint_bytes",
+        .help = "Bytes of the Save or Load under way that this worker has written or checked, and "
+                "in all; 0 = none, or not known yet.",
+        .labels = {{"kind", kind}}};
+    return moe_metrics_add_gauge(m, &desc, out);
+}
+
 struct moe_status moe_train__add_metrics(struct moe_metrics *m, struct moe_train_metrics *to)
 {
     const struct {
@@ -90,6 +102,8 @@ struct moe_status moe_train__add_metrics(struct moe_metrics *m, struct moe_train
         MOE_TRY(rows[i].counter != NULL ? moe_metrics_add_counter(m, &desc, rows[i].counter)
                                         : moe_metrics_add_gauge(m, &desc, rows[i].gauge));
     }
+    MOE_TRY(add_progress(m, "done", &to->job_done));
+    MOE_TRY(add_progress(m, "total", &to->job_total));
     MOE_TRY(add_checkpoints(m, "save", &to->saves));
     MOE_TRY(add_checkpoints(m, "load", &to->loads));
     return moe_metrics_add_histogram(m, &step, moe_metrics_seconds_bounds,
@@ -118,6 +132,17 @@ void moe_train__show(struct moe_train *t)
     moe_gauge_set(m->answers, (double)moe_pass_store_bytes(t->answers));
     moe_gauge_set(m->idle, (double)(moe_pass_store_idle_bytes(t->passes) +
                                     moe_pass_store_idle_bytes(t->answers)));
+}
+
+void moe_train__collect(void *train)
+{
+    struct moe_train *t = train;
+    struct moe_train_state state = {0};
+    moe_mutex_lock(&t->lock);
+    moe_train__read_job(t, &state);
+    moe_mutex_unlock(&t->lock);
+    moe_gauge_set(t->metrics.job_done, (double)state.job_bytes);
+    moe_gauge_set(t->metrics.job_total, (double)state.job_bytes_total);
 }
 
 /* ------------------------------------------------------------------------------- log */

@@ -25,10 +25,9 @@ struct moe_train_job {
     uint64_t number;                       /* of the machine; 0 = it never began */
     uint64_t lineage, begun_ns;            /* as it began */
     struct moe_ledger_outcome outcome;
-    enum moe_job_part part; /* that the thread runs; NONE: it only asks */
-    uint64_t total;         /* of `processed`; 0 = not known */
-    _Atomic uint64_t processed;
-    atomic_bool cancel; /* the part is to end soon */
+    enum moe_job_part part;               /* that the thread runs; NONE: it only asks */
+    _Atomic uint64_t processed, expected; /* of the context; expected 0 = not known */
+    atomic_bool cancel;                   /* the part is to end soon */
     unsigned threads;
     pthread_t thread[MOE_TRAIN_JOB_THREADS];
 };

@@ -23,7 +23,8 @@ struct moe_train_metrics {
     struct moe_train_checkpoint_metrics saves, loads;
     struct moe_histogram *step_seconds;
     struct moe_counter *backwards, *steps, *skipped, *repeats, *retained_steps, *reused, *lost;
-    struct moe_gauge *version, *lineage, *unsaved, *retained, *answers, *idle, *state, *activations;
+    struct moe_gauge *version, *lineage, *unsaved, *retained, *answers, *idle, *state, *activations,
+        *job_done, *job_total;
 };
 
 struct moe_train {
@@ -120,6 +121,8 @@ struct moe_status moe_train__out_of_memory(void) MOE_CHECKED;
 struct moe_status moe_train__add_metrics(struct moe_metrics *m,
                                          struct moe_train_metrics *to) MOE_CHECKED;
 /* Brings the gauges up to date. */
+/* A collector of the registry: the figures that change between two tickets. */
+void moe_train__collect(void *train);
 void moe_train__show(struct moe_train *t);
 /* NULL, without a registry, is ignored. */
 void moe_train__count(struct moe_counter *counter, uint64_t more);

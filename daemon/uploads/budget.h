@@ -16,7 +16,12 @@
  * have a quarter, and so may all connections of one identity. Of the small part, a connection may
  * also have no more than half of what is left: many greedy ones leave room for the next. Each of
  * these may always have one large message, whatever its length. A message that waits for the share
- * of its connection or identity, or for its call to ask, lets others pass. */
+ * of its connection or identity, or for its call to ask, lets others pass.
+ *
+ * Open streams, and places in line, are shared by owners: an identity with all its connections, or
+ * one connection without a name. When all are taken, the owner that has most of them gives way to
+ * one that has fewer: it loses a connection, or a place. So an owner at or below its equal share is
+ * never refused, and loses nothing, because of one that is above. */
 #ifndef MOE_UPLOADS_BUDGET_H
 #define MOE_UPLOADS_BUDGET_H
 
@@ -28,7 +33,7 @@
 #include <stdint.h>
 #include <sys/queue.h>
 
-/* Open streams of all connections, and those that a connection may always have. Each costs the core
+/* Open streams of all connections, and those that an owner may always have. Each costs the core
  * about 13 KiB, also before it brings a message. */
 enum { MOE_RPC_STREAMS_MAX = 16384, MOE_RPC_STREAMS_LEAST = 8 };
 
@@ -47,11 +52,15 @@ struct moe_rpc_account {
     uint32_t waiting; /* places in line */
 };
 
-/* All connections of one named identity. */
+/* An owner: one named identity, or a connection that pays for itself alone. */
 struct moe_rpc_payer {
-    LIST_ENTRY(moe_rpc_payer) link;
+    bool named;
+    LIST_ENTRY(moe_rpc_payer) link; /* in `payers`, if it is named */
     struct moe_rpc_account account;
     uint32_t connections;
+    LIST_HEAD(, moe_rpc_uploads) members; /* these connections */
+    uint32_t open;                        /* their streams */
+    LIST_ENTRY(moe_rpc_payer) by_open;    /* if `open` is not 0 */
     enum moe_rpc_link kind;
     char name[256];
 };
@@ -66,12 +75,17 @@ enum moe_rpc_refusal {
 
 /* How the budget answers a call that has asked for its next message: exactly once, by `read` or
  * `fail`. `hold` comes before, under the budget's lock, while the call cannot go: it keeps the call
- * alive until then. The others are called without the lock, from any thread. `fail` may also come
- * after `read`: then the message is too slow. */
+ * alive until then. These two are called without the lock, from any thread. `fail` may also come
+ * after `read`: then the message is too slow.
+ *
+ * `end` ends a connection that must give way; it is what moe_rpc_uploads_open was given. Once for a
+ * connection, before its moe_rpc_uploads_close has returned; under the budget's lock, from any
+ * thread that lets a stream begin. */
 struct moe_rpc_waiters {
     void (*hold)(void *waiter);
     void (*read)(void *waiter); /* the next message, or the end, may be read now */
     void (*fail)(void *waiter, struct moe_status why);
+    void (*end)(void *connection);
 };
 
 struct moe_rpc_budget {
@@ -83,7 +97,9 @@ struct moe_rpc_budget {
         struct moe_rpc_account all;
         uint64_t peak; /* the most bytes since the last check */
         uint32_t connections;
-        uint32_t open;  /* streams of all connections */
+        uint32_t open; /* streams of all connections without those that end */
+        uint32_t most; /* no owner has more than this */
+        LIST_HEAD(, moe_rpc_payer) by_open[MOE_RPC_STREAMS_MAX + 1]; /* the last one: or more */
         uint32_t large; /* messages that are charged as large */
         uint64_t refused[MOE_RPC_REFUSALS];
         struct moe_rpc_line line;    /* the oldest first */
@@ -97,7 +113,7 @@ struct moe_rpc_budget_use {
     uint64_t bytes;                     /* charged */
     uint64_t peak;                      /* the most since the last check */
     uint32_t connections;               /* with those that calls still refer to */
-    uint32_t open;                      /* streams that have begun and are not over */
+    uint32_t open;                      /* streams that have begun and do not end */
     uint32_t large, waiting;            /* large messages that are read, that wait */
     uint64_t oldest_ns;                 /* since when the oldest waits; 0 = none does */
     uint64_t refused[MOE_RPC_REFUSALS]; /* since the beginning */

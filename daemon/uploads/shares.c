@@ -3,6 +3,7 @@
 #include "uploads/state.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 enum {
     SHARE = 4,     /* one connection or identity may have 1/SHARE */
@@ -16,10 +17,11 @@ void moe_rpc_budget_init(struct moe_rpc_budget *b, uint64_t bytes, uint32_t max_
 {
     const uint64_t least = (uint64_t)SHARE * SHARE * MOE_RPC_LOOKAHEAD_BYTES;
     bytes = bytes > least ? bytes : least;
-    *b = (struct moe_rpc_budget){
-        .waiters = *waiters,
-        .limit = {[MOE_RPC_SMALL] = bytes / SHARE, [MOE_RPC_LARGE] = bytes - bytes / SHARE},
-        .max_waiting = max_waiting};
+    memset(b, 0, sizeof *b);
+    b->waiters = *waiters;
+    b->limit[MOE_RPC_SMALL] = bytes / SHARE;
+    b->limit[MOE_RPC_LARGE] = bytes - bytes / SHARE;
+    b->max_waiting = max_waiting;
     moe_mutex_init(&b->lock);
     TAILQ_INIT(&b->line);
     TAILQ_INIT(&b->reading);
@@ -65,21 +67,18 @@ static bool fits_all(const struct moe_rpc_budget *b, enum moe_rpc_sort sort, uin
 static bool fits_owner(const struct moe_rpc_budget *b, const struct moe_rpc_upload *up,
                        enum moe_rpc_sort sort, uint64_t bytes)
 {
-    const struct moe_rpc_account *payer = moe_rpc__payer_account(up);
-    uint64_t share = b->limit[sort] / SHARE;
+    const uint64_t share = b->limit[sort] / SHARE;
     return fits(up->of->account.bytes[sort], bytes, share) &&
-           (payer == NULL || fits(payer->bytes[sort], bytes, share));
+           fits(up->of->payer->account.bytes[sort], bytes, share);
 }
 
 static void add(struct moe_rpc_budget *b, struct moe_rpc_upload *up, enum moe_rpc_sort sort,
                 uint64_t bytes) MOE_REQUIRES(b->lock)
 {
-    struct moe_rpc_account *payer = moe_rpc__payer_account(up);
     up->charged[sort] += bytes;
     b->all.bytes[sort] += bytes;
     up->of->account.bytes[sort] += bytes;
-    if (payer != NULL)
-        payer->bytes[sort] += bytes;
+    up->of->payer->account.bytes[sort] += bytes;
     uint64_t used = b->all.bytes[MOE_RPC_SMALL] + b->all.bytes[MOE_RPC_LARGE];
     b->peak = used > b->peak ? used : b->peak;
 }
@@ -87,12 +86,10 @@ static void add(struct moe_rpc_budget *b, struct moe_rpc_upload *up, enum moe_rp
 static void take_back(struct moe_rpc_budget *b, struct moe_rpc_upload *up, enum moe_rpc_sort sort,
                       uint64_t bytes) MOE_REQUIRES(b->lock)
 {
-    struct moe_rpc_account *payer = moe_rpc__payer_account(up);
     up->charged[sort] -= bytes;
     b->all.bytes[sort] -= bytes;
     up->of->account.bytes[sort] -= bytes;
-    if (payer != NULL)
-        payer->bytes[sort] -= bytes;
+    up->of->payer->account.bytes[sort] -= bytes;
 }
 
 /* What a connection has may be half of what was left, at most. */
@@ -165,34 +162,54 @@ static bool has_place(uint32_t places, uint32_t taken)
     return taken < (places > 0 ? places : 1);
 }
 
-bool moe_rpc__join_line(struct moe_rpc_budget *b, struct moe_rpc_upload *up, uint64_t now_ns)
+/* The owner with the most places gives up its newest one, if it has more than `wanted`. */
+static bool give_way(struct moe_rpc_budget *b, uint32_t wanted, struct moe_rpc_woken *woken)
+    MOE_REQUIRES(b->lock)
 {
-    struct moe_rpc_account *payer = moe_rpc__payer_account(up);
+    struct moe_rpc_upload *up, *newest = NULL;
+    TAILQ_FOREACH_REVERSE(up, &b->line, moe_rpc_line, line)
+    if (up->of->payer->account.waiting > wanted) {
+        wanted = up->of->payer->account.waiting;
+        newest = up;
+    }
+    if (newest == NULL || woken->count >= MOE_RPC_WOKEN_MAX)
+        return false;
+    moe_rpc__leave_line(b, newest);
+    newest->refused = true;
+    if (newest->waits) {
+        newest->waits = false;
+        moe_rpc__refuse(b, MOE_RPC_QUEUE_FULL);
+        moe_rpc__answer(b, newest, MOE_RPC_QUEUE_FULL, woken);
+    }
+    return true;
+}
+
+bool moe_rpc__join_line(struct moe_rpc_budget *b, struct moe_rpc_upload *up, uint64_t now_ns,
+                        struct moe_rpc_woken *woken)
+{
+    struct moe_rpc_account *payer = &up->of->payer->account;
     const uint32_t share = b->max_waiting / SHARE;
-    if (!has_place(b->max_waiting, b->all.waiting) || !has_place(share, up->of->account.waiting) ||
-        (payer != NULL && !has_place(share, payer->waiting)))
+    if (!has_place(share, up->of->account.waiting) || !has_place(share, payer->waiting) ||
+        (!has_place(b->max_waiting, b->all.waiting) && !give_way(b, payer->waiting + 1, woken)))
         return false;
     up->in_line = true;
     up->wanted = up->length;
     up->since_ns = now_ns;
     b->all.waiting++;
     up->of->account.waiting++;
-    if (payer != NULL)
-        payer->waiting++;
+    payer->waiting++;
     TAILQ_INSERT_TAIL(&b->line, up, line);
     return true;
 }
 
 void moe_rpc__leave_line(struct moe_rpc_budget *b, struct moe_rpc_upload *up)
 {
-    struct moe_rpc_account *payer = moe_rpc__payer_account(up);
     if (!up->in_line)
         return;
     up->in_line = false;
     b->all.waiting--;
     up->of->account.waiting--;
-    if (payer != NULL)
-        payer->waiting--;
+    up->of->payer->account.waiting--;
     TAILQ_REMOVE(&b->line, up, line);
 }
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What shares.c (bytes, the line) and upload.c (streams of connections) share; only these include
- * it. Functions without another mark need the budget's lock. */
+/* What shares.c (bytes, the line), places.c (number of streams) and upload.c (what they bring)
+ * share; only these include it. Functions without another mark need the budget's lock. */
 #ifndef MOE_UPLOADS_STATE_H
 #define MOE_UPLOADS_STATE_H
 
@@ -14,10 +14,13 @@ enum {
 /* Guarded by the budget's lock, except what never changes. */
 struct moe_rpc_uploads {
     struct moe_rpc_budget *budget;
-    struct moe_rpc_payer *payer; /* NULL: anonymous, or the owner of this process */
+    struct moe_rpc_payer *payer;
+    LIST_ENTRY(moe_rpc_uploads) member; /* of the payer */
     struct moe_rpc_account account;
+    void *connection;
     uint32_t references; /* the connection, and each upload */
-    uint32_t open;       /* uploads in `streams` */
+    uint32_t open;       /* uploads in `streams`; 0 of one that ends */
+    bool ends;           /* it has given way */
     LIST_HEAD(, moe_rpc_upload) streams[MOE_RPC_UPLOAD_BUCKETS];
 };
 
@@ -78,11 +81,6 @@ static inline bool moe_rpc__is_filled(const struct moe_rpc_upload *up)
     return up->wanted - up->left >= MOE_RPC_FILLED_BYTES;
 }
 
-static inline struct moe_rpc_account *moe_rpc__payer_account(const struct moe_rpc_upload *up)
-{
-    return up->of->payer != NULL ? &up->of->payer->account : NULL;
-}
-
 bool moe_rpc__charge_small(struct moe_rpc_budget *b, struct moe_rpc_upload *up, uint64_t bytes)
     MOE_REQUIRES(b->lock);
 /* At most what is charged. */
@@ -91,9 +89,10 @@ void moe_rpc__give_back_small(struct moe_rpc_budget *b, struct moe_rpc_upload *u
 /* Nothing, if nothing is charged. */
 void moe_rpc__give_back_large(struct moe_rpc_budget *b, struct moe_rpc_upload *up)
     MOE_REQUIRES(b->lock);
-/* Puts `up` at the end of the line for up->length bytes. False if there is no place. */
-bool moe_rpc__join_line(struct moe_rpc_budget *b, struct moe_rpc_upload *up, uint64_t now_ns)
-    MOE_REQUIRES(b->lock);
+/* Puts `up` at the end of the line for up->length bytes. False if there is no place. Another owner
+ * may lose one for it. */
+bool moe_rpc__join_line(struct moe_rpc_budget *b, struct moe_rpc_upload *up, uint64_t now_ns,
+                        struct moe_rpc_woken *woken) MOE_REQUIRES(b->lock);
 /* Nothing, if it is not in the line. */
 void moe_rpc__leave_line(struct moe_rpc_budget *b, struct moe_rpc_upload *up) MOE_REQUIRES(b->lock);
 /* Charges those in the line that are asked for and find room now, and lets their calls read. */
@@ -102,6 +101,10 @@ void moe_rpc__grant_line(struct moe_rpc_budget *b, struct moe_rpc_woken *woken)
 /* The call of `up` may read its message from now on; it reads no more. */
 void moe_rpc__let_read(struct moe_rpc_budget *b, struct moe_rpc_upload *up) MOE_REQUIRES(b->lock);
 void moe_rpc__stop_reading(struct moe_rpc_budget *b, struct moe_rpc_upload *up)
+    MOE_REQUIRES(b->lock);
+/* A stream of `u` begins or is over. */
+void moe_rpc__add_stream(struct moe_rpc_budget *b, struct moe_rpc_uploads *u) MOE_REQUIRES(b->lock);
+void moe_rpc__remove_stream(struct moe_rpc_budget *b, struct moe_rpc_uploads *u)
     MOE_REQUIRES(b->lock);
 /* Counts a refusal. */
 void moe_rpc__refuse(struct moe_rpc_budget *b, enum moe_rpc_refusal why) MOE_REQUIRES(b->lock);

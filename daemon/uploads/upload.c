@@ -83,50 +83,62 @@ static uint32_t get_stream(const uint8_t *value, size_t length)
 
 /* ------------------------------------------------------------------ connections */
 
+/* The owner of this process may use all of it. */
+static bool pays_alone(const struct moe_rpc_identity *who)
+{
+    return who->name[0] == '\0' || (who->link == MOE_RPC_LINK_UNIX && who->uid == geteuid());
+}
+
 static struct moe_rpc_payer *find_payer(struct moe_rpc_budget *b,
                                         const struct moe_rpc_identity *who) MOE_REQUIRES(b->lock)
 {
     struct moe_rpc_payer *p;
+    if (pays_alone(who))
+        return NULL;
     LIST_FOREACH(p, &b->payers, link)
     if (p->kind == who->link && strcmp(p->name, who->name) == 0)
         return p;
     return NULL;
 }
 
-/* The owner of this process may use all of it. */
-static bool pays(const struct moe_rpc_identity *who)
+/* `u` joins the payer of `who`, which is `spare` if there is none yet. False if it is not used. */
+static bool join_payer(struct moe_rpc_budget *b, struct moe_rpc_uploads *u,
+                       const struct moe_rpc_identity *who, struct moe_rpc_payer *spare)
+    MOE_REQUIRES(b->lock)
 {
-    return who->name[0] != '\0' && !(who->link == MOE_RPC_LINK_UNIX && who->uid == geteuid());
+    struct moe_rpc_payer *found = find_payer(b, who);
+    u->payer = found != NULL ? found : spare;
+    if (found == NULL && !pays_alone(who)) {
+        spare->named = true;
+        spare->kind = who->link;
+        memcpy(spare->name, who->name, sizeof spare->name);
+        LIST_INSERT_HEAD(&b->payers, spare, link);
+    }
+    u->payer->connections++;
+    LIST_INSERT_HEAD(&u->payer->members, u, member);
+    return found == NULL;
 }
 
 struct moe_status moe_rpc_uploads_open(struct moe_rpc_budget *b, const struct moe_rpc_identity *who,
-                                       struct moe_rpc_uploads **out)
+                                       void *connection, struct moe_rpc_uploads **out)
 {
     *out = NULL;
     struct moe_rpc_uploads *u = calloc(1, sizeof *u);
-    struct moe_rpc_payer *spare = pays(who) ? calloc(1, sizeof *spare) : NULL;
-    if (u == NULL || (spare == NULL && pays(who))) {
+    struct moe_rpc_payer *spare = calloc(1, sizeof *spare);
+    if (u == NULL || spare == NULL) {
         free(u);
         free(spare);
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "connection");
     }
     u->budget = b;
+    u->connection = connection;
     u->references = 1;
     moe_mutex_lock(&b->lock);
     b->connections++;
-    if (spare != NULL) {
-        u->payer = find_payer(b, who);
-        if (u->payer == NULL) {
-            u->payer = spare;
-            spare->kind = who->link;
-            memcpy(spare->name, who->name, sizeof spare->name);
-            LIST_INSERT_HEAD(&b->payers, spare, link);
-            spare = NULL;
-        }
-        u->payer->connections++;
-    }
+    const bool used = join_payer(b, u, who, spare);
     moe_mutex_unlock(&b->lock);
-    free(spare);
+    if (!used)
+        free(spare);
     *out = u;
     return moe_ok();
 }
@@ -134,12 +146,15 @@ struct moe_status moe_rpc_uploads_open(struct moe_rpc_budget *b, const struct mo
 static void drop_connection(struct moe_rpc_budget *b, struct moe_rpc_uploads *u)
     MOE_REQUIRES(b->lock)
 {
+    struct moe_rpc_payer *payer = u->payer;
     if (--u->references > 0)
         return;
     b->connections--;
-    if (u->payer != NULL && --u->payer->connections == 0) {
-        LIST_REMOVE(u->payer, link);
-        free(u->payer);
+    LIST_REMOVE(u, member);
+    if (--payer->connections == 0) {
+        if (payer->named)
+            LIST_REMOVE(payer, link);
+        free(payer);
     }
     free(u);
 }
@@ -203,8 +218,7 @@ static void unlist(struct moe_rpc_budget *b, struct moe_rpc_upload *up, struct m
     MOE_REQUIRES(b->lock)
 {
     LIST_REMOVE(up, link);
-    up->of->open--;
-    b->open--;
+    moe_rpc__remove_stream(b, up->of);
     up->listed = false;
     moe_rpc__leave_line(b, up);
     review(b, up, woken);
@@ -250,21 +264,10 @@ size_t moe_rpc_upload_begin(struct moe_rpc_uploads *u, uint32_t stream, uint8_t 
     up->largest = UINT64_MAX;
     moe_mutex_lock(&b->lock);
     u->references++;
-    u->open++;
-    b->open++;
+    moe_rpc__add_stream(b, u);
     LIST_INSERT_HEAD(&u->streams[(stream >> 1) % MOE_RPC_UPLOAD_BUCKETS], up, link);
     moe_mutex_unlock(&b->lock);
     return put_field(stream, field);
-}
-
-bool moe_rpc_uploads_has_room(struct moe_rpc_uploads *u, uint32_t most)
-{
-    struct moe_rpc_budget *b = u->budget;
-    moe_mutex_lock(&b->lock);
-    const uint32_t left = b->open < MOE_RPC_STREAMS_MAX ? MOE_RPC_STREAMS_MAX - b->open : 0;
-    const bool room = u->open < most && (u->open < MOE_RPC_STREAMS_LEAST || u->open < left / 2);
-    moe_mutex_unlock(&b->lock);
-    return room;
 }
 
 /* The prefix of a message is here. */
@@ -282,7 +285,7 @@ static void message_begun(struct moe_rpc_budget *b, struct moe_rpc_upload *up, u
     /* One that is already in line: its client has broken its window. */
     if (up->begun - up->read > UNREAD_MAX || up->in_line ||
         (up->length <= MOE_RPC_LOOKAHEAD_BYTES ? !moe_rpc__charge_small(b, up, up->length)
-                                               : !moe_rpc__join_line(b, up, now_ns)))
+                                               : !moe_rpc__join_line(b, up, now_ns, woken)))
         up->refused = true;
     review(b, up, woken);
 }

@@ -28,9 +28,10 @@ struct moe_status moe_rpc_upload_prepare(void) MOE_CHECKED;
  *
  * One thread at a time for one connection. */
 
-/* A connection of `who` begins. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
+/* A connection of `who` begins; `connection` is for the budget's `end`. Errors:
+ * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
 struct moe_status moe_rpc_uploads_open(struct moe_rpc_budget *b, const struct moe_rpc_identity *who,
-                                       struct moe_rpc_uploads **out) MOE_CHECKED;
+                                       void *connection, struct moe_rpc_uploads **out) MOE_CHECKED;
 /* The connection is over. Its streams end; calls keep theirs until they release them. */
 void moe_rpc_uploads_close(struct moe_rpc_uploads *u);
 /* After close, or when no stream has begun. No call looks for its upload any more. */
@@ -39,9 +40,11 @@ void moe_rpc_uploads_free(struct moe_rpc_uploads *u);
  * literal that needs no table: `field` holds MOE_RPC_UPLOAD_FIELD_BYTES. Returns its length; 0 =
  * out of memory. */
 size_t moe_rpc_upload_begin(struct moe_rpc_uploads *u, uint32_t stream, uint8_t *field);
-/* Whether another stream may begin: the connection has fewer than `most` open ones, and no more
- * than half of what the server has left, or fewer than MOE_RPC_STREAMS_LEAST. */
-bool moe_rpc_uploads_has_room(struct moe_rpc_uploads *u, uint32_t most);
+/* Whether another stream may begin: the connection has fewer than `most` open ones, and the server
+ * has one left. If it has none, the owner with the most streams loses its connection with the most,
+ * unless this owner would have as many. An owner with fewer than MOE_RPC_STREAMS_LEAST may always.
+ */
+bool moe_rpc_uploads_admit(struct moe_rpc_uploads *u, uint32_t most);
 /* Bytes of DATA frames without padding, in any pieces, before they go to the core. Streams that
  * have not begun are ignored, here and below. */
 void moe_rpc_upload_data(struct moe_rpc_uploads *u, uint32_t stream, const uint8_t *bytes,

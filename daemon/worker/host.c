@@ -106,6 +106,14 @@ static void find_address(const char *endpoint, char out[48])
         freeaddrinfo(found);
 }
 
+bool moe_worker_find_interface_of(const char *endpoint, struct moe_worker_interface *out)
+{
+    char address[48];
+    find_address(endpoint, address);
+    struct moe_status st = moe_worker_find_interface(address, out);
+    return !moe_failed(&st);
+}
+
 struct moe_status moe_worker_describe_host(const char *network_address, const char *endpoint,
                                            struct moe_session_host *out, char *name,
                                            size_t name_size)

@@ -18,6 +18,10 @@ struct moe_worker_interface {
 struct moe_status moe_worker_find_interface(const char *wanted,
                                             struct moe_worker_interface *out) MOE_CHECKED;
 
+/* Finds the interface that has the address of the host in `endpoint` ("host:port"). False if none
+ * has: a wildcard, or an address that is translated on the way here. */
+bool moe_worker_find_interface_of(const char *endpoint, struct moe_worker_interface *out);
+
 /* Describes this host. `network_address`: numeric; NULL = the address of the host in `endpoint`.
  * `out->domain` stays empty. `name` becomes the host's name.
  * Errors: MOE_UNAVAILABLE/IO. */

@@ -24,7 +24,7 @@
 #include <unistd.h>
 #include <uv.h>
 
-enum { ANY_SLOT = MOE_MAX_SLOTS };
+enum { ANY_SLOT = MOE_MAX_SLOTS, REPORT_MS = 1000 };
 
 #define ECHO_NS (100 * MOE_NS_PER_MS)
 
@@ -34,10 +34,13 @@ struct settings {
     uint64_t device, threads, slot;
     uint64_t max_message_bytes, max_bytes_in_flight;
     uint64_t max_tokens_per_request, max_tokens_per_step, max_queued_tokens;
+    uint64_t max_hidden, max_experts, max_top_k;
     uint64_t wait_budget_ms, drain_ms, spin_us;
     const char *training, *lora_targets, *freeze, *training_dir;
     uint64_t lora_rank, retained_bytes, retained_device_bytes, retained_seconds;
     double lora_alpha, training_share;
+    uint64_t client_memory, client_memory_each;
+    const char *client_memory_socket;
     const char *net_interface, *otlp;
     double trace_sample;
     uint64_t domain_size;
@@ -82,18 +85,19 @@ static bool can_keep_checkpoints(const char *directory)
     return stat(directory, &st) == 0 && S_ISDIR(st.st_mode) && access(directory, W_OK) == 0;
 }
 
+/* No error of the settings: it may appear later, as a file system that is not mounted yet. */
+static struct moe_status no_training_directory(const struct settings *s)
+{
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO,
+                     "--training-dir: %.240s is not a writable directory", s->training_dir);
+}
+
 enum { ALL_PARTS = 1 << MOE_PARAMS_ROUTER | 1 << MOE_PARAMS_EXPERTS | 1 << MOE_PARAMS_SHARED };
 
 /* NULL, or the error. */
 static const char *check_training(const struct settings *s)
 {
     uint32_t bits;
-    static char no_directory[320]; /* outlives the answer */
-    (void)snprintf(no_directory, sizeof no_directory,
-                   "--training-dir: %.240s is not a writable directory",
-                   s->training_dir != NULL ? s->training_dir : "");
-    if (s->training_dir != NULL && !can_keep_checkpoints(s->training_dir))
-        return no_directory;
     if (!read_frozen(s, &bits))
         return "--freeze must be a list of router, experts, shared";
     if (bits == ALL_PARTS)
@@ -156,18 +160,25 @@ static const struct moe_backend_setting *settings_of(const struct moe_backend *b
 }
 
 /* May start the driver of a GPU, which has threads. */
-static struct moe_status choose_backend(const char *name, const struct moe_backend **out)
+static struct moe_status choose_backend(const char *name, struct moe_worker_config *c)
 {
+    static char problem[MOE_STATUS_TEXT]; /* outlives the worker */
+    c->backend_asked = name;
     if (strcmp(name, "auto") != 0) {
-        struct moe_status st = moe_backend_find(name, out);
+        struct moe_status st = moe_backend_find(name, &c->backend);
         if (!moe_failed(&st))
-            st = (*out)->available();
+            st = c->backend->available();
+        c->cuda_module = strcmp(name, "cuda") == 0 ? "opened" : "";
         return moe_error_context(st, "--backend %s", name);
     }
     struct moe_status why;
-    *out = moe_backend_auto(&why);
-    if (moe_failed(&why))
-        moe_log_info("--backend auto takes the CPU: %s", why.text);
+    c->backend = moe_backend_auto(&why);
+    c->cuda_module = !moe_failed(&why) ? "opened" : why.code == MOE_NOT_FOUND ? "absent" : "failed";
+    if (!moe_failed(&why))
+        return why;
+    (void)snprintf(problem, sizeof problem, "%s", why.text);
+    c->cuda_problem = problem;
+    moe_log_info("--backend auto takes the CPU: %s", why.text);
     return moe_ok();
 }
 
@@ -177,7 +188,7 @@ struct run {
     uv_loop_t loop;
     uv_signal_t signals[2];
     uv_poll_t hangup;
-    uv_timer_t watchdog, turn;
+    uv_timer_t watchdog, turn, report;
     uv_async_t ended;
     struct moe_progress *progress;
     struct moe_worker *worker;
@@ -244,6 +255,8 @@ static struct moe_status watch(struct run *run)
         run->signals[i].data = run;
         MOE_TRY(check_uv(uv_signal_start(&run->signals[i], on_signal, signums[i])));
     }
+    MOE_TRY(check_uv(uv_timer_init(&run->loop, &run->report)));
+    run->report.data = run;
     MOE_TRY(moe_daemon_turn(run->progress, &run->loop, &run->turn));
     MOE_TRY(moe_notify_watch(run->progress, &run->loop, &run->watchdog));
     return moe_hangup_watch(&run->loop, &run->hangup);
@@ -263,6 +276,12 @@ static void close_loop(struct run *run)
     (void)uv_loop_close(&run->loop);
 }
 
+static void on_report(uv_timer_t *timer)
+{
+    const struct run *run = timer->data;
+    moe_worker_report(run->worker);
+}
+
 static struct moe_status serve_until_ended(struct run *run,
                                            const struct moe_daemon_settings *common,
                                            struct moe_metrics *metrics)
@@ -277,10 +296,13 @@ static struct moe_status serve_until_ended(struct run *run,
         moe_log_info("metrics on port %u", moe_metrics_http_port(http));
     }
     struct moe_status st = moe_daemon_announce(common, moe_worker_endpoint(run->worker));
+    if (!moe_failed(&st))
+        st = check_uv(uv_timer_start(&run->report, on_report, REPORT_MS, REPORT_MS));
     if (!moe_failed(&st)) {
         (void)uv_run(&run->loop, UV_RUN_DEFAULT);
         st = run->outcome;
     }
+    (void)uv_timer_stop(&run->report);
     moe_metrics_http_stop(http);
     return st;
 }
@@ -304,6 +326,20 @@ static struct moe_rpc_trust trust_of(const struct moe_daemon_settings *s)
     return trust;
 }
 
+/* `interface`: of --net-interface, or "". */
+static struct moe_status prepare_network(const struct settings *s, const char *interface)
+{
+    const char *endpoint = s->advertise != NULL ? s->advertise : s->listen;
+    struct moe_worker_interface own = {0};
+    if (interface[0] != '\0')
+        return moe_backends_prepare(interface, NULL);
+    if (!moe_worker_find_interface_of(endpoint, &own))
+        moe_log_info("rows from other hosts may come in on every interface: this host has no "
+                     "address of %.200s; --net-interface chooses one",
+                     endpoint);
+    return moe_backends_prepare(NULL, own.name[0] != '\0' ? own.name : NULL);
+}
+
 static struct moe_status run_worker(const struct moe_daemon_settings *common, void *ctx)
 {
     const struct settings *s = ctx;
@@ -311,18 +347,15 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     moe_rpc_tune_allocator();
     MOE_TRY(moe_rpc_force_polling());
     static struct moe_worker_interface interface; /* "": not chosen */
+    if (s->training_dir != NULL && !can_keep_checkpoints(s->training_dir))
+        return no_training_directory(s);
     if (s->net_interface != NULL)
         MOE_TRY(moe_worker_find_interface(s->net_interface, &interface));
-    MOE_TRY(moe_backends_prepare(interface.name[0] != '\0' ? interface.name : NULL));
-    const struct moe_backend *backend;
-    MOE_TRY(choose_backend(s->backend, &backend));
+    MOE_TRY(prepare_network(s, interface.name));
     struct run run = {0};
     struct moe_metrics *metrics = NULL;
     struct moe_worker_config config = {
-        .backend = backend,
-        .device = {.ordinal = (int)s->device,
-                   .threads = (uint32_t)s->threads,
-                   .settings = settings_of(backend)},
+        .device = {.ordinal = (int)s->device, .threads = (uint32_t)s->threads},
         .model = s->model,
         .coordinator = s->coordinator,
         .listen = s->listen,
@@ -338,16 +371,24 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .max_tokens_per_request = (uint32_t)s->max_tokens_per_request,
         .max_tokens_per_step = (uint32_t)s->max_tokens_per_step,
         .max_queued_tokens = s->max_queued_tokens,
+        .max_hidden = (uint32_t)s->max_hidden,
+        .max_experts = (uint32_t)s->max_experts,
+        .max_top_k = (uint32_t)s->max_top_k,
         .domain_size = (uint32_t)s->domain_size,
         .wait_budget_ms = (uint32_t)s->wait_budget_ms,
         .drain_ms = (uint32_t)s->drain_ms,
-        .spin_ns = spin_of(s, strcmp(backend->name, "cuda") == 0),
         .slot_assigned = on_slot_assigned,
         .ended = on_ended,
+        .client_memory = s->client_memory,
+        .client_memory_each = s->client_memory_each,
+        .client_memory_socket = s->client_memory_socket,
         .otlp = s->otlp,
         .trace_sample = s->trace_sample,
         .ctx = &run,
     };
+    MOE_TRY(choose_backend(s->backend, &config));
+    config.device.settings = settings_of(config.backend);
+    config.spin_ns = spin_of(s, strcmp(config.backend->name, "cuda") == 0);
     configure_training(s, &config);
     if (interface.name[0] != '\0')
         config.network_address = interface.address;
@@ -405,8 +446,8 @@ static struct settings settings = {
 static const struct moe_option first_options[] = {
     {"model", 'm', MOE_OPTION_STRING, &settings.model, 0, 0, "DIR",
      "Model directory: config.json and safetensors"},
-    {"coordinator", 'C', MOE_OPTION_STRING, &settings.coordinator, 0, 0, "HOST:PORT",
-     "The group's coordinator"},
+    {"coordinator", 'C', MOE_OPTION_STRING, &settings.coordinator, 0, 0, "HOST:PORT,...",
+     "The group's coordinator, or several of which one leads"},
     {"listen", 'l', MOE_OPTION_STRING, &settings.listen, 0, 0, "HOST:PORT",
      "Address for clients; port 0 = any free port"},
     {"control-listen", 0, MOE_OPTION_STRING, &settings.control_listen, 0, 0, "HOST:PORT",
@@ -442,6 +483,12 @@ static const struct moe_option other_options[] = {
      "Most tokens of this worker in one step, a power of two"},
     {"max-queued-tokens", 0, MOE_OPTION_UINT, &settings.max_queued_tokens, 1, 0, "N",
      "Most tokens that wait for a step"},
+    {"max-hidden", 0, MOE_OPTION_UINT, &settings.max_hidden, 0, MOE_MAX_HIDDEN, "H",
+     "Widest layer of added models (moectl load), the same on all workers; 0 = as --model"},
+    {"max-experts", 0, MOE_OPTION_UINT, &settings.max_experts, 0, MOE_MAX_EXPERTS, "E",
+     "Most experts of a layer of added models, the same on all workers; 0 = as --model"},
+    {"max-top-k", 0, MOE_OPTION_UINT, &settings.max_top_k, 0, MOE_MAX_TOP_K, "K",
+     "Most experts per token of added models, the same on all workers; 0 = as --model"},
     {"wait-budget-ms", 0, MOE_OPTION_UINT, &settings.wait_budget_ms, 10, 600000, "MS",
      "Milliseconds that a step waits for a peer before it fails"},
     {"drain-ms", 0, MOE_OPTION_UINT, &settings.drain_ms, 0, 3600000, "MS",
@@ -453,6 +500,14 @@ static const struct moe_option other_options[] = {
     {"spin-us", 0, MOE_OPTION_UINT, &settings.spin_us, 0, 1000000, "US",
      "Microseconds to poll for the next step before sleeping; default 1000 on a GPU with 8 or more "
      "usable cores (shared ones count), else 0"},
+    {"allow-client-memory", 0, MOE_OPTION_BYTES, &settings.client_memory, 0, 0, "BYTES",
+     "Memory that clients of this host may share with the worker, all together; 0 = none"},
+    {"client-memory-per-identity", 0, MOE_OPTION_BYTES, &settings.client_memory_each, 0, 0, "BYTES",
+     "Most of that memory that one user or token may share; 0 = all of it"},
+    {"client-memory-socket", 0, MOE_OPTION_STRING, &settings.client_memory_socket, 0, 0, "PATH",
+     "Unix socket for clients that share memory; default: a new one in the directory of this "
+     "user's "
+     "sockets"},
     {"otlp", 0, MOE_OPTION_STRING, &settings.otlp, 0, 0, "HOST:PORT",
      "Collector for traces of requests, by OTLP/gRPC; https://HOST:PORT = by TLS, with --tls-ca"},
     {"trace-sample", 0, MOE_OPTION_DOUBLE, &settings.trace_sample, 0, 1, "SHARE",
@@ -529,13 +584,15 @@ static const char *const needs[][2] = {
     {"training-share", "training"},   {"training-dir", "training"},
     {"retained-bytes", "training"},   {"retained-device-bytes", "training"},
     {"retained-seconds", "training"}, {"lora-alpha", "lora-rank"},
-    {"lora-targets", "lora-rank"},
+    {"lora-targets", "lora-rank"},    {"client-memory-socket", "allow-client-memory"},
 };
 
 static bool is_on(const struct settings *s, const char *name)
 {
     if (strcmp(name, "otlp") == 0)
         return s->otlp != NULL;
+    if (strcmp(name, "allow-client-memory") == 0)
+        return s->client_memory != 0;
     return strcmp(name, "training") == 0 ? strcmp(s->training, "off") != 0 : s->lora_rank > 0;
 }
 
@@ -560,7 +617,8 @@ static const char *check_needs(const struct settings *s, const bool *given)
 }
 
 /* NULL, or the error. */
-static const char *check_settings(const void *ctx, const bool *given)
+static const char *check_settings(const struct moe_daemon_settings *common, const void *ctx,
+                                  const bool *given)
 {
     const struct settings *s = ctx;
     if (s->model == NULL)
@@ -575,18 +633,29 @@ static const char *check_settings(const void *ctx, const bool *given)
     if (training != NULL)
         return training;
     static struct moe_status wrong; /* outlives the answer */
-    wrong = moe_endpoint_check("--coordinator", s->coordinator);
+    struct moe_endpoints coordinators;
+    wrong = moe_endpoints_parse("--coordinator", s->coordinator, &coordinators);
     if (!moe_failed(&wrong))
-        wrong = moe_endpoint_check_listen("--listen", s->listen);
-    if (!moe_failed(&wrong) && s->control_listen != NULL)
-        wrong = moe_endpoint_check_listen("--control-listen", s->control_listen);
-    if (!moe_failed(&wrong) && s->admin_listen != NULL)
-        wrong = moe_endpoint_check_listen("--admin-listen", s->admin_listen);
+        wrong = moe_daemon_check_listen(common, "--listen", s->listen);
+    if (!moe_failed(&wrong))
+        wrong = moe_daemon_check_listen(common, "--control-listen", s->control_listen);
+    if (!moe_failed(&wrong))
+        wrong = moe_daemon_check_listen(common, "--admin-listen", s->admin_listen);
     if (!moe_failed(&wrong) && s->advertise != NULL)
         wrong = moe_endpoint_check("--advertise", s->advertise);
+    if (!moe_failed(&wrong))
+        wrong = moe_worker_check_names(s->listen, s->control_listen, s->advertise);
     if (!moe_failed(&wrong) && s->otlp != NULL) /* the CA is checked when the tracer starts */
         wrong = moe_tracer_check("--otlp", s->otlp, true);
     return moe_failed(&wrong) ? wrong.text : NULL;
+}
+
+/* Of --check-config. */
+static struct moe_status check_files(const struct moe_daemon_settings *common)
+{
+    if (settings.training_dir != NULL && !can_keep_checkpoints(settings.training_dir))
+        return no_training_directory(&settings);
+    return moe_guard_check(common);
 }
 
 int main(int argc, char **argv)
@@ -601,7 +670,7 @@ int main(int argc, char **argv)
         .option_count = table_count,
         .check = check_settings,
         .run = run_worker,
-        .check_files = moe_guard_check,
+        .check_files = check_files,
         .ctx = &settings,
     };
     return moe_daemon_main(&daemon, argc, argv);

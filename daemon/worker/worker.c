@@ -107,11 +107,12 @@ static void lost(void *ctx, uint64_t epoch, uint64_t slots, struct moe_status wh
 
 /* ------------------------------------------------------------------ the group's own thread */
 
-static void slot_assigned(void *ctx, uint32_t slot, uint32_t slots, uint32_t admin_port)
+static void slot_assigned(void *ctx, uint32_t slot, uint32_t slots, const char *coordinator,
+                          uint32_t admin_port)
 {
     struct moe_worker *w = ctx;
     (void)slots;
-    struct moe_status st = moe_worker__name_coordinator(w, admin_port);
+    struct moe_status st = moe_worker__name_coordinator(w, coordinator, admin_port);
     if (moe_failed(&st))
         moe_log_warn("clients do not get the coordinator's address: %s", st.text);
     moe_service_set_slot(w->service, slot);
@@ -182,12 +183,15 @@ static struct moe_status open_model(struct moe_worker *w)
     const struct moe_worker_config *c = &w->config;
     MOE_TRY(moe_error_context(moe_model_open(c->model, &w->model), "%.100s", c->model));
     MOE_TRY(c->backend->device_open(&c->device, &w->device));
-    MOE_TRY(moe_loader_create(c->backend, w->device, w->model, &w->loader));
+    MOE_TRY(moe_loader_create(c->backend, w->device, w->model, NULL, &w->loader));
     struct moe_device_info info;
     c->backend->device_info(w->device, &info);
     moe_log_info("%s (%s), %zu MoE layers, on %s: %s", moe_model_name(w->model),
                  moe_model_family(w->model), moe_loader_layer_count(w->loader), c->backend->name,
                  info.name);
+    if (moe_model_quantisation(w->model) != NULL)
+        moe_log_info("quantised experts (%s) are decoded to BF16 while they are loaded",
+                     moe_model_quantisation(w->model));
     return moe_ok();
 }
 
@@ -222,14 +226,17 @@ static struct moe_status create_training(struct moe_worker *w)
 static struct moe_status create_engine(struct moe_worker *w)
 {
     MOE_TRY(moe_step_metrics_create(w->config.metrics, w->train != NULL, &w->step_metrics));
-    MOE_TRY(moe_row_metrics_create(w->config.metrics, moe_loader_specs(w->loader),
-                                   moe_loader_layer_count(w->loader), &w->row_metrics));
+    MOE_TRY(moe_row_metrics_create(w->config.metrics, moe_model_name(w->model),
+                                   moe_loader_specs(w->loader), moe_loader_layer_count(w->loader),
+                                   NULL, &w->row_metrics));
     const struct moe_engine_config engine = {
         .backend = w->config.backend,
         .device = w->device,
         .layers = moe_loader_layers(w->loader),
         .specs = moe_loader_specs(w->loader),
         .layer_count = moe_loader_layer_count(w->loader),
+        .max_hidden = w->widths.hidden,
+        .max_top_k = w->widths.top_k,
         .max_tokens_per_step = w->config.max_tokens_per_step,
         .max_queued_tokens = w->config.max_queued_tokens,
         .calls = w->train != NULL ? &moe_train_call_ops : NULL,
@@ -238,6 +245,7 @@ static struct moe_status create_engine(struct moe_worker *w)
         .row_metrics = w->row_metrics,
         .announce = announce,
         .announce_training = announce_training,
+        .model_changed = moe_worker__model_changed,
         .progress = w->config.progress,
         .heartbeat = heartbeat,
         .block_weight_updates = block_weight_updates,
@@ -267,6 +275,27 @@ static const struct moe_lease_gate *gate_of(const struct moe_worker *w)
     return w->train != NULL ? &w->lease : NULL;
 }
 
+static struct moe_status create_regions(struct moe_worker *w, const struct moe_service_info *info)
+{
+    const struct moe_worker_config *c = &w->config;
+    const struct moe_region_service_config regions = {
+        .info = *info,
+        .service = w->service,
+        .engine = w->engine,
+        .staging = w->staging,
+        .backend = c->backend,
+        .device = w->device,
+        .tracer = w->tracer,
+        .metrics = c->metrics,
+        .progress = c->progress,
+        .bytes = c->client_memory,
+        .identity_bytes = c->client_memory_each,
+        .socket = c->client_memory_socket,
+        .spin_ns = c->spin_ns,
+    };
+    return moe_region_service_create(&regions, &w->regions);
+}
+
 static struct moe_status create_service(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
@@ -277,21 +306,27 @@ static struct moe_status create_service(struct moe_worker *w)
                 .model = moe_model_name(w->model),
                 .family = moe_model_family(w->model),
                 .backend = c->backend->name,
+                .backend_asked = c->backend_asked,
+                .cuda_module = c->cuda_module,
+                .cuda_problem = c->cuda_problem,
                 .layers = moe_loader_specs(w->loader),
                 .layer_count = moe_loader_layer_count(w->loader),
                 .max_message_bytes = c->max_message_bytes,
                 .max_tokens_per_request = c->max_tokens_per_request,
                 .max_tokens_per_step = c->max_tokens_per_step,
                 .max_bytes_in_flight = c->max_bytes_in_flight,
+                .regions = c->client_memory != 0,
             },
         .engine = w->engine,
         .staging = w->staging,
         .training = w->train,
+        .models = w->models,
         .metrics = c->metrics,
         .lease = gate_of(w),
         .tracer = w->tracer,
     };
     MOE_TRY(moe_service_create(&service, &w->service));
+    MOE_TRY(create_regions(w, &service.info));
     if (w->train == NULL)
         return moe_ok();
     MOE_TRY(
@@ -302,6 +337,7 @@ static struct moe_status create_service(struct moe_worker *w)
         .engine = w->engine,
         .staging = w->training_staging,
         .training = w->train,
+        .tracer = w->tracer,
         .on_recovery_choice = on_recovery_choice,
         .ctx = w,
     };
@@ -378,6 +414,8 @@ static struct moe_status start_group(struct moe_worker *w)
                 .give_up = give_up,
                 .drain = drain,
                 .drained = drained,
+                .model_order = moe_worker__model_order,
+                .models_listed = moe_worker__models_listed,
                 .ended = ended,
                 .ctx = w,
             },
@@ -405,7 +443,9 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
         st, moe_worker_metrics_watch(&w->metrics, &w->lease, config->backend, w->device, w->loader),
         fail);
     MOE_TRY_GOTO(st, create_training(w), fail);
+    moe_worker__measure_widths(w);
     MOE_TRY_GOTO(st, create_engine(w), fail);
+    MOE_TRY_GOTO(st, moe_worker__create_models(w), fail);
     MOE_TRY_GOTO(st, create_tracer(w), fail);
     MOE_TRY_GOTO(st, create_service(w), fail);
     MOE_TRY_GOTO(st, create_peers(w), fail);
@@ -431,6 +471,7 @@ void moe_worker_stop(struct moe_worker *w)
     if (!atomic_load(&w->draining)) /* else the drain has logged it */
         moe_train_log_leaving(w->train);
     moe_group_destroy(w->group); /* leaves the view; no step runs afterwards */
+    moe_models_stop(w->models);
     if (w->server != NULL) {
         moe_service_set_draining(w->service);
         (void)moe_engine_drain(w->engine, 0); /* refuses requests that passed the service before */
@@ -439,11 +480,14 @@ void moe_worker_stop(struct moe_worker *w)
         moe_sleep_until(moe_clock_ns() + NOTICE_MS * MOE_NS_PER_MS);
     }
     moe_worker__stop_servers(w);
+    moe_region_service_stop(w->regions);
     moe_engine_destroy(w->engine);
     moe_step_metrics_destroy(w->step_metrics);
-    moe_row_metrics_destroy(w->row_metrics);
     moe_training_service_destroy(w->training_service);
+    moe_region_service_destroy(w->regions);
     moe_service_destroy(w->service);
+    moe_models_destroy(w->models);
+    moe_row_metrics_destroy(w->row_metrics);
     moe_tracer_destroy(w->tracer);
     moe_peers_destroy(w->peers);
     moe_rpc_client_destroy(w->client);

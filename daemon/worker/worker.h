@@ -16,9 +16,11 @@ struct moe_guard;
 /* Strings are borrowed and outlive the worker. */
 struct moe_worker_config {
     const struct moe_backend *backend;
+    /* How it was chosen, for operators: see GetServerInfoResponse. NULL = "". */
+    const char *backend_asked, *cuda_module, *cuda_problem;
     struct moe_device_config device; /* its settings are the sessions' too */
     const char *model;               /* directory */
-    const char *coordinator;         /* "host:port" */
+    const char *coordinator;         /* "host:port,..."; see struct moe_group_config */
     const char *listen;              /* "host:port"; port 0 = any */
     const char *control_listen;      /* "host:port" for peers; NULL = host of `listen`, any port */
     const char *admin_listen;        /* "host:port" for trainers and operators: all services. Then
@@ -36,6 +38,9 @@ struct moe_worker_config {
     uint32_t max_tokens_per_request;
     uint32_t max_tokens_per_step; /* largest bucket, a power of two */
     uint64_t max_queued_tokens;
+    /* Widest layers of added models; 0, or less than the default model needs: as that one. The same
+     * on all slots. */
+    uint32_t max_hidden, max_experts, max_top_k;
     const char *network_address; /* numeric, for rows of other hosts; NULL = that of the endpoint */
     uint32_t domain_size;        /* see struct moe_session_config; 0 = hosts as they are */
     uint32_t wait_budget_ms;     /* per wait on a peer */
@@ -46,6 +51,10 @@ struct moe_worker_config {
      * moe_worker_stop. NULL: health checks know the conditions alone, and an idle group runs no
      * heartbeats. */
     struct moe_progress *progress;
+    /* Memory that clients of this host may share with the worker: of all of them, and of one
+     * identity (0 = the same). 0 = none may. The socket: see moe_region_service_config. */
+    uint64_t client_memory, client_memory_each;
+    const char *client_memory_socket;
     const char *otlp;    /* collector of traces, see moe_tracer_check; NULL = none */
     double trace_sample; /* with `otlp`: share of requests without a parent */
     bool training; /* offer TrainingService; without it the fields down to training_directory are
@@ -65,6 +74,12 @@ struct moe_worker_config {
     void *ctx;
 };
 
+/* Whether peers and clients can reach the worker at these addresses; `control_listen` and
+ * `advertise` may be NULL. moe_worker_start checks the same. Errors:
+ * MOE_INVALID_ARGUMENT/CONFIG_INVALID. */
+struct moe_status moe_worker_check_names(const char *listen, const char *control_listen,
+                                         const char *advertise) MOE_CHECKED;
+
 /* Opens the model, listens, and begins to register; the worker's threads do the rest. */
 struct moe_status moe_worker_start(const struct moe_worker_config *config,
                                    struct moe_worker **out) MOE_CHECKED;
@@ -73,6 +88,9 @@ void moe_worker_stop(struct moe_worker *w);
 
 /* "host:port" of the ExpertService. */
 const char *moe_worker_endpoint(const struct moe_worker *w);
+/* [one thread] Call it once a second: tells the service manager and the log how far a Save or Load
+ * is. */
+void moe_worker_report(struct moe_worker *w);
 /* [any thread] Finishes accepted work, leaves the group, then calls `ended`, all within the drain
  * limit. */
 void moe_worker_drain(struct moe_worker *w, const char *reason);

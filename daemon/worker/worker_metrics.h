@@ -6,8 +6,8 @@
 
 #include "daemon/lease.h"
 #include "daemon/metrics.h"
+#include "models/loader.h"
 #include "moe/backend.h"
-#include "worker/loader.h"
 
 enum { MOE_WORKER_TRANSPORTS = 8 };
 

@@ -3,7 +3,10 @@
  * its own listener, threads and memory, so that clients cannot delay a ticket. */
 #include "access/guard.h"
 #include "base/clock.h"
+#include "base/cores.h"
+#include "daemon/endpoint.h"
 #include "daemon/log.h"
+#include "engine/row_metrics.h"
 #include "inspect/log_method.h"
 #include "inspect/metrics_method.h"
 #include "links/peers.h"
@@ -17,8 +20,11 @@
 #include <unistd.h>
 
 enum {
-    METHODS = MOE_SERVICE_METHODS + MOE_TRAINING_SERVICE_METHODS + 2, /* GetMetrics, SetLogLevel */
-    SHARDS = 2,
+    METHODS = MOE_SERVICE_METHODS + MOE_REGION_SERVICE_METHODS + MOE_TRAINING_SERVICE_METHODS +
+              2,      /* GetMetrics, SetLogLevel */
+    SHARDS_LEAST = 2, /* of a server for clients */
+    SHARDS_MOST = 4,  /* as many as a client has connections for the parts of a batch */
+    CORES_PER_SHARD = 8,
     WAITING_READS = 128, /* messages over 1 MiB that may wait to be read */
     STREAMS_MAX = 256,   /* calls per connection */
     READ_MS = 15000,     /* for a call to bring a message */
@@ -31,6 +37,13 @@ enum {
     PEER_DESCRIPTORS_PERCENT = 25, /* of those for connections; clients have the rest */
 };
 
+/* ------------------------------------------------------------------ metrics */
+
+static size_t read_expert_rows(const void *ctx, uint32_t layer, uint64_t rows[MOE_MAX_EXPERTS])
+{
+    return moe_row_metrics_read(ctx, layer, rows);
+}
+
 /* ------------------------------------------------------------------ names */
 
 /* Host part of "host:port", brackets of IPv6 included. */
@@ -38,11 +51,6 @@ static int host_length(const char *endpoint)
 {
     const char *colon = strrchr(endpoint, ':');
     return colon == NULL ? (int)strlen(endpoint) : (int)(colon - endpoint);
-}
-
-static bool is_wildcard(const char *endpoint)
-{
-    return strncmp(endpoint, "0.0.0.0:", 8) == 0 || strncmp(endpoint, "[::]:", 5) == 0;
 }
 
 /* "host:port" with the host of `address`. */
@@ -57,17 +65,26 @@ static struct moe_status join(const char *address, uint32_t port,
     return moe_ok();
 }
 
+struct moe_status moe_worker_check_names(const char *listen, const char *control_listen,
+                                         const char *advertise)
+{
+    if (advertise != NULL && moe_endpoint_is_wildcard(advertise))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "--advertise: clients cannot reach the wildcard address %s", advertise);
+    if (advertise == NULL && (moe_endpoint_is_wildcard(listen) ||
+                              (control_listen != NULL && moe_endpoint_is_wildcard(control_listen))))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "peers cannot reach a wildcard address: set --advertise");
+    return moe_ok();
+}
+
 static struct moe_status name_endpoints(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
     const char *control = c->control_listen != NULL ? c->control_listen : c->listen;
-    if (c->advertise != NULL && is_wildcard(c->advertise))
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "--advertise: clients cannot reach the wildcard address %s", c->advertise);
-    if (c->advertise == NULL && (is_wildcard(c->listen) || is_wildcard(control)))
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "peers cannot reach a wildcard address: set --advertise");
-    const char *host = c->advertise != NULL && is_wildcard(control) ? c->advertise : control;
+    MOE_TRY(moe_worker_check_names(c->listen, c->control_listen, c->advertise));
+    const char *host =
+        c->advertise != NULL && moe_endpoint_is_wildcard(control) ? c->advertise : control;
     MOE_TRY(join(host, moe_rpc_server_port(w->control_server), w->control_endpoint));
     if (c->advertise == NULL)
         return join(c->listen, moe_rpc_server_port(w->server), w->endpoint);
@@ -78,10 +95,11 @@ static struct moe_status name_endpoints(struct moe_worker *w)
     return moe_ok();
 }
 
-struct moe_status moe_worker__name_coordinator(struct moe_worker *w, uint32_t admin_port)
+struct moe_status moe_worker__name_coordinator(struct moe_worker *w, const char *coordinator,
+                                               uint32_t admin_port)
 {
     char endpoint[MOE_WORKER_ENDPOINT_BYTES];
-    MOE_TRY(join(w->config.coordinator, admin_port, endpoint));
+    MOE_TRY(join(coordinator, admin_port, endpoint));
     return moe_service_set_coordinator(w->service, endpoint);
 }
 
@@ -92,8 +110,8 @@ static struct moe_status name_training_endpoint(struct moe_worker *w)
     char endpoint[MOE_WORKER_ENDPOINT_BYTES];
     if (w->admin_server == NULL || w->training_service == NULL)
         return moe_ok();
-    MOE_TRY(join(is_wildcard(host) ? w->endpoint : host, moe_rpc_server_port(w->admin_server),
-                 endpoint));
+    MOE_TRY(join(moe_endpoint_is_wildcard(host) ? w->endpoint : host,
+                 moe_rpc_server_port(w->admin_server), endpoint));
     return moe_service_set_training_endpoint(w->service, endpoint);
 }
 
@@ -142,6 +160,13 @@ static struct moe_status start_control(struct moe_worker *w)
     return moe_guard_start_server(c->guard, &server, &w->control_server);
 }
 
+/* Other workers of the host have theirs too. */
+static uint32_t count_shards(void)
+{
+    const uint32_t wanted = moe_usable_cores() / CORES_PER_SHARD;
+    return wanted < SHARDS_LEAST ? SHARDS_LEAST : wanted > SHARDS_MOST ? SHARDS_MOST : wanted;
+}
+
 /* For clients, with TrainingService if `trains`. */
 static struct moe_status start_data(struct moe_worker *w, const char *listen, bool trains,
                                     uint32_t descriptors_percent, struct moe_rpc_server **out)
@@ -150,17 +175,20 @@ static struct moe_status start_data(struct moe_worker *w, const char *listen, bo
     struct moe_rpc_method methods[METHODS];
     size_t count = MOE_SERVICE_METHODS;
     moe_service_methods(w->service, methods);
+    moe_region_service_methods(w->regions, &methods[count]);
+    count += MOE_REGION_SERVICE_METHODS;
+    w->shown = (struct moe_inspect_metrics){c->metrics, read_expert_rows, w->row_metrics};
     if (trains) {
         moe_training_service_methods(w->training_service, &methods[count]);
         count += MOE_TRAINING_SERVICE_METHODS;
     }
     if (c->metrics != NULL)
-        methods[count++] = moe_inspect_metrics_method(c->metrics);
+        methods[count++] = moe_inspect_metrics_method(&w->shown);
     methods[count++] = moe_inspect_log_method();
     const struct moe_rpc_server_config server = {
         .listen = listen,
         .insecure = c->insecure,
-        .shards = SHARDS,
+        .shards = count_shards(),
         .max_message_bytes = c->max_message_bytes,
         .max_reading_bytes = c->max_bytes_in_flight,
         .max_waiting_reads = WAITING_READS,

@@ -5,12 +5,16 @@
 
 #include "base/mutex.h"
 #include "daemon/lease.h"
+#include "daemon/name.h"
 #include "group/group.h"
+#include "inspect/metrics_method.h"
 #include "links/peers.h"
 #include "model/sha256.h"
+#include "models/loader.h"
+#include "models/models.h"
+#include "service/region_service.h"
 #include "service/service.h"
 #include "trace/trace.h"
-#include "worker/loader.h"
 #include "worker/worker.h"
 #include "worker/worker_metrics.h"
 
@@ -34,13 +38,17 @@ struct moe_worker {
     struct moe_model *model;
     struct moe_loader *loader;
     struct moe_engine *engine;
+    struct moe_models *models;
+    struct moe_models_widths widths;       /* of sessions */
     struct moe_step_metrics *step_metrics; /* NULL: none */
     struct moe_tracer *tracer;             /* NULL: none */
     struct moe_row_metrics *row_metrics;   /* NULL: none */
+    struct moe_inspect_metrics shown;      /* by GetMetrics */
     struct moe_staging *staging;
     struct moe_staging *
         training_staging; /* separate, so that waiting Backward calls take no memory from Forward */
     struct moe_service *service;
+    struct moe_region_service *regions;            /* also if clients may share no memory */
     struct moe_train *train;                       /* NULL: no training */
     struct moe_training_service *training_service; /* NULL: no training */
     struct moe_peers *peers;
@@ -51,7 +59,7 @@ struct moe_worker {
     struct moe_lease_gate lease; /* the group writes it */
     struct moe_mutex wake_lock;
     MOE_GUARDED_BY(wake_lock)
-    bool may_wake_group; /* `group` exists; a client's recovery choice may reach it */
+    bool may_wake_group; /* `group` exists; choices and reports of other threads may reach it */
     struct moe_worker_metrics metrics;
 
     /* Jobs thread only. */
@@ -62,6 +70,12 @@ struct moe_worker {
         char model[MOE_SERVICE_NAME_BYTES], model_digest[MOE_SHA256_HEX];
         char endpoints[MOE_MAX_SLOTS][MOE_WORKER_ENDPOINT_BYTES]; /* "" = empty slot */
     } view;                                                       /* of the session */
+
+    /* Of moe_worker_report: the transfer that it reports, "" = none. */
+    struct {
+        char what[MOE_TRAINING_NAME_MAX + 32];
+        uint64_t begun_ns, logged_ns;
+    } report;
 
     _Atomic uint64_t epoch; /* in service; 0 = none */
     atomic_bool draining;
@@ -75,10 +89,17 @@ struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
                                    moe_allgather_fn allgather, void *allgather_ctx) MOE_CHECKED;
 struct moe_status moe_worker__serve(void *ctx) MOE_CHECKED;
 void moe_worker__leave_view(void *ctx);
+/* Added models (worker_models.c). The last two are hooks, of the engine and of the group. */
+struct moe_status moe_worker__create_models(struct moe_worker *w) MOE_CHECKED;
+void moe_worker__measure_widths(struct moe_worker *w);
+void moe_worker__model_changed(void *ctx, uint32_t model, bool served, uint64_t epoch);
+void moe_worker__model_order(void *ctx, const struct moe_group_model_order *order);
+void moe_worker__models_listed(void *ctx, const uint32_t *models, const char *const *names,
+                               size_t count);
 /* Starts both servers, then names the worker. On failure moe_worker__stop_servers follows. */
 struct moe_status moe_worker__start_servers(struct moe_worker *w) MOE_CHECKED;
-/* Clients get the host of --coordinator with this port. */
-struct moe_status moe_worker__name_coordinator(struct moe_worker *w,
+/* Clients get the host of `coordinator` with this port. */
+struct moe_status moe_worker__name_coordinator(struct moe_worker *w, const char *coordinator,
                                                uint32_t admin_port) MOE_CHECKED;
 /* Stops those that were started. */
 void moe_worker__stop_servers(struct moe_worker *w);

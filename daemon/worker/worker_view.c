@@ -167,6 +167,19 @@ static void describe_hosts(const struct moe_group_view *v, struct moe_session_ho
     }
 }
 
+/* Slots with other sizes refuse each other: says which options decide them. */
+static struct moe_status name_widths(const struct moe_worker *w, struct moe_status st)
+{
+    const struct moe_worker_config *c = &w->config;
+    if (c->max_hidden == 0 && c->max_experts == 0 && c->max_top_k == 0)
+        return st;
+    return moe_error_context(
+        st,
+        "--max-hidden %u, --max-experts %u, --max-top-k %u, which are the same "
+        "on all workers",
+        c->max_hidden, c->max_experts, c->max_top_k);
+}
+
 static struct moe_status join_session(struct moe_worker *w, const struct moe_group_view *v,
                                       moe_allgather_fn allgather, void *allgather_ctx)
 {
@@ -180,19 +193,16 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
         .live = v->live,
         .epoch = v->epoch,
         .max_tokens = v->max_tokens_per_step,
+        .max_hidden = w->widths.hidden,
+        .max_top_k = w->widths.top_k,
+        .max_experts = w->widths.experts,
         .training = w->train != NULL,
         .wait_budget_ms = w->config.wait_budget_ms,
         .settings = w->config.device.settings,
         .allgather = allgather,
         .allgather_ctx = allgather_ctx,
     };
-    const struct moe_layer_spec *const *specs = moe_loader_specs(w->loader);
-    for (size_t i = 0; i < moe_loader_layer_count(w->loader); i++) {
-        c.max_hidden = specs[i]->hidden > c.max_hidden ? specs[i]->hidden : c.max_hidden;
-        c.max_top_k = specs[i]->router.top_k > c.max_top_k ? specs[i]->router.top_k : c.max_top_k;
-        c.max_experts = specs[i]->experts > c.max_experts ? specs[i]->experts : c.max_experts;
-    }
-    MOE_TRY(w->config.backend->session_join(w->device, &c, &w->session));
+    MOE_TRY(name_widths(w, w->config.backend->session_join(w->device, &c, &w->session)));
     const char *transport = w->config.backend->session_transport(w->session);
     moe_worker_metrics_transport(&w->metrics, transport);
     bool network = strstr(transport, "network") != NULL && hosts[v->slot].address[0] != '\0';

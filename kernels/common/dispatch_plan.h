@@ -35,7 +35,7 @@ enum { MOE_PLAN_RECORD_HEAD = 16, MOE_PLAN_ROUTE = 12, MOE_PLAN_RECORD_ALIGN = 1
 
 struct moe_dispatch_input {
     const struct moe_domains *domains;     /* NULL if no array of legs is set */
-    const struct moe_placement *placement; /* its copies are on live slots */
+    const struct moe_placement *placement; /* active: its copies are on live slots */
     uint32_t slot;                         /* the source */
     uint32_t tokens, top_k;                /* T, K */
     uint32_t zero_experts;                 /* Z: ids E .. E+Z-1 get no row */

@@ -195,18 +195,48 @@ static void *copy_of(const void *data, size_t bytes)
     return copy;
 }
 
-struct moe_status moe_placement_copy(const struct moe_placement *p, uint32_t slot,
-                                     struct moe_placement *copy, uint32_t **local, uint32_t *locals,
-                                     int32_t **local_index)
+static struct moe_status no_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for a layer");
+}
+
+struct moe_status moe_placement_copy(const struct moe_placement *p, struct moe_placement *copy)
 {
     *copy = *p;
     copy->offset = copy_of(p->offset, (p->experts + (size_t)1) * sizeof *p->offset);
     copy->slot = copy_of(p->slot, p->offset[p->experts] * sizeof *p->slot);
+    return copy->offset == NULL || copy->slot == NULL ? no_memory() : moe_ok();
+}
+
+void moe_placement_free(struct moe_placement *copy)
+{
+    free((void *)copy->offset);
+    free((void *)copy->slot);
+}
+
+void moe_placement_activate(const struct moe_placement *all, uint64_t live,
+                            struct moe_placement *active)
+{
+    uint32_t *offset = (uint32_t *)active->offset, n = 0;
+    uint16_t *slot = (uint16_t *)active->slot;
+    for (uint32_t e = 0; e < all->experts; e++) {
+        offset[e] = n;
+        for (uint32_t i = all->offset[e]; i < all->offset[e + 1]; i++)
+            if (live >> all->slot[i] & 1)
+                slot[n++] = all->slot[i];
+    }
+    offset[all->experts] = n;
+}
+
+struct moe_status moe_placement_list_local(const struct moe_placement *p, uint32_t slot,
+                                           uint32_t **local, uint32_t *locals,
+                                           int32_t **local_index)
+{
     *locals = 0;
     *local = calloc(p->experts, sizeof **local);
     *local_index = calloc(p->experts, sizeof **local_index);
-    if (copy->offset == NULL || copy->slot == NULL || *local == NULL || *local_index == NULL)
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for a layer");
+    if (*local == NULL || *local_index == NULL)
+        return no_memory();
     for (uint32_t e = 0; e < p->experts; e++) {
         (*local_index)[e] = -1;
         if (!moe_placement_has(p, e, slot))
@@ -215,12 +245,4 @@ struct moe_status moe_placement_copy(const struct moe_placement *p, uint32_t slo
         (*local)[(*locals)++] = e;
     }
     return moe_ok();
-}
-
-void moe_placement_free(struct moe_placement *copy, uint32_t *local, int32_t *local_index)
-{
-    free((void *)copy->offset);
-    free((void *)copy->slot);
-    free(local);
-    free(local_index);
 }

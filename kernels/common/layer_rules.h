@@ -44,13 +44,24 @@ const char *moe_weight_name(enum moe_weight weight);
 /* Whether the placement puts a copy of the expert on the slot. */
 bool moe_placement_has(const struct moe_placement *placement, uint32_t expert, uint32_t slot);
 
-/* Copies a placement and lists the experts of `slot`: `local` [*locals] global ids, ascending, and
- * `local_index` [E], from a global id into `local` or -1. Call moe_placement_free, also after an
- * error. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
-struct moe_status moe_placement_copy(const struct moe_placement *placement, uint32_t slot,
-                                     struct moe_placement *copy, uint32_t **local, uint32_t *locals,
-                                     int32_t **local_index) MOE_CHECKED;
-void moe_placement_free(struct moe_placement *copy, uint32_t *local, int32_t *local_index);
+/* Copies a placement. Call moe_placement_free, also after an error. Errors:
+ * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
+struct moe_status moe_placement_copy(const struct moe_placement *placement,
+                                     struct moe_placement *copy) MOE_CHECKED;
+void moe_placement_free(struct moe_placement *copy);
+
+/* The active placement: the copies of `all` that are on live slots. Steps send rows only to these.
+ * Writes into the arrays of `active`, a copy of `all`. An expert without a live copy gets an empty
+ * list, so moe_session_check_step comes first. */
+void moe_placement_activate(const struct moe_placement *all, uint64_t live,
+                            struct moe_placement *active);
+
+/* Lists the experts of `slot`: `local` [*locals] global ids, ascending, and `local_index` [E], from
+ * a global id into `local` or -1. The caller frees both, also after an error. Errors:
+ * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
+struct moe_status moe_placement_list_local(const struct moe_placement *placement, uint32_t slot,
+                                           uint32_t **local, uint32_t *locals,
+                                           int32_t **local_index) MOE_CHECKED;
 
 /* The slots with a copy of the expert; bit s: slot s. */
 uint64_t moe_placement_slots_of(const struct moe_placement *placement, uint32_t expert);

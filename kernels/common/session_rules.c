@@ -2,6 +2,8 @@
 /* Checks of sessions and steps; see session_rules.h. */
 #include "common/session_rules.h"
 
+#include "common/layer_rules.h"
+
 struct moe_status moe_session_check(const struct moe_session_config *c,
                                     struct moe_window_layout *layout)
 {
@@ -49,7 +51,7 @@ struct moe_status moe_session_check_gpus(uint64_t live, uint32_t slots,
     return moe_ok();
 }
 
-/* Every copy must be on a live slot, because the token id alone chooses the copy. */
+/* Every expert needs a copy on a live slot. */
 static struct moe_status check_placement(const struct moe_session_config *c,
                                          const struct moe_placement *p, uint32_t slot)
 {
@@ -58,12 +60,9 @@ static struct moe_status check_placement(const struct moe_session_config *c,
                          "the layer was placed for slot %u of %u, the session has slot %u of %u",
                          slot, p->slots, c->slot, c->slots);
     for (uint32_t e = 0; e < p->experts; e++) {
-        bool available = p->offset[e] < p->offset[e + 1];
-        for (uint32_t i = p->offset[e]; i < p->offset[e + 1]; i++)
-            available = available && (c->live >> p->slot[i] & 1);
-        if (!available)
+        if ((moe_placement_slots_of(p, e) & c->live) == 0)
             return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
-                             "expert %u has a copy on a slot that is not live, or none", e);
+                             "expert %u has no copy on a live slot", e);
     }
     return moe_ok();
 }
@@ -87,4 +86,46 @@ struct moe_status moe_session_check_step(const struct moe_session_config *c,
                          "%u tokens in a bucket of %u: a bucket is a power of two, at most %u",
                          tokens, bucket, c->max_tokens);
     return check_placement(c, p, slot);
+}
+
+static struct moe_status check_segment(const struct moe_step_segment *s, uint32_t number)
+{
+    const enum moe_routing_mode mode = moe_routing_of(s->mode);
+    bool routed = mode <= MOE_ROUTE_IDS_WEIGHTS &&
+                  (mode == MOE_ROUTE_SERVER || s->ids_in != NULL) &&
+                  (mode != MOE_ROUTE_IDS_WEIGHTS || s->weights_in != NULL);
+    if (!routed)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID,
+                         "segment %u: routing mode %d lacks its ids or weights", number,
+                         (int)s->mode);
+    return s->x != NULL && s->y != NULL ? moe_ok()
+                                        : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                                                    "segment %u has no x or no y", number);
+}
+
+struct moe_status moe_session_check_segments(const struct moe_step_args *a, uint32_t max_tokens,
+                                             bool *modes, bool *need_logits)
+{
+    uint64_t tokens = 0;
+    *modes = *need_logits = false;
+    if (a->segments == NULL)
+        return moe_ok();
+    if (a->segment_count > max_tokens || a->x != NULL || a->y != NULL || a->mode != NULL ||
+        a->ids_in != NULL || a->weights_in != NULL)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "a step has too many segments, or also rows without one");
+    for (uint32_t i = 0; i < a->segment_count; i++) {
+        const struct moe_step_segment *s = &a->segments[i];
+        if (s->tokens == 0)
+            continue;
+        MOE_TRY(check_segment(s, i));
+        tokens += s->tokens;
+        *modes = *modes || s->mode != MOE_ROUTE_SERVER;
+        *need_logits = *need_logits || moe_routing_of(s->mode) != MOE_ROUTE_IDS_WEIGHTS;
+    }
+    if (tokens != a->tokens)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "the segments have %llu tokens, the step has %u",
+                         (unsigned long long)tokens, a->tokens);
+    return moe_ok();
 }

@@ -28,8 +28,8 @@ struct moe_gpu_uuid {
 struct moe_status moe_session_check_gpus(uint64_t live, uint32_t slots,
                                          const struct moe_gpu_uuid *gpu) MOE_CHECKED;
 
-/* A layer with this placement for `slot` can run in the session with this bucket. Every copy of its
- * experts is on a live slot. Apart from `tokens`, the result is the same on all slots.
+/* A layer with this placement for `slot` can run in the session with this bucket. Each of its
+ * experts has a copy on a live slot. Apart from `tokens`, the result is the same on all slots.
  * Errors: MOE_INVALID_ARGUMENT with DTYPE_UNSUPPORTED, SHAPE_MISMATCH or TOKEN_LIMIT,
  * MOE_FAILED_PRECONDITION/SHAPE_MISMATCH, MOE_UNAVAILABLE/EXPERT_UNAVAILABLE. */
 struct moe_status moe_session_check_step(const struct moe_session_config *config,
@@ -37,6 +37,13 @@ struct moe_status moe_session_check_step(const struct moe_session_config *config
                                          const struct moe_placement *placement, uint32_t slot,
                                          enum moe_dtype dtype, uint32_t bucket,
                                          uint32_t tokens) MOE_CHECKED;
+
+/* The segments of a step (moe/backend.h) have its tokens and what their modes need; without
+ * segments it is MOE_OK. `max_tokens` is the session's. `*modes`: some mode is not 0;
+ * `*need_logits`: some do not bring weights. Both are false without segments.
+ * Errors: MOE_INVALID_ARGUMENT with SHAPE_MISMATCH or ROUTING_INVALID. */
+struct moe_status moe_session_check_segments(const struct moe_step_args *args, uint32_t max_tokens,
+                                             bool *modes, bool *need_logits) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

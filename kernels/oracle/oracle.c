@@ -403,12 +403,13 @@ struct moe_status moe_oracle_shared(const struct moe_oracle_layer *layer, const 
 /* y [H] = sum over k of the weighted experts + shared(x); `scratch` [2H]. */
 static struct moe_status token_output(const struct moe_oracle_layer *layer, const int32_t *ids,
                                       const double *weights, const double *x, double *scratch,
-                                      double *y)
+                                      bool with_shared, double *y)
 {
     const struct moe_layer_spec *spec = &layer->spec;
     bool on_input = spec->weighting == MOE_WEIGHT_INPUT;
     double *weighted = scratch, *part = scratch + spec->hidden;
-    MOE_TRY(moe_oracle_shared(layer, x, y));
+    if (with_shared)
+        MOE_TRY(moe_oracle_shared(layer, x, y));
     for (uint32_t k = 0; k < spec->router.top_k; k++) {
         if (ids[k] < 0)
             continue;
@@ -421,12 +422,12 @@ static struct moe_status token_output(const struct moe_oracle_layer *layer, cons
     return moe_ok();
 }
 
-static struct moe_status forward_token(const struct moe_oracle_layer *layer,
-                                       enum moe_routing_mode mode, const int32_t *ids_in,
-                                       const float *weights_in, const double *x, double *scratch,
-                                       int32_t *ids, double *weights, uint8_t *state,
-                                       double *margin, double *y)
+static struct moe_status forward_token(const struct moe_oracle_layer *layer, uint8_t mode_in,
+                                       const int32_t *ids_in, const float *weights_in,
+                                       const double *x, double *scratch, int32_t *ids,
+                                       double *weights, uint8_t *state, double *margin, double *y)
 {
+    const enum moe_routing_mode mode = moe_routing_of(mode_in);
     double logit[2 * MOE_MAX_EXPERTS];
     if (mode != MOE_ROUTE_IDS_WEIGHTS)
         MOE_TRY(moe_oracle_logits(layer, x, logit));
@@ -437,7 +438,8 @@ static struct moe_status forward_token(const struct moe_oracle_layer *layer,
     memset(y, 0, layer->spec.hidden * sizeof *y);
     if (*state != MOE_TOKEN_OK)
         return moe_ok();
-    return token_output(layer, ids, weights, x, scratch, y);
+    return token_output(layer, ids, weights, x, scratch, (mode_in & MOE_ROUTE_WITHOUT_SHARED) == 0,
+                        y);
 }
 
 struct moe_status moe_oracle_forward(const struct moe_oracle_layer *layer, enum moe_dtype dtype,

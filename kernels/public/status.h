@@ -86,7 +86,16 @@ enum moe_code {
                             /* RecoverTraining, or for the file */                                 \
     X(LEASE_LOST) /* this worker cannot know whether its view is in force, and the group trains */ \
     X(SLOT_TAKEN) /* the coordinator has no free slot for this worker */                           \
-    X(MODEL_MISMATCH) /* the bytes of the weights are not those that are wanted */
+    X(MODEL_MISMATCH)   /* the bytes of the weights are not those that are wanted */               \
+    X(REGION_NOT_FOUND) /* the client has no such region of shared memory, or it is closing */     \
+    X(REGION_EXISTS)    /* the client has a region of that name, or of the same memory */          \
+    X(REGION_INVALID)   /* not memory that can be shared: without its seals, empty */              \
+    X(REGION_RANGE)     /* a tensor is not inside of its region, or not aligned */                 \
+    X(REGION_OVERLAP)   /* an output shares bytes with a tensor in flight */                       \
+    X(REGION_LIMIT)     /* over the limit of shared memory, of regions or of clients */            \
+    X(MODEL_LOADING)    /* some slots have not loaded the model: retry */                          \
+    X(MODEL_IN_USE)     /* requests for the model are in flight */                                 \
+    X(NOT_LEADER)       /* this coordinator does not lead; the end of the text names the leader */
 
 enum moe_reason {
 #define X(name) MOE_REASON_##name,

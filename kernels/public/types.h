@@ -19,6 +19,13 @@ static inline size_t moe_dtype_bytes(enum moe_dtype d)
     return d == MOE_DTYPE_F32 ? 4 : d == MOE_DTYPE_BF16 ? 2 : 0;
 }
 
+/* The summands of a layer's output. */
+enum moe_parts {
+    MOE_PARTS_BOTH = 0,   /* routed experts plus shared experts */
+    MOE_PARTS_ROUTED = 1, /* routed experts alone, zero experts among them */
+    MOE_PARTS_SHARED = 2, /* shared experts alone, their gate included; zeros without any */
+};
+
 /* bf16 <-> f32; to bf16 rounds to nearest even and keeps NaN a (canonical, positive) NaN. */
 static inline float moe_bf16_to_f32(uint16_t b)
 {

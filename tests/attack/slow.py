@@ -28,6 +28,9 @@ SCENES = {
     "half-small-streams": (4, 100, STREAM, MIB // 2, MIB // 2 - 1000, 9),
     "two-gib": (1, 1, FORWARD, (1 << 31) - 1, MIB, 4),
     "idle": (300, 0, FORWARD, 0, 0, 4),
+    # Together, as many streams as a server has.
+    "silent-streams": (330, 48, STREAM, 0, 0, 4),
+    "few-silent-streams": (100, 8, STREAM, 0, 0, 4),
 }
 
 

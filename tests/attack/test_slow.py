@@ -12,8 +12,11 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 import unittest
+
+import grpc
 
 import test_attack as attack
 
@@ -23,10 +26,13 @@ BUDGET = 1 << 30  # --max-bytes-in-flight of a worker
 # the heap differs from run to run, and 66 MiB were seen once.
 REST, REST_SECONDS = 96 << 20, 60
 SANITIZED = os.environ.get("MOE_SANITIZED") == "1"
+STREAMS = 30  # of a client next to 430 silent connections: its equal share is 38
 NOISE = 1.0 if SANITIZED else 0.25  # seconds that a host with few cores may add
 
 import slow  # noqa: E402
-from group import group, main, wait_until  # noqa: E402
+from group import golden_cases, group, main, wait_until  # noqa: E402
+import wire  # noqa: E402
+from wire import expert  # noqa: E402
 
 
 class Slow(unittest.TestCase):
@@ -45,6 +51,12 @@ class Slow(unittest.TestCase):
     @classmethod
     def tearDownClass(cls):
         cls.context.__exit__(None, None, None)
+
+    def attack(self, name, seconds, connections=0):
+        return subprocess.Popen(
+            [sys.executable, os.path.join(attack.HERE, "slow.py"), self.worker["endpoint"], name,
+             "--seconds", str(seconds), "--connections", str(connections)], stdout=subprocess.PIPE,
+            preexec_fn=lambda: os.sched_setaffinity(0, attack.CORES[-1:]))
 
     def endure(self, name, connections, allowed):
         """`allowed`: bytes that the worker may take. Returns the totals of slow.py, and the bytes
@@ -65,10 +77,7 @@ class Slow(unittest.TestCase):
         before, quiet = attack.resident_bytes(pid), list(client.times)
         view = attack.epoch(self.coordinator["endpoint"])
         del client.times[:]
-        attacker = subprocess.Popen(
-            [sys.executable, os.path.join(attack.HERE, "slow.py"), self.worker["endpoint"], name,
-             "--seconds", str(seconds), "--connections", str(connections)], stdout=subprocess.PIPE,
-            preexec_fn=lambda: os.sched_setaffinity(0, attack.CORES[-1:]))
+        attacker = self.attack(name, seconds, connections)
         peak = before
         while attacker.poll() is None:
             peak = max(peak, attack.resident_bytes(pid))
@@ -99,6 +108,52 @@ class Slow(unittest.TestCase):
         print("  %d idle connections: %.1f KiB each" % (IDLE, grown / 1024 / IDLE))
         self.assertEqual(totals["connections"], IDLE)
 
+    def open_streams(self, channel, request):
+        """Opens STREAMS at once, with one request each. Returns those with the right answer."""
+        answered, right = threading.Event(), 0
+
+        def requests():
+            yield request
+            answered.wait(60)
+
+        calls = [channel(requests()) for _ in range(STREAMS)]
+        try:
+            for call in calls:
+                answer = next(call)
+                self.first = self.first or answer.y_data
+                right += answer.y_data == self.first
+            answered.set()
+            for call in calls:  # the server ends them: no more than these are ever open
+                right -= len(list(call))
+        except grpc.RpcError as error:
+            print("  " + error.details())
+        answered.set()
+        return right
+
+    def test_silent_streams_leave_others_their_share(self):
+        layer, tokens, x, _ = next(each for each in golden_cases(attack.FAMILY) if each[1] == 1)
+        request = expert.ForwardStreamRequest(layer=layer, tokens=tokens, hidden=x.shape[1],
+                                              dtype=1, x_data=x.tobytes())
+        channel = wire.open_channel(self.worker["endpoint"])
+        self.addCleanup(channel.close)
+        forward = channel.stream_stream(
+            "/moe.v1.ExpertService/ForwardStream",
+            request_serializer=expert.ForwardStreamRequest.SerializeToString,
+            response_deserializer=expert.ForwardStreamResponse.FromString)
+        self.first = None
+        self.assertEqual(self.open_streams(forward, request), STREAMS)
+        attackers = [self.attack("silent-streams", attack.SECONDS + 8)]
+        time.sleep(4)  # they have their streams, and others take the rest
+        attackers.append(self.attack("few-silent-streams", attack.SECONDS + 4))
+        time.sleep(1)
+        rounds = []
+        while attackers[0].poll() is None:
+            rounds.append(self.open_streams(forward, request))
+        totals = [json.loads(each.communicate()[0]) for each in attackers]
+        print("  %s; %d rounds, worst %d of %d" % (totals, len(rounds), min(rounds), STREAMS))
+        self.assertGreater(totals[0]["calls"], 16384 - 100 * 8)
+        self.assertEqual(min(rounds), STREAMS)
+
 
 def add_tests():
     for name, scene in slow.SCENES.items():
@@ -106,7 +161,7 @@ def add_tests():
             totals, _ = self.endure(name, connections, BUDGET)
             self.assertGreater(totals["ended"], 0)
 
-        if scene[1] > 0:
+        if scene[1] > 0 and scene[3] > 0:
             setattr(Slow, "test_" + name.replace("-", "_"), endure)
 
 

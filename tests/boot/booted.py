@@ -210,13 +210,25 @@ class FirstBoot(unittest.TestCase):
     def test_a_worker_that_cannot_start_waits_longer_each_time(self):
         unit = "moe-worker@7"
         with open("/etc/moed/worker-7.env", "w") as file:
-            file.write("MOED_WORKER_OPTIONS=--nonsense\n")
+            file.write("MOED_WORKER_OPTIONS=--training=adamw --training-dir=/nowhere\n")
         run("systemctl", "start", unit)
         wait_until(lambda: "4 starts in a row" in log_of(unit), "it waits")
         starts = int(show(unit, "NRestarts"))
         must("systemctl", "stop", unit)
         print("    %d starts until then" % starts)
         os.unlink("/etc/moed/worker-7.env")
+
+    def test_a_start_with_wrong_settings_is_not_repeated(self):
+        unit = "moe-worker@8"
+        with open("/etc/moed/worker-8.env", "w") as file:
+            file.write("MOED_WORKER_OPTIONS=--nonsense\n")
+        run("systemctl", "start", unit)
+        wait_until(lambda: show(unit, "ActiveState") == "failed", "it has failed")
+        time.sleep(1)  # ten times the pause before a restart
+        self.assertEqual(show(unit, "NRestarts"), "0")
+        self.assertEqual(log_of(unit).count("unknown option '--nonsense'"), 1)
+        must("systemctl", "reset-failed", unit)
+        os.unlink("/etc/moed/worker-8.env")
 
     def test_a_reload_changes_the_log_level(self):
         unit, path = "moe-worker@0", "/etc/moed/worker.conf"

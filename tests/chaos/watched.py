@@ -89,9 +89,9 @@ class Caller:
 class Group:
     """A coordinator on host 0, and workers that the scene starts where it wants them."""
 
-    def __init__(self, net, workers, *extra, lease_ms=3000, insecure=True):
+    def __init__(self, net, workers, *extra, lease_ms=3000, insecure=True, replicas=1):
         self.net, self.extra, self.insecure = net, extra, ["--insecure"] * insecure
-        self.workers, self.lease_ms = workers, lease_ms
+        self.workers, self.lease_ms, self.replicas = workers, lease_ms, replicas
         self.directory = tempfile.mkdtemp(prefix="moed-chaos-")
         self.checkpoints = os.path.join(self.directory, "checkpoints")
         os.mkdir(self.checkpoints)
@@ -112,7 +112,8 @@ class Group:
         address = self.net.address(0)
         self.start("coordinator", 0, [
             COORDINATOR, "--listen", address + ":7700", "--control-listen", address + ":7701",
-            "--workers", str(self.workers), "--lease-ms", str(self.lease_ms),
+            "--workers", str(self.workers), "--replicas", str(self.replicas),
+            "--lease-ms", str(self.lease_ms),
             "--state-dir", os.path.join(self.directory, "state"), *self.insecure])
 
     def start_worker(self, name, host, slot=64, environment=None):

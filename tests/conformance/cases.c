@@ -233,6 +233,16 @@ static void draw_input(struct rng *r, const struct test_case *c, struct case_inp
     }
 }
 
+/* In some cases, some tokens want no shared expert. */
+static void draw_parts(uint64_t seed, uint32_t slot, struct case_input *in)
+{
+    struct rng r = {.state = seed * 37 + slot};
+    uint32_t percent = 50 * rng_below(&r, 3);
+    for (uint32_t t = 0; in->mode != NULL && t < in->tokens; t++)
+        if (rng_chance(&r, percent))
+            in->mode[t] |= MOE_ROUTE_WITHOUT_SHARED;
+}
+
 /* ---------------------------------------------------------------------- skew */
 
 /* The probability of each expert, by the kind of skew; returns the sum. */
@@ -324,6 +334,7 @@ struct test_case *case_draw(uint64_t seed, uint32_t slots, enum case_skew skew)
     for (uint32_t s = 0; s < slots; s++) {
         if (skew == CASE_PLAIN)
             draw_input(&r, c, &c->input[s]);
+        draw_parts(seed, s, &c->input[s]);
         most = c->input[s].tokens > most ? c->input[s].tokens : most;
     }
     c->bucket = moe_pow2_ceil(most);

@@ -141,49 +141,76 @@ static bool dispatch(struct subject *s, const void *x, const int32_t *ids, const
 
 /* -------------------------------------------------------------------- GEMMs */
 
-static double dot(const struct test_case *c, enum moe_weight w, uint32_t expert, size_t row,
-                  size_t n, const double *v)
+/* Row `row` of a weight times v [n], plus its bias; `*size`: the same sum of absolute values. */
+static double product(const struct test_case *c, enum moe_weight w, enum moe_weight bias,
+                      uint32_t expert, size_t row, size_t n, const double *v, double *size)
 {
-    double sum = 0;
-    for (size_t i = 0; i < n; i++)
-        sum += case_weight_at(c, w, expert, row * n + i) * v[i];
+    double sum = c->weight[bias] == NULL ? 0 : case_weight_at(c, bias, expert, row);
+    *size = fabs(sum);
+    for (size_t i = 0; i < n; i++) {
+        double summand = case_weight_at(c, w, expert, row * n + i) * v[i];
+        sum += summand;
+        *size += fabs(summand);
+    }
     return sum;
 }
 
-static double bias_at(const struct test_case *c, enum moe_weight w, uint32_t expert, size_t i)
-{
-    return c->weight[w] == NULL ? 0 : case_weight_at(c, w, expert, i);
-}
-
+/* `size`: what the result's rounding is relative to. A rounding of gate and up, relative to the
+ * size of their sums, passes through the activation. */
 static void expect_hidden(const struct test_case *c, const struct expected_row *w, double weight,
-                          const uint8_t *row, double *hidden)
+                          const uint8_t *row, double *hidden, double *size)
 {
     const struct moe_layer_spec *s = &c->spec;
     double x[CASE_MAX_HIDDEN];
     for (uint32_t i = 0; i < s->hidden; i++)
         x[i] = element(c->dtype, row, i) * (s->weighting == MOE_WEIGHT_INPUT ? weight : 1);
     for (uint32_t i = 0; i < s->intermediate; i++) {
-        double g = dot(c, MOE_WEIGHT_GATE, w->expert, i, s->hidden, x) +
-                   bias_at(c, MOE_WEIGHT_GATE_BIAS, w->expert, i);
-        double u = dot(c, MOE_WEIGHT_UP, w->expert, i, s->hidden, x) +
-                   bias_at(c, MOE_WEIGHT_UP_BIAS, w->expert, i);
-        hidden[i] = moe_oracle_activate(s->activation, (double)s->swiglu_limit,
-                                        (double)s->swiglu_alpha, g, u);
+        double limit = (double)s->swiglu_limit, alpha = (double)s->swiglu_alpha;
+        double g_size, u_size, by_g, by_u;
+        double g =
+            product(c, MOE_WEIGHT_GATE, MOE_WEIGHT_GATE_BIAS, w->expert, i, s->hidden, x, &g_size);
+        double u =
+            product(c, MOE_WEIGHT_UP, MOE_WEIGHT_UP_BIAS, w->expert, i, s->hidden, x, &u_size);
+        hidden[i] = moe_oracle_activate(s->activation, limit, alpha, g, u);
+        moe_oracle_activate_backward(s->activation, limit, alpha, g, u, 1, &by_g, &by_u);
+        size[i] = fmax(fabs(hidden[i]), fabs(by_g) * g_size + fabs(by_u) * u_size);
     }
 }
 
 static void expect_down(const struct test_case *c, const struct expected_row *w, double weight,
-                        const float *hidden, double *out)
+                        const float *hidden, double *out, double *size)
 {
     const struct moe_layer_spec *s = &c->spec;
     double h[128];
     for (uint32_t i = 0; i < s->intermediate; i++)
         h[i] = (double)hidden[i];
     for (uint32_t i = 0; i < s->hidden; i++) {
-        double sum = dot(c, MOE_WEIGHT_DOWN, w->expert, i, s->intermediate, h);
-        double bias = bias_at(c, MOE_WEIGHT_DOWN_BIAS, w->expert, i);
-        out[i] = s->weighting == MOE_WEIGHT_INPUT ? sum + bias : weight * (sum + bias);
+        double factor = s->weighting == MOE_WEIGHT_INPUT ? 1 : weight;
+        out[i] = factor * product(c, MOE_WEIGHT_DOWN, MOE_WEIGHT_DOWN_BIAS, w->expert, i,
+                                  s->intermediate, h, &size[i]);
+        size[i] *= fabs(factor);
     }
+}
+
+/* Values to compare, and the sizes of their summands. */
+struct compared {
+    double *want, *got, *size;
+};
+
+static struct compared compared_of(size_t n)
+{
+    return (struct compared){must(n * sizeof(double)), must(n * sizeof(double)),
+                             must(n * sizeof(double))};
+}
+
+/* Frees the values. */
+static double error_of(size_t n, struct compared *c)
+{
+    double error = frobenius_of_summands(n, c->got, c->want, c->size);
+    free(c->want);
+    free(c->got);
+    free(c->size);
+    return error;
 }
 
 /* Compares rows, evenly spread over all received ones; `hidden` and `out` are the backend's. */
@@ -193,27 +220,24 @@ static bool compare_gemms(struct subject *s, const struct expected_rows *e,
     const struct moe_layer_spec *spec = &s->c->spec;
     size_t inner = spec->intermediate, outer = spec->hidden;
     uint32_t step = e->n / SAMPLE + 1, rows = 0;
-    double *want1 = must(SAMPLE * inner * sizeof(double)), *got1 = must(SAMPLE * inner * 8);
-    double *want2 = must(SAMPLE * outer * sizeof(double)), *got2 = must(SAMPLE * outer * 8);
+    struct compared hidden_rows = compared_of(SAMPLE * inner),
+                    out_rows = compared_of(SAMPLE * outer);
     for (uint32_t i = 0; i < e->n && rows < SAMPLE; i += step, rows++) {
         const struct expected_row *w = &e->list[i];
         double weight = (double)r->weight[w->row];
-        expect_hidden(s->c, w, weight, r->x + w->row * tensor_bytes(s->c, 1), want1 + rows * inner);
-        expect_down(s->c, w, weight, hidden + w->row * inner, want2 + rows * outer);
+        expect_hidden(s->c, w, weight, r->x + w->row * tensor_bytes(s->c, 1),
+                      hidden_rows.want + rows * inner, hidden_rows.size + rows * inner);
+        expect_down(s->c, w, weight, hidden + w->row * inner, out_rows.want + rows * outer,
+                    out_rows.size + rows * outer);
         for (size_t j = 0; j < inner; j++)
-            got1[rows * inner + j] = (double)hidden[w->row * inner + j];
+            hidden_rows.got[rows * inner + j] = (double)hidden[w->row * inner + j];
         for (size_t j = 0; j < outer; j++)
-            got2[rows * outer + j] = (double)out[w->row * outer + j];
+            out_rows.got[rows * outer + j] = (double)out[w->row * outer + j];
     }
-    double error1 = frobenius(rows * inner, got1, want1);
-    double error2 = frobenius(rows * outer, got2, want2);
-    free(want1);
-    free(got1);
-    free(want2);
-    free(got2);
+    double gate_up = error_of(rows * inner, &hidden_rows), down = error_of(rows * outer, &out_rows);
     double limit = tolerance(s->c->dtype);
-    return (error1 <= limit || wrong(s, "gate and up are off by %g", error1)) &&
-           (error2 <= limit || wrong(s, "down is off by %g", error2));
+    return (gate_up <= limit || wrong(s, "gate and up are off by %g", gate_up)) &&
+           (down <= limit || wrong(s, "down is off by %g", down));
 }
 
 static bool check_gemms(struct subject *s, const struct expected_rows *e, const struct received *r)

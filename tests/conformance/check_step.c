@@ -79,13 +79,18 @@ static bool finish_step(struct subject *s, struct moe_step *step, struct outcome
             wrong(s, "a good step misses slot %d", o->result.missing_slot));
 }
 
+/* A step that has computed has moved the device's count. */
 static bool run_once(struct subject *s, struct outcome *o)
 {
     struct moe_step *step;
     *o = blank_outcome(s);
     struct moe_step_args a = step_args(s, o);
-    return went_well(s, "enqueue", s->backend->step_enqueue(s->session, &a, &step)) &&
-           finish_step(s, step, o);
+    uint64_t before = s->backend->device_progress(s->device);
+    if (!went_well(s, "enqueue", s->backend->step_enqueue(s->session, &a, &step)) ||
+        !finish_step(s, step, o))
+        return false;
+    return o->result.rows == 0 || s->backend->device_progress(s->device) != before ||
+           wrong(s, "a step moves no progress");
 }
 
 static bool same_outcome(struct subject *s, const struct outcome *a, const struct outcome *b)
@@ -114,6 +119,133 @@ static bool check_two_in_flight(struct subject *s, const struct outcome *first)
         return wrong(s, "a third step was answered with %s", moe_code_name(third.code));
     return finish_step(s, step[0], &o[0]) && finish_step(s, step[1], &o[1]) &&
            same_outcome(s, first, &o[0]) && same_outcome(s, first, &o[1]);
+}
+
+/* ----------------------------------------------------------------- segments */
+
+/* Where the rows of one segment lie: separate memory, of the host or of the device, that is off
+ * from a multiple of 16 bytes by one element for odd numbers. */
+static void *rows_at(struct subject *s, uint32_t number, const void *from, size_t bytes,
+                     size_t element_bytes)
+{
+    const size_t shift = number % 2 == 1 ? element_bytes : 0;
+    char *plain = must(bytes + element_bytes), *p = plain;
+    memset(plain, 0xff, bytes + element_bytes);
+    if (from != NULL)
+        memcpy(plain + shift, from, bytes);
+    if (number / 2 % 2 == 1) {
+        p = put(s, plain, bytes + element_bytes);
+    } else {
+        p = take(&s->host, bytes + element_bytes);
+        memcpy(p, plain, bytes + element_bytes);
+    }
+    free(plain);
+    return p + shift;
+}
+
+/* Compares memory of host or device with plain memory. */
+static bool same_bytes(struct subject *s, const void *p, const void *want, size_t bytes)
+{
+    void *got = get(s, p, bytes);
+    bool same = memcmp(got, want, bytes) == 0;
+    free(got);
+    return same;
+}
+
+/* The tokens from `first` on that have the mode of the first one, at most `most`. */
+static struct moe_step_segment segment_at(struct subject *s, uint32_t first, uint32_t most,
+                                          uint32_t number)
+{
+    const struct case_input *in = s->in;
+    const size_t k = s->c->spec.router.top_k, row = tensor_bytes(s->c, 1);
+    struct moe_step_segment g = {.mode = in->mode != NULL ? in->mode[first] : MOE_ROUTE_SERVER};
+    const enum moe_routing_mode mode = moe_routing_of(g.mode);
+    while (g.tokens < most && first + g.tokens < in->tokens &&
+           (in->mode == NULL || in->mode[first + g.tokens] == in->mode[first]))
+        g.tokens++;
+    const size_t n = g.tokens, each = moe_dtype_bytes(s->c->dtype);
+    g.y = rows_at(s, number, (const char *)in->x + first * row, n * row, each);
+    g.x = g.y; /* a step that read x again, or wrote y before its end, would fail */
+    if (number % 4 != 2)
+        g.y = rows_at(s, number, NULL, n * row, each);
+    if (mode != MOE_ROUTE_SERVER)
+        g.ids_in = rows_at(s, number, in->ids + first * k, n * k * sizeof(int32_t), 4);
+    if (mode == MOE_ROUTE_IDS_WEIGHTS)
+        g.weights_in = rows_at(s, number, in->weights + first * k, n * k * sizeof(float), 4);
+    if (number % 3 == 0) /* outputs that are not wanted */
+        return g;
+    g.ids_out = rows_at(s, number, NULL, n * k * sizeof(int32_t), 4);
+    g.weights_out = rows_at(s, number, NULL, n * k * sizeof(float), 4);
+    g.token_state = rows_at(s, number, NULL, n, 1);
+    return g;
+}
+
+static bool same_segment(struct subject *s, const struct moe_step_segment *g, uint32_t first,
+                         const struct outcome *want)
+{
+    const size_t k = s->c->spec.router.top_k, row = tensor_bytes(s->c, 1), n = g->tokens;
+    if (n == 0)
+        return true;
+    if (!same_bytes(s, g->y, (const char *)want->y + first * row, n * row))
+        return wrong(s, "y of the segment at token %u differs from that without segments", first);
+    if (g->ids_out != NULL &&
+        !(same_bytes(s, g->ids_out, want->ids + first * k, n * k * sizeof *want->ids) &&
+          same_bytes(s, g->weights_out, want->weights + first * k, n * k * sizeof *want->weights) &&
+          same_bytes(s, g->token_state, want->state + first, n)))
+        return wrong(s, "routing of the segment at token %u differs", first);
+    return true;
+}
+
+/* Wrong segments are refused, and the session goes on. */
+static bool check_refused_segments(struct subject *s, const struct moe_step_args *good)
+{
+    struct moe_step *step;
+    struct moe_step_segment first = good->segments[0];
+    struct moe_step_args a = *good, b = *good;
+    first.x = NULL;
+    a.segments = &first;
+    a.segment_count = 1;
+    b.segment_count--;
+    if (s->in->tokens == 0)
+        return true;
+    if (s->backend->step_enqueue(s->session, &a, &step).code != MOE_INVALID_ARGUMENT ||
+        s->backend->step_enqueue(s->session, &b, &step).code != MOE_INVALID_ARGUMENT)
+        return wrong(s, "segments without x, or with too few tokens, are accepted");
+    return true;
+}
+
+/* Segments of some tokens, the last of them empty, give the bits of one piece. */
+static bool check_segments(struct subject *s, const struct outcome *first)
+{
+    struct outcome o = blank_outcome(s);
+    struct moe_step_args a = {.layer = s->layer,
+                              .dtype = s->c->dtype,
+                              .bucket = s->c->bucket,
+                              .tokens = s->in->tokens,
+                              .ids_out = o.ids,
+                              .weights_out = o.weights,
+                              .token_state = o.state,
+                              .counts = &o.counts};
+    struct moe_step_segment *segments = must((s->in->tokens + 1) * sizeof *segments);
+    struct moe_step *step;
+    uint32_t count = 0, at = 0;
+    for (; at < s->in->tokens; at += segments[count++].tokens)
+        segments[count] = segment_at(s, at, 1 + (7 * count + s->in->tokens) % 23, count);
+    const bool room = count < s->in->tokens;
+    if (room)
+        segments[count] = (struct moe_step_segment){0};
+    a.segments = segments;
+    a.segment_count = count;
+    bool good = check_refused_segments(s, &a);
+    a.segment_count += room;
+    good = good && went_well(s, "segments", s->backend->step_enqueue(s->session, &a, &step)) &&
+           finish_step(s, step, &o);
+    at = 0;
+    for (uint32_t i = 0; i < count && good; at += segments[i++].tokens)
+        good = same_segment(s, &segments[i], at, first);
+    free(segments);
+    return good && (memcmp(o.state, first->state, s->in->tokens) == 0 ||
+                    wrong(s, "token states differ with segments"));
 }
 
 /* ------------------------------------------------------------------ routing */
@@ -146,8 +278,8 @@ static bool expect_route(struct subject *s, uint32_t t, struct expectation *e)
     }
     e->state =
         moe_oracle_route(&c->spec, logit, c->spec.router.select_bias ? bias : NULL,
-                         in->mode ? (enum moe_routing_mode)in->mode[t] : MOE_ROUTE_SERVER,
-                         in->ids + first, in->weights + first, e->ids, e->weights, &e->margin);
+                         in->mode ? moe_routing_of(in->mode[t]) : MOE_ROUTE_SERVER, in->ids + first,
+                         in->weights + first, e->ids, e->weights, &e->margin);
     return true;
 }
 
@@ -206,7 +338,9 @@ static bool expect_output(struct subject *s, const struct outcome *o, double *wa
 {
     const struct test_case *c = s->c;
     uint8_t *given = must(s->in->tokens);
-    memset(given, MOE_ROUTE_IDS_WEIGHTS, s->in->tokens);
+    for (uint32_t t = 0; t < s->in->tokens; t++)
+        given[t] = MOE_ROUTE_IDS_WEIGHTS |
+                   (s->in->mode != NULL ? s->in->mode[t] & MOE_ROUTE_WITHOUT_SHARED : 0);
     struct moe_status st = moe_oracle_forward(s->oracle, c->dtype, s->in->tokens, s->in->x, given,
                                               o->ids, o->weights, NULL, NULL, NULL, NULL, want);
     free(given);
@@ -318,15 +452,15 @@ static bool check_output(struct subject *s, const struct outcome *o)
     return good;
 }
 
-/* The counts by expert and by slot, where the backend reports them. `want` [E]: rows here. */
+/* The counts by expert and by slot. `want` [E]: rows here. */
 static bool check_counts(struct subject *s, const struct outcome *o, const uint32_t *want)
 {
     const struct moe_step_counts *n = &o->counts;
     const struct board *b = s->member->board;
     uint32_t top_k = s->c->spec.router.top_k, own = s->member->slot, sent[MOE_MAX_SLOTS] = {0};
-    if (strcmp(s->backend->name, "cpu") == 0 && !(n->by_expert && n->to_slots))
+    if (!(n->by_expert && n->to_slots))
         return wrong(s, "the step reports no counts");
-    for (uint32_t e = 0; n->by_expert && e < s->c->spec.experts; e++)
+    for (uint32_t e = 0; e < s->c->spec.experts; e++)
         if (n->expert_rows[e] != want[e])
             return wrong(s, "expert %u has %u rows, not %u", e, n->expert_rows[e], want[e]);
     for (uint32_t t = 0; t < s->in->tokens; t++) {
@@ -338,9 +472,9 @@ static bool check_counts(struct subject *s, const struct outcome *o, const uint3
         for (uint32_t p = 0; p < s->member->slots; p++)
             sent[p] += p != own && (to >> p & 1) != 0;
     }
-    if (n->to_slots && n->slots != s->member->slots)
+    if (n->slots != s->member->slots)
         return wrong(s, "the counts are of %u slots", n->slots);
-    for (uint32_t p = 0; n->to_slots && !group_has_hosts() && p < s->member->slots; p++)
+    for (uint32_t p = 0; !group_has_hosts() && p < s->member->slots; p++)
         if (n->sent_rows[p] != sent[p])
             return wrong(s, "%u rows went to slot %u, not %u", n->sent_rows[p], p, sent[p]);
     return true;
@@ -408,8 +542,8 @@ bool check_step(struct subject *s)
 {
     struct outcome o;
     if (!run_once(s, &o) || !check_routing(s, &o) || !check_output(s, &o) ||
-        !check_two_in_flight(s, &o) || !check_anywhere(s) || !share_routing(s, &o) ||
-        !check_rows(s, &o))
+        !check_two_in_flight(s, &o) || !check_segments(s, &o) || !check_anywhere(s) ||
+        !share_routing(s, &o) || !check_rows(s, &o))
         return false;
     add_to_hash(&s->tally->bits, o.y, tensor_bytes(s->c, s->in->tokens));
     s->tally->tokens += s->in->tokens;

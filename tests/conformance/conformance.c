@@ -31,7 +31,7 @@ enum {
     HOST_BYTES = 16 << 20,
     DEVICE_BYTES = 96 << 20,
     SKIPPED = 77,      /* "not run" for ctest */
-    BUDGET_MS = 20000, /* generous: these tests are not about time */
+    BUDGET_MS = 60000, /* generous: these tests are not about time */
 };
 
 struct plan {

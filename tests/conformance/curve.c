@@ -24,7 +24,7 @@ enum {
     EXPERTS = 8,
     TOP_K = 2,
     STEPS = 100,
-    BUDGET_MS = 20000
+    BUDGET_MS = 60000
 };
 
 static const double allowed = 1e-3;

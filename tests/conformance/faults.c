@@ -16,6 +16,7 @@
 #endif
 #include "daemon/options.h"
 
+#include <math.h>
 #include <string.h>
 
 enum { CYCLES = 8 };
@@ -49,6 +50,63 @@ static int go_on_without_victim(struct member *m, struct session_fixture *s)
     EXPECT(result.missing_slot == -1);
     backend->layer_destroy(others);
     return 0;
+}
+
+/* Rows of other copies may be summed by another kernel, with other last bits. */
+static bool same_rows(const float *a, const float *b)
+{
+    float largest = 0, worst = 0;
+    for (uint32_t i = 0; i < TOKENS * HIDDEN; i++) {
+        largest = fmaxf(largest, fabsf(a[i]));
+        worst = fmaxf(worst, fabsf(a[i] - b[i]));
+    }
+    return largest > 0 && worst <= 1e-5f * largest;
+}
+
+/* Steps of the copied layer in a session of `live`, and leaves it. */
+static int compute_in(struct member *m, struct session_fixture *s, uint64_t live, uint64_t epoch,
+                      const float *want)
+{
+    struct moe_step_result result;
+    m->live = live;
+    EXPECT(good(join_session(m, s, epoch, LONG_MS, false)));
+    for (int i = 0; i < 3; i++) {
+        EXPECT(good(run_step(s->session, &s->args, &result)));
+        EXPECT(same_rows(want, s->args.y));
+    }
+    leave_session(s);
+    return 0;
+}
+
+/* A layer with two copies of each expert gives the same answers without the victim, and again with
+ * it, from the same weights. */
+static int compute_with_copies(struct member *m)
+{
+    static float want[TOKENS * HIDDEN];
+    struct session_fixture s;
+    struct moe_step_result result;
+    struct moe_layer *copied = NULL;
+    uint64_t all = m->live, others = all & ~(UINT64_C(1) << VICTIM);
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
+    EXPECT(good(copied_layer(s.device, m, &copied)));
+    s.args.layer = copied;
+    EXPECT(good(run_step(s.session, &s.args, &result)));
+    memcpy(want, s.args.y, sizeof want);
+    leave_session(&s);
+    for (uint32_t round = 1; round <= 3; round++) {
+        if (m->slot != VICTIM)
+            EXPECT(compute_in(m, &s, others, 6 + 2 * round, want) == 0);
+        raise_flag(m, round);
+        EXPECT(await_flag(m->board, 0, round));
+        EXPECT(compute_in(m, &s, all, 7 + 2 * round, want) == 0);
+    }
+    backend->layer_destroy(copied);
+    return close_fixture(&s);
+}
+
+static bool copies_give_the_same_answers_without_a_slot(uint32_t slots)
+{
+    return run_group(slots, compute_with_copies);
 }
 
 static int be_killed_or_survive(struct member *m)
@@ -179,6 +237,7 @@ static const struct scenario scenarios[] = {
     SCENARIO(slots_that_mean_different_steps_all_refuse_and_go_on),
     SCENARIO(abort_ends_present_and_later_waits),
     SCENARIO(a_killed_peer_costs_the_survivors_one_step_and_no_weights),
+    SCENARIO(copies_give_the_same_answers_without_a_slot),
     SCENARIO(joining_and_leaving_leaks_nothing),
 };
 

@@ -17,7 +17,7 @@ enum {
     GOLDEN_HIDDEN = 64, /* the widest golden model */
     GOLDEN_BUCKET = 64,
     GOLDEN_EXPERTS = 512, /* every backend allows so many */
-    GOLDEN_BUDGET_MS = 20000
+    GOLDEN_BUDGET_MS = 60000
 };
 
 /* Exits with a message unless `st` is a success. */

@@ -41,20 +41,29 @@ static struct moe_status upload(struct moe_layer *layer, const struct moe_layer_
                                  rows * columns * sizeof *data);
 }
 
-struct moe_status small_layer(struct moe_device *device, const struct member *m, uint64_t holders,
-                              struct moe_layer **out)
+static struct moe_status upload_all(struct moe_layer *layer, const struct moe_layer_spec *spec,
+                                    const struct moe_placement *placement, uint32_t own)
 {
-    uint32_t offset[2 * MOE_MAX_SLOTS + 1] = {0}, n = 0;
-    uint16_t slot[2 * MOE_MAX_SLOTS];
-    for (uint32_t s = 0; s < m->slots; s++)
-        for (uint32_t i = 0; i < 2 && (holders >> s & 1); i++) {
-            slot[n++] = (uint16_t)s;
-            offset[n] = n;
-        }
+    static const enum moe_weight each[] = {MOE_WEIGHT_GATE, MOE_WEIGHT_UP, MOE_WEIGHT_DOWN};
+    static const enum moe_weight shared[] = {MOE_WEIGHT_SHARED_GATE, MOE_WEIGHT_SHARED_UP,
+                                             MOE_WEIGHT_SHARED_DOWN, MOE_WEIGHT_SHARED_GATE_VECTOR};
+    MOE_TRY(upload(layer, spec, MOE_WEIGHT_ROUTER, 0));
+    for (uint32_t i = 0; i < 4 && with_shared_expert; i++)
+        MOE_TRY(upload(layer, spec, shared[i], 0));
+    for (uint32_t e = 0; e < placement->experts; e++)
+        for (uint32_t c = placement->offset[e]; c < placement->offset[e + 1]; c++)
+            for (uint32_t i = 0; i < 3 && placement->slot[c] == own; i++)
+                MOE_TRY(upload(layer, spec, each[i], e));
+    return backend->layer_finish(layer);
+}
+
+static struct moe_status create_layer(struct moe_device *device, uint32_t own,
+                                      const struct moe_placement *placement, struct moe_layer **out)
+{
     struct moe_layer_spec spec = {
         .layer = 3,
         .hidden = HIDDEN,
-        .experts = n,
+        .experts = placement->experts,
         .intermediate = INNER,
         .router = {.score = MOE_SCORE_SIGMOID,
                    .top_k = TOP_K,
@@ -66,19 +75,39 @@ struct moe_status small_layer(struct moe_device *device, const struct member *m,
         .shared_intermediate = with_shared_expert ? INNER : 0,
         .shared_gated = with_shared_expert,
     };
-    struct moe_placement placement = {
+    MOE_TRY(backend->layer_create(device, &spec, placement, own, out));
+    return upload_all(*out, &spec, placement, own);
+}
+
+struct moe_status small_layer(struct moe_device *device, const struct member *m, uint64_t holders,
+                              struct moe_layer **out)
+{
+    uint32_t offset[2 * MOE_MAX_SLOTS + 1] = {0}, n = 0;
+    uint16_t slot[2 * MOE_MAX_SLOTS];
+    for (uint32_t s = 0; s < m->slots; s++)
+        for (uint32_t i = 0; i < 2 && (holders >> s & 1); i++) {
+            slot[n++] = (uint16_t)s;
+            offset[n] = n;
+        }
+    const struct moe_placement placement = {
         .version = 1, .experts = n, .slots = m->slots, .offset = offset, .slot = slot};
-    static const enum moe_weight each[] = {MOE_WEIGHT_GATE, MOE_WEIGHT_UP, MOE_WEIGHT_DOWN};
-    MOE_TRY(backend->layer_create(device, &spec, &placement, m->slot, out));
-    static const enum moe_weight shared[] = {MOE_WEIGHT_SHARED_GATE, MOE_WEIGHT_SHARED_UP,
-                                             MOE_WEIGHT_SHARED_DOWN, MOE_WEIGHT_SHARED_GATE_VECTOR};
-    MOE_TRY(upload(*out, &spec, MOE_WEIGHT_ROUTER, 0));
-    for (uint32_t i = 0; i < 4 && with_shared_expert; i++)
-        MOE_TRY(upload(*out, &spec, shared[i], 0));
-    for (uint32_t e = 0; e < n; e++)
-        for (uint32_t i = 0; i < 3 && slot[e] == m->slot; i++)
-            MOE_TRY(upload(*out, &spec, each[i], e));
-    return backend->layer_finish(*out);
+    return create_layer(device, m->slot, &placement, out);
+}
+
+struct moe_status copied_layer(struct moe_device *device, const struct member *m,
+                               struct moe_layer **out)
+{
+    uint32_t offset[2 * MOE_MAX_SLOTS + 1] = {0}, n = 0;
+    uint16_t slot[4 * MOE_MAX_SLOTS];
+    for (uint32_t e = 0; e < 2 * m->slots; e++) {
+        uint32_t home = e / 2, next = (home + 1) % m->slots;
+        slot[n++] = (uint16_t)(home < next ? home : next);
+        slot[n++] = (uint16_t)(home < next ? next : home);
+        offset[e + 1] = n;
+    }
+    const struct moe_placement placement = {
+        .version = 1, .experts = 2 * m->slots, .slots = m->slots, .offset = offset, .slot = slot};
+    return create_layer(device, m->slot, &placement, out);
 }
 
 /* One block of host memory for all tensors of a step. */

@@ -55,6 +55,9 @@ struct session_fixture {
  * the expert. The caller destroys it, also after a failure if *out was set. */
 struct moe_status small_layer(struct moe_device *device, const struct member *m, uint64_t holders,
                               struct moe_layer **out) MOE_CHECKED;
+/* The same on all slots, with a second copy of each expert on the next slot. */
+struct moe_status copied_layer(struct moe_device *device, const struct member *m,
+                               struct moe_layer **out) MOE_CHECKED;
 
 /* `training`: of the session's config. */
 bool open_fixture(struct member *m, struct session_fixture *s, uint32_t budget_ms, bool training);

@@ -144,7 +144,7 @@ void *cotangent(const struct test_case *c, uint32_t slot)
 
 static enum moe_routing_mode mode_of(const struct case_input *in, uint32_t token)
 {
-    return in->mode != NULL ? (enum moe_routing_mode)in->mode[token] : MOE_ROUTE_SERVER;
+    return in->mode != NULL ? moe_routing_of(in->mode[token]) : MOE_ROUTE_SERVER;
 }
 
 /* The routing of the forward step, or the invalid routing of a refused token. */
@@ -441,12 +441,15 @@ double near_enough(const struct trained *t, const char *what, int which, size_t 
 {
     double size = 0, error = distance(n, got, want[0]), limit;
     double rough = 0;
+    /* In a narrow layer, all values of a gradient share the roundings of few units. Two samples of
+     * these roundings may both be small by chance. */
+    const double margin = 4 * (1 + 4.0 / t->s->c->spec.intermediate);
     if (want[1] != NULL)
         rough = distance(n, want[1], want[0]) + distance(n, want[2], want[0]);
     struct tally *tally = t->s->tally;
     for (size_t i = 0; i < n; i++)
         size += want[0][i] * want[0][i];
-    limit = fmax(tolerance(t->s->c->dtype) * sqrt(size), 4 * rough);
+    limit = fmax(tolerance(t->s->c->dtype) * sqrt(size), margin * rough);
     if (!(error <= limit)) {
         if (want[1] != NULL)
             wrong(t->s, "%s %d is off by %g: norm %g, rounding %g", what, which, error, sqrt(size),
@@ -454,7 +457,7 @@ double near_enough(const struct trained *t, const char *what, int which, size_t 
         return -1;
     }
     tally->tensors++;
-    if (4 * rough > tolerance(t->s->c->dtype) * sqrt(size))
+    if (margin * rough > tolerance(t->s->c->dtype) * sqrt(size))
         tally->rough++;
     else if (size > 0)
         tally->worst[t->s->c->dtype] = fmax(tally->worst[t->s->c->dtype], error / sqrt(size));

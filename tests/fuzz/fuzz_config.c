@@ -21,6 +21,37 @@ static void check_layer(const struct moe_layer_spec *s)
     MOE_INVARIANT(!s->shared_gated || s->shared_intermediate > 0);
 }
 
+static void check_quant(const struct moe_quant *q)
+{
+    uint64_t dims[2];
+    uint32_t rank;
+    if (q->scheme == NULL)
+        return;
+    MOE_INVARIANT(q->format.encoding == q->scheme->encoding && q->zero_offset <= 1);
+    for (int part = 0; part < MOE_QUANT_PARTS; part++) {
+        struct moe_status st =
+            moe_quant_part_shape(q, (enum moe_quant_part)part, 4096, 7168, 8, dims, &rank);
+        MOE_INVARIANT(moe_failed(&st) || (rank >= 1 && rank <= 2 && dims[0] > 0));
+    }
+}
+
+/* How the weights are stored: refused with a reason, or schemes with possible settings. */
+static void read_quant(const json_t *root, const struct moe_family *family)
+{
+    struct moe_quant_config quant;
+    struct moe_status st = moe_quant_config_read(root, family, &quant);
+    if (moe_failed(&st)) {
+        MOE_INVARIANT(st.reason == MOE_REASON_CONFIG_UNKNOWN_KEY ||
+                      st.reason == MOE_REASON_CONFIG_INVALID);
+    } else {
+        check_quant(&quant.routed);
+        check_quant(&quant.shared);
+        (void)moe_modules_match(quant.included, "model.layers.3.mlp.experts.17.gate_proj");
+        (void)moe_modules_match(quant.excluded, "model.layers.3.mlp.experts.17.gate_proj");
+    }
+    moe_quant_config_free(&quant);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     static struct moe_config config;
@@ -29,6 +60,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (moe_failed(&st))
         return 0;
     st = moe_config_read(root, &config);
+    if (!moe_failed(&st))
+        read_quant(root, config.family);
     json_decref(root);
     if (moe_failed(&st)) {
         MOE_INVARIANT(st.reason == MOE_REASON_CONFIG_UNKNOWN_KEY ||

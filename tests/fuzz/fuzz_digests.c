@@ -34,7 +34,7 @@ static void check_part(const uint8_t *data, size_t size)
 static void check_record(const uint8_t *data, size_t size)
 {
     struct moe_weights *w;
-    struct moe_status st = moe_weights_create(1, &w);
+    struct moe_status st = moe_weights_create(1, "accept", &w);
     MOE_INVARIANT(!moe_failed(&st));
     st = moe_weights_decode(w, data, size);
     MOE_INVARIANT((moe_weights_digest(w, NULL)[0] == '\0') == moe_failed(&st));

@@ -78,9 +78,9 @@ size_t moe_fuzz_seed(size_t i, const uint8_t **data)
     q.dtype = i % 2 == 0 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32 : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
     q.routing_mode = (Moe__V1__RoutingMode)(i % 3 + 1);
     q.return_routing = i % 4 < 2;
+    q.parts = (Moe__V1__LayerParts)(i % 4);
     q.epoch = i > 6 ? 5 : 0;
     q.request_id = i;
-    q.x_case = MOE__V1__FORWARD_STREAM_REQUEST__X_X_DATA;
     q.x_data = (ProtobufCBinaryData){sizeof tensor / (i % 2 + 1), tensor};
     if (i % 3 > 0) {
         q.topk_ids_dtype = MOE__V1__DATA_TYPE__DATA_TYPE_U8;

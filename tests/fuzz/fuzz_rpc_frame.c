@@ -63,8 +63,7 @@ static void compare(const uint8_t *head, size_t head_length, const struct sunk *
     check_part(s, 0, &whole->topk_ids);
     check_part(s, 1, &whole->topk_weights);
     check_part(s, 2, &whole->token_ids);
-    if (whole->x_case == MOE__V1__FORWARD_REQUEST__X_X_DATA)
-        check_part(s, 3, &whole->x_data);
+    check_part(s, 3, &whole->x_data);
     moe__v1__forward_request__free_unpacked(h, NULL);
 }
 
@@ -104,7 +103,7 @@ size_t moe_fuzz_seed(size_t i, const uint8_t **data)
 {
     static uint8_t packed[2048];
     Moe__V1__ForwardRequest q = MOE__V1__FORWARD_REQUEST__INIT;
-    Moe__V1__SharedMemoryRef ref = MOE__V1__SHARED_MEMORY_REF__INIT;
+    Moe__V1__RetainForBackward retain = MOE__V1__RETAIN_FOR_BACKWARD__INIT;
     if (i > 3)
         return 0;
     *data = packed;
@@ -117,12 +116,10 @@ size_t moe_fuzz_seed(size_t i, const uint8_t **data)
     q.topk_ids = (ProtobufCBinaryData){.len = i, .data = (uint8_t *)(uintptr_t) "\1\2\3\4"};
     q.token_ids = q.topk_ids;
     if (i % 2) {
-        q.x_case = MOE__V1__FORWARD_REQUEST__X_X_DATA;
         q.x_data = (ProtobufCBinaryData){.len = 64 * i, .data = packed + 1024};
     } else {
-        q.x_case = MOE__V1__FORWARD_REQUEST__X_X_SHARED_MEMORY;
-        q.x_shared_memory = &ref;
-        ref.offset = 77;
+        q.retain = &retain;
+        retain.micro_batch_id = 77;
     }
     return 1 + moe__v1__forward_request__pack(&q, packed + 1);
 }

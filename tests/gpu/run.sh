@@ -4,8 +4,8 @@
 # skewed, training) and cases of real sizes, on 1, 2 and 4 GPUs; sessions under fault; golden outputs
 # and gradients through the backend and through real daemons; daemons that train: repeated calls,
 # workers killed between them, checkpoints, concurrent forward clients; torch's AdamW curves; the
-# grouped GEMM against double precision; the calls of a steady step; cuBLAS instead of Hopper's
-# kernels, and NCCL's network transport instead of windows.
+# grouped GEMM against double precision; the calls of a steady step; its progress; cuBLAS instead of
+# Hopper's kernels, and NCCL's network transport instead of windows.
 #
 #   tests/gpu/run.sh BUILD_DIRECTORY [--cases N] [--jobs N] [--logs DIR] [--sanitizer] [--only TEXT]
 #
@@ -15,6 +15,8 @@
 #   --sanitizer   also memcheck and racecheck of a few cases, on 1 and 2 GPUs: minutes
 #   --only TEXT   only steps with names that contain this
 #   --list GPUS   prints the steps of a machine with so many Hopper GPUs, and runs nothing
+#   --same-gpu N  runs the steps of N GPUs with 2 or more slots on one GPU: all kernels, daemons and
+#                 faults, but with one_gpu.c in the place of NCCL. Waits take milliseconds there
 #
 # Runs all steps, prints one line each, the last log lines of failed steps, and a summary. Exits 0
 # only if no step failed; a step that the backend cannot do counts as skipped. BUILD_DIRECTORY may be
@@ -24,7 +26,7 @@ set -eu
 
 usage() {
     echo "$0: $1" >&2
-    sed -n '10,17s/^# \{0,1\}//p' "$0" >&2
+    sed -n '10,19s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -37,10 +39,11 @@ logs=
 sanitizer=no
 only=
 list=
+same=
 while [ $# -gt 0 ]; do
     case $1 in
         --sanitizer) sanitizer=yes; shift; continue ;;
-        --cases|--jobs|--logs|--only|--list) [ $# -ge 2 ] || usage "$1 needs a value" ;;
+        --cases|--jobs|--logs|--only|--list|--same-gpu) [ $# -ge 2 ] || usage "$1 needs a value" ;;
         *) usage "unknown argument $1" ;;
     esac
     case $1 in
@@ -49,6 +52,7 @@ while [ $# -gt 0 ]; do
         --logs) logs=$2 ;;
         --only) only=$2 ;;
         --list) list=$2 ;;
+        --same-gpu) same=$2 ;;
     esac
     shift 2
 done
@@ -63,6 +67,22 @@ else
     gpus=$(nvidia-smi -L | wc -l)
     hopper=no
     [ "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | sort -u)" != 9.0 ] || hopper=yes
+fi
+# A copy of the build, in which programs find the other module.
+if [ -n "$same" ]; then
+    twin=$(mktemp -d "$build/../same_gpu.XXXXXX")
+    trap 'rm -rf "$twin"' EXIT
+    for part in tests/lib tests/conformance tests/integration daemon client python; do
+        mkdir -p "$twin/$part"
+        cp -al "$build/$part/." "$twin/$part" 2>/dev/null || cp -a "$build/$part/." "$twin/$part"
+    done
+    find "$twin/tests" "$twin/daemon" -name moed | while read -r modules; do
+        rm -rf "$modules"
+        ln -s "$build/tests/gpu/one_gpu" "$modules"
+    done
+    build=$twin
+    suite=$build/tests/conformance
+    gpus=$same
 fi
 keep=$logs
 # Programs must set NCCL's variables themselves.
@@ -82,9 +102,20 @@ case $rc in 0) word=ok ;; 77) word=skip ;; *) word=FAILED ;; esac
 printf "%-6s %4d s  %s\n" "$word" $(($(date +%s) - begin)) "$name" | tee "$LOGS/$name.result"
 '
 
+# Steps on one slot are those of a machine without --same-gpu. Others need NCCL, link the backend
+# without the module, or look at times.
+suits() {
+    if [ -z "$same" ]; then
+        cat
+    else
+        grep -E '^[a-z0-9_]*([24](_| )|trained_(repeats|versions|one_version|kills|retained |checkpoints|copies))' |
+            grep -Ev '^(part_of_device|steady|trained_retained_pair|multicast_refused|[a-z]*_1_)'
+    fi
+}
+
 # Reads steps from standard input and runs $1 of them concurrently.
 run_steps() {
-    grep -F -- "$only" | xargs -r -d '\n' -n 1 -P "$1" sh -c "$run_step" step || true
+    suits | grep -F -- "$only" | xargs -r -d '\n' -n 1 -P "$1" sh -c "$run_step" step || true
 }
 
 group_sizes() {
@@ -152,6 +183,12 @@ jobs_at_once() {
         echo "part_of_device_$n 120 $build/tests/bench/ep_bench $n nvlink 24,1,0,64"
         echo "network_$n 300 $suite/conformance --backend cuda $over --cases $cases"
         echo "domains_$n 300 $suite/conformance --backend cuda --domain-size 1 --slots $n --seed $n --cases 40"
+        if [ "$n" -ge 4 ]; then
+            over2="--backend cuda --domain-size 2 --slots $n --seed $n"
+            echo "pairs_$n 300 $suite/conformance $over2 --cases $cases"
+            echo "pairs_skewed_$n 300 $suite/conformance $over2 --cases 40 --skewed"
+            echo "pairs_training_$n 300 $suite/conformance $over2 --cases 60 --training"
+        fi
         echo "network_skewed_$n 300 $suite/conformance --backend cuda $over --cases 40 --skewed"
         echo "network_large_$n 600 $suite/large --backend cuda $over --cases 8 --training --weights-mib 1024"
         echo "network_training_$n 300 $suite/conformance --backend cuda $over --cases $cases --training"
@@ -170,9 +207,12 @@ jobs_at_once() {
     # Weights of one kind beyond 2^31 elements and 2^32 bytes.
     echo "large_buffers 300 $suite/large --backend cuda --slots 1 --first 1 --cases 1 --weights-mib 9216"
     echo "golden_backend 120 $suite/golden --backend cuda --models $models"
+    echo "golden_quantised 120 $suite/golden --backend cuda --models $models/../quantised"
     echo "golden_cublas 120 $suite/golden --backend cuda --models $models --gemm cublas"
     echo "ggemm 120 $build/tests/unit/test_ggemm"
     echo "wgrad 120 $build/tests/unit/test_wgrad"
+    echo "device_progress 120 $build/tests/unit/test_device_progress"
+    echo "foreign 60 $build/tests/unit/test_foreign"
     for n in $(group_sizes); do
         for model in "$models"/*/; do
             family=$(basename "$model")
@@ -192,6 +232,10 @@ alone() {
         echo "faults_$n 300 $suite/faults --backend cuda --slots $n"
         echo "network_faults_$n 300 $suite/faults --backend cuda --slots $n --transport network"
     done
+    # Requests of CUDA streams; alone, because other work on the GPU delays the waits.
+    [ -n "$same" ] || echo "streams 600 ${MOE_PYTHON:-python3} -B $here/streams.py $build $models Streams"
+    [ "$gpus" -lt 2 ] || [ -n "$same" ] ||
+        echo "peer_streams 600 ${MOE_PYTHON:-python3} -B $here/streams.py $build $models PeerStreams"
     [ "$gpus" -lt 2 ] || echo "trained_mixed_load 120 $(integration test_training_faults \
         MixedLoad.test_forward_clients_go_on_during_training)"
     [ "$sanitizer" = yes ] || return 0
@@ -220,7 +264,7 @@ fi
 mkdir -p "$logs"
 rm -f "$logs"/*.log "$logs"/*.result
 export LOGS="$logs"
-echo "$gpus GPUs: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)"
+echo "${same:+one GPU as }$gpus GPUs: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n 1)"
 jobs_at_once | run_steps "$jobs"
 alone | run_steps 1
 

@@ -11,7 +11,7 @@ import math
 import grpc
 import numpy as np
 
-from moed._proto import expert_pb2, rpc_status_pb2, training_pb2, types_pb2
+from moed._proto import admin_pb2, expert_pb2, rpc_status_pb2, training_pb2, types_pb2
 
 LAYER, HIDDEN, EXPERTS, TOP_K, STEP_TOKENS = 3, 16, 8, 2, 32
 
@@ -52,6 +52,28 @@ class FakeChannel:
             raise Silence()
 
         return call
+
+
+class FakeAdmin(grpc.GenericRpcHandler):
+    """A coordinator that reports the given status, and `events` and `metrics` if they are set."""
+
+    def __init__(self, **status):
+        self.events, self.metrics = None, ""
+        self.status = admin_pb2.GetStatusResponse(**status)
+        self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
+        self.server.add_generic_rpc_handlers((self,))
+        self.endpoint = "127.0.0.1:%d" % self.server.add_insecure_port("127.0.0.1:0")
+        self.server.start()
+
+    def service(self, details):
+        answers = {"GetStatus": self.status, "ListEvents": self.events,
+                   "GetMetrics": admin_pb2.GetMetricsResponse(text=self.metrics)}
+        answer = answers.get(details.method.rpartition("/")[2])
+        if answer is None:
+            return None
+        return grpc.unary_unary_rpc_method_handler(
+            lambda request, context: answer,
+            response_serializer=lambda answer: answer.SerializeToString())
 
 
 class Failure(Exception):
@@ -167,12 +189,14 @@ class FakeWorker(grpc.GenericRpcHandler):
     def Forward(self, request):
         answer = expert_pb2.ForwardResponse(
             tokens=request.tokens, hidden=request.hidden, dtype=request.dtype, top_k=TOP_K,
-            weights_version=1 + self.ledger.steps, topk_ids_dtype=types_pb2.DATA_TYPE_U8)
+            weights_version=1 + self.ledger.steps)
         if request.HasField("retain"):
             self.retained[request.retain.session, request.retain.micro_batch_id] = request
             answer.retained = True
-        answer.topk_ids = bytes(request.tokens * TOP_K)
-        answer.topk_weights = bytes(4 * request.tokens * TOP_K)
+        if request.return_routing:
+            answer.topk_ids_dtype = types_pb2.DATA_TYPE_U8
+            answer.topk_ids = bytes(request.tokens * TOP_K)
+            answer.topk_weights = bytes(4 * request.tokens * TOP_K)
         if request.dtype == types_pb2.DATA_TYPE_F32:
             answer.y_data = (2 * np.frombuffer(request.x_data, np.float32)).tobytes()
         else:  # BF16: doubles by adding 1 to the exponent

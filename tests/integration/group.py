@@ -119,6 +119,18 @@ def moectl(*arguments, check=True):
     return done
 
 
+def open_files(pid):
+    """Paths in /proc of a process' open descriptors, with targets. Some may close meanwhile."""
+    found = {}
+    for name in os.listdir("/proc/%d/fd" % pid):
+        path = "/proc/%d/fd/%s" % (pid, name)
+        try:
+            found[path] = os.readlink(path)
+        except FileNotFoundError:
+            pass
+    return found
+
+
 def wait_until(condition, seconds=60):
     """Returns when condition() is true. Fails the test after `seconds`."""
     end = time.monotonic() + seconds

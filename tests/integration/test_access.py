@@ -22,7 +22,8 @@ import unittest.mock
 import grpc
 import numpy as np
 
-from group import BACKEND, BUILD, MOECTL, group, main, model_directory, moed, wait_until
+from group import (BACKEND, BUILD, MOECTL, group, main, model_directory, moed, open_files,
+                   wait_until)
 from google.protobuf import descriptor_pb2
 from moed._channel import local_socket
 
@@ -41,7 +42,8 @@ ROLES = sorted(READS)
 # The promise to users, written down a second time: daemon/access/policy.c has the first.
 POLICY = {
     "moe.v1.ExpertService": {"Forward": CALLS, "ForwardStream": CALLS, "GetServerInfo": READS,
-                             "GetModel": READS},
+                             "GetModel": READS, "OpenRegions": CALLS,
+                             "ListRegions": {"admin"}},
     "moe.v1.TrainingService": {
         "Backward": TRAINS, "OptimizerStep": TRAINS, "ZeroGrad": TRAINS, "SetFrozen": TRAINS,
         "GetTrainState": KEEPS, "SaveCheckpoint": KEEPS, "LoadCheckpoint": KEEPS,
@@ -49,7 +51,9 @@ POLICY = {
     "moe.v1.AdminService": {
         "GetStatus": {"trainer", "worker", "admin", "metrics"},
         "GetPlacement": {"admin", "metrics"}, "DrainWorker": {"admin"}, "Shutdown": {"admin"},
-        "AcceptModel": {"admin"}, "CordonSlot": {"admin"}, "SetLogLevel": {"admin"},
+        "AcceptModel": {"admin"}, "LoadModel": {"admin"}, "UnloadModel": {"admin"},
+        "ListModels": {"trainer", "worker", "admin", "metrics"}, "CordonSlot": {"admin"},
+        "SetLogLevel": {"admin"},
         "GetMetrics": {"admin", "metrics"}, "ListEvents": {"admin", "metrics"}},
     "moe.v1.CoordinatorService": {"Session": {"worker"}},
     "moe.v1.WorkerService": {"Sequence": {"worker"}},
@@ -317,8 +321,7 @@ class AdminAddress(unittest.TestCase):
             bad = d.worker("127.0.0.1:1", "w2", "--admin-listen", "nowhere")
             self.assertEqual(bad.wait(timeout=20), 2)
             bad = d.worker("127.0.0.1:1", "w3", "--advertise", "0.0.0.0:7600")
-            self.assertEqual(bad.wait(timeout=20), 1)
-            self.assertIn("--advertise", read(bad.log))
+            self.assertEqual(bad.wait(timeout=20), 2)
 
     def operate(self, d, coordinator, clients, admin):
         """moectl finds the trainers' address from that of the coordinator or of the clients."""
@@ -411,8 +414,7 @@ json.dump(got, sys.stdout)
 
 def listening_ports(pid):
     inodes = set()
-    for name in os.listdir("/proc/%d/fd" % pid):
-        target = os.readlink("/proc/%d/fd/%s" % (pid, name))
+    for target in open_files(pid).values():
         if target.startswith("socket:["):
             inodes.add(target[len("socket:["):-1])
     fields = [line.split() for line in read("/proc/%d/net/tcp" % pid).splitlines()[1:]]
@@ -450,10 +452,8 @@ class AnotherUser(unittest.TestCase):
                 for pid in pids:
                     folders.append("/proc/%d/fd" % pid)
                     files += ["/proc/%d/%s" % (pid, each) for each in ("environ", "mem", "maps")]
-                    for name in os.listdir("/proc/%d/fd" % pid):
-                        target = os.readlink("/proc/%d/fd/%s" % (pid, name))
-                        if "memfd:" in target:
-                            files.append("/proc/%d/fd/%s" % (pid, name))
+                    files += [path for path, target in open_files(pid).items()
+                              if "memfd:" in target]
                 self.assertTrue(any("/fd/" in each for each in files))  # shared memory
                 todo = {"ports": sum(ports.values(), []), "files": files, "folders": folders,
                         "sockets": sockets, "pids": pids,

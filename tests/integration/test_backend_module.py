@@ -2,6 +2,7 @@
 """The module of the CUDA backend where it is missing, broken or of another build: one clear error,
 or the CPU."""
 
+import json
 import os
 import re
 import shutil
@@ -9,10 +10,11 @@ import subprocess
 import tempfile
 import unittest
 
-from group import BUILD, main, model_directory
+from group import BUILD, main, model_directory, moectl, wait_until
 
 MODEL = os.path.abspath(model_directory("qwen3_moe"))
 WORKER = os.path.join(BUILD, "daemon", "worker", "moe-worker")
+COORDINATOR = os.path.join(BUILD, "daemon", "coordinator", "moe-coordinator")
 with open(os.path.join(BUILD, "CMakeCache.txt")) as cache:
     # From the worker's folder to that of modules.
     MODULES = re.search(r"(?m)^MOE_MODULE_FOLDER:\w+=(.*)$", cache.read()).group(1)
@@ -44,6 +46,36 @@ class Module(unittest.TestCase):
                 if "--backend auto" in line:
                     self.reason = line
         return "ended"
+
+    def health(self, backend):
+        """What `moectl health` says of the backend of a group of one such worker."""
+        def listens(program, *options):
+            reader, writer = os.pipe()
+            process = subprocess.Popen([program, "--ready-fd", str(writer), *options],
+                                       pass_fds=[writer], stderr=subprocess.DEVNULL)
+            self.addCleanup(process.wait)
+            self.addCleanup(process.kill)
+            os.close(writer)
+            with os.fdopen(reader) as pipe:
+                return pipe.readline().strip()
+
+        coordinator = listens(COORDINATOR, "--workers", "1", "--listen", "127.0.0.1:0")
+        listens(self.worker, "--backend", backend, "--model", MODEL, "--coordinator", coordinator,
+                "--threads", "1")
+        wait_until(lambda: moectl("wait", "--endpoint", coordinator, check=False).returncode == 0)
+        done = moectl("health", "-o", "json", "--endpoint", coordinator, check=False)
+        check, = [c for c in json.loads(done.stdout)["checks"] if c["code"] == "BACKEND"]
+        return done.returncode, check["result"], check["text"]
+
+    def test_health_names_the_missing_library(self):
+        self.assertEqual(self.health("auto"), (0, "OK", "cpu, by --backend auto"))
+        shutil.copy(os.path.join(BUILD, "tests", "integration", "libneeding_backend.so"),
+                    self.module)
+        code, result, text = self.health("auto")
+        self.assertEqual((code, result), (8, "WARNING"))
+        self.assertIn("cpu, by --backend auto: the installed CUDA module cannot be used: ", text)
+        self.assertIn("libabsent_library.so: cannot open shared object file", text)
+        self.assertEqual(self.health("cpu"), (0, "OK", "cpu, by --backend cpu"))
 
     def refuses(self, *words):
         """--backend cuda ends with one error, --backend auto serves and logs the same reason."""

@@ -191,11 +191,15 @@ class BadInput(unittest.TestCase):
                 list(listing(iter([part(3, b"a\0b")]), timeout=30))
             self.assertEqual(failure.exception.code(), grpc.StatusCode.INVALID_ARGUMENT)
 
-    def test_references_to_memory_are_refused_while_they_are_not_offered(self):
-        request = self.request(x_data=None)
-        request.x_shared_memory.region = "a"
-        request.x_shared_memory.length = self.x.nbytes
-        self.refused(request, grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED")
+    def test_x_by_reference_is_no_x(self):
+        """Fields 20 and 21 were references once. They are unknown fields now."""
+        for field in (20, 21):
+            reference = bytes([field << 3 & 0x7f | 0x82, field >> 4, 3, 10, 1, ord("a")])
+            with self.assertRaises(grpc.RpcError) as failure:
+                self.channel.unary_unary("/moe.v1.ExpertService/Forward")(
+                    self.request(x_data=b"").SerializeToString() + reference, timeout=30)
+            self.assertEqual(failure.exception.code(), grpc.StatusCode.INVALID_ARGUMENT)
+            self.assertEqual(wire.error_reason(failure.exception)[0], "SHAPE_MISMATCH")
 
     def test_ten_thousand_fuzzed_messages(self):
         seed = int(os.environ.get("MOE_SEED", random.randrange(2**32)))

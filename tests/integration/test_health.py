@@ -20,9 +20,9 @@ import grpc
 import numpy as np
 
 from group import BUILD, main, model_directory, wait_until
-from training import COORDINATOR, WORKER, start
+from training import COORDINATOR, WORKER, Trainer, start
 import wire
-from wire import expert
+from wire import expert, training
 
 FAMILY = "qwen3_moe"
 MODEL = model_directory(FAMILY)
@@ -142,10 +142,11 @@ class Scenes(unittest.TestCase):
                                   str(workers))
         return coordinator, [self.start_worker(coordinator, *extra) for _ in range(workers)]
 
-    def start_worker(self, coordinator, *extra):
+    def start_worker(self, coordinator, *extra, environment=None):
         return self.daemon(self.worker, "--model", MODEL, "--coordinator", coordinator.address,
                            "--backend", "cuda", "--threads", "1", "--wait-budget-ms",
-                           str(BUDGET_MS), *extra, environment={"MOE_TEST_HELD": self.held})
+                           str(BUDGET_MS), *extra,
+                           environment={"MOE_TEST_HELD": self.held, **(environment or {})})
 
     def expect(self, scene, d, alive, ready, *codes):
         """Waits until all probes of `d` say so, with these reasons. `alive`: None = any, on the way
@@ -223,6 +224,43 @@ class Scenes(unittest.TestCase):
         self.hold("slow")
         time.sleep(DEAD_S + 1)
         self.serves("long step", worker)
+
+    def test_long_save(self):
+        """The disk holds a Save for longer than any limit (gated_fsync.c)."""
+        root, gate = os.path.join(self.folder, "saved"), os.path.join(self.folder, "gate")
+        os.mkdir(root)
+        self.hold("")
+        coordinator = self.daemon(COORDINATOR, "--listen", "127.0.0.1:0", "--workers", "1")
+        worker = self.start_worker(
+            coordinator, "--training", "sgd", "--training-dir", root, environment={
+                "LD_PRELOAD": os.path.join(BUILD, "tests", "integration", "libgated_fsync.so"),
+                "MOE_TEST_GATE": gate,
+                "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") + ":verify_asan_link_order=0"})
+        self.serves("training", worker)
+        client = Trainer(worker.address)
+        self.addCleanup(client.close)
+        answers = []
+        with open(gate, "w"):
+            pass
+        save = threading.Thread(target=lambda: answers.append(wire.train(
+            client.channel, "SaveCheckpoint",
+            training.SaveCheckpointRequest(step_id=1, name="slow"), timeout=120)))
+        save.start()
+        self.addCleanup(save.join)
+        self.addCleanup(lambda: os.path.exists(gate) and os.remove(gate))
+        wait_until(lambda: client.state().saving == "slow")
+        end, looks = time.monotonic() + DEAD_S + 1, 0
+        while time.monotonic() < end:
+            self.assertEqual(worker.probes(), (True,) * 5, worker.page("readyz"))
+            looks += 1
+            time.sleep(0.02)
+        self.assertEqual(client.state().saving, "slow")
+        self.serves("long Save", worker)
+        print("    all probes said so %d times in %.0f s" % (looks, DEAD_S + 1))
+        os.remove(gate)
+        save.join()
+        self.assertEqual(len(answers), 1)
+        self.assertIn("slow", os.listdir(root))
 
     def test_hung_peer(self):
         """In an idle group: no client notices it first."""

@@ -16,7 +16,7 @@ import time
 import unittest
 
 from group import (BACKEND, BUILD, FAMILIES, MOECTL, golden_cases, main, model_directory,
-                   relative_error, wait_until)
+                   open_files, relative_error, wait_until)
 import moed
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
@@ -219,6 +219,53 @@ class Faults(Case):
             line = "rows travel over shared memory and network, here at %s" % group.net.address(0)
             wait_until(lambda: line in group.logs())
             self.assertIn("rows travel over the network without encryption", group.logs())
+
+    def listening(self, process):
+        """Addresses where a worker listens."""
+        inodes = set()
+        for target in open_files(process.pid).values():
+            inodes.add(target[len("socket:["):-1] if target.startswith("socket:[") else None)
+        found = set()
+        for table in ("tcp", "tcp6"):
+            with open("/proc/%d/net/%s" % (process.pid, table)) as file:
+                rows = [line.split() for line in file.readlines()[1:]]
+            for row in rows:
+                if row[3] == "0A" and row[9] in inodes:
+                    address = bytes.fromhex(row[1].split(":")[0])
+                    found.add(".".join(str(b) for b in address[::-1]) if len(address) == 4
+                              else row[1])
+        return found
+
+    def test_rows_come_in_on_the_interface_of_the_address_alone(self):
+        case = next(golden_cases(FAMILY))
+        with netns.Network(2) as net:
+            for host in range(2):  # another network of the host, which the group does not use
+                for words in (["link", "add", "other0", "type", "veth", "peer", "name", "other1"],
+                              ["link", "set", "other1", "up"],
+                              ["address", "add", "10.88.0.%d/24" % (host + 1), "dev", "other0"],
+                              ["link", "set", "other0", "up"]):
+                    net.run(host, ["ip", *words], check=True)
+            group = Hosts(net, FAMILY)
+            try:
+                group.wait()
+                self.assertTrue(self.call(group.client(), case))
+                for host, worker in enumerate(group.workers):
+                    self.assertEqual(self.listening(worker), {net.address(host)})
+                self.assertNotIn("may come in on every interface", group.logs())
+            finally:
+                group.stop()
+
+    def test_a_wildcard_says_that_rows_come_in_everywhere(self):
+        with netns.Network(1) as net:
+            process = net.popen(0, [WORKER, "--model", model_directory(FAMILY), "--coordinator",
+                                    "127.0.0.1:1", "--listen", "0.0.0.0:0", "--advertise",
+                                    "10.99.0.1:7600", "--insecure"],
+                                stderr=subprocess.PIPE, text=True)
+            line = process.stderr.readline()
+            process.kill()
+            process.communicate()
+            self.assertIn("rows from other hosts may come in on every interface: this host has no "
+                          "address of 10.99.0.1:7600; --net-interface chooses one", line)
 
     def test_killed_worker(self):
         case = next(golden_cases(FAMILY))

@@ -146,6 +146,16 @@ class Installation(unittest.TestCase):
                     env={**os.environ, "PYTHONPATH": package})
         self.assertTrue(where.startswith(package + "/moed/"), where)
         self.assertLessEqual(relative_error(np.load(y), want), 1e-5)
+        if any(os.path.basename(path) == "_native.abi3.so" for path in self.files):
+            native = script.replace("argv[1])", "argv[1], transport='native')")
+            run(sys.executable, "-B", "-c", native, endpoint, str(layer), y + ".native.npy",
+                os.path.join(self.root, "x.npy"), cwd="/",
+                env={**os.environ, "PYTHONPATH": package,
+                     "LD_LIBRARY_PATH": self.folder("libmoeclient.so")})
+            np.testing.assert_array_equal(np.load(y + ".native.npy"), np.load(y))
+        else:
+            self.assertTrue(cache("MOE_HAVE_PYTHON_NATIVE") == "OFF" or
+                            "ON" in (cache("MOE_SANITIZE"), cache("MOE_TSAN")))
 
     def check_c(self, endpoint):
         source, app = os.path.join(self.root, "app.c"), os.path.join(self.root, "app")

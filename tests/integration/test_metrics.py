@@ -66,7 +66,8 @@ class Metrics(Case):
         self.workers = [
             self.d.worker(self.coordinator.endpoint, name, *self.served(name), "--tls-ca", self.ca,
                           "--slot", str(slot), "--training", "adamw", "--training-dir", training,
-                          "--otlp", "127.0.0.1:1", *metrics, environment=self.alone(name))
+                          "--otlp", "127.0.0.1:1", "--allow-client-memory", "64M",
+                          *metrics, environment=self.alone(name))
             for slot, name in enumerate(("w0", "w1")[:slots])]
         waited = self.moectl("ops", "wait", "--endpoint", self.coordinator.endpoint, "--timeout",
                              "60")

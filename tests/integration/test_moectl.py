@@ -23,6 +23,7 @@ import numpy as np
 
 from group import (BUILD, MOECTL, Group, golden_cases, main, model_directory, moectl,
                    relative_error, to_bf16, wait_until)
+from fake_group import FakeAdmin
 from wire import admin
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
@@ -34,8 +35,8 @@ FAMILY = "qwen3_moe"
 OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = range(8)
 COMMANDS = ("up", "down", "status", "wait", "get", "describe", "health", "top", "placement",
             "diag", "drain", "cordon",
-            "uncordon", "replace", "forward",
-            "bench", "training", "context", "log-level", "version")
+            "uncordon", "replace", "load", "unload", "forward",
+            "bench", "training", "model", "context", "log-level", "version")
 
 PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT, WALL = 0x4206, 17, 1 << 6, 0x40000000
 
@@ -60,6 +61,12 @@ def folder():
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def listens(endpoint):
+    host, port = endpoint.rsplit(":", 1)
+    with socket.socket() as s:
+        return s.connect_ex((host, int(port))) == 0
 
 
 def is_alive(pid):
@@ -105,6 +112,21 @@ class CommandLine(unittest.TestCase):
             self.assertIn("usage: moectl " + command, text)
             self.assertIn("\nexamples:\n  moectl " + command, text)
             self.assertIn("--timeout", text)
+
+    def test_names_may_stand_before_and_after_options(self):
+        with folder() as empty:
+            for line in (["unload", "small", "--drain"], ["unload", "--drain", "small"],
+                         ["drain", "--reason", "a fan", "3"],
+                         ["training", "--keep", "3", "save", "a"],
+                         ["log-level", "--all", "debug"], ["describe", "-o", "json", "model", "a"]):
+                done = self.expect(NOT_FOUND, *line, "--state-dir", empty)
+                self.assertIn("no local group is running", done.stderr, line)
+        for line, text in ((["unload", "--drain"], "which model?"),
+                           (["unload", "--drain", "a", "b"], "unexpected argument 'b'"),
+                           (["drain", "1", "--reason", "a fan", "2"], "unexpected argument '2'"),
+                           (["training", "--keep", "3", "foo"],
+                            "there is no action 'training foo'")):
+            self.assertIn(text, self.expect(USAGE, *line).stderr)
 
     def test_contexts_are_names_for_groups(self):
         with folder() as home:
@@ -193,6 +215,7 @@ class CommandLine(unittest.TestCase):
                 ["bench", "--layer", "0", "--concurrency", "1,2", "--rate", "5"],
                 ["bench", "--layer", "0", "--duration", "0"],
                 ["bench", "--layer", "0", "--unary", "--stream"],
+                ["bench", "--layer", "0", "--transport", "shm", "--rate", "5"],
                 ["bench", "--layer", "0", "--tokens", "0"],
                 ["bench", "--layer", "0", "--model-digest", "00"],
                 ["forward", "--layer", "0", "--input", "a", "--output", "b", "--model-digest",
@@ -277,24 +300,6 @@ class CommandLine(unittest.TestCase):
         self.assertEqual((document["apiVersion"], document["kind"]), ("moed/v1", "Version"))
 
 
-class FakeAdmin(grpc.GenericRpcHandler):
-    """A coordinator that reports the given status."""
-
-    def __init__(self, **status):
-        self.status = admin.GetStatusResponse(**status)
-        self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
-        self.server.add_generic_rpc_handlers((self,))
-        self.endpoint = "127.0.0.1:%d" % self.server.add_insecure_port("127.0.0.1:0")
-        self.server.start()
-
-    def service(self, details):
-        if details.method != "/moe.v1.AdminService/GetStatus":
-            return None
-        return grpc.unary_unary_rpc_method_handler(
-            lambda request, context: self.status,
-            response_serializer=lambda answer: answer.SerializeToString())
-
-
 class AgainstAFakeCoordinator(unittest.TestCase):
     def test_a_group_that_does_not_serve_is_unhealthy(self):
         fake = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_LOADING, epoch=2**60, slots=2)
@@ -370,6 +375,48 @@ class AgainstAFakeCoordinator(unittest.TestCase):
             self.assertIn("warning", done.stderr)
             fake.status.version = json.loads(run("version", "-o", "json").stdout)["client"]
             self.assertNotIn("warning", run("version", "--endpoint", fake.endpoint).stderr)
+        finally:
+            fake.server.stop(None).wait()
+
+
+    def test_health_says_what_it_knows(self):
+        """Events and metrics as a coordinator gives them after trouble."""
+        now = int(time.time() * 1000)
+        fake = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_WAITING, slots=1, uptime_ms=5000,
+                         model_digest="ab" * 32)
+        fake.events = admin.ListEventsResponse(started_unix_ms=now - 5000)
+        metrics = "moe_state_saved %d\n"
+
+        def event(kind, **more):
+            fake.events.events.add(sequence=len(fake.events.events) + 1, unix_ms=now - 100,
+                                   kind=getattr(admin, "EVENT_KIND_" + kind), slot=-1, **more)
+
+        def check(code):
+            done = run("health", "-o", "json", "--endpoint", fake.endpoint)
+            found = {c["code"]: (c["result"], c["text"]) for c in json.loads(done.stdout)["checks"]}
+            return found[code]
+
+        try:
+            self.assertIn("not compared while the group does not serve", check("WEIGHTS_AGREE")[1])
+            fake.status.state = admin.GROUP_STATE_SERVING
+            self.assertIn("all slots agree", check("WEIGHTS_AGREE")[1])
+            event("EPOCH_PREPARING", epoch=1)  # an attempt that does not form
+            event("EPOCH_ENDED")
+            fake.metrics = metrics % 1
+            self.assertEqual(check("GROUP_STABLE")[0], "OK")
+            event("EPOCH_PREPARING", epoch=2)
+            event("EPOCH_SERVING", epoch=2)
+            event("EPOCH_ENDED")
+            self.assertEqual(check("GROUP_STABLE")[0], "WARNING")
+            self.assertRegex(check("GROUP_STABLE")[1], "10 minutes: 1$")
+            self.assertEqual(check("STATE_SAVED")[0], "OK")
+            event("STATE_NOT_SAVED")
+            fake.metrics = metrics % 0
+            self.assertEqual(check("STATE_SAVED")[0], "CRITICAL")
+            fake.metrics = metrics % 1  # the disk is free again, and a write has succeeded
+            self.assertEqual(check("STATE_SAVED")[0], "WARNING")
+            fake.metrics = ""  # an older coordinator
+            self.assertEqual(check("STATE_SAVED")[0], "CRITICAL")
         finally:
             fake.server.stop(None).wait()
 
@@ -486,6 +533,9 @@ class UpAndDown(unittest.TestCase):
                     self.assertEqual((was["endpoint"], was["command"]),
                                      (now["endpoint"], now["command"]))
                     self.assertTrue(is_alive(now["pid"]))
+            # `wait` may have asked a coordinator that had not yet seen the end of both workers.
+            wait_until(lambda: run("wait", "--timeout", "60", *here).returncode == OK and
+                       listens(g.endpoint))
             with moed.Client(g.endpoint) as client:
                 for layer, _, x, want in golden_cases(FAMILY):
                     self.assertLessEqual(relative_error(client.forward(layer, x), want), 1e-5)
@@ -1124,20 +1174,29 @@ class Forward(unittest.TestCase):
         # The arrivals depend on the seed alone: 200 of them are expected, with a deviation of 14.
         self.assertTrue(140 < int(only["requests"]) < 260, only["requests"])
         self.assertGreaterEqual(only["latencyUs"]["mean"], only["stagesUs"]["server"]["mean"])
-        done = run("bench", *at, "--slo-p99", "100000", "--rate", "40", "--duration", "1")
+        done = run("bench", *at, "--slo-p99", "100000", "--rate", "500", "--duration", "1")
         self.assertEqual(done.returncode, OK, done.stderr)
         result = json.loads(done.stdout)
         rates = [each["rate"] for each in result["runs"]]
-        self.assertEqual(rates[0], 40)  # it doubles while the rate is kept
+        self.assertEqual(rates[0], 500)  # it doubles while the rate is kept
         self.assertEqual(result["sloP99Ms"], 100000)
         self.assertIn(result["highestRate"], rates)
         # No request is that fast.
-        done = run("bench", *at, "--slo-p99", "0.000001", "--rate", "20", "--duration", "0.2")
-        self.assertEqual(json.loads(done.stdout)["highestRate"], 0, done.stderr)
-        done = run("bench", *at, "-o", "table", "--slo-p99", "0.000001", "--rate", "20",
-                   "--duration", "0.2")
+        done = run("bench", *at, "--slo-p99", "0.000001", "--rate", "500", "--duration", "1")
+        result = json.loads(done.stdout)
+        self.assertEqual((result["highestRate"], len(result["runs"])), (0, 1), done.stderr)
+        self.assertIn("no rate from 500.0 requests/s on keeps the limit", done.stderr)
+        done = run("bench", *at, "-o", "table", "--slo-p99", "0.000001", "--rate", "500",
+                   "--duration", "1")
         self.assertIn("\n\nhighest rate with a p99 of at most 1e-06 ms: 0.0 requests/s\n",
                       done.stdout)
+
+    def test_a_search_with_too_few_requests_is_refused(self):
+        at = ("--endpoint", self.group.endpoint, "--layer", str(self.layer))
+        done = run("bench", *at, "--slo-p99", "5", "--rate", "40", "--duration", "1")
+        self.assertEqual((done.returncode, done.stdout), (USAGE, ""))
+        self.assertIn("500 requests in each run", done.stderr)
+        self.assertIn("--duration 13, or --rate 500", done.stderr)
 
     def test_bench_without_an_answer_prints_no_figures(self):
         done = run("bench", "--endpoint", self.group.endpoint, "--layer", str(self.layer),

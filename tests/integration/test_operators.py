@@ -11,6 +11,7 @@ import sys
 import tarfile
 import tempfile
 import threading
+import time
 import unittest
 
 import numpy as np
@@ -120,6 +121,30 @@ class Reading(unittest.TestCase):
         self.assertEqual({row[0] for row in rows}, {str(layer)})
         done = run("get", "experts", "--layer", "77", *self.at)
         self.assertEqual(done.returncode, NOT_FOUND)
+
+    def test_loads_of_experts_are_exact(self):
+        layer = self.document("get", "models")["models"][0]["layers"][1]
+
+        def loads():
+            rows = [0] * layer["experts"]
+            for e in self.document("get", "experts", "--layer", str(layer["layer"]))["experts"]:
+                rows[e["expert"]] = int(e["rows"])
+            return np.array(rows)
+
+        before = loads()
+        want = np.zeros(layer["experts"], np.int64)
+        x = np.random.default_rng(3).standard_normal((50, layer["hidden"])).astype(np.float32)
+        for worker in self.document("get", "workers")["workers"]:  # through each of them
+            with moed.Client(worker["endpoint"]) as client:
+                ids = client.forward(layer["layer"], x, return_routing=True).topk_ids
+            want += np.bincount(np.asarray(ids).ravel(), minlength=layer["experts"])
+        wait_until(lambda: (loads() - before).sum() >= want.sum())  # counted after the answer
+        self.assertEqual((loads() - before).tolist(), want.tolist())
+        self.assertEqual(want.sum(), 2 * 50 * layer["topK"])
+        head, *rows = self.rows("get", "experts", "--layer", str(layer["layer"]))
+        self.assertEqual(head, ["LAYER", "EXPERT", "SLOTS", "ROWS", "SHARE"])
+        self.assertEqual([int(row[3]) for row in rows], loads().tolist())
+        self.assertAlmostEqual(sum(float(row[4].rstrip("%")) for row in rows), 100, delta=0.5)
 
     def test_events(self):
         events = self.document("get", "events")["events"]
@@ -246,7 +271,10 @@ class Checks(unittest.TestCase):
         said, wrong = self.health(WARNING)
         self.assertEqual(said["result"], "WARNING")
         # A busy machine may have refused a worker, or ended an epoch.
-        self.assertEqual(wrong - {("GROUP_STABLE", "group"), ("WORKER_REFUSED", "group")}, expiry)
+        # BACKEND: a build with the CUDA module, on a host without a GPU.
+        others = {found for found in wrong
+                  if found[0] not in ("GROUP_STABLE", "WORKER_REFUSED", "BACKEND")}
+        self.assertEqual(others, expiry)
         self.assertGreater(len(said["checks"]), 15)
         text = run("health", *self.here).stdout.splitlines()
         self.assertEqual(text[0], "WARNING: %d of %d checks are OK"
@@ -287,6 +315,12 @@ class Slots(unittest.TestCase):
     def status(self):
         return json.loads(run("status", "-o", "json", *self.here).stdout)
 
+    def running(self):
+        """Names of the daemons of group.json with a process that lives."""
+        with open(os.path.join(self.state, "group.json"), encoding="ascii") as file:
+            return {p["name"] for p in json.load(file)["processes"]
+                    if os.path.exists("/proc/%d" % p["pid"])}
+
     def test_a_cordoned_slot_stays_empty_after_a_drain_and_a_restart_of_the_coordinator(self):
         self.do("cordon", "1", code=USAGE)
         self.do("cordon", "one", "--reason", "x", code=USAGE)
@@ -296,7 +330,17 @@ class Slots(unittest.TestCase):
                                   "json"))
         self.assertEqual((said["kind"], said["slot"]), ("DrainedSlot", 1))
         wait_until(lambda: self.status()["workers"][1]["state"] == "GONE")
-        run("replace", "--timeout", "1", *self.here)  # starts a worker, which gets no slot
+        with open(os.path.join(self.state, "group.json"), encoding="ascii") as file:
+            command = json.load(file)["processes"][2]["command"]
+        wait_until(lambda: "worker-1" not in self.running())
+        refused = run("replace", "--timeout", "20", *self.here)
+        self.assertEqual(refused.returncode, CONFLICT, refused.stderr)
+        self.assertIn("slot 1 is cordoned, so replace does not start worker-1", refused.stderr)
+        self.assertNotIn("starting worker-1", refused.stderr)
+        self.assertNotIn("worker-1", self.running())
+        by_hand = subprocess.Popen(command)  # it gets no slot
+        self.addCleanup(by_hand.wait)
+        self.addCleanup(by_hand.kill)
         wait_until(lambda: any(
             e["kind"] == "WORKER_REFUSED" and "slot 1 is cordoned: a fan is broken" in e["text"]
             for e in json.loads(self.do("get", "events", "-o", "json"))["events"]))
@@ -305,7 +349,8 @@ class Slots(unittest.TestCase):
         wait_until(lambda: run("status", *self.here).returncode == UNREACHABLE)
 
         def is_back():
-            run("replace", "--timeout", "5", *self.here)
+            done = run("replace", "--timeout", "20", *self.here)
+            self.assertNotIn("starting worker-1", done.stderr)
             return run("status", *self.here).returncode == UNHEALTHY
 
         wait_until(is_back)
@@ -367,7 +412,25 @@ class Diagnosis(unittest.TestCase):
             self.assertIn("EPOCH_SERVING", events)
 
 
+    def test_without_a_group_it_fails_and_leaves_nothing(self):
+        with tempfile.TemporaryDirectory(prefix="moed-test-") as empty:
+            path = os.path.join(empty, "diag.tar")
+            done = run("diag", "--output", path, "--state-dir", os.path.join(empty, "none"))
+            self.assertEqual((done.returncode, done.stdout), (NOT_FOUND, ""), done.stderr)
+            done = run("diag", "--output", path, "--endpoint", "127.0.0.1:1")
+            self.assertEqual((done.returncode, done.stdout), (UNREACHABLE, ""), done.stderr)
+            self.assertEqual(os.listdir(empty), [])
+
+
 class Watching(unittest.TestCase):
+    def test_a_watch_ends_at_its_time_limit(self):
+        with group("qwen3_moe", 1) as g:
+            begun = time.monotonic()
+            done = run("get", "workers", "--watch", "--timeout", "1.5", "--endpoint", g.endpoint)
+            self.assertEqual(done.returncode, OK, done.stderr)
+            self.assertIn("SERVING", done.stdout)
+            self.assertGreaterEqual(time.monotonic() - begun, 1.5)
+
     def test_a_watch_shows_events_as_they_happen_and_outlives_the_coordinator(self):
         state = tempfile.mkdtemp(prefix="moed-test-")
         here = ("--state-dir", state)

@@ -2,7 +2,6 @@
 """What a service manager sees: the units, and the messages of real daemons on its socket."""
 
 import glob
-import itertools
 import os
 import shutil
 import signal
@@ -161,10 +160,36 @@ class Daemons(unittest.TestCase):
         process.send_signal(signal.SIGTERM)
         self.assertEqual(process.wait(60), 0)
         self.assertFalse(os.path.exists(record))  # who stops it may start it at once
-        process = start("--nonsense")
-        lines = self.logged(process)
-        self.assertIn("unknown option '--nonsense'", next(lines))
-        self.assertRegex("".join(itertools.islice(lines, 2)), waits)
+
+    def test_wrong_settings_end_with_2_and_units_do_not_repeat_them(self):
+        with open(os.path.join(self.folder, "starts"), "w") as file:
+            file.write("9 %d\n" % time.clock_gettime_ns(time.CLOCK_MONOTONIC))
+        environment = {**os.environ, "MOED_START_RECORD": file.name}
+        missing = os.path.join(self.folder, "not mounted yet")
+        worker = [os.path.join(BUILD, "daemon", "worker", "moe-worker")]
+        common = ["--model", self.folder, "--coordinator", "127.0.0.1:1"]
+        for command, code, text in (
+                ([COORDINATOR, "--nonsense"], 2, "unknown option '--nonsense'"),
+                (worker + ["--coordinator", "127.0.0.1:1"], 2, "--model is required"),
+                # These may be right at a later start.
+                (worker + common, 1, "config.json"),
+                (worker + common + ["--training", "sgd", "--training-dir", missing], 1,
+                 "--training-dir: %s is not a writable directory" % missing)):
+            record = environment if code == 2 else {**os.environ}
+            begun = time.monotonic()
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=record,
+                                  timeout=60)
+            self.assertEqual(done.returncode, code, (command, done.stderr))
+            self.assertIn(text, done.stderr)
+            if code == 2:
+                self.assertLess(time.monotonic() - begun, 9, "it waits for no next start")
+        for unit in UNITS:
+            if unit.endswith(".service"):
+                with open(unit) as file:
+                    lines = file.read().splitlines()
+                self.assertIn("Restart=always", lines)
+                self.assertIn("RestartPreventExitStatus=2", lines)
+                self.assertIn("StartLimitIntervalSec=0", lines)
 
     def test_garbage_is_one_line_and_the_daemon_runs(self):
         for name in ("relative", "/nowhere/notify", "@" + 200 * "x"):

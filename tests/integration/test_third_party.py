@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from group import golden_cases, group, main, relative_error
 
 PUBLIC_PROTOS = "/usr/share/grpc-proto"
 FAMILY = "mixtral"
+CALLS_AT_ONCE = 3000  # above the limit of a connection
 _folders = []  # of compiled protos; removed at exit
 
 
@@ -186,6 +188,25 @@ class ThirdPartyClients(unittest.TestCase):
         with grpc.insecure_channel(self.group.endpoint, options=[
                 ("grpc.service_config", config)]) as channel:
             grpc.channel_ready_future(channel).result(timeout=20)
+
+    def test_a_channel_that_waits_and_then_asks_much_at_once_is_answered(self):
+        """Until its first call, the relay speaks for the server. It tells how many calls a
+        connection may have, so that the client keeps the others back."""
+        with grpc.insecure_channel(self.group.endpoint,
+                                   options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+            grpc.channel_ready_future(channel).result(timeout=20)
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            calls = [check.future(b"", timeout=60) for _ in range(CALLS_AT_ONCE)]
+            self.assertEqual({call.result() for call in calls}, {b"\x08\x01"})
+
+    @unittest.skipUnless(shutil.which("curl"), "curl is not installed")
+    def test_curl_sends_its_request_with_the_preface(self):
+        answer = subprocess.run(
+            ["curl", "-sS", "--http2-prior-knowledge", "--max-time", "20", "--data-binary", "@-",
+             "-H", "content-type: application/grpc", "-H", "te: trailers",
+             "http://%s/grpc.health.v1.Health/Check" % self.group.endpoint],
+            input=b"\0\0\0\0\0", stdout=subprocess.PIPE, check=True).stdout
+        self.assertEqual(answer, b"\0\0\0\0\x02\x08\x01")
 
     def test_unknown_methods_are_unimplemented(self):
         call = self.channel.unary_unary("/moe.v1.ExpertService/NoSuchMethod")

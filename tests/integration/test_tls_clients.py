@@ -198,9 +198,16 @@ class Rotation(Case):
     """The Python package; test_rpc_tls has the same for C."""
 
     def test_new_files_count_while_calls_go_on(self):
+        self.rotate("auto")
+
+    def test_the_same_through_grpcio(self):
+        self.rotate("grpc")
+
+    def rotate(self, transport):
         me = {"tls_ca": self.ca, "tls_certificate": self.pem, "tls_key": self.key}
         stop, failures, calls = threading.Event(), [], [0]
-        with Server(self.c, "server", "ca") as server, moed.Client(server.endpoint, **me) as client:
+        with Server(self.c, "server", "ca") as server, \
+                moed.Client(server.endpoint, transport=transport, **me) as client:
 
             def load():
                 x = rows(2)

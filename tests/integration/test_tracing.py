@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,8 +15,8 @@ import urllib.request
 import grpc
 import numpy as np
 
-from group import main, moed, wait_until
-from training import TrainingGroup
+from group import BUILD, main, moed, wait_until
+from training import Trainer, TrainingGroup, refusal
 import wire
 from wire import expert
 
@@ -26,6 +27,7 @@ from otlp import Collector  # noqa: E402
 FAMILY = "deepseek_v3"
 FORWARD = "moe.v1.ExpertService/Forward"
 STREAM = "moe.v1.ExpertService/ForwardStream"
+RING = "moe.v1.ExpertService/Ring"
 PARENT = "00f067aa0ba902b7"
 TOP = ["check", "queue", "step", "hand_out", "answer"]
 INSIDE = ["copy_in", "start", "router", "prepare", "dispatch", "gemm1", "gemm2", "shared",
@@ -153,6 +155,37 @@ class Tree(unittest.TestCase):
             self.assertTrue(now - 600e9 < first.start <= first.end < now + 60e9)
         print("ns of the last request: %s" % shares)
 
+    def test_requests_of_a_ring_have_spans(self):
+        """With the parent in their entry; without one, by the worker's share."""
+        client = os.path.join(BUILD, "tests", "integration", "regions_client")
+        with Collector() as c, served("--otlp", c.address, "--trace-sample", "0",
+                                      "--allow-client-memory", "16M") as s:
+            done = subprocess.run([client, s.group.endpoints[0], "trace"], timeout=60,
+                                  stdout=subprocess.PIPE, text=True, check=True)
+            spans = c.wait(lambda spans: len(roots(spans)) == 2)
+            found = roots(spans)
+            good, bad = (found["%032x" % n] for n in (1, 3))
+            top = children(spans, good)
+            self.assertEqual([t.name for t in top], TOP)
+            self.contiguous(top, good)
+            inside = children(spans, top[TOP.index("step")])
+            self.contiguous(inside, top[TOP.index("step")])
+            self.assertEqual((good.name, good.parent), (RING, PARENT))
+            self.assertGreaterEqual(good.ns, int(done.stdout))
+            a = good.attributes
+            self.assertEqual((a["rpc.system"], a["rpc.method"], a["rpc.grpc.status_code"],
+                              a["moe.layer"], a["moe.tokens"], a["moe.steps"]),
+                             ("moe_ring", "Ring", 0, s.layer.layer, 1, 1))
+            self.assertEqual([t.name for t in children(spans, bad)], ["check"])
+            self.assertEqual((bad.attributes["error.type"], bad.message.status.code),
+                             ("REGION_RANGE", ERROR))
+        with Collector() as c, served("--otlp", c.address, "--trace-sample", "1",
+                                      "--allow-client-memory", "16M") as s:
+            subprocess.run([client, s.group.endpoints[0], "same"], timeout=60, check=True,
+                           stdout=subprocess.DEVNULL)
+            spans = c.wait(lambda spans: sum(r.name == RING for r in roots(spans).values()) == 38)
+            self.assertEqual({r.parent for r in roots(spans).values()}, {""})
+
     def test_each_item_of_a_stream_has_a_span(self):
         trace, metadata = header(7)
         with Collector() as c, served("--otlp", c.address, "--trace-sample", "0") as s:
@@ -194,7 +227,7 @@ class Tree(unittest.TestCase):
             spans = c.wait(lambda spans: trace in roots(spans))
             root = roots(spans)[trace]
             self.assertEqual(root.message.status.code, ERROR)
-            self.assertIn("this worker serves", root.message.status.message)
+            self.assertIn("the group has no model", root.message.status.message)
             self.assertEqual(root.attributes["error.type"], "MODEL_NOT_FOUND")
             self.assertEqual(root.attributes["rpc.grpc.status_code"], 5)
             self.assertEqual([x.name for x in children(spans, root)], ["check"])
@@ -203,6 +236,39 @@ class Tree(unittest.TestCase):
             s.forward(metadata)
             self.assertFalse(roots(c.wait(lambda spans: trace in roots(spans)))[trace]
                              .message.HasField("status"))
+
+    def test_training_calls_have_spans(self):
+        with Collector() as c, served("--training", "adamw", "--otlp", c.address,
+                                      "--trace-sample", "1") as s:
+            t = Trainer(s.group.endpoints[0])
+            x = np.ones((3, s.layer.hidden), np.float32)
+            layer = s.layer.layer
+            t.backward(layer, x, x, t.forward(layer, x))
+            t.optimizer_step()
+            self.assertEqual(refusal(t.backward, layer, x)[0],
+                             ("FAILED_PRECONDITION", "RETAINED_PASS_GONE"))
+            t.close()
+            spans = c.wait(lambda spans: sum(x.kind == SERVER for x in spans) == 4)
+        backward, step, refused = (
+            [r for r in sorted((x for x in spans if x.kind == SERVER), key=lambda x: x.start)
+             if r.name.startswith("moe.v1.TrainingService/")])
+        self.assertEqual([r.attributes["rpc.method"] for r in (backward, step, refused)],
+                         ["Backward", "OptimizerStep", "Backward"])
+        self.assertEqual((backward.attributes["moe.layer"], backward.attributes["moe.tokens"]),
+                         (layer, 3))
+        for root in (backward, step):
+            top = children(spans, root)
+            self.assertEqual([x.name for x in top], TOP)
+            self.contiguous(top, root)
+            self.assertEqual(root.attributes["rpc.grpc.status_code"], 0)
+        inside = children(spans, children(spans, backward)[TOP.index("step")])
+        names = [x.name for x in inside]
+        self.assertEqual((names[0], names[-1]), ("start", "collect"))
+        self.assertTrue("pass" in names or {"dispatch", "dx", "combine"} <= set(names), names)
+        self.contiguous(inside, children(spans, backward)[TOP.index("step")])
+        self.assertGreater(max(inside, key=lambda x: x.ns).ns, 0)
+        self.assertEqual([x.name for x in children(spans, refused)], ["check"])
+        self.assertEqual(refused.attributes["error.type"], "RETAINED_PASS_GONE")
 
 
 class Sampling(unittest.TestCase):

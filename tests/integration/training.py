@@ -29,12 +29,12 @@ def dtype_of(x):
     return BF16 if x.dtype.itemsize == 2 else F32
 
 
-def start(program, *arguments, environment=None):
-    """Starts a daemon; returns it and its address. Adds `environment` to ours."""
+def start(program, *arguments, environment=None, cwd=None):
+    """Starts a daemon, in folder `cwd`; returns it and its address. Adds `environment` to ours."""
     reader, writer = os.pipe()
     process = subprocess.Popen([program, "--ready-fd", str(writer), "--log-level",
                                 os.environ.get("MOE_TEST_LOG", "error"), *arguments],
-                               pass_fds=[writer], start_new_session=True,
+                               pass_fds=[writer], start_new_session=True, cwd=cwd,
                                env={**os.environ, **(environment or {})})
     os.close(writer)
     with os.fdopen(reader) as pipe:

@@ -7,6 +7,7 @@ folders of the test."""
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -157,6 +158,15 @@ class Container:
     def signal(self, number):
         os.kill(self.daemon(), number)
 
+    def end(self):
+        """Kills the daemon itself: its change of user took away the signal of --kill-child."""
+        while self.process.poll() is None:
+            try:
+                self.signal(signal.SIGKILL)
+            except (IndexError, OSError):  # not started yet, or gone
+                pass
+            time.sleep(0.01)
+
     def wait(self, seconds):
         return self.process.wait(timeout=seconds)
 
@@ -231,9 +241,7 @@ class Node:
 
     def __exit__(self, *_):
         for each in self.containers:
-            if each.process.poll() is None:
-                each.process.kill()
-            each.process.wait()
+            each.end()
         time.sleep(0.1)
         for name in os.listdir(CGROUPS) if os.path.isdir(CGROUPS) else []:
             if name.startswith(os.path.basename(self.folder)):

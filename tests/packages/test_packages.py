@@ -3,9 +3,11 @@
 in a booted tree, started, checked with a golden model, upgraded from the version before under load,
 purged with nothing left.
 
-    test_packages.py GOLDEN_MODELS SUITE
+    test_packages.py GOLDEN_MODELS SUITE [PACKAGES]
 
-Exits with 77 and the reason where root, debootstrap, systemd-nspawn or the history is missing."""
+PACKAGES is a folder of packages that deploy/package.sh has made for SUITE; without it, the test
+makes and judges them. Exits with 77 and the reason where root, debootstrap, systemd-nspawn or the
+history is missing."""
 
 import glob
 import os
@@ -20,8 +22,8 @@ from tree import ROOT, run
 
 MODELS = os.path.abspath(sys.argv[1])
 SUITE = sys.argv[2]
-# The last commit of the release before. 0.1 had neither packages nor sd_notify: its daemons get the
-# packages' files, and units that do not wait for them.
+# The last commit of the release before. 0.1 had no packages, no sd_notify and no socket for
+# operators: its daemons get the packages' files, with units that know neither.
 BEFORE, BEFORE_RELEASE = "cfbd6dcd933cda84c1c14a83d0ebab62579f1d9a", "0.1.0"
 NAMES = ("moed", "moectl", "libmoeclient-dev", "python3-moed")
 WAIT_S = 120
@@ -72,7 +74,8 @@ def build_before(builder, folder, package):
         with open(unit, encoding="utf-8") as file:
             text = file.read()
         with open(unit, "w", encoding="utf-8") as file:
-            file.write(re.sub("(?m)^WatchdogSec=.*\n", "", text.replace("=notify", "=simple")))
+            file.write(re.sub("(?m)^WatchdogSec=.*\n|--admin-socket-dir \\S+", "",
+                              text.replace("=notify", "=simple")))
     run("sed", "-i", "s/^Version: .*/Version: %s/; /^Breaks/d" % BEFORE_RELEASE,
         os.path.join(root, "DEBIAN", "control"))
     built = os.path.join(folder, "moed_%s_amd64.deb" % BEFORE_RELEASE)
@@ -117,7 +120,10 @@ def configure(host):
 
 def start(host):
     host.shell("systemctl enable --now moed.target moe-coordinator moe-worker@0 moe-worker@1")
-    check(wait_for(lambda: views(host)), "the units form a group")
+    formed = wait_for(lambda: views(host))
+    if not formed:
+        print(host.shell("journalctl --no-pager -o cat -n 20 -u 'moe-*'"))
+    check(formed, "the units form a group")
 
 
 def watch(host):
@@ -177,8 +183,9 @@ def use(host):
 
 def life(builder, folder):
     """All of it, in one booted tree."""
-    output = os.path.join(folder, "out")
-    build(builder, output)
+    output = (sys.argv[3:4] or [os.path.join(folder, "out")])[0]
+    if not sys.argv[3:4]:
+        build(builder, output)
     new = packages_of(output, "moed")
     old = build_before(builder, folder, new[0])
     host = tree.Booted(tree.base(SUITE), folder)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of deploy/debian agree with the tree, and the references of settings with the daemons.
+"""The files of deploy/debian agree with the tree; man pages, completions and references of
+settings agree with the programs.
 
     test_packaging.py BUILD
 """
@@ -72,6 +73,9 @@ class Guide(unittest.TestCase):
                                              ["--help"]),
                                             (("client", "moectl", "moectl"), ["help", "up"]),
                                             (("client", "moectl", "moectl"), ["help", "bench"]),
+                                            (("client", "moectl", "moectl"), ["help", "forward"]),
+                                            (("client", "moectl", "moectl"), ["help", "load"]),
+                                            (("client", "moectl", "moectl"), ["help", "unload"]),
                                             (("client", "moectl", "moectl"), ["help", "health"])))
         known = set(re.findall(r"--([a-z][a-z-]+)", text))
         for name, page in self.pages.items():
@@ -116,6 +120,22 @@ class Control(unittest.TestCase):
         self.assertEqual(lists, binary)
 
 
+class Manual(unittest.TestCase):
+    def test_every_command_has_its_place(self):
+        """Each command of moectl stands in its man page and its completions."""
+        moectl = os.path.join(BUILD, "client", "moectl", "moectl")
+        text = subprocess.run([moectl, "help"], stdout=subprocess.PIPE, text=True).stdout
+        commands = re.findall(r"(?m)^  (\S+) +[A-Z]", text)
+        self.assertIn("log-level", commands)
+        places = (("moectl.1", ".SS moectl %s"), ("completions/moectl", "        %s)"),
+                  ("completions/_moectl", "%s)"),
+                  ("completions/moectl.fish", "complete -c moectl -n __fish_use_subcommand -a %s"))
+        for name, line in places:
+            lines = read(BUILD, "deploy", name).replace("\\-", "-")
+            for command in set(commands) - ({"help"} if name == "moectl.1" else set()):
+                self.assertRegex(lines, "(?m)^%s( |$)" % re.escape(line % command), name)
+
+
 class Settings(unittest.TestCase):
     def setUp(self):
         self.folder = tempfile.TemporaryDirectory(prefix="moed-settings-")
@@ -147,7 +167,7 @@ class Settings(unittest.TestCase):
         more = {"coordinator": "", "worker": "model = /m\ncoordinator = 127.0.0.1:1\n"
                                              "training = sgd\nlora-rank = 4\n"}
         for role, last in more.items():
-            text = re.sub(r"(?m)^#([\w-]+ =)(?! [A-Z][A-Z:|]*$)", r"\1", self.reference(role))
+            text = re.sub(r"(?m)^#([\w-]+ =)(?! [A-Z][A-Z:|,.]*$)", r"\1", self.reference(role))
             done = self.check(role, text + last)
             self.assertEqual((done.returncode, done.stderr), (0, ""))
             self.assertEqual(done.stdout, "moe-%s: the settings are valid\n" % role)
@@ -156,11 +176,25 @@ class Settings(unittest.TestCase):
         for text, code, say in (("workers = 0\n", 2, "workers"),
                                 ("wrokers = 1\n", 2, "unknown setting 'wrokers'"),
                                 ("access-file = /no/such/file\n", 1, "/no/such/file"),
-                                ("tls-key = /k\n", 2, "come together")):
+                                ("tls-key = /k\n", 2, "come together"),
+                                ("listen = 0.0.0.0:7700\n", 2, "not a loopback address")):
             done = self.check("coordinator", text)
             self.assertEqual(done.returncode, code, done.stderr)
             self.assertIn(say, done.stderr)
             self.assertEqual(done.stdout, "")
+
+    def test_addresses_are_checked_as_at_the_start(self):
+        worker = "model = /m\ncoordinator = 127.0.0.1:1\nlisten = 0.0.0.0:7701\n"
+        for more, say in (("", "not a loopback address"),
+                          ("insecure = true\n", "set --advertise"),
+                          ("insecure = true\nadvertise = 0.0.0.0:1\n", "wildcard address"),
+                          ("insecure = true\nadvertise = 10.0.0.1:1\n", "")):
+            path = os.path.join(self.folder.name, "worker.conf")
+            done = self.check("worker", worker + more)
+            self.assertEqual(done.returncode, 2 if say else 0)
+            self.assertIn(say, done.stderr)
+            if say:
+                self.assertEqual(self.daemon("worker", "--config", path).stderr, done.stderr)
 
     def test_the_packages_files_are_valid(self):
         self.assertEqual(self.check("coordinator", read(DEBIAN, "coordinator.conf")).returncode, 0)

@@ -18,8 +18,11 @@ net.enter, which moves the calling thread, and the threads that it starts, onto 
 import ctypes
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+import time
 import uuid
 
 SKIPPED = 77
@@ -64,6 +67,20 @@ def _set_namespace(file):
         raise OSError(ctypes.get_errno(), "setns")
 
 
+def _await_host(address, seconds=20):
+    """Returns once a host refuses a connection: no port is open there yet."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((address, 9), timeout=1).close()
+            return
+        except ConnectionRefusedError:
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+
+
 def leave(home):
     """Undoes Network.enter; `home` is the open /proc/self/ns/net from before."""
     _set_namespace(home)
@@ -101,6 +118,8 @@ class Network:
                 _ip("-n", there, "address", "add", self.address(host) + "/24", "dev", "eth0")
                 _ip("-n", there, "link", "set", "eth0", "up")
                 _ip("-n", there, "link", "set", "lo", "up")
+            for host in range(self.hosts):
+                self._await_others(host)
         except BaseException:
             self.__exit__()
             raise
@@ -126,6 +145,24 @@ class Network:
                                        stdout=subprocess.PIPE, text=True)
         if self.switch.stdout.readline() != "ready\n":
             raise RuntimeError("the switch did not start")
+
+    def _await_others(self, host):
+        """A new link takes some time until it carries frames; until then others are unreachable."""
+        errors = []
+
+        def look():
+            try:
+                self.enter(host)
+                for other in range(self.hosts):
+                    _await_host(self.address(other))
+            except OSError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=look)  # it stays on that host
+        thread.start()
+        thread.join()
+        if errors:
+            raise RuntimeError("host %d does not reach all others: %s" % (host, errors[0]))
 
     def __exit__(self, *_):
         for process in self.processes:

@@ -7,6 +7,6 @@ add_test(NAME thread_safety COMMAND ${CMAKE_CURRENT_SOURCE_DIR}/thread_safety.sh
   ${PROJECT_BINARY_DIR}/rooms/base ${MOE_THREAD_SAFETY})
 set_tests_properties(thread_safety PROPERTIES SKIP_RETURN_CODE 77 LABELS base)
 foreach(part base options endpoint lease local metrics progress thread_pool daemon memory notify
-        restart)
+        restart transfer)
   moe_test(test_${part} SOURCES test_${part}.c USES moe_daemon_base LABELS base)
 endforeach()

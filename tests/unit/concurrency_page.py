@@ -117,7 +117,7 @@ def self_test(sources, page):
         (sources, page.replace("| `moe_gather.lock` |", "| moe_gather.lock |")),
         (sources, page.replace("\n## Mutexes\n",
          "\n## Mutexes\n\n| `moe_gone.lock` | nothing | leaf |\n")),
-        (sources, re.sub(r"(\| `moe_rpc_budget.lock` \|[^|]*\|) leaf", r"\1 `moe_peers.lock`",
+        (sources, re.sub(r"(\| `moe_listener.lock` \|[^|]*\|) leaf", r"\1 `moe_peers.lock`",
          page)),
     ]
     for number, (changed, with_page) in enumerate(changes):

@@ -2,12 +2,37 @@
 moe_test(test_placement SOURCES test_placement.c USES moe_coordinator LABELS coordinator)
 moe_test(test_events SOURCES test_events.c USES moe_coordinator LABELS coordinator)
 moe_test(test_store SOURCES test_store.c USES moe_coordinator LABELS coordinator)
+moe_test(test_store_etcd SOURCES test_store_etcd.c USES moe_store LABELS coordinator TIMEOUT 180)
+set_tests_properties(test_store_etcd PROPERTIES SKIP_RETURN_CODE 77)
 moe_test(test_weights SOURCES test_weights.c USES moe_coordinator moe_model LABELS coordinator)
 moe_test(test_membership SOURCES test_membership.c USES moe_coordinator LABELS coordinator)
-moe_test(test_membership_sim SOURCES test_membership_sim.c sim_stream.c USES moe_coordinator
-  LABELS coordinator TIMEOUT 240)
 moe_test(test_coordinator_service SOURCES test_coordinator_service.c
   USES moe_coordinator moe_model moe_proto LABELS coordinator TIMEOUT 120)
+
+# The membership machine, compiled here with MOE_SIMULATION: its guards can be switched off.
+set(coordinator ${PROJECT_SOURCE_DIR}/daemon/coordinator)
+moe_test(test_membership_sim
+  SOURCES test_membership_sim.c sim_stream.c ${coordinator}/membership.c ${coordinator}/actions.c
+          ${coordinator}/members.c ${coordinator}/formation.c ${coordinator}/report.c
+  USES moe_coordinator LABELS coordinator TIMEOUT 240)
+target_compile_definitions(test_membership_sim PRIVATE MOE_SIMULATION
+                                                       MOE_GUARD_LIST="membership_guards.h")
+target_include_directories(test_membership_sim PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
+add_test(NAME membership_sim_guards COMMAND test_membership_sim --guards --seeds 20000)
+set_tests_properties(membership_sim_guards PROPERTIES TIMEOUT 600 LABELS "coordinator;slow")
+
+# The machine of added models, compiled here with MOE_SIMULATION: its guards can be switched off.
+moe_test(test_models_sim
+  SOURCES test_models_sim.c ${coordinator}/models.c ${coordinator}/model_steps.c
+          ${coordinator}/model_plan.c
+  USES moe_coordinator LABELS coordinator TIMEOUT 240)
+target_compile_definitions(test_models_sim PRIVATE MOE_SIMULATION
+                                                   MOE_GUARD_LIST="models_guards.h")
+target_include_directories(test_models_sim PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
+add_test(NAME models_sim_guards COMMAND test_models_sim --guards --seeds 4000)
+set_tests_properties(models_sim_guards PROPERTIES TIMEOUT 600 LABELS "coordinator;slow")
+add_test(NAME models_sim_long COMMAND test_models_sim --seeds 20000)
+set_tests_properties(models_sim_long PROPERTIES TIMEOUT 1800 LABELS "coordinator;nightly")
 
 # What workers believe: 2000 schedules; every guard switched off; the long run.
 moe_test(test_lease_sim SOURCES test_lease_sim.c sim_stream.c USES moe_coordinator moe_daemon_base

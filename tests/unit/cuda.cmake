@@ -35,7 +35,12 @@ if(MOE_HAVE_CUDA)
     USES moe_cuda
     TIMEOUT 120
     LABELS gpu)
-  foreach(test test_ggemm test_wgrad)
+  moe_test(test_device_progress
+    SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_device_progress.c
+    USES moe_cuda
+    TIMEOUT 120
+    LABELS gpu)
+  foreach(test test_ggemm test_wgrad test_device_progress)
     target_include_directories(${test} PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
     set_tests_properties(${test} PROPERTIES SKIP_RETURN_CODE 77)
   endforeach()
@@ -51,4 +56,34 @@ if(MOE_HAVE_CUDA)
   endforeach()
   add_test(NAME test_steady COMMAND test_steady)
   set_tests_properties(test_steady PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 120 LABELS gpu)
+
+  # A client of CUDA streams, for tests/gpu/streams.py.
+  add_executable(stream_client ${PROJECT_SOURCE_DIR}/tests/gpu/stream_client.c
+    ${PROJECT_SOURCE_DIR}/tests/gpu/stream_kernels.cu)
+  target_link_libraries(stream_client PRIVATE moeclient_cuda moeclient moe_base moe_test_support
+    CUDA::cudart_static Threads::Threads moe_strict)
+  target_include_directories(stream_client PRIVATE ${CUDAToolkit_INCLUDE_DIRS}
+    $<TARGET_PROPERTY:moe_client,INTERFACE_INCLUDE_DIRECTORIES>)
+
+  # Memory of other processes, and what the backend says of wrong descriptors and sizes.
+  moe_test(test_foreign
+    SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_foreign.c
+    USES moe_cuda
+    TIMEOUT 60
+    LABELS gpu)
+  target_include_directories(test_foreign PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  set_tests_properties(test_foreign PROPERTIES SKIP_RETURN_CODE 77)
+
+  # The backend with a stand-in for NCCL: several slots on one GPU (tests/gpu/run.sh --same-gpu).
+  add_library(backend_cuda_one_gpu MODULE
+    ${PROJECT_SOURCE_DIR}/tests/gpu/one_gpu.c ${PROJECT_SOURCE_DIR}/kernels/cuda/module.c)
+  target_link_libraries(backend_cuda_one_gpu PRIVATE moe_cuda moe_common moe_strict
+    -Wl,--version-script=${PROJECT_SOURCE_DIR}/kernels/cuda/module.map -Wl,-z,defs)
+  target_include_directories(backend_cuda_one_gpu SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  foreach(call cudaGetDeviceProperties cudaSetDevice cudaGetDeviceCount moe_session_check_gpus
+               moe_cuda_window_read_peers)
+    target_link_options(backend_cuda_one_gpu PRIVATE -Wl,--wrap=${call})
+  endforeach()
+  set_target_properties(backend_cuda_one_gpu PROPERTIES PREFIX "" OUTPUT_NAME backend_cuda
+    LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/gpu/one_gpu)
 endif()

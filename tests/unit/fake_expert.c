@@ -75,11 +75,14 @@ static struct job *read_job(struct fake *f, struct moe_rpc_msg *m)
     require(q != NULL, "a request that is no ForwardRequest");
     j->head = *q;
     j->id = q->request_id;
+    bool added = strcmp(q->model, FAKE_ADDED) == 0;
+    require(added || q->model[0] == '\0', "a model that was not asked for");
     moe__v1__forward_stream_request__free_unpacked(q, NULL);
 
     moe_mutex_lock(&f->lock);
     require(f->calls < FAKE_CALLS_MAX, "too many calls");
     j->mood = f->calls < f->script_length ? f->script[f->calls] : f->mood;
+    f->added[f->calls] = added;
     f->tokens[f->calls++] = j->head.tokens;
     moe_mutex_unlock(&f->lock);
     j->fake = f;
@@ -352,13 +355,16 @@ static void on_info(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
     a.version = (char *)(uintptr_t) "9.8.7";
     a.backend = (char *)(uintptr_t) "cpu";
     a.coordinator = (char *)(uintptr_t) "127.0.0.1:1";
-    a.max_message_bytes = 1 << 20;
+    a.max_message_bytes = 2 << 20;
     a.max_tokens_per_request = FAKE_MAX_TOKENS;
     a.max_tokens_per_step = 256;
     a.slot = f->slot;
     a.epoch = 7;
     a.workers = workers;
     a.n_workers = f->worker_count;
+    char *models[] = {(char *)(uintptr_t) "fake", (char *)(uintptr_t)FAKE_ADDED};
+    a.models = models;
+    a.n_models = 2;
     uint8_t head[1024];
     struct moe_rpc_out out = {.head = head,
                               .head_length = moe__v1__get_server_info_response__pack(&a, head)};
@@ -368,7 +374,19 @@ static void on_info(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
 static void on_model(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
 {
     const struct fake *f = ctx;
+    uint8_t bytes[512];
+    size_t length;
+    struct moe_status st = moe_rpc_msg_flatten(m, bytes, sizeof bytes, &length);
+    require(!moe_failed(&st), st.text);
     moe_rpc_msg_free(m);
+    Moe__V1__GetModelRequest *q = moe__v1__get_model_request__unpack(NULL, length, bytes);
+    require(q != NULL, "a request that is no GetModelRequest");
+    bool added = strcmp(q->model, FAKE_ADDED) == 0, known = added || q->model[0] == '\0';
+    moe__v1__get_model_request__free_unpacked(q, NULL);
+    if (!known) {
+        moe_rpc_fail(call, moe_error(MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND, "no such model"));
+        return;
+    }
     Moe__V1__LayerInfo layer = MOE__V1__LAYER_INFO__INIT;
     layer.layer = FAKE_LAYER;
     layer.hidden = FAKE_HIDDEN;
@@ -377,7 +395,7 @@ static void on_model(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx
     layer.intermediate = 16;
     Moe__V1__LayerInfo *layers[] = {&layer};
     Moe__V1__GetModelResponse a = MOE__V1__GET_MODEL_RESPONSE__INIT;
-    a.model = (char *)(uintptr_t) "fake";
+    a.model = (char *)(uintptr_t)(added ? FAKE_ADDED : "fake");
     a.family = (char *)(uintptr_t) "mixtral";
     a.layers = layers;
     a.n_layers = 1;

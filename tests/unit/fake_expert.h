@@ -12,10 +12,14 @@ enum {
     FAKE_HIDDEN = 24,
     FAKE_EXPERTS = 8,
     FAKE_TOP_K = 2,
-    FAKE_MAX_TOKENS = 4096,
+    FAKE_MAX_TOKENS = 16384,
     FAKE_CALLS_MAX = 512,
     FAKE_SCRIPT_MAX = 16,
 };
+
+/* A model next to the default one, "fake": its width is FAKE_HIDDEN too. */
+#define FAKE_ADDED "added"
+/* Others are MODEL_NOT_FOUND. */
 
 /* What to do with one request. */
 enum fake_mood {
@@ -59,6 +63,7 @@ struct fake {
     enum fake_mood mood;
     uint32_t calls;
     uint32_t tokens[FAKE_CALLS_MAX]; /* of each call */
+    bool added[FAKE_CALLS_MAX];      /* whether each went to FAKE_ADDED */
 };
 
 /* Starts `count` servers that know one another as one group. */

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # Reader of model directories: the file format, the configuration, the loader.
-foreach(part safetensors config config_families loader model_open golden_models model_write digest)
+foreach(part safetensors config config_families loader model_open golden_models model_write digest
+             quantised)
   moe_test(test_${part}
     SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${part}.c ${CMAKE_CURRENT_LIST_DIR}/model_fixture.c
-    USES moe_model moe_oracle
+    USES moe_model moe_quant moe_oracle
     LABELS model)
   target_compile_definitions(test_${part} PRIVATE
-    MOE_GOLDEN_DIR="${PROJECT_SOURCE_DIR}/tests/golden/models")
+    MOE_GOLDEN_DIR="${PROJECT_SOURCE_DIR}/tests/golden/models"
+    MOE_QUANTISED_DIR="${PROJECT_SOURCE_DIR}/tests/golden/quantised")
 endforeach()
-foreach(part loader model_open digest)
+foreach(part loader model_open digest quantised)
   target_sources(test_${part} PRIVATE ${CMAKE_CURRENT_LIST_DIR}/small_model.c)
 endforeach()
 foreach(part config config_families)
   target_sources(test_${part} PRIVATE ${CMAKE_CURRENT_LIST_DIR}/config_fixture.c)
 endforeach()
+target_link_libraries(test_quantised PRIVATE PkgConfig::JANSSON)
+
+moe_test(test_quant SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_quant.c USES moe_quant m LABELS model)

@@ -7,8 +7,9 @@
 
 static void open_server(struct service *s)
 {
-    struct moe_rpc_method methods[MOE_SERVICE_METHODS];
+    struct moe_rpc_method methods[MOE_SERVICE_METHODS + MOE_REGION_SERVICE_METHODS];
     moe_service_methods(s->service, methods);
+    moe_region_service_methods(s->regions, &methods[MOE_SERVICE_METHODS]);
     struct moe_rpc_server_config config = {
         .listen = "127.0.0.1:0",
         .max_message_bytes = SERVICE_MESSAGE,
@@ -16,7 +17,7 @@ static void open_server(struct service *s)
         .max_waiting_reads = 256,
         .max_concurrent_streams = 128,
         .methods = methods,
-        .method_count = MOE_SERVICE_METHODS,
+        .method_count = sizeof methods / sizeof *methods,
         .descriptors = moe_proto_descriptors,
         .descriptors_length = (size_t)(moe_proto_descriptors_end - moe_proto_descriptors),
     };
@@ -52,7 +53,72 @@ void service_hold_lease(struct service *s, bool held)
     moe_lease_gate_set(&s->lease, &(struct moe_lease){.until_ns = held ? 2 : 0});
 }
 
+static void on_report(void *ctx, const struct moe_group_model_report *report)
+{
+    struct service *s = ctx;
+    s->reported = report->status;
+    atomic_fetch_add(&s->reports, 1);
+}
+
+static void on_progress(void *ctx, uint32_t model, uint64_t loaded_bytes, uint64_t total_bytes)
+{
+    (void)ctx;
+    (void)model;
+    assert_true(loaded_bytes <= total_bytes);
+}
+
+static void on_change(void *ctx, uint64_t epoch, uint32_t model, bool serve)
+{
+    struct service *s = ctx;
+    assert_int_equal(epoch, s->worker.epoch);
+    worker_order_change(&s->worker, model, serve);
+}
+
+static void open_models(struct service *s)
+{
+    const struct moe_models_config config = {
+        .backend = &moe_backend_cpu,
+        .device = s->worker.device,
+        .engine = s->worker.engine,
+        .default_model = "toy",
+        .default_layers = WORKER_LAYERS,
+        .widths = {.hidden = WORKER_HIDDEN, .experts = 300, .top_k = 3},
+        .metrics = s->metrics,
+        .report = on_report,
+        .progress = on_progress,
+        .change = on_change,
+        .ctx = s,
+    };
+    assert_ok(moe_models_create(&config, &s->models));
+    s->worker.models = s->models;
+}
+
+static void open_regions(struct service *s, const struct moe_service_info *info, uint64_t bytes,
+                         uint64_t identity_bytes, const char *socket, struct moe_progress *progress)
+{
+    const struct moe_region_service_config config = {
+        .info = *info,
+        .service = s->service,
+        .engine = s->worker.engine,
+        .staging = s->staging,
+        .backend = &moe_backend_cpu,
+        .device = s->worker.device,
+        .metrics = s->metrics,
+        .progress = progress,
+        .bytes = bytes,
+        .identity_bytes = identity_bytes,
+        .socket = socket,
+    };
+    assert_ok(moe_region_service_create(&config, &s->regions));
+}
+
 void service_open(struct service *s)
+{
+    service_open_shared(s, 0, 0, NULL, NULL);
+}
+
+void service_open_shared(struct service *s, uint64_t bytes, uint64_t identity_bytes,
+                         const char *socket, struct moe_progress *progress)
 {
     memset(s, 0, sizeof *s);
     moe_lease_gate_init(&s->lease, no_time);
@@ -60,6 +126,7 @@ void service_open(struct service *s)
     worker_open(&s->worker);
     assert_ok(moe_staging_create(&moe_backend_cpu, s->worker.device, SERVICE_BUDGET, &s->staging));
     assert_ok(moe_metrics_create(&s->metrics));
+    open_models(s);
     struct moe_service_config config = {
         .info = {.model = "toy",
                  .family = "mixtral",
@@ -69,13 +136,16 @@ void service_open(struct service *s)
                  .max_message_bytes = SERVICE_MESSAGE,
                  .max_tokens_per_request = SERVICE_TOKENS,
                  .max_tokens_per_step = WORKER_BUCKET,
-                 .max_bytes_in_flight = SERVICE_BUDGET},
+                 .max_bytes_in_flight = SERVICE_BUDGET,
+                 .regions = bytes != 0},
         .engine = s->worker.engine,
         .staging = s->staging,
+        .models = s->models,
         .metrics = s->metrics,
         .lease = &s->lease,
     };
     assert_ok(moe_service_create(&config, &s->service));
+    open_regions(s, &config.info, bytes, identity_bytes, socket, progress);
     assert_ok(moe_service_set_coordinator(s->service, "127.0.0.1:2"));
     service_start_view(s);
     open_server(s);
@@ -87,11 +157,15 @@ void service_close(struct service *s)
     moe_rpc_client_destroy(s->client);
     moe_rpc_server_drain(s->server, moe_clock_ns() + 5 * MOE_NS_PER_S);
     moe_rpc_server_stop(s->server);
+    moe_region_service_stop(s->regions);
     worker_stop_view(&s->worker);
+    moe_models_stop(s->models);
     moe_engine_destroy(s->worker.engine);
     s->worker.engine = NULL;
+    moe_region_service_destroy(s->regions);
     moe_staging_destroy(s->staging); /* waits for the last buffer */
     moe_service_destroy(s->service);
+    moe_models_destroy(s->models);
     moe_metrics_destroy(s->metrics);
     worker_close(&s->worker);
 }
@@ -122,7 +196,6 @@ void ask_fill(Ask *ask, const struct service *s, const struct request *r, bool r
     }
     if (w->mode == MOE_ROUTE_IDS_WEIGHTS)
         ask->topk_weights = borrow(r->weights_in, pairs * sizeof *r->weights_in);
-    ask->x_case = MOE__V1__FORWARD_STREAM_REQUEST__X_X_DATA;
     ask->x_data = borrow(r->x, (size_t)w->tokens * spec->hidden * moe_dtype_bytes(w->dtype));
 }
 

@@ -7,6 +7,7 @@
 #include "daemon/lease.h"
 #include "moe/v1/expert.pb-c.h"
 #include "rpc/client.h"
+#include "service/region_service.h"
 #include "service/service.h"
 #include "worker_fixture.h"
 
@@ -14,8 +15,12 @@ struct service {
     struct worker worker;
     struct moe_staging *staging;
     struct moe_metrics *metrics;
+    struct moe_models *models;
+    _Atomic unsigned reports;    /* of models */
+    struct moe_status reported;  /* by the last one */
     struct moe_lease_gate lease; /* held until service_hold_lease(s, false) */
     struct moe_service *service;
+    struct moe_region_service *regions;
     struct moe_rpc_server *server;
     struct moe_rpc_client *client;
     struct moe_rpc_channel *channel;
@@ -29,6 +34,10 @@ enum {
 
 /* With a view in force. */
 void service_open(struct service *s);
+/* The same; clients may share this much memory, through this socket. `progress` gets the loop of
+ * the thread that serves them; NULL = none. */
+void service_open_shared(struct service *s, uint64_t bytes, uint64_t identity_bytes,
+                         const char *socket, struct moe_progress *progress);
 /* Checks that every buffer came back. */
 void service_close(struct service *s);
 /* A view for engine and service, or none. */

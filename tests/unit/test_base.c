@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* kernels/base and daemon/base: statuses, sizes, log lines. */
 #include "base/clock.h"
+#include "base/secret.h"
 #include "base/size.h"
 #include "daemon/log.h"
 
@@ -126,6 +127,23 @@ static void powers_of_two_are_the_next_ones_up(void **unused)
             fail_msg("%u -> %u", n, p);
     }
     assert_true(moe_pow2_ceil(UINT32_C(0x80000000)) == UINT32_C(0x80000000));
+}
+
+static void secrets_are_equal_in_all_bytes_or_not(void **unused)
+{
+    (void)unused;
+    uint8_t a[16], b[16];
+    for (size_t i = 0; i < sizeof a; i++)
+        a[i] = b[i] = (uint8_t)(i * 37);
+    assert_true(moe_secret_equal(a, b, sizeof a));
+    for (size_t bit = 0; bit < 8 * sizeof a; bit++) {
+        b[bit / 8] ^= (uint8_t)(1U << bit % 8);
+        assert_false(moe_secret_equal(a, b, sizeof a));
+        b[bit / 8] ^= (uint8_t)(1U << bit % 8);
+    }
+    b[15] ^= 1;
+    assert_true(moe_secret_equal(a, b, 15));
+    assert_true(moe_secret_equal(a, b, 0));
 }
 
 /* ------------------------------------------------------------------ log */
@@ -335,6 +353,12 @@ static void a_stranger_s_string_forges_no_line_and_moves_no_cursor(void **unused
         {"gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x98\x80",
          "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x98\x80",
          "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x98\x80"},
+        {"a\xe2\x80\xae"
+         "b\xef\xbb\xbf",
+         "a\\u202eb\\ufeff",
+         "a\xe2\x80\xae"
+         "b\xef\xbb\xbf"}, /* reordered, hidden */
+        {"\xf3\xa0\x80\x81", "\\U000e0001", "\xf3\xa0\x80\x81"},
         {"C:\\new \"x\"", "C:\\\\new \"x\"", "C:\\new \"x\""},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -349,7 +373,7 @@ static void an_escaped_text_fits_its_memory(void **unused)
     char text[64];
     moe_log_escape(text, sizeof text, "\x1b[31m\xc2\x9b \\ \n");
     assert_string_equal(text, "\\x1b[31m\\u009b \\\\ \\n");
-    for (size_t cap = 9; cap <= sizeof text; cap++) {
+    for (size_t cap = MOE_LOG_ESCAPE_BYTES; cap <= sizeof text; cap++) {
         memset(text, '#', sizeof text);
         moe_log_escape(text, cap, "\xc2\x9b\xc2\x9b\xc2\x9b\xc2\x9b\xc2\x9b\xc2\x9b\xc2\x9b");
         assert_true(strlen(text) < cap);
@@ -411,6 +435,7 @@ int main(void)
         cmocka_unit_test(names_go_to_the_wire_and_back),
         cmocka_unit_test(overflow_is_reported_and_leaves_the_result_alone),
         cmocka_unit_test(powers_of_two_are_the_next_ones_up),
+        cmocka_unit_test(secrets_are_equal_in_all_bytes_or_not),
         cmocka_unit_test(lines_below_the_level_are_not_written),
         cmocka_unit_test(json_lines_have_the_fields_that_are_known),
         cmocka_unit_test(json_lines_parse_whatever_the_text),

@@ -73,6 +73,37 @@ static void unknown_layers_and_dtypes_have_no_queue(void **state)
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
 }
 
+static void an_added_model_has_queues_until_it_is_removed(void **state)
+{
+    (void)state;
+    struct moe_batcher *b = make();
+    const uint32_t added[] = {moe_layer_key(7, 1), moe_layer_key(7, 2)},
+                   mixed[] = {moe_layer_key(7, 1), moe_layer_key(8, 1)};
+    const struct moe_step_key key = {moe_layer_key(7, 1), MOE_STEP_FORWARD, MOE_DTYPE_F32};
+    struct moe_work w[2] = {request(3), request(2)};
+    struct moe_segment s[8];
+    uint32_t tokens;
+    assert_false(moe_batcher_has(b, &key));
+    assert_refused(moe_batcher_add_model(b, mixed, 2), MOE_INVALID_ARGUMENT, MOE_REASON_NONE);
+    assert_ok(moe_batcher_add_model(b, added, 2));
+    assert_refused(moe_batcher_add_model(b, added, 2), MOE_ALREADY_EXISTS, MOE_REASON_NONE);
+    moe_batcher_push(b, &key_f32, &w[0]);
+    moe_batcher_push(b, &key, &w[1]);
+    assert_int_equal(moe_batcher_take(b, &key_f32, 8, s, &tokens), 1); /* the same layer index */
+    assert_ptr_equal(s[0].work, &w[0]);
+    moe_batcher_put_back(b, &s[0]);
+    assert_int_equal(moe_batcher_take(b, &key, 8, s, &tokens), 1);
+    assert_ptr_equal(s[0].work, &w[1]);
+    moe_batcher_remove_model(b, 7);
+    assert_false(moe_batcher_has(b, &key));
+    moe_batcher_remove_model(b, 7);
+    moe_batcher_remove_model(b, 0); /* that of create stays */
+    assert_true(moe_batcher_has(b, &key_f32));
+    assert_int_equal(moe_batcher_tokens(b), 3);
+    assert_true(moe_batcher_remove(b, &w[0]));
+    moe_batcher_destroy(b);
+}
+
 static void returned_segments_are_taken_first_again(void **state)
 {
     (void)state;
@@ -405,6 +436,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(requests_share_a_step_in_order_of_arrival),
         cmocka_unit_test(unknown_layers_and_dtypes_have_no_queue),
+        cmocka_unit_test(an_added_model_has_queues_until_it_is_removed),
         cmocka_unit_test(returned_segments_are_taken_first_again),
         cmocka_unit_test(removed_and_expired_requests_are_not_taken),
         cmocka_unit_test(a_retained_request_is_taken_whole_by_its_number),

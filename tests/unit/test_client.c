@@ -46,6 +46,78 @@ static void limits_and_layers_are_known_after_connecting(void **state)
     moe_client_close(c);
 }
 
+static bool was_added(struct fake *f, uint32_t call)
+{
+    moe_mutex_lock(&f->lock);
+    bool added = f->added[call];
+    moe_mutex_unlock(&f->lock);
+    return added;
+}
+
+static void a_client_is_bound_to_one_model(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.size = sizeof with, .model = FAKE_ADDED};
+    struct moe_client *c = connect_client(fakes, &with);
+    const struct moe_client_info *info = moe_client_get_info(c);
+    assert_string_equal(info->model, FAKE_ADDED);
+    assert_int_equal(info->model_count, 2);
+    assert_string_equal(info->models[0], "fake");
+    assert_string_equal(info->models[1], FAKE_ADDED);
+    struct request *r = make_request(3, MOE_DTYPE_F32, false);
+    fake_script(fakes, FAKE_GOOD, 0, NULL);
+    assert_ok(forward(c, r));
+    assert_true(was_added(&fakes[0], 0));
+    struct moe_client_stream *s;
+    assert_ok(moe_client_stream_open(c, &s));
+    moe_client_stream_forward(s, &r->f, on_request_done, r);
+    await_request(r);
+    moe_client_stream_close(s);
+    assert_ok(r->status);
+    assert_true(was_added(&fakes[0], 1));
+    moe_client_close(c);
+
+    with.model = ""; /* the default model, as NULL */
+    c = connect_client(fakes, &with);
+    assert_string_equal(moe_client_get_info(c)->model, "fake");
+    fake_script(fakes, FAKE_GOOD, 0, NULL);
+    assert_ok(forward(c, r));
+    assert_false(was_added(&fakes[0], 0));
+    moe_client_close(c);
+    free_request(r);
+}
+
+static void an_unknown_model_ends_the_connecting(void **state)
+{
+    (void)state;
+    char longest[257];
+    struct moe_client_config config = {
+        .size = sizeof config, .endpoint = fakes[0].endpoint, .model = "another"};
+    struct moe_client *c = NULL;
+    assert_refused(moe_client_connect(&config, &c), MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND);
+    memset(longest, 'm', sizeof longest);
+    longest[256] = '\0';
+    config.model = longest;
+    assert_refused(moe_client_connect(&config, &c), MOE_INVALID_ARGUMENT,
+                   MOE_REASON_CONFIG_INVALID);
+    longest[255] = '\0'; /* can be sent, and is not known */
+    assert_refused(moe_client_connect(&config, &c), MOE_NOT_FOUND, MOE_REASON_MODEL_NOT_FOUND);
+    assert_null(c);
+}
+
+/* A program of the release before has a config without the field. */
+static void a_shorter_config_means_the_default_model(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.size = offsetof(struct moe_client_config, model),
+                                     .endpoint = fakes[0].endpoint,
+                                     .model = "another"};
+    struct moe_client *c = NULL;
+    assert_ok(moe_client_connect(&with, &c));
+    assert_string_equal(moe_client_get_info(c)->model, "fake");
+    moe_client_close(c);
+}
+
 static void nobody_there_is_unavailable(void **state)
 {
     (void)state;
@@ -316,7 +388,59 @@ static void pieces_of_different_weights_are_not_joined(void **state)
     struct moe_client *c = connect_client(fakes, &with);
     struct request *r = make_request(100, MOE_DTYPE_F32, false);
     fakes[2].weights_version = 2;
+    assert_ok(forward(c, r)); /* the batch has gone to one worker */
+    assert_answer(r);
+    assert_int_equal(fake_calls(&fakes[0]) + fake_calls(&fakes[1]) + fake_calls(&fakes[2]), 4);
+    free_request(r);
+    r = make_request(FAKE_MAX_TOKENS + 1, MOE_DTYPE_F32, false); /* too many for one request */
     assert_refused(forward(c, r), MOE_ABORTED, MOE_REASON_VERSION_MISMATCH);
+    free_request(r);
+    moe_client_close(c);
+}
+
+static uint32_t calls_of(int w)
+{
+    const uint32_t calls = fake_calls(&fakes[w]);
+    fake_script(&fakes[w], FAKE_GOOD, 0, NULL);
+    return calls;
+}
+
+/* A row of F32 has 96 bytes here, so 10,923 rows have a MiB. */
+static void a_batch_of_many_bytes_takes_several_connections(void **state)
+{
+    (void)state;
+    const struct {
+        uint32_t connections, tokens, pieces;
+    } cases[] = {{0, 10000, 1}, {0, 16384, 1}, {0, 21846, 2}, {0, 40000, 3},
+                 {0, 60000, 4}, {1, 16000, 1}, {2, 32000, 2}, {6, 80000, 6}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct moe_client_config with = {.size = sizeof with, .connections = cases[i].connections};
+        struct moe_client *c = connect_client(fakes, &with);
+        struct request *r = make_request(cases[i].tokens, MOE_DTYPE_F32, i % 2 == 0);
+        for (int again = 0; again < 2; again++) {
+            poison_answer(r);
+            (void)calls_of(0);
+            assert_ok(forward(c, r));
+            assert_int_equal(calls_of(0), cases[i].pieces);
+        }
+        if (i % 2 == 1)
+            assert_answer(r);
+        free_request(r);
+        moe_client_close(c);
+    }
+}
+
+/* With `spread`, each worker's part is cut further. */
+static void a_batch_takes_several_connections_to_each_worker(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.size = sizeof with, .spread = true};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(80000, MOE_DTYPE_F32, false);
+    assert_ok(forward(c, r));
+    assert_answer(r);
+    for (int w = 0; w < 3; w++)
+        assert_int_equal(calls_of(w), 2);
     free_request(r);
     moe_client_close(c);
 }
@@ -400,8 +524,16 @@ static void wrong_arguments_are_refused_before_anything_is_sent(void **state)
     REFUSED(r->f.topk_weights_in = weights, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
     REFUSED(r->f.topk_ids_in = beyond, MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE);
     REFUSED(r->f.topk_ids_in = below, MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE);
-#undef REFUSED
+    REFUSED(r->f.parts = (enum moe_parts)3, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
+    REFUSED(r->f.reserved = 1, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
+    REFUSED(r->f.parts = MOE_PARTS_SHARED, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
+    REFUSED((r->f.parts = MOE_PARTS_ROUTED, r->f.retain_session = "s"), MOE_UNIMPLEMENTED,
+            MOE_REASON_UNSUPPORTED);
     assert_int_equal(fake_calls(fakes), 0);
+    /* The fake worker is of a release that does not know parts. */
+    REFUSED(r->f.parts = MOE_PARTS_ROUTED, MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED);
+    assert_int_equal(fake_calls(fakes), 1);
+#undef REFUSED
 
     r->f = good;
     r->f.topk_ids_in = ids;
@@ -426,7 +558,8 @@ static void a_struct_is_read_and_written_as_far_as_its_size_says(void **state)
     struct request *r = make_request(3, MOE_DTYPE_F32, false);
     struct later_forward f = {.now = r->f, .later = 0};
     memset(f.canary, 0xa5, sizeof f.canary);
-    static const size_t wrong[] = {0, 8, sizeof f.now - 1, sizeof f.now + 8192, SIZE_MAX};
+    const size_t before_parts = offsetof(struct moe_client_forward, parts);
+    const size_t wrong[] = {0, 8, before_parts - 1, sizeof f.now + 8192, SIZE_MAX};
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         f.now.size = wrong[i];
         struct moe_status st = moe_client_forward(c, &f.now);
@@ -441,6 +574,9 @@ static void a_struct_is_read_and_written_as_far_as_its_size_says(void **state)
     f.later = 0;
     assert_ok(moe_client_forward(c, &f.now));
     assert_int_equal(f.later, 0);
+    f.now.size = before_parts; /* of the release before: later fields are not read */
+    f.now.parts = (enum moe_parts)7;
+    assert_ok(moe_client_forward(c, &f.now));
     for (size_t i = 0; i < sizeof f.canary; i++)
         assert_int_equal(f.canary[i], 0xa5);
     assert_int_equal(moe_client_get_info(c)->size, sizeof(struct moe_client_info));
@@ -550,6 +686,9 @@ int main(void)
 #define TEST(name) cmocka_unit_test_setup_teardown(name, start, stop)
     const struct CMUnitTest tests[] = {
         TEST(limits_and_layers_are_known_after_connecting),
+        TEST(a_client_is_bound_to_one_model),
+        TEST(an_unknown_model_ends_the_connecting),
+        TEST(a_shorter_config_means_the_default_model),
         TEST(nobody_there_is_unavailable),
         TEST(rows_come_back_where_they_belong),
         TEST(routing_of_the_caller_is_sent),
@@ -564,6 +703,8 @@ int main(void)
         TEST(a_large_batch_is_cut_and_joined_exactly),
         TEST(a_failed_piece_fails_the_batch),
         TEST(pieces_of_different_weights_are_not_joined),
+        TEST(a_batch_of_many_bytes_takes_several_connections),
+        TEST(a_batch_takes_several_connections_to_each_worker),
         TEST(a_deadline_ends_a_call),
         TEST(broken_answers_are_typed_errors),
         TEST(wrong_arguments_are_refused_before_anything_is_sent),

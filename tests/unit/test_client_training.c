@@ -34,6 +34,7 @@ struct side {
     uint32_t calls;
     uint32_t wholes;                   /* Backward calls with x */
     Moe__V1__BackwardRequest backward; /* numbers of the last one */
+    bool added;                        /* and whether it was for FAKE_ADDED */
     Moe__V1__OptimizerStepRequest step;
     char name[80];    /* of the last checkpoint */
     char session[80]; /* of the last step */
@@ -168,6 +169,7 @@ static void on_backward(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *
     moe_mutex_lock(&lock);
     enum wish w = next_wish(f);
     s->backward = *q;
+    s->added = strcmp(q->model, FAKE_ADDED) == 0;
     s->wholes += p.data[15] != NULL;
     moe_mutex_unlock(&lock);
     assert_int_equal(p.length[14], (size_t)q->tokens * q->hidden * sizeof(float));
@@ -403,6 +405,18 @@ static void gradients_come_back_where_they_belong(void **state)
     assert_true(q->aux_coeff == 0.5);
     assert_int_equal(q->aux_convention, MOE__V1__AUX_CONVENTION__AUX_CONVENTION_TRANSFORMERS);
     assert_int_equal(q->routing_mode, MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS);
+    moe_client_close(c);
+}
+
+/* Else its gradients would go to a layer of the default model. */
+static void a_backward_names_the_model_of_its_client(void **state)
+{
+    (void)state;
+    const struct moe_client_config with = {.size = sizeof with, .model = FAKE_ADDED};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct moe_client_backward b = request();
+    assert_ok(moe_client_backward(c, &b));
+    assert_true(side(0).added);
     moe_client_close(c);
 }
 
@@ -810,6 +824,7 @@ int main(void)
 #define TEST(name) cmocka_unit_test_setup(name, forget)
     const struct CMUnitTest tests[] = {
         TEST(gradients_come_back_where_they_belong),
+        TEST(a_backward_names_the_model_of_its_client),
         TEST(a_program_of_the_first_release_has_the_first_convention),
         TEST(what_is_unavailable_is_asked_again_until_it_answers),
         TEST(trying_again_ends_with_the_time),

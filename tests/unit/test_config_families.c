@@ -407,7 +407,7 @@ static void deepseek_v4_without_hash_layers(void **state)
         .activation = MOE_ACT_SWIGLU_CLAMPED,
         .swiglu_limit = 10.0f,
         .shared_intermediate = 2048,
-        .shared_activation = MOE_ACT_SWIGLU,
+        .shared_activation = MOE_ACT_SWIGLU_CLAMPED,
     };
     assert_ok(read_text(DEEPSEEK_V4(",\"num_hash_layers\":0"), &c));
     check_config(&c, 0, 3, want);

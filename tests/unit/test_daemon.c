@@ -22,8 +22,10 @@ static const char *metrics_listen, *token_file, *admin_socket_dir;
 
 static bool was_given;
 
-static const char *check_name(const void *ctx, const bool *given)
+static const char *check_name(const struct moe_daemon_settings *common, const void *ctx,
+                              const bool *given)
 {
+    (void)common;
     (void)ctx;
     was_given = given[0];
     return name == NULL ? "--name is required" : NULL;

@@ -44,12 +44,51 @@ static void only_a_listener_may_leave_the_port_open(void **state)
     assert_int_equal(moe_endpoint_check_listen("listen", "127.0.0.1:0").code, MOE_OK);
 }
 
+static void a_list_names_each_endpoint_once(void **state)
+{
+    static const char *const bad[] = {
+        "", "a:1,", ",a:1", "a:1,b", "a:1,a:1", "a:1 ,b:1", "a:1,a:2,a:3,a:4,a:5,a:6,a:7,a:8,a:9"};
+    struct moe_endpoints list;
+    (void)state;
+    assert_int_equal(moe_endpoints_parse("--etcd", "a:1,[::1]:2,b:3", &list).code, MOE_OK);
+    assert_int_equal(list.count, 3);
+    assert_string_equal(list.all[1], "[::1]:2");
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        struct moe_status st = moe_endpoints_parse("--etcd", bad[i], &list);
+        print_message("%s\n", st.text);
+        assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+        assert_int_equal(st.reason, MOE_REASON_CONFIG_INVALID);
+        assert_ptr_equal(strstr(st.text, "--etcd: "), st.text);
+    }
+}
+
+static void the_leader_is_tried_before_the_next_one(void **state)
+{
+    struct moe_endpoints list;
+    (void)state;
+    assert_int_equal(moe_endpoints_parse("", "a:1,b:2,c:3", &list).code, MOE_OK);
+    const struct moe_status gone = moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "see c:3");
+    const struct moe_status named = moe_error(MOE_UNAVAILABLE, MOE_REASON_NOT_LEADER, "it is c:3");
+    const struct moe_status other = moe_error(MOE_UNAVAILABLE, MOE_REASON_NOT_LEADER, "it is d:4");
+    const struct moe_status none = moe_error(MOE_UNAVAILABLE, MOE_REASON_NOT_LEADER, "no leader");
+    assert_int_equal(moe_endpoints_next(&list, 0, &gone), 1);
+    assert_int_equal(moe_endpoints_next(&list, 0, &named), 2);
+    assert_int_equal(moe_endpoints_next(&list, 2, &named), 0); /* it has named itself */
+    assert_int_equal(moe_endpoints_next(&list, 2, &other), 0);
+    assert_int_equal(moe_endpoints_next(&list, 1, &none), 2);
+    assert_string_equal(moe_endpoint_of_leader(&named), "c:3");
+    assert_string_equal(moe_endpoint_of_leader(&none), "");
+    assert_string_equal(moe_endpoint_of_leader(&gone), "");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(host_and_port_are_taken),
         cmocka_unit_test(anything_else_is_refused_by_its_name),
         cmocka_unit_test(only_a_listener_may_leave_the_port_open),
+        cmocka_unit_test(a_list_names_each_endpoint_once),
+        cmocka_unit_test(the_leader_is_tried_before_the_next_one),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

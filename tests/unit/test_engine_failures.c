@@ -5,6 +5,7 @@
 #include "base/mutex.h"
 #include "base/wait.h"
 #include "engine_hooks.h"
+#include "step_rows.h"
 #include "worker_fixture.h"
 
 enum { HIDDEN = 4, BUCKET = 8, STEPS_MAX = 32, REQUESTS_MAX = 8 };
@@ -67,7 +68,7 @@ static struct moe_status script_enqueue(struct moe_session *session,
     MOE_INVARIANT(number < STEPS_MAX && backend.unfinished < 2);
     backend.seen[number] = *args;
     if (args->tokens > 0)
-        backend.first_x[number] = *(const float *)args->x;
+        backend.first_x[number] = *(const float *)step_part(args, 0).x;
     bool refused = backend.script[number] == END_REFUSED;
     backend.unfinished += !refused;
     pthread_cond_broadcast(&backend.changed);
@@ -100,8 +101,11 @@ static struct moe_status end_step(struct moe_step *step, struct moe_step_result 
     }
     if (backend.aborted)
         return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "called off");
-    for (uint32_t i = 0; i < a->tokens * HIDDEN; i++)
-        ((float *)a->y)[i] = ((const float *)a->x)[i] + 1;
+    for (uint32_t part = 0; part < step_parts(a); part++) {
+        const struct moe_step_segment rows = step_part(a, part);
+        for (uint32_t i = 0; i < rows.tokens * HIDDEN; i++)
+            ((float *)rows.y)[i] = ((const float *)rows.x)[i] + 1;
+    }
     if (a->tokens > 0)
         memset(a->token_state, MOE_TOKEN_OK, a->tokens);
     return moe_ok();

@@ -78,18 +78,17 @@ static void check_layer(const struct moe_model *m, size_t i, const struct moe_st
     moe_oracle_destroy(layer);
 }
 
-static void every_golden_model_gives_the_numbers_of_transformers(void **state)
+static void check_models(const char *directory)
 {
-    (void)state;
     struct golden_models models;
-    golden_models_list(MOE_GOLDEN_DIR, &models);
+    golden_models_list(directory, &models);
     for (size_t f = 0; f < models.count; f++) {
         char path[512];
         struct moe_model *m;
         struct moe_st_file *golden;
-        snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s", models.names[f]);
+        snprintf(path, sizeof path, "%s/%s", directory, models.names[f]);
         assert_ok(moe_model_open(path, &m));
-        snprintf(path, sizeof path, MOE_GOLDEN_DIR "/%s/golden.safetensors", models.names[f]);
+        snprintf(path, sizeof path, "%s/%s/golden.safetensors", directory, models.names[f]);
         assert_ok(moe_st_open(path, &golden));
         for (size_t i = 0; i < moe_model_layer_count(m); i++)
             check_layer(m, i, golden);
@@ -98,10 +97,23 @@ static void every_golden_model_gives_the_numbers_of_transformers(void **state)
     }
 }
 
+static void every_golden_model_gives_the_numbers_of_transformers(void **state)
+{
+    (void)state;
+    check_models(MOE_GOLDEN_DIR);
+}
+
+static void every_quantised_model_gives_the_numbers_of_its_dequantised_weights(void **state)
+{
+    (void)state;
+    check_models(MOE_QUANTISED_DIR);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_golden_model_gives_the_numbers_of_transformers),
+        cmocka_unit_test(every_quantised_model_gives_the_numbers_of_its_dequantised_weights),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -154,6 +154,20 @@ static void receive(struct coordinator *c, const Moe__V1__SessionRequest *q)
         break;
     case MOE__V1__SESSION_REQUEST__BODY_DIGESTS:
         note(j, "digests %.*s", (int)q->digests->part.len, (const char *)q->digests->part.data);
+        if (q->digests->model != 0)
+            note(j, "of model %u", q->digests->model);
+        break;
+    case MOE__V1__SESSION_REQUEST__BODY_MODEL_REPORT: {
+        const Moe__V1__ModelReport *m = q->model_report;
+        note(j, "model %u step %d order %llu epoch %llu: %zu layers, %s", m->model, (int)m->step,
+             (unsigned long long)m->order, (unsigned long long)m->epoch, m->n_layers,
+             m->error != NULL ? m->error->reason : m->family);
+        break;
+    }
+    case MOE__V1__SESSION_REQUEST__BODY_MODEL_PROGRESS:
+        note(j, "model %u has %llu of %llu", q->model_progress->model,
+             (unsigned long long)q->model_progress->loaded_bytes,
+             (unsigned long long)q->model_progress->total_bytes);
         break;
     case MOE__V1__SESSION_REQUEST__BODY_LOADED:
         note(j, "loaded %u %s", q->loaded->placement_version,
@@ -311,6 +325,30 @@ static void say_assign(struct coordinator *c, uint32_t version)
     say(c, &r);
 }
 
+static void say_model_order(struct coordinator *c, Moe__V1__ModelStep step, uint64_t order)
+{
+    uint32_t copies[EXPERTS] = {1, 1, 1, 1}, slots[EXPERTS] = {0, 0, 1, 1};
+    Moe__V1__LayerPlacement layer = MOE__V1__LAYER_PLACEMENT__INIT, *layers[] = {&layer};
+    layer.copies = copies;
+    layer.slots = slots;
+    layer.n_copies = layer.n_slots = EXPERTS;
+    Moe__V1__ModelOrder o = MOE__V1__MODEL_ORDER__INIT;
+    o.model = 5;
+    o.step = step;
+    o.order = order;
+    o.epoch = 4;
+    o.name = (char *)(uintptr_t) "second";
+    o.directory = (char *)(uintptr_t) "/models/second";
+    o.digest = (char *)(uintptr_t) "ab";
+    o.if_idle = true;
+    o.layers = layers;
+    o.n_layers = 1;
+    Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
+    r.body_case = MOE__V1__SESSION_RESPONSE__BODY_MODEL_ORDER;
+    r.model_order = &o;
+    say(c, &r);
+}
+
 static void say_prepare(struct coordinator *c, uint64_t epoch, uint64_t incarnation)
 {
     Moe__V1__Member members[2] = {MOE__V1__MEMBER__INIT, MOE__V1__MEMBER__INIT};
@@ -452,8 +490,10 @@ static void hook_leave(void *ctx)
     note(&w->did, "leave");
 }
 
-static void hook_slot_assigned(void *ctx, uint32_t slot, uint32_t slots, uint32_t admin_port)
+static void hook_slot_assigned(void *ctx, uint32_t slot, uint32_t slots, const char *coordinator,
+                               uint32_t admin_port)
 {
+    (void)coordinator;
     (void)admin_port;
     struct fake_worker *w = ctx;
     note(&w->did, "slot %u of %u", slot, slots);
@@ -506,6 +546,37 @@ static void set_busy(struct fake_worker *w, bool busy)
     moe_mutex_unlock(&w->did.lock);
 }
 
+static void hook_models_listed(void *ctx, const uint32_t *models, const char *const *names,
+                               size_t count)
+{
+    (void)ctx, (void)models, (void)names;
+    assert_int_equal(count, 0); /* the coordinator of these tests has no models */
+}
+
+/* LOAD succeeds, another step does not. */
+static void hook_model_order(void *ctx, const struct moe_group_model_order *o)
+{
+    static const struct moe_layer_spec spec = {.layer = 0, .experts = EXPERTS};
+    static const struct moe_group_layer_memory memory = {.spec = &spec, .expert_file_bytes = 7};
+    struct fake_worker *w = ctx;
+    note(&w->did, "model %u step %d order %llu epoch %llu %s %s %s%s: slot %u of %u, %zu layers",
+         o->model, (int)o->step, (unsigned long long)o->order, (unsigned long long)o->epoch,
+         o->name, o->directory, o->digest, o->if_idle ? " if idle" : "", o->assignment.slot,
+         o->assignment.slots, o->assignment.layer_count);
+    struct moe_group_model_report r = {
+        .model = o->model, .step = o->step, .order = o->order, .epoch = o->epoch};
+    if (o->step == MOE_MODEL_LOAD) {
+        r.family = "mixtral";
+        r.layers = &memory;
+        r.layer_count = 1;
+        r.digests = hook_digests;
+    } else {
+        r.status = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_IN_USE, "in use");
+    }
+    moe_group_report_model_progress(w->group, o->model, 3, 9);
+    moe_group_report_model(w->group, &r);
+}
+
 static void hook_ended(void *ctx, struct moe_status why)
 {
     struct fake_worker *w = ctx;
@@ -550,7 +621,7 @@ static void start_scene(struct scene *s)
         .lease = &s->w.lease,
         .hooks = {hook_load, hook_digests, hook_form, hook_serve, hook_leave, hook_slot_assigned,
                   hook_numbers, hook_nothing, hook_lease, hook_give_up, hook_drain, hook_drained,
-                  hook_ended, &s->w},
+                  hook_model_order, hook_models_listed, hook_ended, &s->w},
     };
     assert_ok(moe_group_start(&config, &s->w.group));
 }
@@ -900,6 +971,26 @@ static void a_worker_without_a_free_slot_leaves_its_view(void **state)
     end_scene(&s);
 }
 
+static void orders_about_models_are_carried_and_reported(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    lead_to_serving(&s, 4);
+    say_model_order(&s.c, MOE__V1__MODEL_STEP__MODEL_STEP_LOAD, 11);
+    await_line(&s.w.did, "model 5 step 2 order 11 epoch 4 second /models/second ab if idle: "
+                         "slot 1 of 2, 1 layers");
+    await_line(&s.c.received, "model 5 has 3 of 9");
+    assert_next(&s.c.received, "digests one");
+    assert_next(&s.c.received, "of model 5");
+    assert_next(&s.c.received, "digests three");
+    assert_next(&s.c.received, "of model 5");
+    assert_next(&s.c.received, "model 5 step 2 order 11 epoch 4: 1 layers, mixtral");
+    say_model_order(&s.c, MOE__V1__MODEL_STEP__MODEL_STEP_QUIESCE, 12);
+    await_line(&s.c.received, "model 5 step 4 order 12 epoch 4: 0 layers, MODEL_IN_USE");
+    end_scene(&s);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -919,6 +1010,7 @@ int main(void)
         cmocka_unit_test(a_lease_lasts_as_long_as_heartbeats_are_answered),
         cmocka_unit_test(a_host_that_slept_has_no_lease),
         cmocka_unit_test(a_worker_without_a_free_slot_leaves_its_view),
+        cmocka_unit_test(orders_about_models_are_carried_and_reported),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -728,6 +728,7 @@ static void run_one(struct world *w, uint64_t seed)
     w->ids = w->slots + (uint32_t)rnd(w, 3);
     w->rate = rates[rnd(w, 3)];
     w->config = (struct moe_membership_config){.slots = w->slots,
+                                               .replicas = 1,
                                                .group_id = 1,
                                                .lease_ns = LEASE_MS * MOE_NS_PER_MS,
                                                .form_ns = FORM_MS * MOE_NS_PER_MS,

@@ -1,23 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The listener with a server that echoes: who connects, what is relayed, and what ends a
  * connection. */
-#include "base/clock.h"
-#include "base/wait.h"
 #include "certificates.h"
-#include "daemon/metrics.h"
-#include "listener/listener.h"
-#include "support/check.h"
-#include "support/directory.h"
+#include "listener_fixture.h"
 #include "support/random.h"
 #include "tls/tls.h"
 
-#include <arpa/inet.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
-#include <pthread.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -26,245 +17,8 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-static const char preface[] = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-enum {
-    PREFACE = sizeof preface - 1,
-    SOON_MS = 20000,
-    OPENED_MAX = 512,
-    /* Limits that a busy machine does not reach by itself. */
-    PREFACE_MS = 1500,
-    SILENCE_MS = 1000,
-};
-
-/* ------------------------------------------------------------------ a server behind a listener */
-
-enum serving {
-    ECHO,   /* a thread sends everything back */
-    SILENT, /* the test has the socket */
-    CHATTY, /* a thread sends bytes for as long as they are taken */
-};
-
-struct scene {
-    enum serving serving;
-    struct moe_listener *listener;
-    struct moe_metrics *metrics;
-    char path[MOE_TEST_DIRECTORY_BYTES + 8]; /* of the Unix socket */
-    struct sockaddr_in tcp;
-    atomic_uint opened, closed;
-    struct {
-        struct scene *scene;
-        int fd;
-        struct moe_rpc_identity who;
-        pthread_t thread;
-        size_t echoed;
-    } connections[OPENED_MAX];
-    char directory[MOE_TEST_DIRECTORY_BYTES];
-};
-
-static void wait_for(int fd, short what)
-{
-    struct pollfd wait = {.fd = fd, .events = what};
-    (void)poll(&wait, 1, -1);
-}
-
-/* Both sides are non-blocking, as the core's are. */
-static void *echo(void *arg)
-{
-    int fd = *(int *)arg;
-    static _Thread_local char bytes[100000];
-    ssize_t n;
-    while ((n = read(fd, bytes, sizeof bytes)) != 0) {
-        if (n < 0 && errno == EAGAIN) {
-            wait_for(fd, POLLIN);
-            continue;
-        }
-        if (n < 0)
-            break;
-        for (ssize_t at = 0; at < n;) {
-            ssize_t sent = send(fd, bytes + at, (size_t)(n - at), MSG_NOSIGNAL);
-            if (sent < 0 && errno != EAGAIN)
-                break;
-            if (sent < 0)
-                wait_for(fd, POLLOUT);
-            else
-                at += sent;
-        }
-    }
-    shutdown(fd, SHUT_RDWR);
-    return NULL;
-}
-
-static void *chat(void *arg)
-{
-    int fd = *(int *)arg;
-    static const char bytes[65536];
-    while (send(fd, bytes, sizeof bytes, MSG_NOSIGNAL) >= 0 || errno == EAGAIN)
-        wait_for(fd, POLLOUT);
-    return NULL;
-}
-
-static void *opened(void *ctx, const struct moe_rpc_identity *who, int fd)
-{
-    struct scene *s = ctx;
-    unsigned i = atomic_load(&s->opened);
-    if (i == OPENED_MAX)
-        abort();
-    s->connections[i].scene = s;
-    s->connections[i].fd = fd;
-    s->connections[i].who = *who;
-    if (s->serving != SILENT &&
-        pthread_create(&s->connections[i].thread, NULL, s->serving == ECHO ? echo : chat,
-                       &s->connections[i].fd) != 0)
-        abort();
-    atomic_fetch_add(&s->opened, 1);
-    return &s->connections[i];
-}
-
-static void closed(void *ctx, void *connection)
-{
-    struct scene *s = ctx;
-    assert_non_null(connection);
-    atomic_fetch_add(&s->closed, 1);
-}
-
-/* One relay thread, so `opened` needs no lock. `config` has what differs. */
-static void start(struct scene *s, struct moe_listener_config config)
-{
-    char addresses[256];
-    enum serving serving = s->serving;
-    *s = (struct scene){.serving = serving};
-    assert_true(moe_test_directory("listener", s->directory));
-    snprintf(s->path, sizeof s->path, "%s/sock", s->directory);
-    snprintf(addresses, sizeof addresses, "127.0.0.1:0,unix:%s", s->path);
-    assert_ok(moe_metrics_create(&s->metrics));
-    config.addresses = addresses;
-    config.metrics = s->metrics;
-    config.opened = opened;
-    config.closed = closed;
-    config.ctx = s;
-    assert_ok(moe_listener_open(&config, &s->listener));
-    assert_ok(moe_listener_run(s->listener));
-    s->tcp = (struct sockaddr_in){.sin_family = AF_INET,
-                                  .sin_port = htons(moe_listener_port(s->listener)),
-                                  .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-}
-
-static void finish(struct scene *s)
-{
-    moe_listener_close(s->listener);
-    moe_listener_destroy(s->listener);
-    assert_int_equal(s->opened, s->closed);
-    for (unsigned i = 0; i < s->opened; i++) {
-        if (s->serving != SILENT)
-            pthread_join(s->connections[i].thread, NULL);
-        close(s->connections[i].fd);
-    }
-    moe_metrics_destroy(s->metrics);
-    assert_int_equal(rmdir(s->directory), 0); /* the socket's file is gone */
-}
-
-/* The value of a series; its name with labels. */
-static unsigned long figure(struct scene *s, const char *series)
-{
-    char *text;
-    size_t length;
-    assert_ok(moe_metrics_render(s->metrics, &text, &length));
-    const char *line = strstr(text, series);
-    assert_non_null(line);
-    unsigned long value = strtoul(line + strlen(series), NULL, 10);
-    free(text);
-    return value;
-}
-
-static unsigned long closed_by(struct scene *s, const char *reason)
-{
-    char series[128];
-    snprintf(series, sizeof series,
-             "moe_rpc_connections_closed_total{server=\"data\",reason=\"%s\"}", reason);
-    return figure(s, series);
-}
-
-static void await_figure(struct scene *s, const char *reason, unsigned long value)
-{
-    uint64_t give_up = moe_clock_ns() + SOON_MS * MOE_NS_PER_MS;
-    while (closed_by(s, reason) < value && moe_clock_ns() < give_up)
-        moe_sleep_until(moe_clock_ns() + MOE_NS_PER_MS);
-    assert_int_equal(closed_by(s, reason), value);
-}
-
-/* ------------------------------------------------------------------ clients */
-
-static int come_tcp(struct scene *s)
-{
-    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    assert_true(fd >= 0);
-    assert_int_equal(connect(fd, (struct sockaddr *)&s->tcp, sizeof s->tcp), 0);
-    return fd;
-}
-
-static int come_unix(struct scene *s)
-{
-    struct sockaddr_un at = {.sun_family = AF_UNIX};
-    snprintf(at.sun_path, sizeof at.sun_path, "%s", s->path);
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    assert_true(fd >= 0);
-    assert_int_equal(connect(fd, (struct sockaddr *)&at, sizeof at), 0);
-    return fd;
-}
-
-static void say(int fd, const void *bytes, size_t length)
-{
-    assert_int_equal(send(fd, bytes, length, MSG_NOSIGNAL), (ssize_t)length);
-}
-
-/* Reads exactly so much; false at the end of the connection. */
-static bool receive(int fd, void *bytes, size_t length)
-{
-    for (size_t at = 0; at < length;) {
-        struct pollfd wait = {.fd = fd, .events = POLLIN};
-        assert_int_equal(poll(&wait, 1, SOON_MS), 1);
-        ssize_t n = recv(fd, (char *)bytes + at, length - at, 0);
-        if (n <= 0)
-            return false;
-        at += (size_t)n;
-    }
-    return true;
-}
-
-/* The listener passes nothing but HTTP/2: a preface, settings, and pings here. */
-static const char settings[] = "\0\0\0\4\0\0\0\0";         /* with the NUL: 9 bytes */
-static const char ping[] = "\0\0\10\6\0\0\0\0\0wonderful"; /* less one byte: 17 */
-enum { PING = 17 };
-
-/* The end of a preface, and what must follow. */
-static void go_on(int fd, size_t from)
-{
-    char back[PREFACE + sizeof settings];
-    say(fd, preface + from, PREFACE - from);
-    say(fd, settings, sizeof settings);
-    assert_true(receive(fd, back, sizeof back));
-    assert_memory_equal(back, preface, PREFACE);
-    assert_memory_equal(back + PREFACE, settings, sizeof settings);
-}
-
-static void begin(int fd)
-{
-    go_on(fd, 0);
-}
-
-static void check_alive(int fd)
-{
-    char back[PING];
-    say(fd, ping, PING);
-    assert_true(receive(fd, back, PING));
-    assert_memory_equal(back, ping, PING);
-}
-
-static bool is_over(int fd)
-{
-    char byte;
-    return !receive(fd, &byte, 1);
-}
+/* Limits that a busy machine does not reach by itself. */
+enum { PREFACE_MS = 1500, SILENCE_MS = 1000 };
 
 /* ------------------------------------------------------------------ tests */
 
@@ -431,19 +185,31 @@ static void what_the_server_sent_arrives_before_the_end(void **state)
 {
     enum { LENGTH = 100000 };
     struct scene s = {.serving = SILENT};
+    static const uint8_t head[] = {(LENGTH - 9) >> 16,
+                                   (LENGTH - 9) >> 8 & 0xff,
+                                   (LENGTH - 9) & 0xff,
+                                   0,
+                                   0,
+                                   0,
+                                   0,
+                                   0,
+                                   1}; /* one DATA frame */
     static uint8_t answer[LENGTH], back[LENGTH];
-    char hello[PREFACE];
     (void)state;
     fill_random(answer, LENGTH);
     start(&s, (struct moe_listener_config){0});
     int fd = come_tcp(&s);
-    say(fd, preface, PREFACE);
-    while (atomic_load(&s.opened) == 0)
-        moe_sleep_until(moe_clock_ns() + MOE_NS_PER_MS);
+    say_request(fd);
+    await_opened(&s, 1);
     int server = s.connections[0].fd;
-    assert_true(receive(server, hello, PREFACE));
+    expect(server, preface, PREFACE);
+    expect(server, settings, sizeof settings);
+    expect(server, request, sizeof request);
+    memcpy(answer, head, sizeof head);
     say(server, answer, LENGTH);
     shutdown(server, SHUT_WR);
+    expect(fd, settings, sizeof settings);
+    expect(fd, acknowledged, sizeof acknowledged);
     assert_true(receive(fd, back, LENGTH));
     assert_memory_equal(answer, back, LENGTH);
     assert_true(is_over(fd));
@@ -521,17 +287,6 @@ static bool keeps(void *ctx, void *connection)
     return connection == &s->connections[0] || connection == &s->connections[1];
 }
 
-static int come_from(struct scene *s, const char *address)
-{
-    struct sockaddr_in from = {.sin_family = AF_INET};
-    assert_int_equal(inet_pton(AF_INET, address, &from.sin_addr), 1);
-    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    assert_true(fd >= 0);
-    assert_int_equal(bind(fd, (struct sockaddr *)&from, sizeof from), 0);
-    assert_int_equal(connect(fd, (struct sockaddr *)&s->tcp, sizeof s->tcp), 0);
-    return fd;
-}
-
 static void those_without_a_right_make_room_for_those_who_come(void **state)
 {
     struct scene s = {.serving = ECHO};
@@ -548,15 +303,16 @@ static void those_without_a_right_make_room_for_those_who_come(void **state)
         if (i < 3)
             begin(tcp[i]);
     }
+    moe_sleep_until(moe_clock_ns() + 1200 * MOE_NS_PER_MS);
     local[1] = come_unix(&s); /* the sixth */
     begin(local[1]);
-    assert_true(is_over(tcp[1])); /* the oldest without a right */
+    assert_true(is_over(tcp[3])); /* no request for a second */
     tcp[4] = come_from(&s, "127.0.0.4");
     begin(tcp[4]);
-    assert_true(is_over(tcp[2]));
+    assert_true(is_over(tcp[1])); /* the oldest without a right */
     local[2] = come_unix(&s);
     begin(local[2]);
-    assert_true(is_over(tcp[3])); /* also before its preface */
+    assert_true(is_over(tcp[2]));
     local[3] = come_unix(&s);
     begin(local[3]);
     assert_true(is_over(local[1]));
@@ -614,9 +370,9 @@ static void answers_left_unread_end_a_connection(void **state)
     (void)state;
     start(&s, (struct moe_listener_config){.silence_ms = SILENCE_MS});
     int stopped = come_tcp(&s), trickle = come_tcp(&s), slow = come_unix(&s);
-    say(stopped, preface, PREFACE);
-    say(trickle, preface, PREFACE);
-    say(slow, preface, PREFACE);
+    say_request(stopped);
+    say_request(trickle);
+    say_request(slow);
     /* 10 KB/s is as good as nothing; some MB/s are enough. */
     uint64_t give_up = moe_clock_ns() + SOON_MS * MOE_NS_PER_MS;
     while (closed_by(&s, "unread") < 2 && moe_clock_ns() < give_up) {
@@ -767,18 +523,19 @@ struct secure {
 /* A client with the pair `own`, or without one. False if the server closes the connection. */
 static bool begin_tls(struct scene *s, const char *at, const char *own, struct secure *c)
 {
-    char back[PREFACE + sizeof settings];
+    char back[WELCOME];
     size_t n, have = 0;
     c->fd = come_tcp(s);
     c->ssl = certificates_client(c->fd, at, "ca", own, "h2");
     bool goes_on = SSL_connect(c->ssl) == 1 && SSL_write(c->ssl, preface, 7) == 7 &&
                    SSL_write(c->ssl, preface + 7, PREFACE - 7) == PREFACE - 7 &&
-                   SSL_write(c->ssl, settings, sizeof settings) == sizeof settings;
+                   SSL_write(c->ssl, settings, sizeof settings) == sizeof settings &&
+                   SSL_write(c->ssl, request, sizeof request) == sizeof request;
     while (goes_on && have < sizeof back) {
         goes_on = SSL_read_ex(c->ssl, back + have, sizeof back - have, &n) == 1;
         have += goes_on ? n : 0;
     }
-    assert_true(!goes_on || memcmp(back, preface, PREFACE) == 0);
+    assert_true(!goes_on || memcmp(back, welcome, WELCOME) == 0);
     return goes_on;
 }
 

@@ -23,6 +23,7 @@ static uint64_t last_epoch, closed_stream, last_stream;
 static struct moe_status closed_with;
 static bool exited, disk_full;
 static bool trains;
+static uint32_t replicas;
 static size_t heartbeat_answers;
 static uint64_t answered_sequence;
 static uint32_t answered_oldest_ms;
@@ -76,6 +77,7 @@ static void forget(void)
 static void create_for(uint32_t slots)
 {
     struct moe_membership_config config = {.slots = slots,
+                                           .replicas = replicas,
                                            .group_id = 0xabcdef,
                                            .lease_ns = LEASE_MS * MOE_NS_PER_MS,
                                            .form_ns = 500 * MOE_NS_PER_MS,
@@ -97,6 +99,7 @@ static int setup(void **unused)
     now = MOE_NS_PER_S;
     last_stream = 0;
     exited = disk_full = trains = false;
+    replicas = 1;
     create_for(SLOTS);
     return 0;
 }
@@ -487,6 +490,203 @@ static void a_restart_waits_unless_all_had_left(void **unused)
         teardown(NULL);
         setup(NULL);
     }
+}
+
+/* ------------------------------------------------------------------ replicas */
+
+/* A new group, with two copies of each expert: any one slot may be lost. */
+static void create_with_copies(void)
+{
+    moe_membership_destroy(m);
+    replicas = 2;
+    create_for(SLOTS);
+}
+
+static void lose_stream(uint64_t stream)
+{
+    moe_membership_on_stream_closed(m, now, stream);
+    carry_out();
+}
+
+static void miss(uint64_t stream, uint64_t epoch, uint64_t slots)
+{
+    moe_membership_on_peer_lost(m, now, stream, epoch, slots);
+    carry_out();
+}
+
+static void a_group_with_copies_serves_without_a_lost_slot(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    serve(s);
+    assert_int_equal(group().live, 7);
+    lose_stream(s[2]);
+    miss(s[0], 1, 1 << 2);
+    assert_int_equal(prepares, 2); /* at once */
+    assert_int_equal(last_epoch, 2);
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(group().live, 3);
+    assert_int_equal(disk.members[2].incarnation, 0);
+    assert_int_equal(moe_membership_to_save(m)->view_epoch, 2);
+    forget();
+    s[2] = join(2, 99);
+    assert_int_equal(assigns, 1);
+    assert_int_equal(group().epoch, 2); /* while it loads */
+    loaded(s[2]);
+    assert_int_equal(aborts, 2);
+    assert_int_equal(prepares, SLOTS);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    assert_int_equal(group().epoch, 3);
+    assert_int_equal(group().live, 7);
+    assert_int_equal(group().causes[MOE_CAUSE_GROWN], 1);
+}
+
+static void the_last_copy_of_an_expert_is_waited_for(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    serve(s);
+    lose_stream(s[2]);
+    lose_stream(s[1]);
+    miss(s[0], 1, 1 << 2 | 1 << 1);
+    pass(500, 0, s, 1);
+    assert_int_equal(prepares, 0);
+    expect_state(MOE_GROUP_DEGRADED);
+    s[1] = join(1, 99);
+    loaded(s[1]);
+    assert_int_equal(prepares, 2);
+}
+
+/* It is connected, so it keeps its slot; it is stopped, so it does not leave the old epoch. */
+static void a_stopped_member_stays_out_until_it_shows_life(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    serve(s);
+    miss(s[0], 1, 0); /* the sequencer knows only that a step has failed */
+    assert_int_equal(group().live, 0);
+    miss(s[1], 1, 1 << 0 | 1 << 2); /* slot 0 has left the session: it is not meant */
+    pass(150, 0, s, 2);
+    assert_int_equal(group().live, 3);
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    pass(500, 2, s, 2);
+    assert_int_equal(group().epoch, 2);
+    heartbeat(s[2], 1); /* it goes on, in an epoch that is over */
+    assert_int_equal(group().epoch, 2);
+    heartbeat(s[2], 0);
+    assert_int_equal(group().live, 7);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    assert_int_equal(group().epoch, 3);
+}
+
+static void a_group_that_starts_waits_a_lease_for_the_last_worker(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    s[0] = join(0, 10);
+    s[1] = join(1, 11);
+    pass(LEASE_MS - 50, 0, s, 2);
+    assert_int_equal(assigns, 0);
+    pass(50, 0, s, 2);
+    assert_int_equal(assigns, 2);
+    loaded(s[0]);
+    assert_int_equal(prepares, 0);
+    loaded(s[1]);
+    assert_int_equal(prepares, 2);
+}
+
+static void a_newcomer_that_fails_to_form_stays_out(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    serve(s);
+    lose_stream(s[2]);
+    miss(s[0], 1, 1 << 2);
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    s[2] = join(2, 99);
+    loaded(s[2]);
+    forget();
+    ready(s[1], "slot 2 cannot be reached");
+    assert_int_equal(prepares, 2); /* the others go on at once */
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    assert_int_equal(group().epoch, 4);
+    assert_int_equal(group().live, 3);
+}
+
+static void a_restart_finds_a_view_with_a_mask(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    serve(s);
+    lose_stream(s[1]);
+    miss(s[0], 1, 1 << 1);
+    ready(s[0], NULL);
+    ready(s[2], NULL);
+    assert_int_equal(group().epoch, 2);
+    moe_membership_destroy(m);
+    create_for(SLOTS);
+    s[0] = join(0, 10);
+    s[2] = join(2, 12);
+    heartbeat(s[0], 2);
+    heartbeat(s[2], 2);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(group().epoch, 2);
+    assert_int_equal(group().live, 5);
+    moe_membership_destroy(m);
+    replicas = 1; /* a view without copies needs all slots */
+    create_for(SLOTS);
+    assert_int_equal(group().epoch, 0);
+}
+
+static void the_last_copy_is_drained_by_force_only(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS], epoch;
+    create_with_copies();
+    serve(s);
+    struct moe_status st = moe_membership_drain(m, now, 1, "test", 0, false, &epoch);
+    assert_int_equal(st.code, MOE_OK);
+    carry_out();
+    st = moe_membership_drain(m, now, 2, "test", 0, false, &epoch);
+    assert_int_equal(st.code, MOE_FAILED_PRECONDITION);
+    assert_int_equal(st.reason, MOE_REASON_EXPERT_UNAVAILABLE);
+    assert_int_equal(drains, 1);
+    st = moe_membership_drain(m, now, 2, "test", 0, true, &epoch);
+    assert_int_equal(st.code, MOE_OK);
+    carry_out();
+    assert_int_equal(drains, 2);
+    moe_membership_on_leaving(m, now, s[1], "drained");
+    carry_out();
+    expect_state(MOE_GROUP_DEGRADED); /* slot 2 is leaving too */
+}
+
+static void copies_and_training_exclude_each_other(void **unused)
+{
+    (void)unused;
+    create_with_copies();
+    trains = true;
+    (void)join(0, 10);
+    assert_int_equal(closed_with.code, MOE_FAILED_PRECONDITION);
+    assert_int_equal(closed_with.reason, MOE_REASON_UNSUPPORTED);
+    assert_non_null(strstr(closed_with.text, "replicas"));
+    struct moe_membership_config none = {
+        .slots = 2, .replicas = 3, .lease_ns = 1, .form_ns = 1, .attempts_max = 1};
+    struct moe_membership *refused;
+    struct moe_status st = moe_membership_create(&none, &disk, now, &refused);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
 }
 
 static void a_reconnect_within_the_lease_costs_nothing(void **unused)
@@ -1070,6 +1270,14 @@ int main(void)
         STORY(one_survivor_makes_the_wait_needless),
         STORY(a_group_that_does_not_train_does_not_wait),
         STORY(a_restart_waits_unless_all_had_left),
+        STORY(a_group_with_copies_serves_without_a_lost_slot),
+        STORY(the_last_copy_of_an_expert_is_waited_for),
+        STORY(a_stopped_member_stays_out_until_it_shows_life),
+        STORY(a_group_that_starts_waits_a_lease_for_the_last_worker),
+        STORY(a_newcomer_that_fails_to_form_stays_out),
+        STORY(a_restart_finds_a_view_with_a_mask),
+        STORY(the_last_copy_is_drained_by_force_only),
+        STORY(copies_and_training_exclude_each_other),
         STORY(a_reconnect_within_the_lease_costs_nothing),
         STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
         STORY(a_living_worker_keeps_its_slot),

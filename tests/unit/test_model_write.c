@@ -146,17 +146,16 @@ static void same_file(int one, int other, const char *name)
     free(b);
 }
 
-static void every_family_is_written_back_bit_for_bit(void **state)
+static void check_models(const struct fixture *f, const char *directory)
 {
     struct golden_models models;
-    const struct fixture *f = *state;
-    golden_models_list(MOE_GOLDEN_DIR, &models);
+    golden_models_list(directory, &models);
     for (size_t i = 0; i < models.count; i++) {
         const char *name = models.names[i];
         char path[512];
         uint64_t bytes;
         struct moe_model *m = NULL, *again = NULL;
-        snprintf(path, sizeof path, "%s/%s", MOE_GOLDEN_DIR, name);
+        snprintf(path, sizeof path, "%s/%s", directory, name);
         assert_ok(moe_model_open(path, &m));
         assert_int_equal(mkdirat(f->fd, name, 0700), 0);
         int from = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -179,6 +178,16 @@ static void every_family_is_written_back_bit_for_bit(void **state)
         close(from);
         close(to);
     }
+}
+
+static void every_family_is_written_back_bit_for_bit(void **state)
+{
+    check_models(*state, MOE_GOLDEN_DIR);
+}
+
+static void every_quantised_model_is_written_back_bit_for_bit(void **state)
+{
+    check_models(*state, MOE_QUANTISED_DIR);
 }
 
 enum { E = 4, H = 64, I = 256 };
@@ -358,6 +367,7 @@ int main(void)
 #define TEST(name) cmocka_unit_test_setup_teardown(name, fixture_setup, fixture_teardown)
     const struct CMUnitTest tests[] = {
         TEST(every_family_is_written_back_bit_for_bit),
+        TEST(every_quantised_model_is_written_back_bit_for_bit),
         TEST(every_half_is_written_as_it_was_read),
         TEST(singles_become_the_nearest_half_and_ties_the_even_one),
         TEST(a_frame_that_was_cut_is_not_written_into),

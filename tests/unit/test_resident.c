@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* daemon/worker/loader: loads a slot's experts, from memory or by a backend that reads files
+/* daemon/models/loader: loads a slot's experts, from memory or by a backend that reads files
  * itself. Refuses a too large share before it allocates memory; a failure leaves no layer. */
 #include "base/mutex.h"
 #include "base/thread_pool.h"
+#include "models/loader.h"
 #include "support/check.h"
-#include "worker/loader.h"
 
 #include <fcntl.h>
 #include <stdatomic.h>
@@ -181,7 +181,7 @@ static int setup(void **state)
     r->backend.layer_upload = fake_upload;
     r->backend.layer_finish = fake_finish;
     r->backend.layer_destroy = fake_destroy;
-    assert_ok(moe_loader_create(&r->backend, r->device, r->model, &r->loader));
+    assert_ok(moe_loader_create(&r->backend, r->device, r->model, NULL, &r->loader));
     fake.free_bytes = 0;
     fake.created = fake.destroyed = fake.uploaded = fake.fetched = 0;
     fake.content = 0;

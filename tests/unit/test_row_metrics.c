@@ -20,7 +20,7 @@ static int create(void **state)
 {
     (void)state;
     assert_ok(moe_metrics_create(&registry));
-    assert_ok(moe_row_metrics_create(registry, specs, 2, &m));
+    assert_ok(moe_row_metrics_create(registry, "toy", specs, 2, NULL, &m));
     return 0;
 }
 
@@ -30,6 +30,13 @@ static int destroy(void **state)
     moe_row_metrics_destroy(m);
     moe_metrics_destroy(registry);
     return 0;
+}
+
+static uint64_t rows_of(uint32_t layer, uint32_t expert)
+{
+    static uint64_t rows[MOE_MAX_EXPERTS];
+    assert_int_equal(moe_row_metrics_read(m, layer, rows), layer == 3 ? EXPERTS : 4);
+    return rows[expert];
 }
 
 static char *render(void)
@@ -82,8 +89,8 @@ static void a_backend_without_counts_has_the_sum_of_rows_only(void **state)
     const struct moe_step_counts none = {0};
     moe_row_metrics_add(m, 0, MOE_DTYPE_BF16, 12, &none);
     moe_row_metrics_add(m, 0, MOE_DTYPE_BF16, 3, &none);
-    has("moe_expert_rows_total{layer=\"3\"} 15\n");
-    has("moe_expert_rows_total{layer=\"5\"} 0\n");
+    has("moe_expert_rows_total{model=\"toy\",layer=\"3\"} 15\n");
+    has("moe_expert_rows_total{model=\"toy\",layer=\"5\"} 0\n");
     lacks("balancedness");
     lacks("moe_expert_top");
     lacks("moe_peer");
@@ -95,18 +102,24 @@ static void experts_come_in_the_order_of_their_rows(void **state)
     (void)state;
     step((uint32_t[]){1, 0, 6, 1});
     step((uint32_t[]){1, 0, 2, 1});
-    has("moe_expert_rows_total{layer=\"5\"} 12\n");
-    has("moe_expert_mean_rows{layer=\"5\"} 3\n");
-    has("moe_expert_balancedness{layer=\"5\"} 0.375\n");
-    has("moe_expert_top_rows{layer=\"5\",rank=\"1\"} 8\n");
-    has("moe_expert_top_id{layer=\"5\",rank=\"1\"} 2\n");
-    has("moe_expert_top_rows{layer=\"5\",rank=\"2\"} 2\n"); /* of equal ones the lower id */
-    has("moe_expert_top_id{layer=\"5\",rank=\"2\"} 0\n");
-    has("moe_expert_top_id{layer=\"5\",rank=\"3\"} 3\n");
-    has("moe_expert_top_rows{layer=\"5\",rank=\"4\"} 0\n");
-    has("moe_expert_top_id{layer=\"5\",rank=\"4\"} -1\n"); /* the fourth had no row */
+    has("moe_expert_rows_total{model=\"toy\",layer=\"5\"} 12\n");
+    has("moe_expert_mean_rows{model=\"toy\",layer=\"5\"} 3\n");
+    has("moe_expert_balancedness{model=\"toy\",layer=\"5\"} 0.375\n");
+    has("moe_expert_top_rows{model=\"toy\",layer=\"5\",rank=\"1\"} 8\n");
+    has("moe_expert_top_id{model=\"toy\",layer=\"5\",rank=\"1\"} 2\n");
+    has("moe_expert_top_rows{model=\"toy\",layer=\"5\",rank=\"2\"} 2\n"); /* of equal ones the lower
+                                                                             id */
+    has("moe_expert_top_id{model=\"toy\",layer=\"5\",rank=\"2\"} 0\n");
+    has("moe_expert_top_id{model=\"toy\",layer=\"5\",rank=\"3\"} 3\n");
+    has("moe_expert_top_rows{model=\"toy\",layer=\"5\",rank=\"4\"} 0\n");
+    has("moe_expert_top_id{model=\"toy\",layer=\"5\",rank=\"4\"} -1\n"); /* the fourth had no row */
     lacks("rank=\"5\"");
-    lacks("balancedness{layer=\"3\"}");
+    lacks("balancedness{model=\"toy\",layer=\"3\"}");
+    assert_int_equal(rows_of(5, 2), 8); /* of each expert, not only the first eight */
+    assert_int_equal(rows_of(5, 1), 0);
+    assert_int_equal(rows_of(3, EXPERTS - 1), 0);
+    assert_int_equal(moe_row_metrics_read(m, 4, (uint64_t[MOE_MAX_EXPERTS]){0}), 0);
+    assert_int_equal(moe_row_metrics_read(NULL, 3, (uint64_t[MOE_MAX_EXPERTS]){0}), 0);
 }
 
 static void figures_cover_one_to_two_windows(void **state)
@@ -115,18 +128,18 @@ static void figures_cover_one_to_two_windows(void **state)
     uint64_t now = moe_clock_ns();
     step((uint32_t[]){9, 0, 0, 0});
     moe_row_metrics_show(m, now);
-    has("moe_expert_top_rows{layer=\"5\",rank=\"1\"} 9\n");
+    has("moe_expert_top_rows{model=\"toy\",layer=\"5\",rank=\"1\"} 9\n");
     moe_row_metrics_show(m, now += MOE_ROW_WINDOW_NS); /* the first window ends */
     step((uint32_t[]){0, 5, 0, 0});
-    has("moe_expert_top_rows{layer=\"5\",rank=\"1\"} 9\n"); /* still in sight */
-    moe_row_metrics_show(m, now += MOE_ROW_WINDOW_NS);      /* the second one ends */
-    has("moe_expert_top_id{layer=\"5\",rank=\"1\"} 1\n");
-    has("moe_expert_top_rows{layer=\"5\",rank=\"1\"} 5\n");
-    has("moe_expert_mean_rows{layer=\"5\"} 1.25\n");
+    has("moe_expert_top_rows{model=\"toy\",layer=\"5\",rank=\"1\"} 9\n"); /* still in sight */
+    moe_row_metrics_show(m, now += MOE_ROW_WINDOW_NS);                    /* the second one ends */
+    has("moe_expert_top_id{model=\"toy\",layer=\"5\",rank=\"1\"} 1\n");
+    has("moe_expert_top_rows{model=\"toy\",layer=\"5\",rank=\"1\"} 5\n");
+    has("moe_expert_mean_rows{model=\"toy\",layer=\"5\"} 1.25\n");
     moe_row_metrics_show(m, now + MOE_ROW_WINDOW_NS);
-    has("moe_expert_top_rows{layer=\"5\",rank=\"1\"} 0\n");
-    has("moe_expert_balancedness{layer=\"5\"} 1\n"); /* nothing is uneven */
-    has("moe_expert_rows_total{layer=\"5\"} 14\n");
+    has("moe_expert_top_rows{model=\"toy\",layer=\"5\",rank=\"1\"} 0\n");
+    has("moe_expert_balancedness{model=\"toy\",layer=\"5\"} 1\n"); /* nothing is uneven */
+    has("moe_expert_rows_total{model=\"toy\",layer=\"5\"} 14\n");
 }
 
 static void many_experts_do_not_make_many_series(void **state)
@@ -138,9 +151,9 @@ static void many_experts_do_not_make_many_series(void **state)
         sum += n.expert_rows[e] = 1 + e * 7 % EXPERTS; /* all different */
     moe_row_metrics_add(m, 0, MOE_DTYPE_F32, sum, &n);
     assert_int_equal(count_series(), 2 + 2 + 2 * MOE_ROW_TOP);
-    has("moe_expert_top_rows{layer=\"3\",rank=\"1\"} 300\n");
-    has("moe_expert_top_rows{layer=\"3\",rank=\"8\"} 293\n");
-    has("moe_expert_mean_rows{layer=\"3\"} 150.5\n");
+    has("moe_expert_top_rows{model=\"toy\",layer=\"3\",rank=\"1\"} 300\n");
+    has("moe_expert_top_rows{model=\"toy\",layer=\"3\",rank=\"8\"} 293\n");
+    has("moe_expert_mean_rows{model=\"toy\",layer=\"3\"} 150.5\n");
     lacks("rank=\"9\"");
 }
 
@@ -158,12 +171,39 @@ static void rows_to_peers_are_counted_with_their_bytes(void **state)
     lacks("peer=\"3\"");
 }
 
+static void the_series_of_a_model_go_with_it(void **state)
+{
+    (void)state;
+    struct moe_row_metrics *added;
+    struct moe_step_counts n = {.by_expert = true,
+                                .local_experts = 4,
+                                .expert_rows = {3, 1},
+                                .to_slots = true,
+                                .slots = 2,
+                                .sent_rows = {0, 5}};
+    has("moe_expert_rows_total{model=\"toy\",layer=\"5\"} 0\n");
+    const unsigned before = count_series();
+    assert_ok(moe_row_metrics_create(registry, "toys", specs, 2, m, &added));
+    moe_row_metrics_add(added, 1, MOE_DTYPE_F32, 4, &n);
+    has("moe_expert_rows_total{model=\"toys\",layer=\"5\"} 4\n");
+    has("moe_expert_top_rows{model=\"toys\",layer=\"5\",rank=\"1\"} 3\n");
+    has("moe_peer_rows_total{peer=\"1\"} 5\n"); /* of all models */
+    moe_row_metrics_destroy(added);
+    lacks("toys");
+    has("moe_peer_rows_total{peer=\"1\"} 5\n");
+    has("moe_expert_rows_total{model=\"toy\",layer=\"5\"} 0\n");
+    assert_int_equal(count_series(), before + 4); /* rows and bytes to two slots */
+    assert_ok(moe_row_metrics_create(registry, "toys", specs, 2, m, &added)); /* loaded again */
+    has("moe_expert_rows_total{model=\"toys\",layer=\"5\"} 0\n");
+    moe_row_metrics_destroy(added);
+}
+
 static void without_a_registry_nothing_is_counted(void **state)
 {
     (void)state;
     struct moe_row_metrics *none;
     const struct moe_step_counts n = {0};
-    assert_ok(moe_row_metrics_create(NULL, specs, 2, &none));
+    assert_ok(moe_row_metrics_create(NULL, "toy", specs, 2, NULL, &none));
     assert_null(none);
     moe_row_metrics_add(none, 0, MOE_DTYPE_F32, 1, &n);
     moe_row_metrics_destroy(none);
@@ -179,6 +219,7 @@ int main(void)
         ROW_TEST(figures_cover_one_to_two_windows),
         ROW_TEST(many_experts_do_not_make_many_series),
         ROW_TEST(rows_to_peers_are_counted_with_their_bytes),
+        ROW_TEST(the_series_of_a_model_go_with_it),
         cmocka_unit_test(without_a_registry_nothing_is_counted),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

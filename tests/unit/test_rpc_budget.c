@@ -37,13 +37,18 @@ static void give_up(void *waiter, struct moe_status why)
     assert_int_equal(w->woken + w->failed, w->held);
 }
 
+static void never(void *connection)
+{
+    fail_msg("%p gives way", connection);
+}
+
 static struct moe_rpc_budget budget;
 static uint64_t now_ns;
 static const struct moe_rpc_identity anybody = {.link = MOE_RPC_LINK_TCP};
 
 static int setup(void **unused)
 {
-    static const struct moe_rpc_waiters waiters = {hold, read_now, give_up};
+    static const struct moe_rpc_waiters waiters = {hold, read_now, give_up, never};
     (void)unused;
     assert_ok(moe_rpc_upload_prepare());
     now_ns = 0;
@@ -69,7 +74,7 @@ static int teardown(void **unused)
 static struct moe_rpc_uploads *connect_as(const struct moe_rpc_identity *who)
 {
     struct moe_rpc_uploads *u;
-    assert_ok(moe_rpc_uploads_open(&budget, who, &u));
+    assert_ok(moe_rpc_uploads_open(&budget, who, NULL, &u));
     return u;
 }
 
@@ -573,33 +578,55 @@ static void a_large_message_takes_its_place_when_it_is_announced(void **unused)
     }
 }
 
-/* Some connections open as many streams as they can. */
-static void streams_leave_room_for_the_next_connection(void **unused)
+/* The owner with the most places gives up its newest one; equal owners keep theirs. */
+static void a_full_line_makes_a_place_for_an_owner_with_fewer(void **unused)
 {
-    enum { GREEDY = 100, EACH = 356 };
-    uint8_t field[MOE_RPC_UPLOAD_FIELD_BYTES];
-    struct moe_rpc_uploads *u[GREEDY];
-    unsigned open = 0;
+    enum { HEAVY = 4, EACH = LINE / HEAVY };
+    struct moe_rpc_uploads *u[HEAVY + 1];
+    struct moe_rpc_upload *up[HEAVY][EACH], *light[EACH];
+    struct waiter w[HEAVY][EACH] = {0}, v[EACH] = {0};
     (void)unused;
-    for (unsigned i = 0; i < GREEDY; i++) {
-        uint32_t stream = 1;
+    /* The first one takes all bytes of large messages, and the line fills up behind it. */
+    struct moe_rpc_uploads *first = connect_as(&anybody);
+    struct waiter reader = {0};
+    struct moe_rpc_upload *reading = begin(first, 1, &reader);
+    announce(first, 1, 48 * MIB - 5);
+    assert_true(may_read(reading));
+    for (unsigned i = 0; i <= HEAVY; i++)
         u[i] = connect_as(&anybody);
-        for (; moe_rpc_uploads_has_room(u[i], EACH); stream += 2)
-            assert_true(moe_rpc_upload_begin(u[i], stream, field) > 0);
-        assert_in_range(stream / 2, MOE_RPC_STREAMS_LEAST, EACH);
-        open += stream / 2;
+    for (unsigned k = 0; k < EACH; k++) {
+        for (unsigned i = 0; i < HEAVY; i++) {
+            up[i][k] = begin(u[i], 2 * k + 1, &w[i][k]);
+            announce(u[i], 2 * k + 1, 2 * MIB);
+            assert_false(may_read(up[i][k]));
+        }
     }
-    assert_in_range(open, MOE_RPC_STREAMS_MAX - EACH,
-                    MOE_RPC_STREAMS_MAX + GREEDY * MOE_RPC_STREAMS_LEAST);
-    moe_rpc_upload_end(u[GREEDY - 1], 1);
-    assert_true(moe_rpc_uploads_has_room(u[GREEDY - 1], EACH));
-    disconnect(u[0]);
-    u[0] = connect_as(&anybody);
-    for (uint32_t stream = 1; stream < 2 * MOE_RPC_STREAMS_LEAST; stream += 2) {
-        assert_true(moe_rpc_uploads_has_room(u[0], EACH));
-        assert_true(moe_rpc_upload_begin(u[0], stream, field) > 0);
+    unsigned lost = 0;
+    for (unsigned k = 0; k < EACH; k++) {
+        light[k] = begin(u[HEAVY], 2 * k + 1, &v[k]);
+        announce(u[HEAVY], 2 * k + 1, 2 * MIB);
+        if (k < EACH - 1)
+            assert_false(may_read(light[k]));
+        else
+            assert_int_equal(refusal(light[k]).reason, MOE_REASON_QUEUE_FULL);
     }
-    for (unsigned i = 0; i < GREEDY; i++)
+    for (unsigned i = 0; i < HEAVY; i++) {
+        assert_int_equal(w[i][0].failed, 0);
+        lost += w[i][EACH - 1].failed;
+        if (w[i][EACH - 1].failed)
+            assert_int_equal(w[i][EACH - 1].why.reason, MOE_REASON_QUEUE_FULL);
+    }
+    assert_int_equal(lost, EACH - 1);
+    assert_int_equal(moe_rpc_budget_use(&budget).waiting, LINE);
+    assert_int_equal(moe_rpc_budget_use(&budget).refused[MOE_RPC_QUEUE_FULL], EACH);
+    for (unsigned k = 0; k < EACH; k++) {
+        for (unsigned i = 0; i < HEAVY; i++)
+            moe_rpc_upload_release(up[i][k]);
+        moe_rpc_upload_release(light[k]);
+    }
+    moe_rpc_upload_release(reading);
+    disconnect(first);
+    for (unsigned i = 0; i <= HEAVY; i++)
         disconnect(u[i]);
 }
 
@@ -621,7 +648,7 @@ int main(void)
         CASE(a_large_message_without_bytes_has_no_turn),
         CASE(many_greedy_connections_leave_room_for_a_light_one),
         CASE(a_large_message_takes_its_place_when_it_is_announced),
-        CASE(streams_leave_room_for_the_next_connection),
+        CASE(a_full_line_makes_a_place_for_an_owner_with_fewer),
         CASE(nothing_leaks_whatever_clients_do),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

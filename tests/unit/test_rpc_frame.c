@@ -89,8 +89,8 @@ static void put_head_field(struct built *b)
     uint32_t unknown = 100 + random_below(1000);
     switch (random_below(8)) {
     case 0: put_text(b, 1); break;
-    case 1: /* x_shared_memory { offset } */
-        put_varint(b, 20 << 3 | 2);
+    case 1: /* retain { micro_batch_id } */
+        put_varint(b, 22 << 3 | 2);
         put_varint(b, 2);
         put_varint(b, 2 << 3);
         put_varint(b, random_below(128));
@@ -174,15 +174,11 @@ static void assert_same(const uint8_t *head, size_t head_length, const struct su
     assert_true(h->weights_version == whole->weights_version);
     assert_int_equal(h->topk_ids_dtype, whole->topk_ids_dtype);
     assert_int_equal(h->base.n_unknown_fields, whole->base.n_unknown_fields);
-    assert_int_equal(h->topk_ids.len + h->topk_weights.len + h->token_ids.len, 0);
-    assert_int_not_equal(h->x_case, MOE__V1__FORWARD_REQUEST__X_X_DATA);
+    assert_int_equal(h->topk_ids.len + h->topk_weights.len + h->token_ids.len + h->x_data.len, 0);
     assert_part(s, 0, &whole->topk_ids);
     assert_part(s, 1, &whole->topk_weights);
     assert_part(s, 2, &whole->token_ids);
-    if (whole->x_case == MOE__V1__FORWARD_REQUEST__X_X_DATA)
-        assert_part(s, 3, &whole->x_data);
-    if (s->seen[3])
-        assert_int_not_equal(whole->x_case, MOE__V1__FORWARD_REQUEST__X__NOT_SET);
+    assert_part(s, 3, &whole->x_data);
     moe__v1__forward_request__free_unpacked(h, NULL);
 }
 

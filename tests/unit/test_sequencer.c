@@ -188,9 +188,75 @@ static void nonsense_is_refused(void **state)
     moe_sequencer_destroy(s);
 }
 
+/* ------------------------------------------------------------------------ models */
+
+static void change(struct moe_sequencer *s, uint32_t model, bool serve)
+{
+    struct moe_status st = moe_sequencer_change_model(s, model, serve);
+    assert_int_equal(st.code, MOE_OK);
+}
+
+static void expect_ticket(struct moe_sequencer *s, enum moe_step_kind kind, uint32_t layer)
+{
+    struct moe_ticket t;
+    assert_true(moe_sequencer_next(s, &t));
+    assert_int_equal(t.kind, kind);
+    assert_int_equal(t.layer, layer);
+    done(s, 0, t.seq);
+}
+
+static void a_model_has_tickets_between_its_first_and_its_last(void **state)
+{
+    (void)state;
+    struct moe_sequencer *s = begin(0x1, 64);
+    struct moe_ticket t;
+    const struct moe_step_key key = {moe_layer_key(9, 3), MOE_STEP_FORWARD, MOE_DTYPE_F32};
+    work(s, 0, &key, 5); /* too early: the model is not served */
+    assert_int_equal(moe_sequencer_pending(s), 0);
+    change(s, 9, false); /* it is not served already */
+    assert_false(moe_sequencer_next(s, &t));
+    work(s, 0, &key_a, 5);
+    change(s, 9, true);
+    change(s, 9, true);
+    expect_ticket(s, MOE_STEP_ADD_MODEL, moe_layer_key(9, 0)); /* before other work */
+    expect_ticket(s, MOE_STEP_FORWARD, 3);
+    work(s, 0, &key, 5);
+    expect_ticket(s, MOE_STEP_FORWARD, key.layer);
+    work(s, 0, &key, 70);
+    work(s, 0, &key_a, 1);
+    change(s, 9, false);
+    expect_ticket(s, MOE_STEP_REMOVE_MODEL, moe_layer_key(9, 0));
+    assert_int_equal(moe_sequencer_pending(s), 1); /* its work is dropped */
+    work(s, 0, &key, 5);
+    expect_ticket(s, MOE_STEP_FORWARD, 3);
+    assert_false(moe_sequencer_next(s, &t));
+    change(s, 9, true);
+    expect_ticket(s, MOE_STEP_ADD_MODEL, moe_layer_key(9, 0));
+    moe_sequencer_begin(s, 8, 0x1, 64); /* a view begins with the default model alone */
+    work(s, 0, &key, 5);
+    assert_false(moe_sequencer_next(s, &t));
+    moe_sequencer_destroy(s);
+}
+
+static void impossible_models_are_refused(void **state)
+{
+    (void)state;
+    struct moe_sequencer *s = begin(0x1, 64);
+    assert_refused(moe_sequencer_change_model(s, 0, true), MOE_INVALID_ARGUMENT, MOE_REASON_NONE);
+    assert_refused(moe_sequencer_change_model(s, MOE_MODEL_NUMBER_MAX + 1, true),
+                   MOE_INVALID_ARGUMENT, MOE_REASON_NONE);
+    for (uint32_t i = 1; i <= MOE_ADDED_MODELS_MAX; i++)
+        change(s, i, true);
+    assert_refused(moe_sequencer_change_model(s, 77, true), MOE_RESOURCE_EXHAUSTED,
+                   MOE_REASON_TOO_LARGE);
+    const struct moe_ticket call = {.layer = moe_layer_key(1, 3), .kind = MOE_STEP_ZERO_GRAD};
+    assert_refused(moe_sequencer_call(s, 0, &call, 0), MOE_INVALID_ARGUMENT, MOE_REASON_NONE);
+    moe_sequencer_destroy(s);
+}
+
 /* -------------------------------------------------------------------- simulation */
 
-enum { KEYS = 6, RUNS = 300, EVENTS = 400 };
+enum { MODELS = 3, KEYS_EACH = 4, KEYS = MODELS * KEYS_EACH, RUNS = 300, EVENTS = 400 };
 
 struct sim {
     struct moe_sequencer *s;
@@ -199,12 +265,28 @@ struct sim {
     uint64_t pending[KEYS][MOE_MAX_SLOTS]; /* announced, not covered; from the slots' view */
     uint64_t waited[KEYS];                 /* tickets of other keys since this one has waited */
     uint64_t done[MOE_MAX_SLOTS], issued;
+    bool served[MODELS];                                   /* by the tickets issued so far */
+    uint32_t changes[MOE_SEQUENCER_CHANGES], change_count; /* models that wait for a ticket */
+    uint64_t model_tickets;
 };
 
 static struct moe_step_key key_of(uint32_t k)
 {
-    return (struct moe_step_key){k / 2, MOE_STEP_FORWARD,
+    return (struct moe_step_key){moe_layer_key(k / KEYS_EACH, k % KEYS_EACH / 2), MOE_STEP_FORWARD,
                                  k % 2 == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16};
+}
+
+/* The work of a model that is removed goes with it. */
+static void check_model_ticket(struct sim *m, const struct moe_ticket *t)
+{
+    uint32_t model = moe_layer_model(t->layer);
+    assert_true(m->change_count > 0 && m->changes[0] == model);
+    memmove(m->changes, m->changes + 1, --m->change_count * sizeof *m->changes);
+    assert_int_equal(t->kind, m->served[model] ? MOE_STEP_REMOVE_MODEL : MOE_STEP_ADD_MODEL);
+    m->served[model] = !m->served[model];
+    if (!m->served[model])
+        memset(m->pending[model * KEYS_EACH], 0, KEYS_EACH * sizeof m->pending[0]);
+    m->model_tickets++;
 }
 
 static uint64_t in_flight(const struct sim *m)
@@ -230,8 +312,15 @@ static uint64_t waiting_keys(const struct sim *m)
 static void check_ticket(struct sim *m, const struct moe_ticket *t)
 {
     assert_int_equal(t->seq, m->issued + 1);
+    if (moe_step_traits(t->kind)->changes_models) {
+        check_model_ticket(m, t);
+        return;
+    }
+    assert_int_equal(m->change_count, 0); /* changes come first */
+    assert_true(m->served[moe_layer_model(t->layer)]);
     assert_true(moe_pow2_ceil(t->bucket) == t->bucket && t->bucket <= m->max_bucket);
-    uint32_t chosen = t->layer * 2 + (t->dtype == MOE_DTYPE_BF16);
+    uint32_t chosen = moe_layer_model(t->layer) * KEYS_EACH + moe_layer_index(t->layer) * 2 +
+                      (t->dtype == MOE_DTYPE_BF16);
     uint64_t most = 0;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         most = m->pending[chosen][s] > most ? m->pending[chosen][s] : most;
@@ -272,8 +361,20 @@ static void announce_something(struct sim *m)
         before += m->pending[k][s];
     if (before == 0)
         m->waited[k] = 0;
-    m->pending[k][slot] += tokens;
+    if (m->served[k / KEYS_EACH])
+        m->pending[k][slot] += tokens;
     work(m->s, slot, &key, tokens);
+}
+
+/* Toggles a model, unless it has a change that waits. */
+static void change_something(struct sim *m)
+{
+    uint32_t model = 1 + rng_below(&m->random, MODELS - 1);
+    for (uint32_t i = 0; i < m->change_count; i++)
+        if (m->changes[i] == model)
+            return;
+    m->changes[m->change_count++] = model;
+    change(m->s, model, !m->served[model]);
 }
 
 static void report_something(struct sim *m)
@@ -287,6 +388,7 @@ static void run_simulation(struct sim *m, uint64_t seed)
 {
     m->random.state = seed;
     m->slot_count = 0;
+    m->served[0] = true;
     uint64_t live = 0;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         if (rng_below(&m->random, 4) == 0 || (s == MOE_MAX_SLOTS - 1 && m->slot_count == 0)) {
@@ -296,7 +398,9 @@ static void run_simulation(struct sim *m, uint64_t seed)
     m->max_bucket = UINT32_C(1) << rng_below(&m->random, 7);
     m->s = begin(live, m->max_bucket);
     for (int i = 0; i < EVENTS; i++) {
-        if (rng_below(&m->random, 3) == 0)
+        if (rng_below(&m->random, 24) == 0)
+            change_something(m);
+        else if (rng_below(&m->random, 3) == 0)
             announce_something(m);
         else
             report_something(m);
@@ -316,14 +420,16 @@ static void every_announced_token_is_covered_with_two_steps_in_flight_at_most(vo
 {
     (void)state;
     uint64_t seed = choose_seed();
-    uint64_t tickets = 0;
+    uint64_t tickets = 0, changes = 0;
     for (uint64_t run = 0; run < RUNS; run++) {
         struct sim m = {0};
         run_simulation(&m, seed + run);
         tickets += m.issued;
+        changes += m.model_tickets;
     }
-    print_message("%d schedules, %llu tickets\n", RUNS, (unsigned long long)tickets);
-    assert_true(tickets > RUNS);
+    print_message("%d schedules, %llu tickets, %llu of them change models\n", RUNS,
+                  (unsigned long long)tickets, (unsigned long long)changes);
+    assert_true(tickets > RUNS && changes > RUNS);
 }
 
 /* ---------------------------------------------------------------------- training */
@@ -704,6 +810,8 @@ int main(void)
         cmocka_unit_test(kinds_of_work_take_turns),
         cmocka_unit_test(a_failed_step_stops_everything_until_the_next_view),
         cmocka_unit_test(nonsense_is_refused),
+        cmocka_unit_test(a_model_has_tickets_between_its_first_and_its_last),
+        cmocka_unit_test(impossible_models_are_refused),
         cmocka_unit_test(every_announced_token_is_covered_with_two_steps_in_flight_at_most),
         cmocka_unit_test(a_training_call_gets_a_separate_ticket_with_its_body),
         cmocka_unit_test(a_retained_forward_shares_no_ticket),

@@ -102,8 +102,7 @@ struct bad {
     Ask ask;
     float x[BAD_TOKENS * 24], weights[BAD_TOKENS * 2];
     int32_t ids[BAD_TOKENS * 2];
-    Moe__V1__SharedMemoryRef memory;
-    Moe__V1__CudaRef cuda;
+    Moe__V1__RetainForBackward retain;
 };
 
 static void server_routes(Ask *a)
@@ -166,11 +165,30 @@ static void spoil_x_width(struct bad *b)
 }
 static void spoil_x_missing(struct bad *b)
 {
-    b->ask.x_case = MOE__V1__FORWARD_STREAM_REQUEST__X__NOT_SET;
+    b->ask.x_data.len = 0;
 }
 static void spoil_mode(struct bad *b)
 {
     b->ask.routing_mode = 9;
+}
+static void spoil_parts(struct bad *b)
+{
+    b->ask.parts = 4;
+}
+static void spoil_parts_given(struct bad *b)
+{
+    b->ask.parts = MOE__V1__LAYER_PARTS__LAYER_PARTS_SHARED;
+}
+static void spoil_parts_returned(struct bad *b)
+{
+    server_routes(&b->ask);
+    b->ask.parts = MOE__V1__LAYER_PARTS__LAYER_PARTS_SHARED;
+    b->ask.return_routing = true;
+}
+static void spoil_parts_retained(struct bad *b)
+{
+    b->ask.parts = MOE__V1__LAYER_PARTS__LAYER_PARTS_ROUTED;
+    b->ask.retain = &b->retain;
 }
 static void spoil_ids_missing(struct bad *b)
 {
@@ -229,18 +247,6 @@ static void spoil_token_ids(struct bad *b)
 {
     b->ask.token_ids = (ProtobufCBinaryData){.len = sizeof b->x, .data = (uint8_t *)b->x};
 }
-static void spoil_shared_memory(struct bad *b)
-{
-    moe__v1__shared_memory_ref__init(&b->memory);
-    b->ask.x_case = MOE__V1__FORWARD_STREAM_REQUEST__X_X_SHARED_MEMORY;
-    b->ask.x_shared_memory = &b->memory;
-}
-static void spoil_cuda(struct bad *b)
-{
-    moe__v1__cuda_ref__init(&b->cuda);
-    b->ask.x_case = MOE__V1__FORWARD_STREAM_REQUEST__X_X_CUDA;
-    b->ask.x_cuda = &b->cuda;
-}
 static void spoil_epoch(struct bad *b)
 {
     b->ask.epoch = 1234;
@@ -286,6 +292,10 @@ static const struct {
     {spoil_x_width, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
     {spoil_x_missing, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
     {spoil_mode, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_parts, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID},
+    {spoil_parts_given, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_parts_returned, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_parts_retained, MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED},
     {spoil_ids_missing, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
     {spoil_weights_missing, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
     {spoil_ids_unwanted, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
@@ -300,8 +310,6 @@ static const struct {
     {spoil_weights_nan, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
     {spoil_weights_infinite, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
     {spoil_token_ids, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
-    {spoil_shared_memory, MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED},
-    {spoil_cuda, MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED},
     {spoil_epoch, MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH},
     {spoil_version, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH},
     {spoil_logits_nan, MOE_INVALID_ARGUMENT, MOE_REASON_NONFINITE_LOGITS},
@@ -313,6 +321,7 @@ static void fill_bad(struct bad *b)
 {
     struct request r;
     request_fill(&r, &service.worker, 0, BAD_TOKENS, MOE_DTYPE_F32, MOE_ROUTE_IDS_WEIGHTS);
+    moe__v1__retain_for_backward__init(&b->retain);
     ask_fill(&b->ask, &service, &r, false);
     memcpy(b->x, r.x, sizeof b->x);
     memcpy(b->ids, r.ids_in, sizeof b->ids);
@@ -681,6 +690,7 @@ static void the_server_describes_itself_and_its_model(void **state)
     assert_non_null(info);
     assert_string_equal(info->name, "moe-worker");
     assert_string_equal(info->backend, "cpu");
+    assert_string_equal(info->cuda_problem, ""); /* the fixture tells nothing of modules */
     assert_string_equal(info->coordinator, "127.0.0.1:2");
     assert_int_equal(info->n_workers, 1);
     assert_string_equal(info->workers[0], "127.0.0.1:1");

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The coordinator's log: acknowledged records survive, others are dropped, damage is not read as
  * data, and reading a damaged file does not lower an epoch. */
-#include "coordinator/store.h"
+#include "coordinator/saved.h"
 #include "support/check.h"
 #include "support/directory.h"
 #include "support/random.h"
@@ -17,6 +17,12 @@
 
 static char directory[MOE_TEST_DIRECTORY_BYTES];
 static char log_path[MOE_TEST_DIRECTORY_BYTES + 16];
+static struct moe_added_saved models; /* what the last open or decode has found */
+static const struct moe_added_saved few_models = {
+    .highest = 9,
+    .count = 2,
+    .models = {{.number = 3, .name = "mixtral", .directory = "/models/a b", .fingerprint = "f00d"},
+               {.number = 9, .leaving = true, .name = "x", .directory = "/y"}}};
 
 static int fresh_directory(void **unused)
 {
@@ -64,7 +70,7 @@ static struct moe_membership_saved state_of(uint64_t epoch, bool view)
 static struct moe_store *open_store(struct moe_membership_saved *state)
 {
     struct moe_store *s = NULL;
-    struct moe_status st = moe_store_open(directory, &s, state);
+    struct moe_status st = moe_saved_open(directory, &s, state, &models);
     if (st.code != MOE_OK)
         fail_msg("cannot open: %s", st.text);
     return s;
@@ -72,7 +78,7 @@ static struct moe_store *open_store(struct moe_membership_saved *state)
 
 static void append(struct moe_store *s, struct moe_membership_saved state)
 {
-    struct moe_status st = moe_store_append(s, &state);
+    struct moe_status st = moe_saved_append(s, &state, &few_models);
     if (st.code != MOE_OK)
         fail_msg("cannot append: %s", st.text);
 }
@@ -107,7 +113,73 @@ static void a_restart_finds_the_last_state(void **unused)
     for (int i = 0; i < 3; i++) {
         s = open_store(&found);
         assert_memory_equal(&found, &want, sizeof want);
+        assert_memory_equal(&models, &few_models, sizeof models);
         moe_store_close(s);
+    }
+}
+
+static void as_many_models_as_a_group_may_have_are_found_again(void **unused)
+{
+    (void)unused;
+    struct moe_membership_saved found, want = state_of(2, true);
+    struct moe_added_saved many = {.highest = MOE_ADDED_NUMBER_MAX, .count = MOE_ADDED_MAX};
+    for (uint32_t i = 0; i < many.count; i++) {
+        struct moe_added_entry *e = &many.models[i];
+        e->number = 1000 * (i + 1);
+        memset(e->name, 'n', sizeof e->name - 1);
+        memset(e->directory, '/', sizeof e->directory - 1);
+        memset(e->fingerprint, 'f', sizeof e->fingerprint - 1);
+    }
+    struct moe_store *s = open_store(&found);
+    for (int i = 0; i < 12; i++) /* the file is replaced in between */
+        assert_int_equal(moe_saved_append(s, &want, &many).code, MOE_OK);
+    moe_store_close(s);
+    moe_store_close(open_store(&found));
+    assert_memory_equal(&found, &want, sizeof want);
+    assert_memory_equal(&models, &many, sizeof many);
+}
+
+static uint32_t crc(const uint8_t *data, size_t length)
+{
+    uint32_t sum = UINT32_MAX;
+    for (size_t i = 0; i < length; i++) {
+        sum ^= data[i];
+        for (int bit = 0; bit < 8; bit++)
+            sum = (sum >> 1) ^ (UINT32_C(0x82f63b78) & (0 - (sum & 1)));
+    }
+    return ~sum;
+}
+
+static void put_sum(uint8_t *at, uint32_t sum)
+{
+    for (int i = 0; i < 4; i++)
+        at[i] = (uint8_t)(sum >> (8 * i));
+}
+
+/* Format 3 ends records with the cordons. */
+static void a_log_of_the_release_before_is_read(void **unused)
+{
+    (void)unused;
+    enum { MODELS_BYTES = 4 + 4 + 2 * 5 + 6 * 2 + 7 + 11 + 4 + 1 + 2 };
+    uint8_t image[4096];
+    struct moe_membership_saved found, want = state_of(7, false);
+    struct moe_store *s = open_store(&found);
+    assert_int_equal(unlink(log_path), 0); /* the next append writes a file with one record */
+    append(s, want);
+    moe_store_close(s);
+    size_t length = read_file(image, sizeof image) - MODELS_BYTES;
+    image[8] = 3;
+    put_sum(image + 12, crc(image, 12));
+    image[16] = (uint8_t)(image[16] - MODELS_BYTES);
+    put_sum(image + 24, crc(image + 32, length - 32));
+    put_sum(image + 28, crc(image + 16, 12));
+    write_file(image, length);
+    memset(&models, 1, sizeof models);
+    for (int i = 0; i < 2; i++) { /* the second time, in the format of this release */
+        moe_store_close(open_store(&found));
+        assert_memory_equal(&found, &want, sizeof want);
+        assert_int_equal(models.highest, 0);
+        assert_int_equal(models.count, 0);
     }
 }
 
@@ -115,7 +187,7 @@ static void refuse_open(enum moe_code code, const char *what)
 {
     struct moe_membership_saved found;
     struct moe_store *s = NULL;
-    struct moe_status st = moe_store_open(directory, &s, &found);
+    struct moe_status st = moe_saved_open(directory, &s, &found, &models);
     print_message("  %s\n", st.text);
     assert_int_equal(st.code, code);
     assert_null(s);
@@ -166,7 +238,7 @@ static void only_one_process_has_it_open(void **unused)
     (void)unused;
     struct moe_membership_saved found;
     struct moe_store *s = open_store(&found), *second = NULL;
-    struct moe_status st = moe_store_open(directory, &second, &found);
+    struct moe_status st = moe_saved_open(directory, &second, &found, &models);
     assert_int_equal(st.code, MOE_ALREADY_EXISTS);
     assert_null(second);
     moe_store_close(s);
@@ -177,7 +249,7 @@ static void a_directory_that_cannot_be_is_named(void **unused)
     (void)unused;
     struct moe_membership_saved found;
     struct moe_store *s = NULL;
-    struct moe_status st = moe_store_open("/no/such/folder", &s, &found);
+    struct moe_status st = moe_saved_open("/no/such/folder", &s, &found, &models);
     assert_int_equal(st.code, MOE_UNAVAILABLE);
     assert_non_null(strstr(st.text, "/no/such/folder: "));
     assert_null(s);
@@ -226,7 +298,7 @@ static void an_incomplete_tail_loses_no_acknowledged_epoch(void **unused)
         write_file(image, cut);
         struct moe_membership_saved found;
         struct moe_store *s = NULL;
-        struct moe_status st = moe_store_open(directory, &s, &found);
+        struct moe_status st = moe_saved_open(directory, &s, &found, &models);
         if (st.code != MOE_OK) {
             /* A new log has a header and a record: less than that is not an incomplete append. */
             assert_int_equal(st.code, MOE_DATA_LOSS);
@@ -237,6 +309,7 @@ static void an_incomplete_tail_loses_no_acknowledged_epoch(void **unused)
         uint64_t whole = cut >= ends[2] ? 12 : cut >= ends[1] ? 11 : cut >= ends[0] ? 10 : 0;
         bool clean = cut == ends[2] || cut == ends[1] || cut == ends[0] || found.epoch == 0;
         assert_true(clean ? found.epoch == whole : found.epoch > whole);
+        assert_true(clean || cut < ends[0] || models.highest > few_models.highest);
         assert_true(clean || found.view_epoch == 0);
         /* The store goes on from there, and the next start finds a clean file. */
         append(s, state_of(found.epoch + 1, true));
@@ -259,13 +332,14 @@ static void no_flipped_bit_makes_an_epoch_fall(void **unused)
         bad[bit / 8] ^= (uint8_t)(1u << (bit % 8));
         struct moe_membership_saved found;
         bool incomplete;
-        struct moe_status st = moe_store_decode(bad, length, &found, &incomplete);
+        struct moe_status st = moe_saved_decode(bad, length, &found, &models, &incomplete);
         if (st.code != MOE_OK) {
             refused++;
             continue;
         }
         assert_true(incomplete);
         assert_true(found.epoch > 12);
+        assert_true(models.highest > few_models.highest);
         assert_int_equal(found.view_epoch, 0);
         repaired++;
     }
@@ -292,32 +366,25 @@ static void files_of_other_releases_are_refused_by_name(void **unused)
     struct moe_membership_saved found;
     bool incomplete;
     image[0] ^= 1;
-    struct moe_status st = moe_store_decode(image, length, &found, &incomplete);
+    struct moe_status st = moe_saved_decode(image, length, &found, &models, &incomplete);
     assert_int_equal(st.code, MOE_DATA_LOSS);
     print_message("  %s\n", st.text);
-    /* Format 4, and record kind 2, with good checksums. The kind of the first record is at 20. */
-    static const uint8_t format_4[16] = {'m', 'o', 'e', 'd', 'l', 'o', 'g', '\n', 4, 0, 0, 0};
+    /* Format 5, and record kind 2, with good checksums. The kind of the first record is at 20. */
+    static const uint8_t format_5[16] = {'m', 'o', 'e', 'd', 'l', 'o', 'g', '\n', 5, 0, 0, 0};
     uint8_t kind_2[32];
-    memcpy(kind_2, "moedlog\n\3\0\0\0", 12);
+    memcpy(kind_2, "moedlog\n\4\0\0\0", 12);
     image[0] ^= 1;
     memcpy(kind_2 + 12, image + 12, 4);
     const uint8_t head[12] = {0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0};
     memcpy(kind_2 + 16, head, 12);
     uint8_t newer[16];
-    memcpy(newer, format_4, 16);
-    for (int which = 0; which < 2; which++) { /* CRC-32C of the 12 bytes before */
-        uint8_t *at = which == 0 ? newer : kind_2 + 16;
-        uint32_t crc = UINT32_MAX;
-        for (int i = 0; i < 12; i++)
-            for (int bit = (crc ^= at[i], 0); bit < 8; bit++)
-                crc = (crc >> 1) ^ (UINT32_C(0x82f63b78) & (0 - (crc & 1)));
-        for (int i = 0; i < 4; i++)
-            at[12 + i] = (uint8_t)(~crc >> (8 * i));
-    }
-    st = moe_store_decode(newer, sizeof newer, &found, &incomplete);
+    memcpy(newer, format_5, 16);
+    put_sum(newer + 12, crc(newer, 12));
+    put_sum(kind_2 + 28, crc(kind_2 + 16, 12));
+    st = moe_saved_decode(newer, sizeof newer, &found, &models, &incomplete);
     assert_int_equal(st.reason, MOE_REASON_VERSION_MISMATCH);
     print_message("  %s\n", st.text);
-    st = moe_store_decode(kind_2, sizeof kind_2, &found, &incomplete);
+    st = moe_saved_decode(kind_2, sizeof kind_2, &found, &models, &incomplete);
     assert_int_equal(st.reason, MOE_REASON_VERSION_MISMATCH);
     print_message("  %s\n", st.text);
 }
@@ -337,7 +404,7 @@ static void a_failed_write_changes_nothing(void **unused)
     small = (struct rlimit){.rlim_cur = (rlim_t)info.st_size + 10, .rlim_max = old.rlim_max};
     void (*before)(int) = signal(SIGXFSZ, SIG_IGN);
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
-    struct moe_status st = moe_store_append(s, &next);
+    struct moe_status st = moe_saved_append(s, &next, &few_models);
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &old), 0);
     signal(SIGXFSZ, before);
     assert_int_equal(st.code, MOE_UNAVAILABLE);
@@ -345,7 +412,7 @@ static void a_failed_write_changes_nothing(void **unused)
     uint8_t image[4096];
     bool incomplete;
     size_t length = read_file(image, sizeof image);
-    st = moe_store_decode(image, length, &found, &incomplete);
+    st = moe_saved_decode(image, length, &found, &models, &incomplete);
     assert_int_equal(st.code, MOE_OK);
     assert_false(incomplete);
     assert_memory_equal(&found, &state, sizeof state);
@@ -369,7 +436,7 @@ static void a_log_that_was_removed_is_written_anew(void **unused)
             assert_int_equal(unlink(log_path), 0);
         append(s, want);
         append(s, want);
-        struct moe_status st = moe_store_open(directory, &second, &found);
+        struct moe_status st = moe_saved_open(directory, &second, &found, &models);
         assert_int_equal(st.code, MOE_ALREADY_EXISTS); /* it has the lock */
         moe_store_close(s);
         moe_store_close(open_store(&found));
@@ -387,7 +454,7 @@ static void a_directory_that_cannot_be_made_again_is_an_error_until_it_can(void 
     assert_true(fd >= 0);
     close(fd);
     for (int i = 0; i < 2; i++) {
-        struct moe_status st = moe_store_append(s, &want);
+        struct moe_status st = moe_saved_append(s, &want, &few_models);
         assert_int_equal(st.code, MOE_UNAVAILABLE);
     }
     assert_int_equal(unlink(directory), 0);
@@ -411,8 +478,8 @@ static void random_bytes_are_never_good_data(void **unused)
         }
         struct moe_membership_saved found;
         bool incomplete;
-        struct moe_status st =
-            moe_store_decode(bad, rng_below(&random, (uint32_t)length + 1), &found, &incomplete);
+        struct moe_status st = moe_saved_decode(bad, rng_below(&random, (uint32_t)length + 1),
+                                                &found, &models, &incomplete);
         if (st.code == MOE_OK)
             assert_true(found.epoch <= 12 + 64);
     }
@@ -423,6 +490,8 @@ int main(void)
 #define STORE_TEST(f) cmocka_unit_test_setup_teardown(f, fresh_directory, remove_directory)
     const struct CMUnitTest tests[] = {
         STORE_TEST(a_restart_finds_the_last_state),
+        STORE_TEST(as_many_models_as_a_group_may_have_are_found_again),
+        STORE_TEST(a_log_of_the_release_before_is_read),
         STORE_TEST(only_one_process_has_it_open),
         STORE_TEST(a_directory_that_others_may_write_to_is_refused),
         STORE_TEST(damage_is_reported_with_the_name_of_the_file),

@@ -237,6 +237,8 @@ static void open_tracer(struct world *w, const char *collector, struct moe_trace
     config.service_name = "test";
     config.metrics = w->metrics;
     config.flush_ms = 5;
+    if (config.parents_per_s == 0)
+        config.parents_per_s = 1000 * 1000;
     if (config.send_ms == 0)
         config.send_ms = 1000 * AWAIT_S; /* a slow machine changes no result */
     assert_ok(moe_tracer_create(&config, &w->tracer));
@@ -248,17 +250,24 @@ static void close_tracer(struct world *w)
     moe_metrics_destroy(w->metrics);
 }
 
-static uint64_t counted(const struct world *w, const char *result)
+/* `series` ends with a blank. */
+static uint64_t value_of(const struct world *w, const char *series)
 {
-    char *text, series[64];
+    char *text;
     size_t length;
     assert_ok(moe_metrics_render(w->metrics, &text, &length));
-    (void)snprintf(series, sizeof series, "moe_trace_spans_total{result=\"%s\"} ", result);
     const char *at = strstr(text, series);
     assert_non_null(at);
     uint64_t value = strtoull(at + strlen(series), NULL, 10);
     free(text);
     return value;
+}
+
+static uint64_t counted(const struct world *w, const char *result)
+{
+    char series[64];
+    (void)snprintf(series, sizeof series, "moe_trace_spans_total{result=\"%s\"} ", result);
+    return value_of(w, series);
 }
 
 static void await_count(const struct world *w, const char *result, uint64_t want)
@@ -538,6 +547,34 @@ static void roots_are_sampled_by_share_and_others_by_their_parent(void **state)
     assert_false(c.sampled);
 }
 
+/* A caller that samples every request gets spans for as many as the rate allows. */
+static void callers_sample_up_to_a_rate(void **state)
+{
+    enum { RATE = 100, MANY = 5000 };
+    struct world w;
+    struct moe_trace_context c;
+    unsigned sampled = 0;
+    (void)state;
+    open_tracer(&w, "127.0.0.1:9", (struct moe_tracer_config){.parents_per_s = RATE});
+    const uint64_t begin = moe_clock_ns();
+    for (unsigned i = 0; i < MANY; i++) {
+        moe_trace_begin(w.tracer, "00-" TRACE "-" PARENT "-01", 55, &c);
+        sampled += c.sampled;
+        char id[MOE_TRACE_ID_TEXT];
+        moe_trace_id_text(&c, id);
+        assert_string_equal(id, TRACE); /* logs name the trace of every request */
+    }
+    const uint64_t lasted = moe_clock_ns() - begin;
+    assert_in_range(sampled, RATE, RATE + 1 + lasted * RATE / MOE_NS_PER_S);
+    assert_int_equal(value_of(&w, "\nmoe_trace_capped_requests_total "), MANY - sampled);
+    moe_sleep_until(moe_clock_ns() + 50 * MOE_NS_PER_MS); /* room for five */
+    for (unsigned i = 0; i < 4; i++) {
+        moe_trace_begin(w.tracer, "00-" TRACE "-" PARENT "-01", 55, &c);
+        assert_true(c.sampled);
+    }
+    close_tracer(&w);
+}
+
 static int compare_ids(const void *a, const void *b)
 {
     return memcmp(a, b, 16);
@@ -595,6 +632,7 @@ int main(void)
         cmocka_unit_test(rejected_spans_are_counted),
         cmocka_unit_test(the_end_sends_what_is_queued),
         cmocka_unit_test(roots_are_sampled_by_share_and_others_by_their_parent),
+        cmocka_unit_test(callers_sample_up_to_a_rate),
         cmocka_unit_test(roots_have_different_ids),
         cmocka_unit_test(an_address_that_is_no_collectors_is_refused),
     };

@@ -123,8 +123,11 @@ static void start_scene(struct scene *s, uint32_t count)
 {
     memset(s, 0, sizeof *s);
     s->count = count;
-    const struct moe_coordinator_config config = {
-        .listen = "127.0.0.1:0", .slots = count, .lease_ms = 5000, .form_timeout_ms = 20000};
+    const struct moe_coordinator_config config = {.listen = "127.0.0.1:0",
+                                                  .slots = count,
+                                                  .replicas = 1,
+                                                  .lease_ms = 5000,
+                                                  .form_timeout_ms = 20000};
     assert_ok(moe_coordinator_create(&config, &s->coordinator));
     (void)snprintf(s->endpoint, sizeof s->endpoint, "127.0.0.1:%u",
                    moe_coordinator_port(s->coordinator));
@@ -185,7 +188,6 @@ static struct moe_status forward(struct scene *s, uint32_t slot, uint64_t *epoch
     q.tokens = TOKENS;
     q.hidden = hidden;
     q.dtype = MOE__V1__DATA_TYPE__DATA_TYPE_F32;
-    q.x_case = MOE__V1__FORWARD_REQUEST__X_X_DATA;
     q.x_data = (ProtobufCBinaryData){TOKENS * hidden * sizeof(float), (uint8_t *)golden_x};
     size_t length = moe__v1__forward_request__get_packed_size(&q);
     uint8_t *bytes = malloc(length);

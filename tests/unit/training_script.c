@@ -4,6 +4,7 @@
 
 #include "base/wait.h"
 #include "moe/training.h"
+#include "step_rows.h"
 #include "support/check.h"
 
 #include <stdlib.h>
@@ -74,10 +75,14 @@ script_backward(struct moe_session *s, const struct moe_backward_args *args, str
 static void compute(const struct moe_step *step)
 {
     if (!step->backward) {
-        if (step->forward_args.tokens > 0)
-            memset(step->forward_args.token_state, MOE_TOKEN_OK, step->forward_args.tokens);
-        for (uint32_t i = 0; i < step->forward_args.tokens * SCRIPT_HIDDEN; i++)
-            ((float *)step->forward_args.y)[i] = 1;
+        const struct moe_step_args *a = &step->forward_args;
+        if (a->tokens > 0)
+            memset(a->token_state, MOE_TOKEN_OK, a->tokens);
+        for (uint32_t part = 0; part < step_parts(a); part++) {
+            const struct moe_step_segment rows = step_part(a, part);
+            for (uint32_t i = 0; i < rows.tokens * SCRIPT_HIDDEN; i++)
+                ((float *)rows.y)[i] = 1;
+        }
         return;
     }
     const struct moe_backward_args *a = &step->backward_args;

@@ -11,10 +11,11 @@ foreach(part training_engine retain_engine copying_engine)
   moe_test(test_${part} SOURCES test_${part}.c training_fixture.c training_script.c engine_hooks.c
            USES moe_worker_core moe_test_clock LABELS worker)
 endforeach()
-foreach(part engine engine_failures engine_health staging)
+foreach(part engine engine_models engine_failures engine_health staging)
   moe_test(test_${part} SOURCES test_${part}.c worker_fixture.c engine_hooks.c
            USES moe_worker_core moe_cpu moe_oracle m LABELS worker)
 endforeach()
+moe_test(test_step_slot SOURCES test_step_slot.c USES moe_engine moe_cpu LABELS worker)
 # The same with an engine that spins after a step: briefly, so that it also sleeps, and
 # for so long that it does not.
 foreach(part engine engine_failures training_engine retain_engine copying_engine)
@@ -24,8 +25,10 @@ foreach(part engine engine_failures training_engine retain_engine copying_engine
       ENVIRONMENT "MOE_TEST_SPIN_US=${spin}")
   endforeach()
 endforeach()
-foreach(part service service_stream)
+foreach(part service service_stream service_models)
   moe_test(test_${part} SOURCES test_${part}.c service_fixture.c worker_fixture.c engine_hooks.c
-           USES moe_worker_core moe_cpu moe_oracle m LABELS worker TIMEOUT 120)
+           all_experts.c USES moe_worker_core moe_cpu moe_oracle m LABELS worker TIMEOUT 120)
+  target_compile_definitions(test_${part} PRIVATE
+    MOE_GOLDEN_MODELS="${PROJECT_SOURCE_DIR}/tests/golden/models")
 endforeach()
 include(worker_group.cmake)

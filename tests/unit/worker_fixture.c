@@ -146,6 +146,36 @@ static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_s
     moe_mutex_unlock(&w->lock);
 }
 
+static void on_model_changed(void *ctx, uint32_t model, bool served, uint64_t epoch)
+{
+    struct worker *w = ctx;
+    MOE_INVARIANT(model != 0 && epoch == w->epoch);
+    atomic_fetch_add(served ? &w->added : &w->removed, 1);
+    if (w->models != NULL)
+        moe_models_changed(w->models, model, served, epoch);
+}
+
+void worker_order_change(struct worker *w, uint32_t model, bool serve)
+{
+    moe_mutex_lock(&w->lock);
+    assert_ok(moe_sequencer_change_model(w->sequencer, model, serve));
+    run_due_tickets(w);
+    moe_mutex_unlock(&w->lock);
+}
+
+void worker_change_model(struct worker *w, uint32_t model, bool serve)
+{
+    _Atomic uint64_t *count = serve ? &w->added : &w->removed;
+    uint64_t before = atomic_load(count), limit = moe_clock_ns() + 30 * MOE_NS_PER_S;
+    struct timespec interval = {.tv_nsec = 100000};
+    worker_order_change(w, model, serve);
+    while (atomic_load(count) == before) {
+        if (moe_clock_ns() > limit)
+            fail_msg("a change of models did not end in half a minute");
+        nanosleep(&interval, NULL);
+    }
+}
+
 static struct moe_status gather_alone(void *ctx, const void *mine, void *all, size_t bytes)
 {
     (void)ctx;
@@ -160,7 +190,7 @@ void worker_start_view(struct worker *w)
         .live = 1,
         .epoch = w->epoch + 1,
         .max_tokens = WORKER_BUCKET,
-        .max_hidden = 40,
+        .max_hidden = WORKER_HIDDEN,
         .max_top_k = 3,
         .max_experts = 300,
         .wait_budget_ms = 2000,
@@ -204,10 +234,12 @@ void worker_open_watched(struct worker *w, struct moe_progress *p)
         .layers = w->layers,
         .specs = w->specs,
         .layer_count = WORKER_LAYERS,
+        .max_hidden = WORKER_HIDDEN,
         .max_tokens_per_step = WORKER_BUCKET,
         .max_queued_tokens = WORKER_QUEUE,
         .announce = on_announce,
         .finished = on_finished,
+        .model_changed = on_model_changed,
         .progress = p,
         .heartbeat = on_heartbeat,
         .spin_ns = spin_of_test(),
@@ -322,7 +354,8 @@ void request_check(const struct request *r, const struct worker *w)
     size_t n = (size_t)work->tokens * spec->hidden;
     double *want = zeroed(n * sizeof *want), error = 0, norm = 0;
     uint8_t *mode = zeroed(work->tokens), *state = zeroed(work->tokens);
-    memset(mode, MOE_ROUTE_IDS_WEIGHTS, work->tokens);
+    memset(mode, MOE_ROUTE_IDS_WEIGHTS | (work->without_shared ? MOE_ROUTE_WITHOUT_SHARED : 0),
+           work->tokens);
     assert_ok(moe_oracle_forward(w->oracles[r->layer], work->dtype, work->tokens, r->x, mode,
                                  r->ids_out, r->weights_out, NULL, NULL, state, NULL, want));
     for (size_t i = 0; i < n; i++) {

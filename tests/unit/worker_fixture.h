@@ -7,6 +7,7 @@
 #include "base/mutex.h"
 #include "daemon/progress.h"
 #include "engine/engine.h"
+#include "models/models.h"
 #include "moe/backend.h"
 #include "oracle/oracle.h"
 #include "schedule/sequencer.h"
@@ -20,6 +21,7 @@
 /* Layer 1: softmax, renormalised, E = 8, K = 2, H = 24. Layer 4: sigmoid with selection bias and a
  * shared expert, E = 300 and Z = 4 (ids need 16 bits), K = 3, H = 40. */
 enum { WORKER_LAYERS = 2, WORKER_BUCKET = 16, WORKER_QUEUE = 4096 };
+enum { WORKER_HIDDEN = 64 }; /* of the widest added model */
 
 struct worker {
     struct moe_device *device;
@@ -33,6 +35,8 @@ struct worker {
     struct moe_mutex lock; /* of the sequencer */
     struct moe_sequencer *sequencer;
     _Atomic uint64_t tickets, beats;
+    _Atomic uint64_t added, removed; /* calls of model_changed */
+    struct moe_models *models;       /* gets them, too; NULL = none */
 };
 
 void worker_open(struct worker *w); /* no view yet */
@@ -41,6 +45,9 @@ void worker_open_watched(struct worker *w, struct moe_progress *p);
 void worker_start_view(struct worker *w);
 void worker_stop_view(struct worker *w); /* if there is one */
 void worker_close(struct worker *w);
+/* The sequencer is to serve an added model, or not; the second waits until its ticket has run. */
+void worker_order_change(struct worker *w, uint32_t model, bool serve);
+void worker_change_model(struct worker *w, uint32_t model, bool serve);
 
 /* One request with all its tensors, filled at random. */
 struct request {

@@ -9,10 +9,16 @@
  * The library checks arguments before it sends anything. It sends x from the caller's memory and
  * writes y into the caller's memory.
  *
+ * Large batches. An x of 2 MiB or more goes to its worker in parts, by rows, over
+ * several connections. If the weights change meanwhile, it is sent once more as one request; if it
+ * is too large for that, it fails with ABORTED/VERSION_MISMATCH. A pass that is retained is never
+ * cut.
+ *
  * Retries. Only a forward that fails with UNAVAILABLE is retried: up to max_attempts times, on
  * another worker if there is one, after a growing pause or the server's hint. If the pass is to be
  * retained for Backward, the library retries until the call's time is over. Training calls have
- * their own rule (moe/client_training.h).
+ * their own rule (moe/client_training.h). UNAVAILABLE/MODEL_LOADING is retried likewise: a slot has
+ * not loaded the model yet.
  *
  * Trust. A worker of the same user on this host is reached by its Unix socket, and knows the user.
  * Other connections use TLS if the config, or the environment, names a CA. The worker's certificate
@@ -44,13 +50,23 @@ extern "C" {
 
 struct moe_client;
 
+/* How a worker is reached. */
+enum moe_client_way {
+    MOE_CLIENT_WAY_ANY,  /* by the Unix socket of a worker of this user on this host, else by TCP */
+    MOE_CLIENT_WAY_TCP,  /* by TCP in any case, for measurements */
+    MOE_CLIENT_WAY_UNIX, /* by the Unix socket; connecting fails with
+                            FAILED_PRECONDITION/UNSUPPORTED if there is none */
+};
+
 struct moe_client_config {
     size_t size;
     const char *endpoint;   /* "host:port" of any worker of the group */
     bool spread;            /* find the other workers and spread requests and batches over them */
     uint32_t spread_tokens; /* with spread: split a batch of more tokens than this over several
                                workers; 0 = 512 */
-    uint32_t connections;   /* connections per worker; 0 = 1 */
+    uint32_t connections;   /* connections per worker, for calls and for parts of large batches;
+                               0 = 1, and up to 4 for parts of large batches, which open when one
+                               needs them */
     uint64_t timeout_ms;    /* default time of a call, retries included; 0 = 60000 */
     uint32_t max_attempts;  /* attempts of a forward without retain_session; 0 = 4 */
     uint32_t spin_us;       /* how long a connection's thread spins for the next answer. This
@@ -68,6 +84,11 @@ struct moe_client_config {
      * connecting and forwards fail with FAILED_PRECONDITION/MODEL_MISMATCH unless the group serves
      * that model. Training does not change it. NULL = any model. Copied. */
     const char *model_digest;
+    /* Name of the model that all calls of this client go to (moe_client_info.models). Connecting
+     * fails with NOT_FOUND/MODEL_NOT_FOUND unless the group has it. Only the default model can
+     * train. NULL or "" = the default model of the group. Copied. */
+    const char *model;
+    enum moe_client_way way; /* 0 = MOE_CLIENT_WAY_ANY */
 };
 
 /* Connects, and asks the server for its limits and model. */
@@ -100,6 +121,10 @@ struct moe_client_info {
     const struct moe_client_layer *layers;
     size_t layer_count;
     const char *model_digest; /* "" = the group has not formed yet */
+    /* Names of the models that the worker serves, the default model first. Empty before the group
+     * has formed. */
+    const char *const *models;
+    size_t model_count;
 };
 /* The state of the time of moe_client_connect. */
 const struct moe_client_info *moe_client_get_info(const struct moe_client *c);
@@ -138,6 +163,11 @@ struct moe_client_forward {
     bool retained;             /* the worker has retained the pass for Backward */
     bool retained_activations; /* and its device retains gate and up, as long as it has room */
     struct moe_client_stages stages;
+    /* request: summands of y. MOE_PARTS_SHARED excludes all topk fields; neither single part can be
+     * retained for Backward. A worker of a release before this field fails the call with
+     * MOE_UNIMPLEMENTED/UNSUPPORTED, unless the field is MOE_PARTS_BOTH. */
+    enum moe_parts parts;
+    uint32_t reserved; /* 0 */
 };
 
 /* Blocks until y is complete. */

@@ -3,13 +3,14 @@
 #include "moectl/group/link.h"
 
 #include "base/clock.h"
+#include "daemon/endpoint.h"
 #include "rpc/client.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 enum {
-    REQUEST_MAX = 1024,
+    REQUEST_MAX = 8192,       /* the path of a directory has at most 4096 */
     PROBE_MS = 500,           /* for one of several workers to answer */
     ANSWER_MAX = 1024 * 1024, /* bytes; a full status is some tens of KiB */
 };
@@ -108,11 +109,12 @@ struct moe_status moectl_link_status(struct moectl_link *link, uint64_t deadline
     return st;
 }
 
-struct moe_status moectl_link_placement(struct moectl_link *link, uint32_t layer,
+struct moe_status moectl_link_placement(struct moectl_link *link, const char *model, uint32_t layer,
                                         uint64_t deadline_ns, Moe__V1__GetPlacementResponse **out)
 {
     Moe__V1__GetPlacementRequest request = MOE__V1__GET_PLACEMENT_REQUEST__INIT;
     ProtobufCMessage *answer;
+    request.model = (char *)(uintptr_t)model; /* packing only reads */
     request.layer = layer;
     struct moe_status st =
         moectl_link_call(link, "/moe.v1.AdminService/GetPlacement", &request.base, deadline_ns,
@@ -133,6 +135,24 @@ struct moe_status moectl_link_metrics(struct moectl_link *link, uint64_t deadlin
     return *page != NULL
                ? moe_ok()
                : moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
+}
+
+struct moe_status moectl_link_add_expert_rows(struct moectl_link *link, uint32_t layer,
+                                              uint64_t deadline_ns, uint64_t *rows, size_t count)
+{
+    Moe__V1__GetMetricsRequest request = MOE__V1__GET_METRICS_REQUEST__INIT;
+    ProtobufCMessage *answer = NULL;
+    request.expert_rows_of_layer_plus_one = layer + 1;
+    MOE_TRY(moectl_link_call(link, "/moe.v1.AdminService/GetMetrics", &request.base, deadline_ns,
+                             &moe__v1__get_metrics_response__descriptor, &answer));
+    const Moe__V1__GetMetricsResponse *r = (Moe__V1__GetMetricsResponse *)answer;
+    bool fits = r->n_expert_rows == count; /* an older release answers with the page */
+    for (size_t i = 0; fits && i < count; i++)
+        rows[i] += r->expert_rows[i];
+    protobuf_c_message_free_unpacked(answer, NULL);
+    return fits ? moe_ok()
+                : moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                            "the worker does not count the rows of experts");
 }
 
 struct moe_status moectl_link_samples(struct moectl_link *link, uint64_t deadline_ns,
@@ -184,20 +204,33 @@ static struct moe_status open_and_ask(const char *endpoint, uint64_t deadline_ns
     return st;
 }
 
-struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
+/* The same at the leader, if `endpoint` is a coordinator that does not lead. One that has just
+ * ceased to lead is not followed in circles. */
+static struct moe_status ask_leader(const char *endpoint, uint64_t deadline_ns,
                                     struct moectl_link **out, Moe__V1__GetStatusResponse **status)
+{
+    struct moe_status st = open_and_ask(endpoint, deadline_ns, out, status);
+    if (moe_endpoint_of_leader(&st)[0] == '\0')
+        return st;
+    char leader[MOE_ENDPOINT_BYTES];
+    (void)snprintf(leader, sizeof leader, "%s", moe_endpoint_of_leader(&st));
+    moectl_link_close(*out);
+    *out = NULL;
+    return moe_error_context(open_and_ask(leader, deadline_ns, out, status), "leader %s", leader);
+}
+
+static struct moe_status open_one(const char *endpoint, uint64_t deadline_ns,
+                                  struct moectl_link **out, Moe__V1__GetStatusResponse **status)
 {
     struct moectl_link *link = NULL;
     Moe__V1__GetServerInfoResponse *info = NULL;
-    *out = NULL;
-    *status = NULL;
-    struct moe_status st = open_and_ask(endpoint, deadline_ns, &link, status);
+    struct moe_status st = ask_leader(endpoint, deadline_ns, &link, status);
     if (st.code == MOE_UNIMPLEMENTED) { /* `endpoint` is a worker's: ask it for its coordinator */
         st = explain(moectl_link_server_info(link, deadline_ns, &info));
         moectl_link_close(link);
         link = NULL;
         if (st.code == MOE_OK)
-            st = open_and_ask(info->coordinator, deadline_ns, &link, status);
+            st = ask_leader(info->coordinator, deadline_ns, &link, status);
         if (st.code != MOE_OK && info != NULL)
             st = moe_error_context(st, "coordinator %s", info->coordinator);
         if (info != NULL)
@@ -208,6 +241,31 @@ struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
         return moe_error_context(st, "%s", endpoint);
     }
     *out = link;
+    return st;
+}
+
+/* Each of several endpoints gets its share of the time that is left. */
+static uint64_t share_of(uint64_t deadline_ns, size_t endpoints)
+{
+    uint64_t now = moe_clock_ns();
+    if (endpoints == 1 || deadline_ns == MOE_NEVER || deadline_ns <= now)
+        return deadline_ns;
+    return now + (deadline_ns - now) / endpoints;
+}
+
+struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
+                                    struct moectl_link **out, Moe__V1__GetStatusResponse **status)
+{
+    struct moe_endpoints list;
+    *out = NULL;
+    *status = NULL;
+    MOE_TRY(moe_endpoints_parse("--endpoint", endpoint, &list));
+    struct moe_status st = moe_ok();
+    for (size_t i = 0; i < list.count; i++) {
+        st = open_one(list.all[i], share_of(deadline_ns, list.count - i), out, status);
+        if (st.code != MOE_UNAVAILABLE && st.code != MOE_DEADLINE_EXCEEDED)
+            break;
+    }
     return st;
 }
 
@@ -262,14 +320,17 @@ struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uin
     if (living_worker(common, deadline_ns, endpoint))
         return moe_ok();
     /* A worker first: clients may ask for its info, and not for the coordinator's status. */
-    struct moe_status st = probe_worker(endpoint, deadline_ns);
+    bool one = strchr(endpoint, ',') == NULL;
+    struct moe_status st = one ? probe_worker(endpoint, deadline_ns)
+                               : moe_error(MOE_UNIMPLEMENTED, MOE_REASON_NONE, "several");
     if (st.code == MOE_OK)
         return st;
     struct moectl_link *link = NULL;
     Moe__V1__GetStatusResponse *status = NULL;
     if (st.code == MOE_UNIMPLEMENTED) { /* `endpoint` is the coordinator's */
-        st = explain(open_and_ask(endpoint, deadline_ns, &link, &status));
+        st = moectl_admin_open(endpoint, deadline_ns, &link, &status);
         moectl_link_close(link);
+        MOE_TRY(st);
     }
     if (st.code != MOE_OK)
         return moe_error_context(st, "%s", endpoint);

@@ -25,8 +25,8 @@ struct moe_status moectl_link_server_info(struct moectl_link *link, uint64_t dea
 struct moe_status moectl_link_status(struct moectl_link *link, uint64_t deadline_ns,
                                      Moe__V1__GetStatusResponse **out) MOE_CHECKED;
 
-/* Which slots hold which experts of a layer. */
-struct moe_status moectl_link_placement(struct moectl_link *link, uint32_t layer,
+/* Which slots hold which experts of a layer. `model` "" = the default model. */
+struct moe_status moectl_link_placement(struct moectl_link *link, const char *model, uint32_t layer,
                                         uint64_t deadline_ns,
                                         Moe__V1__GetPlacementResponse **out) MOE_CHECKED;
 
@@ -34,6 +34,11 @@ struct moe_status moectl_link_placement(struct moectl_link *link, uint32_t layer
  * older release. */
 struct moe_status moectl_link_samples(struct moectl_link *link, uint64_t deadline_ns,
                                       struct moectl_samples *out) MOE_CHECKED;
+/* Adds the rows that a worker has computed with each expert of a layer to `rows`, the first `count`
+ * experts. */
+struct moe_status moectl_link_add_expert_rows(struct moectl_link *link, uint32_t layer,
+                                              uint64_t deadline_ns, uint64_t *rows,
+                                              size_t count) MOE_CHECKED;
 /* The page itself; free `*page`. */
 struct moe_status moectl_link_metrics(struct moectl_link *link, uint64_t deadline_ns,
                                       char **page) MOE_CHECKED;
@@ -42,7 +47,8 @@ struct moe_status moectl_link_metrics(struct moectl_link *link, uint64_t deadlin
 bool moectl_link_answers(const char *endpoint, uint64_t deadline_ns);
 
 /* Opens a link to the coordinator of a group and asks for the group's state. `endpoint` is that of
- * the coordinator or of any worker. */
+ * a coordinator or of any worker, or a list of them: the first that answers counts. A coordinator
+ * that does not lead names the one that does, and the link goes there. */
 struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
                                     struct moectl_link **out,
                                     Moe__V1__GetStatusResponse **status) MOE_CHECKED;

@@ -13,7 +13,7 @@
 
 enum { CALL_LIMIT_MS = 2000 };
 
-/* Worker i of `moectl up` has the id worker-i. */
+/* Worker i of `moectl up` has the id worker-i, and asks for slot i. */
 static bool fills_slot(const Moe__V1__GetStatusResponse *status, const char *name)
 {
     for (size_t i = 0; i < status->n_workers; i++) {
@@ -22,6 +22,14 @@ static bool fills_slot(const Moe__V1__GetStatusResponse *status, const char *nam
             return w->connected && w->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE &&
                    w->state != MOE__V1__WORKER_STATE__WORKER_STATE_DRAINING;
     }
+    return false;
+}
+
+static bool is_cordoned(const Moe__V1__GetStatusResponse *status, size_t slot)
+{
+    for (size_t i = 0; i < status->n_cordons; i++)
+        if (status->cordons[i]->slot == slot)
+            return true;
     return false;
 }
 
@@ -38,8 +46,10 @@ static bool ask(const struct moectl_group *group, struct moectl_slots *out)
         return false;
     memset(out, 0, sizeof *out);
     out->draining = status->state == MOE__V1__GROUP_STATE__GROUP_STATE_DRAINING;
-    for (size_t i = 1; i < group->count; i++)
+    for (size_t i = 1; i < group->count; i++) {
         out->filled[i] = fills_slot(status, group->processes[i].name);
+        out->cordoned[i] = is_cordoned(status, i - 1);
+    }
     return true;
 }
 

@@ -8,8 +8,9 @@
 #include "moectl/group/state.h"
 
 struct moectl_slots {
-    bool draining;                     /* the group is shutting down */
-    bool filled[MOECTL_PROCESSES_MAX]; /* [index in the group]: connected and in its slot */
+    bool draining;                       /* the group is shutting down */
+    bool filled[MOECTL_PROCESSES_MAX];   /* [index in the group]: connected and in its slot */
+    bool cordoned[MOECTL_PROCESSES_MAX]; /* [index in the group]: its slot gets no new worker */
 };
 
 /* Asks the group's coordinator, for at most 2 s. False if it does not answer. */

@@ -101,13 +101,13 @@ static json_t *run_to_json(const struct moectl_bench_report *report,
     snprintf(requests, sizeof requests, "%" PRIu64, run->latency.count);
     snprintf(errors, sizeof errors, "%" PRIu64, run->errors);
     double rate = requests_per_s(run);
-    return json_pack("{s:f, s:I, s:s, s:s, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o}", "rate",
-                     run->rate, "concurrency", (json_int_t)run->concurrency, "requests", requests,
-                     "errors", errors, "durationS", round_to(run->seconds, 1000), "requestsPerS",
-                     rate, "tokensPerS", rate * report->tokens, "stepTokensMean",
-                     step_tokens_mean(run), "latencyUs", distribution(&run->latency), "overheadUs",
-                     distribution(&run->overhead), "serverOverheadUs",
-                     distribution(&run->server_overhead), "stagesUs", stages_to_json(run));
+    return json_pack(
+        "{s:s*, s:f, s:I, s:s, s:s, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o}", "transport",
+        run->transport, "rate", run->rate, "concurrency", (json_int_t)run->concurrency, "requests",
+        requests, "errors", errors, "durationS", round_to(run->seconds, 1000), "requestsPerS", rate,
+        "tokensPerS", rate * report->tokens, "stepTokensMean", step_tokens_mean(run), "latencyUs",
+        distribution(&run->latency), "overheadUs", distribution(&run->overhead), "serverOverheadUs",
+        distribution(&run->server_overhead), "stagesUs", stages_to_json(run));
 }
 
 int moectl_bench_print_json(const struct moectl_bench_report *report)
@@ -149,6 +149,8 @@ static void print_run(const struct moectl_bench_report *report, const struct moe
 {
     double rate = requests_per_s(run);
     moectl_put("\n");
+    if (run->transport != NULL)
+        moectl_put("%s, ", run->transport);
     if (run->rate > 0)
         moectl_put("rate %.1f requests/s, ", run->rate);
     moectl_put("concurrency %" PRIu32

@@ -12,9 +12,10 @@ enum { MOECTL_BENCH_STAGES = 12, MOECTL_BENCH_RUNS_MAX = 16 };
 
 /* Figures of one concurrency. The histograms hold ns. */
 struct moectl_bench_run {
-    uint32_t concurrency; /* open loop: the most requests in flight */
-    double rate;          /* open loop: intended requests a second; 0 = closed loop */
-    double seconds;       /* of the measured window */
+    const char *transport; /* NULL: all runs have the same */
+    uint32_t concurrency;  /* open loop: the most requests in flight */
+    double rate;           /* open loop: intended requests a second; 0 = closed loop */
+    double seconds;        /* of the measured window */
     uint64_t errors;
     struct moectl_histogram latency;         /* at the client; open loop: from the intended start */
     struct moectl_histogram overhead;        /* latency minus the step's own time */

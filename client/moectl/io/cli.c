@@ -12,6 +12,7 @@
 #include <string.h>
 
 enum {
+    TIMEOUT_OPTION = 2, /* --timeout among the shared ones */
     REMOTE_OPTIONS = 8, /* the last of the shared ones: not for local commands */
     TIMEOUT_MAX_S = 7 * 24 * 3600,
     TEXT_BYTES = 8192,                  /* longer texts are cut */
@@ -58,7 +59,7 @@ void moectl_put_to(FILE *to, const char *fmt, ...)
 
 char *moectl_escaped(const char *text)
 {
-    size_t size = 4 * strlen(text) + 9; /* the longest escape has 4 bytes for one */
+    size_t size = 4 * strlen(text) + MOE_LOG_ESCAPE_BYTES;
     char *escaped = malloc(size);
     if (escaped != NULL)
         moe_log_escape(escaped, size, text);
@@ -179,20 +180,9 @@ static int choose_endpoint(struct moectl_common *common)
     }
     if (common->endpoint == NULL)
         return MOECTL_OK;
-    struct moe_status st = moe_endpoint_check(setting, common->endpoint);
+    struct moe_endpoints list;
+    struct moe_status st = moe_endpoints_parse(setting, common->endpoint, &list);
     return st.code == MOE_OK ? MOECTL_OK : moectl_usage_error("%s", st.text);
-}
-
-int moectl_take_words(const char **words, int max, int *argc, char ***argv)
-{
-    int count = 0;
-    for (; count<max && * argc> 1 && (*argv)[1][0] != '-'; count++) {
-        words[count] = (*argv)[1];
-        (*argv)[1] = (*argv)[0];
-        (*argv)++;
-        (*argc)--;
-    }
-    return count;
 }
 
 int moectl_require(const struct moectl_required *options, size_t count)
@@ -251,8 +241,9 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
         {"timeout", 't', MOE_OPTION_DOUBLE, &common->timeout_s, 0, TIMEOUT_MAX_S, "SECONDS",
          "limit of the command (forward, bench: of each call), 0 = none"},
         {"help", 'h', MOE_OPTION_BOOL, &help, 0, 0, NULL, "this text"},
-        {"endpoint", 'e', MOE_OPTION_STRING, &common->endpoint, 0, 0, "H:P",
-         "any worker or the coordinator; default: --context, else $MOED_ENDPOINT, else the local "
+        {"endpoint", 'e', MOE_OPTION_STRING, &common->endpoint, 0, 0, "H:P,...",
+         "any worker or the coordinator, or several of which one answers; default: --context, else "
+         "$MOED_ENDPOINT, else the local "
          "group"},
         {"token-file", 0, MOE_OPTION_STRING, &common->trust[MOECTL_TOKEN_FILE], 0, 0, "FILE",
          "token for daemons that ask for one, mode 0600; default: $MOED_TOKEN_FILE"},
@@ -272,6 +263,7 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
          "group of this name (moectl help context); default: $MOED_CONTEXT, else the current one"},
     };
     struct moe_option table[MOECTL_OPTIONS_MAX];
+    const size_t own_count = count;
     size_t shared_count = sizeof shared / sizeof *shared - (command->local ? REMOTE_OPTIONS : 0);
     MOE_INVARIANT(count + shared_count <= MOECTL_OPTIONS_MAX);
     if (count > 0)
@@ -291,10 +283,13 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
         *code = moectl_usage_error("%s", st.text);
         return false;
     }
+    common->timeout_given = owned.given[own_count + TIMEOUT_OPTION];
     moe_options_free(&owned); /* empty, because there is no settings file */
     prints_yaml = strcmp(common->format, "yaml") == 0;
     common->document = prints_yaml || strcmp(common->format, "json") == 0;
     common->wide = strcmp(common->format, "wide") == 0;
+    while (first < argc && common->word_count < common->words_max)
+        common->words[common->word_count++] = argv[first++];
     if (first < argc)
         *code = moectl_usage_error("unexpected argument '%s'", argv[first]);
     else if (!common->document && !common->wide && strcmp(common->format, "table") != 0)

@@ -39,6 +39,8 @@ struct moectl_command {
     int (*run)(const struct moectl_command *self, int argc, char **argv);
 };
 
+enum { MOECTL_OPTIONS_MAX = 32, MOECTL_WORDS_MAX = 2 };
+
 /* Common options; preset with the command's defaults. */
 struct moectl_common {
     const char *format;    /* "table", "wide", "json" or "yaml" */
@@ -49,23 +51,21 @@ struct moectl_common {
                                               and `insecure` on, by the environment */
     bool insecure;
     double timeout_s;
-    bool document; /* json or yaml; set by moectl_parse, as is `wide` */
-    bool wide;     /* a table with all columns */
+    bool document;                       /* json or yaml; set by moectl_parse, as is `wide` */
+    bool wide;                           /* a table with all columns */
+    bool timeout_given;                  /* timeout_s is the user's; set by moectl_parse */
+    int words_max;                       /* how many words the command takes: actions, names */
+    int word_count;                      /* set by moectl_parse */
+    const char *words[MOECTL_WORDS_MAX]; /* those that were given; the others stay as preset */
 };
-
-enum { MOECTL_OPTIONS_MAX = 32 };
 
 /* Of functions that format a text, which moectl_put prints later. */
 #define MOECTL_FORMAT(text, first) MOE_PRINTF(text, first)
 
-/* Parses `own` and the common options; refuses positional arguments. False if the command ends
- * here, after help or a message: `*code` is its exit code. */
+/* Parses `own`, the common options and the words, in any order. False if the command ends here,
+ * after help or a message: `*code` is its exit code. */
 bool moectl_parse(const struct moectl_command *command, const struct moe_option *own, size_t count,
                   struct moectl_common *common, int argc, char **argv, int *code);
-
-/* Takes up to `max` words before the first option out of the arguments: actions, names. Returns
- * their number. */
-int moectl_take_words(const char **words, int max, int *argc, char ***argv);
 
 struct moectl_required {
     const char *name;

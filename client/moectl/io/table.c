@@ -70,7 +70,7 @@ void moectl_table_cell(struct moectl_table *t, const char *fmt, ...)
 /* Characters of UTF-8, as moectl_put escapes them. */
 static int width_of(const char *text)
 {
-    char escaped[4 * CELL_BYTES + 9];
+    char escaped[4 * CELL_BYTES + MOE_LOG_ESCAPE_BYTES];
     int width = 0;
     moe_log_escape(escaped, sizeof escaped, text);
     for (const char *at = escaped; *at != '\0'; at++)

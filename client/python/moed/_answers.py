@@ -41,6 +41,7 @@ class ServerInfo:
 
     model_digest       digest of the weights in the model's files; "" before the group has formed
     training_endpoint  the address for trainers, if the worker has a separate one; else ""
+    models             names of the models that the worker serves, the default model first
     """
 
     model: str
@@ -57,6 +58,7 @@ class ServerInfo:
     extensions: tuple
     model_digest: str = ""
     training_endpoint: str = ""
+    models: tuple = ()
 
 
 @renamed_fields(saved="retained", saved_activations="retained_activations")
@@ -64,7 +66,7 @@ class ServerInfo:
 class ForwardResult:
     """Answer of Client.forward with return_routing.
 
-    y                     [T,H], dtype of x
+    y                     [T,H], kind and dtype of x
     topk_ids              [T,K] int32, in the router's order
     topk_weights          [T,K] float32
     epoch                 of the view that computed it
@@ -83,6 +85,20 @@ class ForwardResult:
     stages: dict
     retained: bool = False
     retained_activations: bool = False
+
+
+@_record
+class RegionAnswer:
+    """RegionRequest.answer: how a request through shared memory was computed.
+
+    epoch, weights_version  as in ForwardResult
+    stages  dict: "queue_ns" (until its first step began), "step_ns" (its last step) and
+            "server_ns" (all), in nanoseconds on the worker; "step_tokens" and "steps"
+    """
+
+    epoch: int
+    weights_version: int
+    stages: dict
 
 
 @renamed_fields(used_saved="used_retained")

@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client: unary calls with retries, round robin over workers, and streams."""
+"""The client: forward passes with retries, round robin over workers. Forward passes go through
+libmoeclient where the extension is installed, and all other calls through grpcio."""
 
+import concurrent.futures
 import itertools
 import operator
-import queue
+import os
 import random
 import re
 import threading
+import time
+import weakref
 
 import grpc
-import numpy as np
 
-from . import _errors, _wire
-from ._answers import ForwardResult, Layer, ServerInfo
+from . import _errors, _native_calls, _wire
+from ._answers import Layer, ServerInfo
 from ._channel import open_channel
+from ._regions import Regions
 from ._retry import RetryPolicy
 from ._proto import expert_pb2
 from ._renamed import renamed
+from ._stream import GrpcLane, Stream
+from ._tensors import Batch
 from ._training import TrainingCalls
 from ._trust import Trust
 
 _SERVICE = "/moe.v1.ExpertService/"
 _MAX_MESSAGE = 2**31 - 1
 _ATTEMPTS = 4
+_THREADS = 64  # passes that grpcio has in flight for futures
 _ENDPOINT = re.compile(r"(\[[0-9A-Fa-f:.]+(%[^\]]+)?\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
@@ -36,6 +43,11 @@ def _check_endpoint(endpoint):
 def _check_digest(digest):
     if digest is not None and not re.fullmatch("[0-9a-f]{64}", digest):
         raise ValueError("model_digest has 64 digits of 0-9 a-f, not %r" % (digest,))
+
+
+def _check_model_name(model):
+    if model is not None and (not isinstance(model, str) or not 1 <= len(model.encode()) <= 255):
+        raise ValueError("model is the name of a model, not %r" % (model,))
 
 
 class _Worker:
@@ -74,21 +86,14 @@ class _Worker:
             response_deserializer=response.FromString)
 
 
-def _result(answer, x, return_routing):
-    y = _wire.read_y(answer, x)
-    if not return_routing:
-        return y
-    ids, weights = _wire.read_routing(answer, x)
-    return ForwardResult(y, ids, weights, answer.epoch, answer.weights_version,
-                         _wire.stages(answer), answer.retained, answer.retained_activations)
-
-
 class Client(TrainingCalls):
     """A connection to a group of workers. May be shared between threads.
 
     endpoint  "host:port" of any worker of the group
     spread    send requests to all workers of the group in turn
     timeout   default limit of a call, in seconds
+    model     name of the model that all calls of this client go to (Client.models). None: the
+              default model of the group. Only that one can train
     model_digest
               digest of the wanted model (ServerInfo.model_digest, `moectl status`): connecting and
               forward passes fail with FAILED_PRECONDITION / MODEL_MISMATCH unless the group serves
@@ -102,30 +107,53 @@ class Client(TrainingCalls):
     token_file
               a file with a token, mode 0600, shown with each call
     insecure  True: send the token without TLS also to other hosts
+    transport of forward passes. "native": libmoeclient, by the extension moed._native. "grpc":
+              grpcio. "auto": the extension if it is installed. None: MOED_TRANSPORT, or "auto".
+              Answers, codes and reasons are the same; texts may differ
+    spin_us   how long a connection of libmoeclient spins for the next answer: lower latency for one
+              core. Without the extension it has no effect
+    float16   "refuse": a TypeError for x of float16, which workers do not have. "convert": x goes
+              as float32, and y is rounded to float16
 
-    For an argument of the last six that is None, a variable of the environment counts: MOED_TLS_CA,
-    MOED_TLS_CERTIFICATE, MOED_TLS_KEY, MOED_TLS_SERVER_NAME, MOED_TOKEN_FILE, MOED_INSECURE=1. A
-    worker of the same user on this host is reached by its Unix socket and needs none of them. Files
-    are read again when they change; if new ones are not valid, the old ones stay in use.
+    For an argument from tls_ca to insecure that is None, a variable of the environment counts:
+    MOED_TLS_CA, MOED_TLS_CERTIFICATE, MOED_TLS_KEY, MOED_TLS_SERVER_NAME, MOED_TOKEN_FILE,
+    MOED_INSECURE=1. A worker of the same user on this host is reached by its Unix socket and needs
+    none of them. Files are read again when they change; if new ones are not valid, the old ones
+    stay in use.
 
-    Raises MoeError if no worker answers or a file is not valid, ValueError if endpoint is not
-    "host:port". Close it, or use it as a context manager.
+    Raises MoeError if no worker answers, the group has no such model (MODEL_NOT_FOUND), or a file
+    is not valid, ValueError if endpoint is not "host:port", ImportError for transport="native"
+    without the extension. Close it, or use it as a context manager.
+
+    A Client does not survive fork: in the child, its calls raise RuntimeError. Open another one
+    there, best before the parent has opened any: gRPC itself is not made for fork.
     """
 
-    def __init__(self, endpoint, spread=False, timeout=60.0, *, model_digest=None, tls_ca=None,
-                 tls_certificate=None, tls_key=None, tls_server_name=None, token_file=None,
-                 insecure=None):
+    def __init__(self, endpoint, spread=False, timeout=60.0, *, model=None, model_digest=None,
+                 tls_ca=None, tls_certificate=None, tls_key=None, tls_server_name=None,
+                 token_file=None, insecure=None, transport=None, spin_us=0, float16="refuse"):
+        if float16 not in ("refuse", "convert"):
+            raise ValueError('float16 is "refuse" or "convert", not %r' % (float16,))
+        native = _native_calls.choose(transport)
         _check_endpoint(endpoint)
         _check_digest(model_digest)
+        _check_model_name(model)
+        self._model = model or ""
         self._model_digest = model_digest or ""
         self._trust = Trust(tls_ca, tls_certificate, tls_key, tls_server_name, token_file,
                             insecure).completed()
         self._timeout = timeout
         self._is_closed = False
+        self._process = os.getpid()
+        self._convert_half = float16 == "convert"
+        self._connection = self._lane = self._threads = None
+        self._children = weakref.WeakSet()  # lanes of streams, and Regions
+        self._lock = threading.Lock()
         self._workers = [_Worker(endpoint, self._trust)]
         try:
             info = self._workers[0].info(expert_pb2.GetServerInfoRequest(), timeout=timeout)
-            model = self._workers[0].model(expert_pb2.GetModelRequest(), timeout=timeout)
+            served = self._workers[0].model(expert_pb2.GetModelRequest(model=self._model),
+                                            timeout=timeout)
         except grpc.RpcError as error:
             self.close()
             raise _errors.from_connect_error(error, endpoint) from None
@@ -133,10 +161,10 @@ class Client(TrainingCalls):
             self.close()
             raise
         self._info = ServerInfo(
-            model.model, model.family, info.version, info.backend, info.coordinator,
-            tuple(info.workers), info.epoch, model.weights_version, info.max_message_bytes,
+            served.model, served.family, info.version, info.backend, info.coordinator,
+            tuple(info.workers), info.epoch, served.weights_version, info.max_message_bytes,
             info.max_tokens_per_request, info.max_tokens_per_step, tuple(info.extensions),
-            model.model_digest, info.training_endpoint)
+            served.model_digest, info.training_endpoint, tuple(info.models))
         try:
             self.check_model(model_digest)
         except BaseException:
@@ -144,12 +172,20 @@ class Client(TrainingCalls):
             raise
         self._layers = tuple(
             Layer(each.layer, each.hidden, each.experts, each.top_k, each.intermediate,
-                  each.zero_experts, each.shared_intermediate) for each in model.layers)
+                  each.zero_experts, each.shared_intermediate) for each in served.layers)
         self._layer_by_index = {layer.layer: layer for layer in self._layers}
         if spread:
             self._workers += [_Worker(each, self._trust) for slot, each in enumerate(info.workers)
                               if slot != info.slot and each]  # a slot may be empty
         self._next_worker = itertools.count(random.randrange(len(self._workers)))
+        if native is not None:
+            try:
+                self._connection = _native_calls.Connection(
+                    native, endpoint, spread, timeout, spin_us, self._trust, model, model_digest)
+            except BaseException:
+                self.close()
+                raise
+            self._lane = self._connection.lane
 
     def __reduce_ex__(self, protocol):
         raise TypeError("a Client has connections: it cannot be copied or pickled")
@@ -168,6 +204,12 @@ class Client(TrainingCalls):
     def info(self):
         """ServerInfo: model, limits and addresses."""
         return self._info
+
+    @property
+    def models(self):
+        """Tuple of the names of the models that the worker served when the client connected, the
+        default model first. Empty if the group had not formed."""
+        return self._info.models
 
     @property
     def layers(self):
@@ -200,7 +242,7 @@ class Client(TrainingCalls):
     @renamed(save="retain")
     def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
                 timeout=None, epoch=0, weights_version=0, retain=None, patient=None,
-                model_digest=None):
+                model_digest=None, parts="both"):
         """The output of one MoE layer.
 
         layer         a Layer, or its index in the model
@@ -215,37 +257,95 @@ class Client(TrainingCalls):
         model_digest  fail unless the group serves this model; None: the client's
         patient       True: wait until `timeout` for a group that lacks a worker, as training calls
                       do. False: give up after 4 attempts. None: True if `retain` is given
+        parts         "routed": y without shared experts. "shared": shared experts alone, zeros if a
+                      layer has none, and without routing. Neither can be retained for Backward
+
+        x, topk_ids and topk_weights are numpy arrays, torch tensors, or other tensors with
+        __dlpack__ in the host's memory. Torch tensors of other devices go through the host.
 
         Returns y [T,H] with x's dtype: routed plus shared experts, without the residual; or with
-        `return_routing` a ForwardResult. The caller owns the arrays.
+        `return_routing` a ForwardResult. If x is a torch tensor, the arrays of the answer are torch
+        tensors on its device, otherwise numpy arrays. The caller owns them.
 
         A call that fails with UNAVAILABLE is retried, on another worker if there is one. Raises
         MoeError, and ValueError or TypeError for arguments that cannot be sent.
         """
+        patient = retain is not None if patient is None else patient
+        if retain is not None and parts != "both":
+            raise ValueError("parts: a pass that is retained for Backward computes both")
+        batch = self._batch(layer, x, topk_ids, topk_weights, return_routing, parts)
+        timeout = self._timeout if timeout is None else timeout
+        if self._lane is not None and retain is None and model_digest in (None, self._model_digest):
+            begun = time.monotonic()
+            try:
+                return self._lane.forward(batch, return_routing, timeout, epoch, weights_version)
+            except _errors.MoeError as failure:
+                if not patient or failure.code != grpc.StatusCode.UNAVAILABLE:
+                    raise
+            timeout = max(begun + timeout - time.monotonic(), 0)
+        return self._forward(batch, return_routing, timeout, epoch, weights_version, retain,
+                             patient, model_digest)
+
+    def submit(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
+               timeout=None, epoch=0, weights_version=0, parts="both"):
+        """Starts a forward pass and returns at once: a concurrent.futures.Future of what `forward`
+        would return or raise. Arguments that cannot be sent raise here.
+
+        Until the end of the pass x must not change. Future.cancel() gives the answer up; the
+        request goes on at the worker. With the extension any number is in flight; without it 64,
+        and later ones wait for their turn. Callbacks of a future run in a thread of the package and
+        must not block.
+        """
+        batch = self._batch(layer, x, topk_ids, topk_weights, return_routing, parts)
+        return self._submit(batch, return_routing, timeout, epoch, weights_version)
+
+    def _submit(self, *arguments):
+        if self._lane is not None:
+            return self._lane.submit(*arguments)
+        return self._pool().submit(self._forward, *arguments)
+
+    def _pool(self):
+        """Threads that wait for grpcio."""
+        with self._lock:
+            if self._is_closed:
+                raise _errors.closed("client")
+            if self._threads is None:
+                self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "moed-submit")
+            return self._threads
+
+    def _make_queue(self):
+        """A queue of moed._native for an event loop; None without the extension."""
+        return None if self._connection is None else self._connection.make_queue()
+
+    def _forward(self, batch, return_routing, timeout, epoch, weights_version, retain=None,
+                 patient=False, model_digest=None):
+        """A forward pass through grpcio."""
         request = expert_pb2.ForwardRequest(
-            epoch=epoch, weights_version=weights_version,
+            model=self._model, epoch=epoch, weights_version=weights_version,
             model_digest=self._model_digest if model_digest is None else model_digest)
         if retain is not None:
             request.retain.session, request.retain.micro_batch_id = retain
-        x = self._fill(request, layer, x, topk_ids, topk_weights, return_routing)
-        patient = retain is not None if patient is None else patient
+        self._fill(request, batch, return_routing)
         answer = self._call(request, timeout, home=retain is not None, patient=patient)
-        return _result(answer, x, return_routing)
+        return _wire.result(answer, batch, return_routing)
 
-    def _fill(self, request, layer, x, topk_ids, topk_weights, return_routing):
-        """Fills the request and returns x as it is sent. Refuses more tokens than the server
-        accepts."""
+    def _batch(self, layer, x, topk_ids, topk_weights, return_routing, parts):
+        """The checked arguments of a forward pass. Refuses more tokens than the server accepts."""
+        if not self._is_own_process():
+            raise RuntimeError("a Client does not survive fork: open one in the child")
         if self._is_closed:
             raise _errors.closed("client")
-        layer, x = self.find_layer(layer), np.asarray(x)
-        limit = self._info.max_tokens_per_request
-        if x.ndim == 2 and 0 < limit < x.shape[0]:
-            raise _errors.MoeError(
-                grpc.StatusCode.INVALID_ARGUMENT, "TOKEN_LIMIT",
-                "%d tokens; the server accepts at most %d in a request" % (x.shape[0], limit))
-        x = _wire.fill_request(request, layer, x, topk_ids, topk_weights, return_routing)
+        return Batch(self.find_layer(layer), x, topk_ids, topk_weights, return_routing, parts,
+                     self._info.max_tokens_per_request, self._convert_half)
+
+    def _is_own_process(self):
+        """False in the child of a fork."""
+        return os.getpid() == self._process
+
+    def _fill(self, request, batch, return_routing):
+        """Fills the request."""
+        _wire.fill_request(request, batch, return_routing)
         self._check_message(request)
-        return x
 
     def _check_message(self, request):
         """Refuses a message that is too large for the server, with a clearer text than gRPC's."""
@@ -276,104 +376,50 @@ class Client(TrainingCalls):
         """A Stream to one worker: less cost per call, no retries. A context manager."""
         if self._is_closed:
             raise _errors.closed("client")
-        return Stream(self, self._workers[next(self._next_worker) % len(self._workers)])
+        if self._connection is not None:
+            lane = self._connection.open_stream()
+            self._children.add(lane)
+        else:
+            lane = GrpcLane(self, self._workers[next(self._next_worker) % len(self._workers)])
+        return Stream(self, lane)
+
+    def open_regions(self, timeout=None, spin_us=0):
+        """Regions: memory that this process shares with a worker of its host, so that no tensor is
+        sent. The worker needs --allow-client-memory, and the client the extension.
+
+        timeout  limit of each request, in seconds; None: the client's
+        spin_us  how long RegionRequest.result polls before it sleeps: lower latency for one core
+
+        Raises MoeError: FAILED_PRECONDITION / UNSUPPORTED (the worker shares no memory),
+        UNAVAILABLE / IO (it runs on another host, or as another user), UNIMPLEMENTED / UNSUPPORTED
+        (without the extension, or for another model than the default one).
+        """
+        if self._is_closed:
+            raise _errors.closed("client")
+        if self._connection is None:
+            raise _errors.MoeError(grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED",
+                                   "shared memory needs the extension moed._native")
+        regions = Regions(self, self._connection.open_session(
+            self._timeout if timeout is None else timeout, spin_us))
+        self._children.add(regions)
+        return regions
 
     def close(self):
-        """Closes the connections; calls in flight fail."""
-        self._is_closed = True
+        """Closes the connections; calls in flight fail. Closes streams and Regions too."""
+        with self._lock:
+            self._is_closed = True
+            threads, self._threads = self._threads, None
+        if not self._is_own_process():
+            return
+        for child in list(self._children):
+            child.close("client")
+        if self._connection is not None:
+            self._connection.close("client")
+            self._connection = None
         for worker in self._workers:
             worker.channel.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-
-class _Pending:
-    """A request on a stream without an answer so far."""
-
-    def __init__(self):
-        self.over = threading.Event()
-        self.answer = None
-        self.failure = None
-
-
-class Stream:
-    """One long-lived stream to one worker, from Client.stream. May be shared between threads;
-    answers may come in any order. Close it, or use it as a context manager."""
-
-    def __init__(self, client, worker):
-        self._client = client
-        self._lock = threading.Lock()
-        self._pending = {}  # request id -> _Pending
-        self._ids = itertools.count(1)
-        self._end = None  # MoeError; set when the stream is over or being closed
-        self._outgoing = queue.SimpleQueue()
-        self._call = worker.stream(iter(self._outgoing.get, None))
-        self._reader = threading.Thread(target=self._read, name="moed-stream", daemon=True)
-        self._reader.start()
-
-    def _read(self):
-        end = _errors.MoeError(grpc.StatusCode.UNAVAILABLE, "", "the server ended the stream")
-        try:
-            for answer in self._call:
-                with self._lock:
-                    pending = self._pending.pop(answer.request_id, None)
-                if pending is None:  # its time is over
-                    continue
-                if answer.HasField("error"):
-                    pending.failure = _errors.from_item_error(answer.error)
-                pending.answer = answer
-                pending.over.set()
-        except grpc.RpcError as error:
-            end = _errors.from_dropped_call(error)
-        with self._lock:
-            if self._client._is_closed:
-                end = _errors.closed("client")
-            elif self._end is not None:
-                end = self._end
-            self._end = end
-            left = list(self._pending.values())
-            self._pending.clear()
-        for pending in left:
-            pending.failure = end
-            pending.over.set()
-
-    def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-                timeout=None, epoch=0, weights_version=0):
-        """As Client.forward, without retries."""
-        request = expert_pb2.ForwardStreamRequest(epoch=epoch, weights_version=weights_version,
-                                                  model_digest=self._client._model_digest)
-        x = self._client._fill(request, layer, x, topk_ids, topk_weights, return_routing)
-        request.request_id = next(self._ids)
-        pending = _Pending()
-        with self._lock:
-            if self._end is not None:
-                raise self._end
-            self._pending[request.request_id] = pending
-        self._outgoing.put(request)
-        limit = self._client._timeout if timeout is None else timeout
-        if not pending.over.wait(limit):
-            with self._lock:
-                mine = self._pending.pop(request.request_id, None) is not None
-            if mine:
-                raise _errors.MoeError(grpc.StatusCode.DEADLINE_EXCEEDED, "",
-                                       "no answer on the stream within %g s" % limit)
-            pending.over.wait()
-        if pending.failure is not None:
-            raise pending.failure
-        return _result(pending.answer, x, return_routing)
-
-    def close(self):
-        """Ends the stream after the answers of requests in flight."""
-        with self._lock:
-            if self._end is None:
-                self._end = _errors.closed("stream")
-        self._outgoing.put(None)
-        self._reader.join(self._client._timeout)
-        self._call.cancel()
+        if threads is not None:
+            threads.shutdown(wait=False)
 
     def __enter__(self):
         return self

@@ -36,6 +36,12 @@ def closed(what):
     return MoeError(grpc.StatusCode.CANCELLED, "", "the %s has been closed" % what)
 
 
+def too_many_tokens(tokens, limit):
+    """The MoeError for a batch that the server does not accept."""
+    return MoeError(grpc.StatusCode.INVALID_ARGUMENT, "TOKEN_LIMIT",
+                    "%d tokens; the server accepts at most %d in a request" % (tokens, limit))
+
+
 def _parse(message_type, data):
     try:
         return message_type.FromString(data)
@@ -125,3 +131,13 @@ def from_item_error(error):
     return MoeError(
         _CODES.get(error.code, grpc.StatusCode.UNKNOWN), error.reason, error.message,
         error.retry_after_ms / 1e3 if error.retry_after_ms else None)
+
+
+def from_native(failure, endpoint=""):
+    """The MoeError for (code, reason, text, retry_after_ms) of moed._native. A text without an
+    endpoint gets `endpoint`."""
+    code, reason, text, retry_after_ms = failure
+    if endpoint and not text.startswith(endpoint):
+        text = "%s: %s" % (endpoint, text)
+    return MoeError(_CODES.get(code, grpc.StatusCode.UNKNOWN), reason, text,
+                    retry_after_ms / 1e3 if retry_after_ms else None)

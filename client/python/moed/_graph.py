@@ -25,7 +25,7 @@ def enter(module):
     """A tensor with the number of `module`; the operators find the module by it while it lives."""
     number = next(_numbers)
     _modules[number] = module
-    return torch.tensor(number)
+    return torch.tensor(number, device="cpu")
 
 
 def _empty_ids(x, top_k):
@@ -42,6 +42,26 @@ if available:
     @forward.register_fake
     def _(x, handle):
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    @torch.library.custom_op("moed::remote_experts", mutates_args=())
+    def forward_experts(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor,
+                        handle: torch.Tensor) -> torch.Tensor:
+        """The routed experts of x [T, H], with given ids and weights [T, K]."""
+        module = _modules[handle.item()]
+        rows = [len(part) for part in module._split(x, False)]
+        return torch.cat([module._run_experts(*part) for part in zip(
+            x.split(rows), topk_ids.split(rows), topk_weights.split(rows))])
+
+    @forward_experts.register_fake
+    def _(x, topk_ids, topk_weights, handle):
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+    def _no_backward(_ctx, _dy):
+        raise RuntimeError("a backward pass through this remote layer: the group does not train, "
+                           "or the client routes (moed.transformers: routing='client')")
+
+    for _operator in (forward, forward_experts):
+        _operator.register_autograd(_no_backward)
 
     @torch.library.custom_op("moed::remote_moe_training", mutates_args=())
     def forward_training(x: torch.Tensor, anchor: torch.Tensor, handle: torch.Tensor, top_k: int

@@ -103,7 +103,7 @@ class TrainingCalls:
         layer = self.find_layer(layer)
         dy = np.asarray(dy)
         request = training_pb2.BackwardRequest(
-            layer=layer.layer, session=_check_name("session", session),
+            model=self._model, layer=layer.layer, session=_check_name("session", session),
             micro_batch_id=_check_id("micro_batch_id", micro_batch_id),
             weights_version=weights_version, lineage=lineage, input_only=input_only,
             return_weight_gradients=return_weight_gradients, aux_coeff=aux_coeff,
@@ -287,10 +287,10 @@ class TrainingCalls:
         request.x = x.tobytes()
         request.routing_mode = types_pb2.ROUTING_MODE_CLIENT_IDS
         request.topk_ids_dtype = types_pb2.DATA_TYPE_I32
-        request.topk_ids = _wire.ids_to_wire(topk_ids, shape)
+        request.topk_ids = _wire.checked_ids(topk_ids, shape).tobytes()
         if topk_weights is not None:
             request.routing_mode = types_pb2.ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS
-            request.topk_weights = _wire.weights_to_wire(topk_weights, shape)
+            request.topk_weights = _wire.checked_weights(topk_weights, shape).tobytes()
 
     @staticmethod
     def _gradients(answer, dy, weights_wanted):

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests and answers of Forward: conversion between numpy arrays and messages."""
 
+import grpc
 import numpy as np
 
-from ._dtypes import ID_DTYPES, to_wire
+from ._answers import ForwardResult
+from ._dtypes import ID_DTYPES
+from ._errors import MoeError
 from ._proto import types_pb2
 
 
-def ids_to_wire(ids, shape):
+def checked_ids(ids, shape):
+    """topk_ids as contiguous int32."""
     ids = np.asarray(ids)
     if ids.shape != shape:
         raise ValueError("topk_ids has shape %s, expected %s" % (ids.shape, shape))
@@ -15,38 +19,56 @@ def ids_to_wire(ids, shape):
         raise TypeError("topk_ids must be integers, not %s" % ids.dtype)
     if ids.size and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
         raise ValueError("topk_ids does not fit 32 bits")
-    return np.ascontiguousarray(ids, np.int32).tobytes()
+    return np.ascontiguousarray(ids, np.int32)
 
 
-def weights_to_wire(weights, shape):
+def checked_weights(weights, shape):
+    """topk_weights as contiguous float32."""
     weights = np.asarray(weights)
     if weights.shape != shape:
         raise ValueError("topk_weights has shape %s, expected %s" % (weights.shape, shape))
-    return np.ascontiguousarray(weights, np.float32).tobytes()
+    return np.ascontiguousarray(weights, np.float32)
 
 
-def fill_request(request, layer, x, topk_ids, topk_weights, return_routing):
-    """Fills a ForwardRequest or ForwardStreamRequest; `layer` is a Layer."""
-    x = np.asarray(x)
-    if x.ndim != 2 or x.shape[0] == 0 or x.shape[1] != layer.hidden:
-        raise ValueError("x has shape %s, expected [T, %d] with T >= 1" % (x.shape, layer.hidden))
-    if topk_weights is not None and topk_ids is None:
-        raise ValueError("topk_weights needs topk_ids")
-    request.dtype, x = to_wire(x)
-    request.layer = layer.layer
-    request.tokens, request.hidden = x.shape
+# Of a Batch; the same numbers as enum moe_parts of libmoeclient.
+PARTS = ("both", "routed", "shared")
+_WIRE_PARTS = (types_pb2.LAYER_PARTS_UNSPECIFIED, types_pb2.LAYER_PARTS_ROUTED,
+               types_pb2.LAYER_PARTS_SHARED)
+
+
+def parts_number(parts, with_routing):
+    """The index in PARTS. `with_routing`: topk_ids are given or asked for."""
+    if parts not in PARTS:
+        raise ValueError("parts is 'both', 'routed' or 'shared', not %r" % (parts,))
+    if parts == "shared" and with_routing:
+        raise ValueError("parts: shared experts have no routing")
+    return PARTS.index(parts)
+
+
+def fill_request(request, batch, return_routing):
+    """Fills a ForwardRequest or ForwardStreamRequest from a Batch."""
+    request.parts = _WIRE_PARTS[batch.parts]
+    request.dtype = batch.dtype
+    request.layer = batch.layer.layer
+    request.tokens, request.hidden = batch.x.shape
     request.return_routing = return_routing
     request.routing_mode = types_pb2.ROUTING_MODE_SERVER
-    shape = (x.shape[0], layer.top_k)
-    if topk_ids is not None:
+    if batch.ids is not None:
         request.routing_mode = types_pb2.ROUTING_MODE_CLIENT_IDS
         request.topk_ids_dtype = types_pb2.DATA_TYPE_I32
-        request.topk_ids = ids_to_wire(topk_ids, shape)
-    if topk_weights is not None:
+        request.topk_ids = batch.ids.tobytes()
+    if batch.weights is not None:
         request.routing_mode = types_pb2.ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS
-        request.topk_weights = weights_to_wire(topk_weights, shape)
-    request.x_data = x.tobytes()
-    return x
+        request.topk_weights = batch.weights.tobytes()
+    request.x_data = batch.x.tobytes()
+
+
+def check_parts(answer, batch):
+    """A worker that does not know parts computes both. Raises MoeError."""
+    if batch.parts and answer.parts != _WIRE_PARTS[batch.parts]:
+        raise MoeError(
+            grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED",
+            "this worker's release computes routed and shared experts together only")
 
 
 def array(data, dtype, shape, name):
@@ -76,3 +98,15 @@ def stages(answer):
     """dict of an answer's StageTimes."""
     return {field.name: getattr(answer.stages, field.name)
             for field in answer.stages.DESCRIPTOR.fields}
+
+
+def result(answer, batch, return_routing):
+    """The result of Client.forward, from an answer to a Batch."""
+    check_parts(answer, batch)
+    y = batch.give(read_y(answer, batch.x))
+    if not return_routing:
+        return y
+    ids, weights = read_routing(answer, batch.x)
+    return ForwardResult(y, batch.give_routing(ids), batch.give_routing(weights), answer.epoch,
+                         answer.weights_version, stages(answer), answer.retained,
+                         answer.retained_activations)

@@ -233,7 +233,8 @@ class RemoteMoE(torch.nn.Module):
         self.aux_convention = aux_convention
         self.aux_loss = 0.0
         self.model_digest = model_digest
-        self._anchor = torch.zeros((), requires_grad=True)
+        # Not on the meta device, where a model may be under construction.
+        self._anchor = torch.zeros((), device="cpu", requires_grad=True)
         self._handle = _graph.enter(self)
 
     def forward(self, x):
@@ -261,10 +262,16 @@ class RemoteMoE(torch.nn.Module):
             return _graph.forward_training(rows, self._anchor, self._handle, self.layer.top_k)[0]
         return _graph.forward(rows, self._handle)
 
-    def _run_plain(self, x):
-        """y of one pass without gradients."""
+    def _run_plain(self, x, **options):
+        """y of one pass without gradients. `options`: of Client.forward."""
         return _to_torch(self.client.forward(self.layer, _to_numpy(x), patient=True,
-                                             model_digest=self.model_digest), x)
+                                             model_digest=self.model_digest, **options), x)
+
+    def _run_experts(self, x, topk_ids, topk_weights):
+        """The same of the routed experts alone, with this routing [T,K]."""
+        return self._run_plain(x, topk_ids=topk_ids.to("cpu", torch.int32).numpy(),
+                               topk_weights=topk_weights.detach().to("cpu", torch.float32).numpy(),
+                               parts="routed")
 
     def _run_forward(self, x):
         """One pass that may have a backward pass: (y, topk_ids, weights version, micro batch id or

@@ -6,6 +6,7 @@
 #include "base/cores.h"
 #include "base/memory.h"
 #include "base/mutex.h"
+#include "base/sealed.h"
 #include "base/size.h"
 #include "common/backend_options.h"
 #include "cpu/compute/options.h"
@@ -209,6 +210,43 @@ struct moe_status moe_cpu_mem_copy(struct moe_device *device, void *dst, const v
     if (bytes != 0)
         memcpy(dst, src, bytes);
     return moe_ok();
+}
+
+/* Mapped memory is usable as it is. */
+struct moe_status moe_cpu_mem_register(struct moe_device *device, void *p, size_t bytes)
+{
+    (void)device;
+    (void)p;
+    (void)bytes;
+    return moe_ok();
+}
+
+void moe_cpu_mem_unregister(struct moe_device *device, void *p, size_t bytes)
+{
+    (void)device;
+    (void)p;
+    (void)bytes;
+}
+
+struct moe_status moe_cpu_mem_import(struct moe_device *device, int descriptor, size_t bytes,
+                                     void **out)
+{
+    struct moe_sealed_file file;
+    (void)device; /* its owner pays for the memory */
+    MOE_TRY(moe_sealed_check(descriptor, &file));
+    if (file.bytes != bytes)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_REGION_INVALID,
+                         "the memory has %llu bytes, not %zu", (unsigned long long)file.bytes,
+                         bytes);
+    MOE_TRY(moe_sealed_map(descriptor, bytes, out));
+    moe_sealed_populate(*out, bytes);
+    return moe_ok();
+}
+
+void moe_cpu_mem_release(struct moe_device *device, void *p, size_t bytes)
+{
+    (void)device;
+    moe_sealed_release(p, bytes);
 }
 
 /* -------------------------------------------------------------------- scratch */

@@ -22,6 +22,13 @@ void moe_cpu_mem_free(struct moe_device *device, enum moe_mem kind, void *p, siz
 struct moe_status moe_cpu_mem_copy(struct moe_device *device, void *dst, const void *src,
                                    size_t bytes) MOE_CHECKED;
 
+struct moe_status moe_cpu_mem_register(struct moe_device *device, void *p,
+                                       size_t bytes) MOE_CHECKED;
+void moe_cpu_mem_unregister(struct moe_device *device, void *p, size_t bytes);
+struct moe_status moe_cpu_mem_import(struct moe_device *device, int descriptor, size_t bytes,
+                                     void **out) MOE_CHECKED;
+void moe_cpu_mem_release(struct moe_device *device, void *p, size_t bytes);
+
 /* moe_cpu_device_open with given kernels instead of the best that this processor can run. Tests and
  * benchmarks iterate over moe_cpu_isa_list. */
 struct moe_status moe_cpu_device_open_isa(const struct moe_device_config *config,

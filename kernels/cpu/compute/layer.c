@@ -58,9 +58,12 @@ struct moe_status moe_cpu_layer_create(struct moe_device *device, const struct m
     layer->slot = slot;
     struct moe_status st;
     MOE_TRY_GOTO(st,
-                 moe_placement_copy(placement, slot, &layer->placement, &layer->local,
-                                    &layer->local_experts, &layer->local_index),
+                 moe_placement_list_local(placement, slot, &layer->local, &layer->local_experts,
+                                          &layer->local_index),
                  fail);
+    MOE_TRY_GOTO(st, moe_placement_copy(placement, &layer->placement), fail);
+    MOE_TRY_GOTO(st, moe_placement_copy(placement, &layer->active), fail);
+    layer->live = UINT64_MAX >> (64 - placement->slots);
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
         MOE_TRY_GOTO(st, make_room(layer, w), fail);
     *out = layer;
@@ -88,8 +91,19 @@ void moe_cpu_layer_destroy(struct moe_layer *layer)
         return;
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
         free_weight(layer, w);
-    moe_placement_free(&layer->placement, layer->local, layer->local_index);
+    moe_placement_free(&layer->placement);
+    moe_placement_free(&layer->active);
+    free(layer->local);
+    free(layer->local_index);
     free(layer);
+}
+
+void moe_cpu_layer_activate(struct moe_layer *layer, uint64_t live)
+{
+    if (layer->live == live)
+        return;
+    moe_placement_activate(&layer->placement, live, &layer->active);
+    layer->live = live;
 }
 
 /* --------------------------------------------------------------------- weights */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One MoE layer on the CPU: its spec, its placement, and the resident weights of its slot.
- * Read-only after moe_cpu_layer_finish; only a trainer changes weights, between steps. */
+ * Read-only after moe_cpu_layer_finish, but between steps a trainer changes weights, and a session
+ * with other live slots changes `active`. */
 #ifndef MOE_CPU_LAYER_H
 #define MOE_CPU_LAYER_H
 
@@ -10,7 +11,10 @@
 struct moe_layer {
     struct moe_device *device;
     struct moe_layer_spec spec;
-    struct moe_placement placement; /* a copy; the layer owns its arrays */
+    /* All copies of its experts, and those on the slots of `live`, to which steps send rows. The
+     * layer owns the arrays. */
+    struct moe_placement placement, active;
+    uint64_t live;
     uint32_t slot;
     bool finished;
     bool has_trainer;
@@ -50,6 +54,9 @@ struct moe_status moe_cpu_layer_upload(struct moe_layer *layer, enum moe_weight 
                                        size_t bytes) MOE_CHECKED;
 struct moe_status moe_cpu_layer_finish(struct moe_layer *layer) MOE_CHECKED;
 void moe_cpu_layer_destroy(struct moe_layer *layer); /* NULL is ignored */
+
+/* Steps send rows to copies on these slots only, from the next one on. Between steps. */
+void moe_cpu_layer_activate(struct moe_layer *layer, uint64_t live);
 
 /* The parts below need a finished layer. They do not change it, so several threads may run them on
  * one layer at the same time. */

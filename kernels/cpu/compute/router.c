@@ -36,7 +36,7 @@ struct router_job {
 
 static enum moe_routing_mode mode_of(const struct router_job *job, uint32_t t)
 {
-    return job->mode == NULL ? MOE_ROUTE_SERVER : (enum moe_routing_mode)job->mode[t];
+    return job->mode == NULL ? MOE_ROUTE_SERVER : moe_routing_of(job->mode[t]);
 }
 
 static uint32_t choices_of(const struct moe_layer *layer)
@@ -337,7 +337,7 @@ static struct moe_status check_arguments(const struct router_job *job, uint32_t 
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
                          "tokens are neither F32 nor BF16");
     for (uint32_t t = 0; job->mode != NULL && t < tokens; t++) {
-        uint8_t mode = job->mode[t];
+        enum moe_routing_mode mode = moe_routing_of(job->mode[t]);
         if (mode > MOE_ROUTE_IDS_WEIGHTS || (mode != MOE_ROUTE_SERVER && job->ids_in == NULL) ||
             (mode == MOE_ROUTE_IDS_WEIGHTS && job->weights_in == NULL))
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID,

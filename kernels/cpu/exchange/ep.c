@@ -133,14 +133,16 @@ void moe_cpu_ep_count(const struct moe_cpu_ep *ep, struct moe_step_counts *out)
 
 /* --------------------------------------------------------------- prepare */
 
-struct moe_status moe_cpu_ep_check(const struct moe_session *session, const struct moe_layer *layer,
+struct moe_status moe_cpu_ep_check(const struct moe_session *session, struct moe_layer *layer,
                                    enum moe_dtype dtype, uint32_t bucket, uint32_t tokens)
 {
     if (!layer->finished)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "layer %u has weights missing",
                          layer->spec.layer);
-    return moe_session_check_step(&session->config, &layer->spec, &layer->placement, layer->slot,
-                                  dtype, bucket, tokens);
+    MOE_TRY(moe_session_check_step(&session->config, &layer->spec, &layer->placement, layer->slot,
+                                   dtype, bucket, tokens));
+    moe_cpu_layer_activate(layer, session->config.live);
+    return moe_ok();
 }
 
 struct moe_status moe_cpu_ep_plan(struct moe_cpu_ep *ep, const struct moe_cpu_batch *b,
@@ -149,7 +151,7 @@ struct moe_status moe_cpu_ep_plan(struct moe_cpu_ep *ep, const struct moe_cpu_ba
     const struct moe_session *s = ep->session;
     const struct moe_router_spec *router = &b->layer->spec.router;
     const struct moe_dispatch_input in = {.domains = map,
-                                          .placement = &b->layer->placement,
+                                          .placement = &b->layer->active,
                                           .slot = s->config.slot,
                                           .tokens = b->tokens,
                                           .top_k = router->top_k,
@@ -208,7 +210,7 @@ static void announce_params(struct moe_cpu_ep *ep, struct moe_cpu_stores *stores
 static void announce(struct moe_cpu_ep *ep, uint32_t peer, const uint32_t head[MOE_HEAD_COUNT])
 {
     struct moe_session *s = ep->session;
-    const struct moe_placement *place = &ep->batch.layer->placement;
+    const struct moe_placement *place = &ep->batch.layer->active;
     uint8_t *own = moe_cpu_session_own(s);
     struct moe_cpu_stores *stores = &ep->begun[peer];
     *stores = moe_cpu_stores_begin(s, peer);

@@ -39,6 +39,7 @@ struct moe_cpu_batch {
     const int32_t *ids;                       /* [T, K]; < 0: not routed; >= E: zero expert */
     const float *weights;                     /* [T, K] */
     const uint8_t *token_state; /* [T] enum moe_token_state, or NULL = all MOE_TOKEN_OK */
+    const uint8_t *mode;        /* [T] as in moe_step_args or NULL; tells who has no base */
     bool no_memory;             /* this slot has no memory, so all slots refuse; T = 0 */
 };
 
@@ -51,8 +52,8 @@ struct moe_status moe_cpu_ep_use_domains(struct moe_cpu_ep *ep,
                                          const struct moe_domains *map) MOE_CHECKED;
 
 /* Whether this session can run passes of this shape. Apart from `tokens`, the result is the same on
- * all slots. */
-struct moe_status moe_cpu_ep_check(const struct moe_session *session, const struct moe_layer *layer,
+ * all slots. Makes the copies on the session's live slots the active ones of the layer. */
+struct moe_status moe_cpu_ep_check(const struct moe_session *session, struct moe_layer *layer,
                                    enum moe_dtype dtype, uint32_t bucket,
                                    uint32_t tokens) MOE_CHECKED;
 

@@ -163,10 +163,10 @@ static void finish_columns(const struct moe_cpu_ep *ep, uint32_t t, uint32_t c, 
 {
     const struct moe_session *s = ep->session;
     const struct moe_cpu_batch *b = &ep->batch;
-    uint32_t hidden = b->layer->spec.hidden;
+    const float *base = base_of(ep, t);
     float sum[SUM_CHUNK] = {0}, own[SUM_CHUNK];
-    if (ep->base != NULL)
-        memcpy(sum, ep->base + (size_t)t * hidden + c, n * sizeof *sum);
+    if (base != NULL)
+        memcpy(sum, base + c, n * sizeof *sum);
     for (uint32_t p = 0; p < s->config.slots; p++) {
         if (!(ep->wanted[t] >> p & 1))
             continue;

@@ -152,13 +152,14 @@ void moe_cpu_ep_finish_over_domains(void *ctx, uint32_t item)
     const struct moe_cpu_ep *ep = ctx;
     uint32_t hidden = ep->batch.layer->spec.hidden, end;
     for (uint32_t t = grain_of_block(ep, item, &end); t < end; t++) {
+        const float *base = base_of(ep, t);
         if (moe_cpu_ep_skips(ep, t))
             continue;
         for (uint32_t c = 0; c < hidden; c += SUM_CHUNK) {
             uint32_t n = moe_cpu_min(SUM_CHUNK, hidden - c);
             float sum[SUM_CHUNK] = {0};
-            if (ep->base != NULL)
-                memcpy(sum, ep->base + (size_t)t * hidden + c, n * sizeof *sum);
+            if (base != NULL)
+                memcpy(sum, base + c, n * sizeof *sum);
             add_domains(ep, t, c, n, sum);
             moe_cpu_ep_finish_columns(ep, t, c, n, sum);
         }

@@ -64,7 +64,7 @@ static bool assign_partner_token(struct moe_cpu_ep *ep, uint32_t from, uint32_t 
         uint32_t expert = moe_window_flag_value(key);
         if (moe_window_flag_stamp(key) != ep->stamp || expert >= layer->spec.experts)
             return false;
-        uint32_t slot = moe_dispatch_target(&layer->placement, expert, t);
+        uint32_t slot = moe_dispatch_target(&layer->active, expert, t);
         if (d->map.domain_of[slot] != d->own)
             return false;
         entry[i] = (uint8_t)d->map.index_of[slot];

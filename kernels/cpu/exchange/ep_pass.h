@@ -99,6 +99,14 @@ static inline struct token_rows *token_of(const struct moe_cpu_ep *ep, uint32_t 
     return &ep->of_token[(size_t)source * ep->session->layout.shape.max_tokens + t];
 }
 
+/* The token's row of `base`, or NULL if its sum begins with zeros. */
+static inline const float *base_of(const struct moe_cpu_ep *ep, uint32_t t)
+{
+    const uint8_t *mode = ep->batch.mode;
+    bool without = ep->base == NULL || (mode != NULL && (mode[t] & MOE_ROUTE_WITHOUT_SHARED) != 0);
+    return without ? NULL : ep->base + (size_t)t * ep->batch.layer->spec.hidden;
+}
+
 /* Tokens of the current block that item `item` of a shared loop works on. */
 static inline uint32_t grain_of_block(const struct moe_cpu_ep *ep, uint32_t item, uint32_t *end)
 {

@@ -6,6 +6,7 @@
 #include "cpu/exchange/peers.h"
 
 #include "base/clock.h"
+#include "base/secret.h"
 #include "base/thread.h"
 
 #include <errno.h>
@@ -162,13 +163,10 @@ static bool same_user(int fd)
     return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 && who.uid == geteuid();
 }
 
-/* Comparison in constant time: only the secret keeps other processes of this user out. */
-static bool secret_matches(const uint8_t *a, const uint8_t *b)
+/* Only the secret keeps other processes of this user out. */
+static bool secret_matches(const struct hello *h, const struct moe_cpu_peers *p)
 {
-    unsigned differ = 0;
-    for (size_t i = 0; i < sizeof((struct hello *)0)->secret; i++)
-        differ |= (unsigned)(a[i] ^ b[i]);
-    return differ == 0;
+    return moe_secret_equal(h->secret, p->endpoint.secret, sizeof h->secret);
 }
 
 static struct hello hello_to(const struct moe_cpu_peers *p, const struct moe_cpu_endpoint *endpoint)
@@ -217,8 +215,7 @@ static void verify_pending(struct connecting *m, uint32_t index)
     struct hello h;
     int window = receive_hello(fd, &h);
     bool welcome = window >= 0 && h.slot > p->slot && h.slot < MOE_MAX_SLOTS &&
-                   (p->sharing & bit(h.slot)) && p->fd[h.slot] < 0 &&
-                   secret_matches(h.secret, p->endpoint.secret);
+                   (p->sharing & bit(h.slot)) && p->fd[h.slot] < 0 && secret_matches(&h, p);
     if (welcome) {
         struct hello answer = hello_to(p, &m->endpoints[h.slot]);
         welcome = send_hello(fd, &answer, m->window_fd);
@@ -253,7 +250,7 @@ static struct moe_status read_answer(struct connecting *m, uint32_t slot)
     if (window < 0)
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST,
                          "slot %u went away while the session formed", slot);
-    if (h.slot != slot || !secret_matches(h.secret, m->peers->endpoint.secret)) {
+    if (h.slot != slot || !secret_matches(&h, m->peers)) {
         close(window);
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_NONE,
                          "slot %u could not prove that it belongs to the session", slot);

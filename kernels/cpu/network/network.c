@@ -6,6 +6,7 @@
  * goodbye before. */
 #include "cpu/network/network_state.h"
 
+#include "base/secret.h"
 #include "base/thread.h"
 
 #include <poll.h>
@@ -125,15 +126,6 @@ static void break_line(struct moe_cpu_network *n, uint32_t slot)
         n->config.lost(n->config.ctx, bit(slot));
 }
 
-/* Comparison in constant time: only the secret keeps other processes out. */
-static bool secret_matches(const uint8_t *a, const uint8_t *b)
-{
-    unsigned differ = 0;
-    for (size_t i = 0; i < sizeof((struct moe_cpu_network_endpoint *)0)->secret; i++)
-        differ |= (unsigned)(a[i] ^ b[i]);
-    return differ == 0;
-}
-
 static void send_hello(struct moe_cpu_network *n, uint32_t slot)
 {
     send_own(n, slot, MOE_CPU_HELLO, n->endpoints[slot].secret, sizeof n->endpoint.secret);
@@ -146,7 +138,7 @@ static void take_hello(struct moe_cpu_network *n, moe_ucx_link from,
     uint32_t slot = head->slot;
     if (head->kind != MOE_CPU_HELLO || slot >= MOE_MAX_SLOTS || !(n->peers & bit(slot)) ||
         head->epoch != n->config.epoch || bytes != sizeof n->endpoint.secret ||
-        !secret_matches(body, n->endpoint.secret))
+        !moe_secret_equal(body, n->endpoint.secret, bytes))
         return;
     struct moe_cpu_line *line = &n->line[slot];
     if (slot < n->config.slot) {

@@ -53,7 +53,7 @@ bool moe_cpu_network_built(void);
 
 /* Sets what UCX reads from the environment when it is loaded, for moe_backends_prepare: before the
  * process has a second thread. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
-struct moe_status moe_cpu_network_prepare(const char *interface) MOE_CHECKED;
+struct moe_status moe_cpu_network_prepare(const char *interface, const char *suggested) MOE_CHECKED;
 
 /* Listens; fills in this slot's endpoint.
  * Errors: MOE_FAILED_PRECONDITION/UNSUPPORTED (UCX is not installed), MOE_UNAVAILABLE/IO. */

@@ -21,9 +21,11 @@ static struct moe_status set(const char *variable, const char *value, int overri
                      "no memory for the variable %s", variable);
 }
 
-struct moe_status moe_cpu_network_prepare(const char *interface)
+struct moe_status moe_cpu_network_prepare(const char *interface, const char *suggested)
 {
     for (size_t i = 0; i < sizeof defaults / sizeof *defaults; i++)
         MOE_TRY(set(defaults[i][0], defaults[i][1], 0));
-    return interface == NULL ? moe_ok() : set("UCX_NET_DEVICES", interface, 1);
+    if (interface != NULL)
+        return set("UCX_NET_DEVICES", interface, 1);
+    return suggested == NULL ? moe_ok() : set("UCX_NET_DEVICES", suggested, 0);
 }

@@ -9,8 +9,10 @@
 #include "base/mutex.h"
 #include "base/thread.h"
 #include "base/wait.h"
+#include "common/session_rules.h"
 #include "cpu/exchange/ep.h"
 #include "cpu/exchange/session.h"
+#include "cpu/step/segments.h"
 #include "cpu/training/trainer.h"
 
 #include <pthread.h>
@@ -48,6 +50,7 @@ struct step_memory {
     float *hidden; /* [rows, I] */
     float *out;    /* [rows, H] */
     float *base;   /* [T, H] the shared expert's output; NULL without one */
+    struct moe_cpu_snapshot snapshot;
 };
 
 static struct moe_status take_floats(struct moe_device *device, size_t rows, size_t columns,
@@ -129,12 +132,20 @@ static struct moe_status take_or_drop(struct moe_session *s, const struct moe_st
 
 /* ---------------------------------------------------------------------- stages */
 
+static bool wants_shared(const struct moe_step_args *a)
+{
+    uint32_t t = 0;
+    while (a->mode != NULL && t < a->tokens && (a->mode[t] & MOE_ROUTE_WITHOUT_SHARED) != 0)
+        t++;
+    return t < a->tokens;
+}
+
 /* *retains becomes false if there is no room to retain gate and up. */
 static struct moe_status run_shared(struct moe_session *s, const struct moe_step_args *a,
                                     struct step_memory *m, bool *retains)
 {
     const struct moe_layer_spec *spec = &a->layer->spec;
-    if (spec->shared_intermediate == 0 || a->tokens == 0)
+    if (spec->shared_intermediate == 0 || !wants_shared(a))
         return moe_ok();
     MOE_TRY(take_or_drop(s, a, a->tokens, spec->hidden, &m->base, retains));
     memset(m->base, 0, (size_t)a->tokens * spec->hidden * sizeof(float));
@@ -189,7 +200,8 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
                                   .x = a->x,
                                   .ids = a->ids_out,
                                   .weights = a->weights_out,
-                                  .token_state = a->token_state};
+                                  .token_state = a->token_state,
+                                  .mode = a->mode};
     MOE_TRY(moe_cpu_ep_prepare(s->ep, &batch));
     moe_cpu_step_lap(r, MOE_STAGE_PREPARE, &since);
     moe_cpu_ep_send(s->ep);
@@ -216,6 +228,22 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     return moe_ok();
 }
 
+/* A step with its copies of segments, if it has any. */
+static struct moe_status run_forward(struct moe_session *s, const struct moe_step_args *args,
+                                     struct moe_step_result *r, struct step_memory *m)
+{
+    uint64_t start = moe_clock_ns();
+    MOE_TRY(moe_cpu_snapshot_take(s->device, args, &m->snapshot));
+    if (m->snapshot.memory != NULL)
+        r->copy_in_ns = moe_clock_ns() - start;
+    MOE_TRY(run_stages(s, &m->snapshot.args, r, m));
+    start = moe_clock_ns();
+    moe_cpu_snapshot_put(s->device, &m->snapshot);
+    if (m->snapshot.memory != NULL)
+        r->copy_out_ns = moe_clock_ns() - start;
+    return moe_ok();
+}
+
 static void run(struct moe_session *s, struct moe_step *step)
 {
     struct step_memory memory = {0};
@@ -226,12 +254,13 @@ static void run(struct moe_session *s, struct moe_step *step)
     if (step->backward)
         step->status = moe_cpu_backward_run(s, &step->backward_args, &step->result);
     else
-        step->status = run_stages(s, &step->args, &step->result, &memory);
+        step->status = run_forward(s, &step->args, &step->result, &memory);
     if (!step->backward)
         step->result.retained = finish_retaining(s, &step->args, step->result.retained);
     moe_cpu_scratch_give(s->device, memory.hidden);
     moe_cpu_scratch_give(s->device, memory.out);
     moe_cpu_scratch_give(s->device, memory.base);
+    moe_cpu_snapshot_free(s->device, &memory.snapshot);
     /* A refused step leaves the session usable: all slots refuse it alike, and no row is in flight.
      */
     step->result.refused = moe_failed(&step->status) && moe_cpu_ep_take_refusal(s->ep);
@@ -327,9 +356,10 @@ struct moe_status moe_cpu_steps_idle(struct moe_cpu_steps *q)
 static struct moe_status check_modes(const struct moe_step_args *a)
 {
     for (uint32_t t = 0; a->mode != NULL && t < a->tokens; t++) {
-        bool known = a->mode[t] <= MOE_ROUTE_IDS_WEIGHTS;
-        bool ids = a->mode[t] == MOE_ROUTE_SERVER || a->ids_in != NULL;
-        bool weights = a->mode[t] != MOE_ROUTE_IDS_WEIGHTS || a->weights_in != NULL;
+        enum moe_routing_mode mode = moe_routing_of(a->mode[t]);
+        bool known = mode <= MOE_ROUTE_IDS_WEIGHTS;
+        bool ids = mode == MOE_ROUTE_SERVER || a->ids_in != NULL;
+        bool weights = mode != MOE_ROUTE_IDS_WEIGHTS || a->weights_in != NULL;
         if (!known || !ids || !weights)
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID,
                              "token %u: routing mode %u lacks its ids or weights", t, a->mode[t]);
@@ -339,9 +369,12 @@ static struct moe_status check_modes(const struct moe_step_args *a)
 
 static struct moe_status check_args(const struct moe_session *s, const struct moe_step_args *a)
 {
+    bool modes, need_logits;
+    const bool rows = a->segments != NULL || (a->x != NULL && a->y != NULL);
     MOE_TRY(moe_cpu_ep_check(s, a->layer, a->dtype, a->bucket, a->tokens));
-    if (a->tokens > 0 && (a->x == NULL || a->y == NULL || a->ids_out == NULL ||
-                          a->weights_out == NULL || a->token_state == NULL))
+    MOE_TRY(moe_session_check_segments(a, s->config.max_tokens, &modes, &need_logits));
+    if (a->tokens > 0 &&
+        (!rows || a->ids_out == NULL || a->weights_out == NULL || a->token_state == NULL))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
                          "a step with tokens needs x, y, ids, weights and token states");
     return check_modes(a);

@@ -62,11 +62,15 @@ static struct moe_status read_properties(struct moe_device *device)
 
 static struct moe_status make_streams(struct moe_device *device)
 {
-    cudaStream_t *streams[] = {&device->compute, &device->copy_in, &device->copy_out,
-                               &device->upload};
-    for (size_t i = 0; i < sizeof streams / sizeof *streams; i++)
-        MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(streams[i], cudaStreamNonBlocking)));
-    return moe_ok();
+    int lowest, highest;
+    MOE_TRY(MOE_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest)));
+    MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(&device->compute, cudaStreamNonBlocking)));
+    MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(&device->upload, cudaStreamNonBlocking)));
+    /* Rows of another step are moved by small kernels, which must not queue behind its products. */
+    MOE_TRY(
+        MOE_CUDA(cudaStreamCreateWithPriority(&device->copy_in, cudaStreamNonBlocking, highest)));
+    return MOE_CUDA(
+        cudaStreamCreateWithPriority(&device->copy_out, cudaStreamNonBlocking, highest));
 }
 
 static struct moe_status make_branch(struct moe_cuda_branch *branch)
@@ -140,9 +144,26 @@ void moe_cuda_device_info(struct moe_device *device, struct moe_device_info *out
     out->free_bytes = free_bytes;
 }
 
+void moe_cuda_device_moved(struct moe_device *device)
+{
+    (void)__atomic_add_fetch(&device->progress, 1, __ATOMIC_RELAXED);
+}
+
+uint64_t moe_cuda_device_progress(const struct moe_device *device)
+{
+    return __atomic_load_n(&device->progress, __ATOMIC_RELAXED);
+}
+
+static struct moe_status finish(struct moe_device *device, cudaStream_t stream)
+{
+    MOE_TRY(MOE_CUDA(cudaStreamSynchronize(stream)));
+    moe_cuda_device_moved(device);
+    return moe_ok();
+}
+
 struct moe_status moe_cuda_device_finish(struct moe_device *device)
 {
-    return MOE_CUDA(cudaStreamSynchronize(device->compute));
+    return finish(device, device->compute);
 }
 
 struct moe_status moe_cuda_branch_fork(struct moe_device *device)
@@ -303,7 +324,7 @@ struct moe_status moe_cuda_mem_copy(struct moe_device *device, void *dst, const 
         return moe_ok();
     MOE_TRY(moe_cuda_device_use(device));
     MOE_TRY(MOE_CUDA(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, device->upload)));
-    return MOE_CUDA(cudaStreamSynchronize(device->upload));
+    return finish(device, device->upload);
 }
 
 struct moe_status moe_cuda_buffer_reserve(struct moe_device *device, struct moe_cuda_buffer *buffer,

@@ -45,6 +45,7 @@ struct moe_device {
     char domain[64]; /* as in moe_device_info */
     uint64_t memory_bytes;
     uint64_t used_bytes; /* atomic */
+    uint64_t progress;   /* atomic: bits of work that a host thread saw the device end */
     struct moe_mutex memory_lock;
     MOE_GUARDED_BY(memory_lock)
     struct moe_cuda_moved *moved; /* allocations at another address than the driver's */
@@ -78,6 +79,10 @@ struct moe_status moe_cuda_mem_copy(struct moe_device *device, void *dst, const 
 
 /* Makes the device current on this thread. */
 struct moe_status moe_cuda_device_use(const struct moe_device *device) MOE_CHECKED;
+
+/* A host thread has seen the device end some work. Any thread. */
+void moe_cuda_device_moved(struct moe_device *device);
+uint64_t moe_cuda_device_progress(const struct moe_device *device);
 
 /* Waits for all work on `compute`; backend calls for single parts end with it. */
 struct moe_status moe_cuda_device_finish(struct moe_device *device) MOE_CHECKED;

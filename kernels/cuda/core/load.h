@@ -18,6 +18,7 @@ struct moe_status moe_cuda_load_all(int arch) MOE_CHECKED;
 struct moe_status moe_cuda_load_ep_dispatch(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_ep_combine(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_ep_net(void) MOE_CHECKED;
+struct moe_status moe_cuda_load_ep_relay(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_ffn_exact(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_ggemm(void) MOE_CHECKED;       /* Hopper only */
 struct moe_status moe_cuda_load_ggemm_wgrad(void) MOE_CHECKED; /* Hopper only */
@@ -25,6 +26,7 @@ struct moe_status moe_cuda_load_ggemm_cublas(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_net(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_router(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_router_logits(void) MOE_CHECKED;
+struct moe_status moe_cuda_load_segments(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_exchange(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_train_activation(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_train_gemm(void) MOE_CHECKED;

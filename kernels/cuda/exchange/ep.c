@@ -6,6 +6,7 @@
 #include "common/session_rules.h"
 #include "cuda/exchange/ep_net.h"
 #include "cuda/exchange/pass.h"
+#include "cuda/layer/ffn.h"
 
 #include <stdlib.h>
 
@@ -140,15 +141,15 @@ struct moe_status moe_cuda_ep_count_step(struct moe_session *s)
 
 /* ------------------------------------------------------------------ checks */
 
-struct moe_status moe_cuda_ep_check(const struct moe_session *session,
-                                    const struct moe_layer *layer, enum moe_dtype dtype,
-                                    uint32_t bucket, uint32_t tokens)
+struct moe_status moe_cuda_ep_check(const struct moe_session *session, struct moe_layer *layer,
+                                    enum moe_dtype dtype, uint32_t bucket, uint32_t tokens)
 {
     if (!layer->finished)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "layer %u has weights missing",
                          layer->spec.layer);
-    return moe_session_check_step(&session->config, &layer->spec, &layer->placement, layer->slot,
-                                  dtype, bucket, tokens);
+    MOE_TRY(moe_session_check_step(&session->config, &layer->spec, &layer->placement, layer->slot,
+                                   dtype, bucket, tokens));
+    return moe_cuda_layer_activate(layer, session->config.live);
 }
 
 /* All choices of all slots may come here, each expert's rows padded to whole blocks. */
@@ -164,15 +165,23 @@ uint32_t moe_cuda_ep_max_rows(const struct moe_session *session, const struct mo
     return rows / MOE_ROW_ALIGN * MOE_ROW_ALIGN;
 }
 
-struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct moe_layer *layer,
+/* Bytes of an arrived row, which a forward step replaces by its result. */
+static size_t row_bytes_of(const struct moe_layer *layer, enum moe_dtype dtype, bool x_dy_rows)
+{
+    size_t row = moe_dtype_bytes(dtype) * (x_dy_rows ? 2 : 1);
+    size_t result = moe_dtype_bytes(moe_cuda_ffn_out_dtype(layer, dtype));
+    return layer->spec.hidden * (x_dy_rows || row > result ? row : result);
+}
+
+struct moe_status moe_cuda_ep_reserve(struct moe_session *session, struct moe_layer *layer,
                                       enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
                                       bool x_dy_rows)
 {
     struct moe_cuda_ep *ep = session->ep;
     MOE_TRY(moe_cuda_ep_check(session, layer, dtype, bucket, tokens));
     size_t rows = moe_cuda_ep_max_rows(session, layer, bucket);
-    size_t row_bytes = layer->spec.hidden * moe_dtype_bytes(dtype) * (x_dy_rows ? 2 : 1);
-    MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->rows, rows * row_bytes));
+    MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->rows,
+                                    rows * row_bytes_of(layer, dtype, x_dy_rows)));
     MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->row_weight, rows * sizeof(float)));
     if (session->net == NULL)
         return moe_ok();
@@ -184,7 +193,7 @@ bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer 
 {
     const struct moe_cuda_ep *ep = session->ep;
     size_t rows = moe_cuda_ep_max_rows(session, layer, bucket);
-    return rows * layer->spec.hidden * moe_dtype_bytes(dtype) <= ep->rows.bytes &&
+    return rows * row_bytes_of(layer, dtype, false) <= ep->rows.bytes &&
            rows * sizeof(float) <= ep->row_weight.bytes &&
            (session->net == NULL || moe_cuda_ep_net_fits(session->ep_net, layer, dtype, bucket));
 }
@@ -224,7 +233,7 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .experts = layer->spec.experts,
         .local_experts = layer->local_experts,
         .hidden = width,
-        .entries = layer->placement.offset[layer->spec.experts],
+        .entries = layer->active.offset[layer->spec.experts],
         .dtype = b->dtype,
         .row_bytes = (uint32_t)(width * moe_dtype_bytes(b->dtype)),
         .stride = moe_window_row_stride(width, b->dtype),
@@ -232,7 +241,9 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .ids = b->ids,
         .weights = b->weights,
         .token_state = b->token_state,
+        .mode = b->mode,
         .began = b->began,
+        .counts = b->counts,
         .quick = is_quick(ep, b),
         .shared_bytes = s->device->bulk_shared_bytes,
         .own = ep->own,

@@ -33,8 +33,12 @@ struct moe_cuda_batch {
     const int32_t *ids;         /* [T, K]; < 0: choice k is not routed; >= E: zero expert */
     const float *weights;       /* [T, K] */
     const uint8_t *token_state; /* [T] enum moe_token_state, or NULL = all MOE_TOKEN_OK */
-    uint64_t *began; /* [MOE_STAGE_COUNT + 1] receives the start times of prepare, dispatch and
-                        combine and, last, the end of combine; or NULL */
+    const uint8_t *mode; /* [T] as in moe_step_args, read if the step parameters say that there are
+                            modes: tells the tokens without base. NULL = all have it */
+    uint64_t *began;     /* [MOE_STAGE_COUNT + 1] receives the start times of prepare, dispatch and
+                            combine and, last, the end of combine; or NULL */
+    struct moe_cuda_step_counts
+        *counts; /* device address of pinned memory, filled when combine ends; or NULL */
     /* Limits of multiprocessors for dispatch and for combine; 0 = all. For callers that run other
      * kernels concurrently, which must free that many sooner or later: a kernel of a pass waits
      * until all of its CTAs are resident. Slots may choose differently; results have the same bits.
@@ -53,15 +57,16 @@ void moe_cuda_ep_destroy(struct moe_cuda_ep *ep); /* NULL is ignored */
  * Every 2^28 steps it enqueues the clearing of flags: their stamps would repeat. */
 struct moe_status moe_cuda_ep_count_step(struct moe_session *s) MOE_CHECKED;
 
-/* Checks that this session can run passes of this shape. */
-struct moe_status moe_cuda_ep_check(const struct moe_session *session,
-                                    const struct moe_layer *layer, enum moe_dtype dtype,
-                                    uint32_t bucket, uint32_t tokens) MOE_CHECKED;
+/* Checks that this session can run passes of this shape. Makes the copies on the session's live
+ * slots the active ones of the layer. */
+struct moe_status moe_cuda_ep_check(const struct moe_session *session, struct moe_layer *layer,
+                                    enum moe_dtype dtype, uint32_t bucket,
+                                    uint32_t tokens) MOE_CHECKED;
 
 /* The same check (`x_dy_rows` as in the batch); then takes memory for the most rows that such
  * passes can bring, so nothing overflows later. Depends only on values that are equal on all slots,
  * except `tokens` and the free memory. Waits for the device if memory must grow. */
-struct moe_status moe_cuda_ep_reserve(struct moe_session *session, const struct moe_layer *layer,
+struct moe_status moe_cuda_ep_reserve(struct moe_session *session, struct moe_layer *layer,
                                       enum moe_dtype dtype, uint32_t bucket, uint32_t tokens,
                                       bool x_dy_rows) MOE_CHECKED;
 

@@ -32,7 +32,8 @@ template <typename Element_, typename Out_, uint32_t N_, bool QUICK_> struct kin
 /* The slots of this pass. In shared memory, since a wait empties the first level cache. */
 struct homes {
     uint32_t tokens_of[MOE_CUDA_MAX_SLOTS];
-    uint32_t max_tokens; /* of all peers */
+    uint32_t sent_rows[MOE_CUDA_MAX_SLOTS]; /* tokens that this CTA finished, by slot */
+    uint32_t max_tokens;                    /* of all peers */
     uint32_t step;
     uint64_t stamp;
     uint8_t *window[MOE_CUDA_MAX_SLOTS];
@@ -126,6 +127,7 @@ struct own_token {
     uint32_t wanted; /* bit s: slot s has rows of this token */
     uint32_t zero;   /* bit k: choice k is a zero expert */
     float weight;    /* of choice k, if there are zero experts */
+    bool base;       /* its sum begins with its row of `base` */
 };
 
 __device__ static struct own_token describe_token(const struct moe_cuda_pass &p, uint32_t t)
@@ -137,6 +139,7 @@ __device__ static struct own_token describe_token(const struct moe_cuda_pass &p,
     o.zero = p.own[t].zero;
     o.local = __ballot_sync(ALL_LANES, o.row != MOE_CUDA_NO_ROW);
     o.weight = 0.0f;
+    o.base = has_base(p, t);
     if (o.zero != 0 && lane < p.top_k)
         o.weight = p.weights[static_cast<size_t>(t) * p.top_k + lane];
     return o;
@@ -263,7 +266,7 @@ __device__ static bool finish_stretch(const struct moe_cuda_pass &p, const struc
 #pragma unroll
     for (uint32_t u = 0; u < K::FINISH_STEPS; u++) {
         sum[u] = {};
-        if (p.base == nullptr || at.h + u * K::STEP >= at.end)
+        if (!o.base || at.h + u * K::STEP >= at.end)
             continue;
         packed<float, K::N> base;
         fetch(p.base + static_cast<size_t>(at.t) * p.hidden + at.h + u * K::STEP, &base);
@@ -292,8 +295,8 @@ __device__ static void write_zeros(const struct moe_cuda_pass &p, uint32_t t, ui
 
 /* Finishes a part of this slot's token. False if a wait failed. */
 template <typename K>
-__device__ static bool finish_token(const struct moe_cuda_pass &p, const struct homes &homes,
-                                    uint32_t t, uint32_t part)
+__device__ static bool finish_token(const struct moe_cuda_pass &p, struct homes &homes, uint32_t t,
+                                    uint32_t part)
 {
     uint8_t *window = homes.window[p.slot];
     const uint32_t lane = threadIdx.x % 32;
@@ -305,6 +308,8 @@ __device__ static bool finish_token(const struct moe_cuda_pass &p, const struct 
     }
     const struct own_token o = describe_token(p, t);
     bool good = true;
+    if (part == 0 && lane != p.slot && (o.wanted >> lane & 1))
+        atomicAdd(&homes.sent_rows[lane], 1u);
     if (!K::QUICK && lane != p.slot && (o.wanted >> lane & 1))
         good = wait_flag(p.control, p.abort,
                          moe_window_returned_part_of(&p.layout, window, lane, t, part), homes.stamp,
@@ -320,7 +325,7 @@ __device__ static bool finish_token(const struct moe_cuda_pass &p, const struct 
 }
 
 template <typename K>
-__device__ static void finish_tokens(const struct moe_cuda_pass &p, const struct homes &homes,
+__device__ static void finish_tokens(const struct moe_cuda_pass &p, struct homes &homes,
                                      struct walk w)
 {
     const uint32_t items = p.params->tokens * p.parts;
@@ -331,11 +336,26 @@ __device__ static void finish_tokens(const struct moe_cuda_pass &p, const struct
 
 /* ---------------------------------------------------------------- kernel */
 
-/* Stores the results for the host at the end. Other CTAs, of this kernel or the last, wrote the
- * outcome. */
+/* Adds this CTA's counts to those of the step. All threads. */
+__device__ static void add_sent_rows(const struct moe_cuda_pass &p, const struct homes &homes)
+{
+    if (p.counts == nullptr || p.slots == 1)
+        return;
+    __syncthreads(); /* all warps have counted */
+    if (threadIdx.x < p.slots && homes.sent_rows[threadIdx.x] != 0)
+        atomicAdd(&p.control->sent_rows[threadIdx.x], homes.sent_rows[threadIdx.x]);
+}
+
+/* Stores the results for the host at the end; dispatch has stored the rows of experts. Other CTAs,
+ * of this kernel or the last, wrote them. One warp. */
 __device__ static void report(const struct moe_cuda_pass &p)
 {
     const struct moe_cuda_step_outcome *v = &p.control->outcome;
+    const uint32_t lane = threadIdx.x;
+    if (p.counts != nullptr && lane < p.slots)
+        p.counts->sent_rows[lane] = load_volatile(&p.control->sent_rows[lane]);
+    if (lane != 0)
+        return;
     if (p.outcome != nullptr) {
         p.outcome->code = load_volatile(&v->code);
         p.outcome->slot = load_volatile(&v->slot);
@@ -355,6 +375,7 @@ __device__ static void find_homes(const struct moe_cuda_pass &p, struct homes *h
         homes->tokens_of[lane] = tokens;
         homes->window[lane] = c->window[lane];
     }
+    homes->sent_rows[lane] = 0;
     uint32_t max_tokens = __reduce_max_sync(ALL_LANES, lane == p.slot ? 0 : tokens);
     if (lane != 0)
         return;
@@ -364,7 +385,7 @@ __device__ static void find_homes(const struct moe_cuda_pass &p, struct homes *h
 }
 
 template <typename K>
-__device__ static void combine(const struct moe_cuda_pass &p, const struct homes &homes,
+__device__ static void combine(const struct moe_cuda_pass &p, struct homes &homes,
                                uint32_t returners)
 {
     struct moe_cuda_control *c = p.control;
@@ -394,6 +415,7 @@ __global__ void __launch_bounds__(CTA_THREADS, 1)
     const bool off = load_volatile(&c->stop) != 0 || c->refused == c->step;
     if (__syncthreads_or(off) == 0)
         combine<K>(p, homes, returners);
+    add_sent_rows(p, homes);
     if ((p.outcome != nullptr || p.began != nullptr) && last_of_grid(c))
         report(p);
 }

@@ -19,8 +19,8 @@
 
 /* ---------------------------------------------------- start and end of steps */
 
-/* Clears the tables, a refused outcome, and the counters of pushes and returns. A pass that ends
- * early has no rows. CTA 0, before the layout. */
+/* Clears the tables, a refused outcome, and the counters of pushes, returns and sent rows. A pass
+ * that ends early has no rows. CTA 0, before the layout. */
 __device__ static void clear_tables(const struct moe_cuda_pass &p, uint32_t step,
                                     const struct group &group)
 {
@@ -30,6 +30,8 @@ __device__ static void clear_tables(const struct moe_cuda_pass &p, uint32_t step
         if (l < p.local_experts)
             p.count[l] = 0;
     }
+    if (group.thread < MOE_CUDA_MAX_SLOTS)
+        c->sent_rows[group.thread] = 0;
     if (group.thread != 0)
         return;
     /* Every outcome except this one is permanent. */

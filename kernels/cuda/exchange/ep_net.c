@@ -16,6 +16,7 @@ struct moe_cuda_ep_net {
     struct moe_cuda_net_pass pass; /* of the last pass */
     const struct moe_layer *layer;
     bool x_dy_rows; /* the last pass moves x and dy together */
+    bool room;      /* there is memory for its messages */
 
     void *control; /* device memory: control messages out and in, and the numbers of outgoing
                       records */
@@ -33,12 +34,21 @@ static bool is_peer(const struct moe_session *s, uint32_t slot)
     return slot != s->config.slot && (s->config.live >> slot & 1);
 }
 
+/* The slot of equal index in another domain. */
+static bool is_partner(const struct moe_session *s, uint32_t slot)
+{
+    const struct moe_cuda_relay *r = &s->relay;
+    return r->domains != 0 && is_peer(s, slot) && r->domain_of[slot] != r->own &&
+           r->index_of[slot] == r->index;
+}
+
 static const struct moe_cuda_control_message *control_of(const struct moe_cuda_ep_net *n,
                                                          uint32_t slot)
 {
     return (const void *)((const uint8_t *)n->received + slot * n->pass.control_bytes);
 }
 
+/* Records for a slot, or for domain d as number slots + d. */
 static uint32_t outgoing_to(const struct moe_cuda_ep_net *n, uint32_t slot)
 {
     uint32_t slots = n->session->config.slots;
@@ -53,6 +63,12 @@ static size_t round_up(size_t n, size_t to)
     return (n + to - 1) / to * to;
 }
 
+/* Lists of tokens: one for each slot, and one for each domain if there are several. */
+static size_t lists_of(const struct moe_session *s)
+{
+    return s->config.slots + (size_t)s->relay.domains;
+}
+
 static struct moe_status take_control_memory(struct moe_cuda_ep_net *n)
 {
     const struct moe_window_shape *w = &n->session->layout.shape;
@@ -64,7 +80,8 @@ static struct moe_status take_control_memory(struct moe_cuda_ep_net *n)
     p->control_bytes =
         round_up(sizeof(struct moe_cuda_control_message) + body, MOE_CUDA_TRAILER_BYTES) +
         MOE_CUDA_TRAILER_BYTES;
-    size_t received = round_up(w->slots * (p->control_bytes + sizeof(uint32_t)), sizeof(uint64_t));
+    size_t received = round_up(
+        w->slots * p->control_bytes + lists_of(n->session) * sizeof(uint32_t), sizeof(uint64_t));
     n->received_words = received / sizeof(uint64_t);
     n->control_area_bytes = w->slots * p->control_bytes + received;
     void *pinned;
@@ -82,7 +99,8 @@ static struct moe_status take_tables(struct moe_cuda_ep_net *n)
     const struct moe_window_shape *w = &n->session->layout.shape;
     struct moe_device *device = n->session->device;
     struct moe_cuda_net_pass *p = &n->pass;
-    size_t pairs = (size_t)w->max_tokens * w->max_top_k, each = (size_t)w->slots * w->max_tokens;
+    size_t pairs = (size_t)w->max_tokens * w->max_top_k;
+    size_t each = lists_of(n->session) * w->max_tokens;
     size_t layout = (w->slots + (size_t)2) * w->max_experts + 1;
     void *pinned;
     n->tables_bytes = (pairs + 3 * each + layout) * sizeof(uint32_t);
@@ -105,6 +123,7 @@ struct moe_status moe_cuda_ep_net_create(struct moe_session *session, struct moe
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "out of memory for a session's control messages");
     n->session = session;
+    n->pass.relay = session->relay;
     struct moe_status st = take_control_memory(n);
     if (!moe_failed(&st))
         st = take_tables(n);
@@ -129,14 +148,15 @@ void moe_cuda_ep_net_destroy(struct moe_cuda_ep_net *n)
 }
 
 /* Sizes of messages for passes of this shape. False if they exceed size_t. */
-static bool lay_out_messages(const struct moe_session *s, const struct moe_layer *layer,
-                             enum moe_dtype dtype, uint32_t bucket, bool x_dy_rows,
-                             struct moe_cuda_net_pass *p, size_t *bytes)
+static bool lay_out_regions(const struct moe_session *s, size_t hidden, size_t top_k,
+                            enum moe_dtype dtype, uint32_t bucket, bool x_dy_rows,
+                            struct moe_cuda_net_pass *p)
 {
-    size_t top_k = layer->spec.router.top_k, row = layer->spec.hidden * moe_dtype_bytes(dtype);
-    size_t head = round_up(sizeof(struct moe_cuda_record) + top_k * sizeof(struct moe_cuda_route),
+    size_t row = hidden * moe_dtype_bytes(dtype);
+    size_t head = round_up(sizeof(struct moe_cuda_record) + top_k * sizeof(struct moe_cuda_route) +
+                               s->relay.size * sizeof(uint32_t),
                            MOE_CUDA_TRAILER_BYTES);
-    size_t gradients = (layer->spec.hidden + (size_t)MOE_MAX_TOP_K) * sizeof(float);
+    size_t gradients = (hidden + (size_t)MOE_MAX_TOP_K) * sizeof(float);
     size_t partial = round_up(x_dy_rows ? gradients : row, MOE_CUDA_TRAILER_BYTES);
     row = round_up(x_dy_rows ? 2 * row : row, MOE_CUDA_TRAILER_BYTES);
     p->record_head = (uint32_t)head;
@@ -144,8 +164,48 @@ static bool lay_out_messages(const struct moe_session *s, const struct moe_layer
     p->record = (uint32_t)(head + row);
     return moe_size_mul(bucket, p->record > p->partial ? p->record : p->partial, &p->region) &&
            moe_size_add(p->region, MOE_CUDA_TRAILER_BYTES, &p->region) &&
-           moe_size_round_up(p->region, LINE, &p->region) &&
-           moe_size_mul(p->region, 2 * (size_t)s->config.slots, bytes);
+           moe_size_round_up(p->region, LINE, &p->region);
+}
+
+/* And of the memory for messages: with each peer, or with the partner in each domain. */
+static bool lay_out_messages(const struct moe_session *s, const struct moe_layer *layer,
+                             enum moe_dtype dtype, uint32_t bucket, bool x_dy_rows,
+                             struct moe_cuda_net_pass *p, size_t *bytes)
+{
+    size_t messages = s->relay.domains != 0 ? s->relay.domains : s->config.slots;
+    return lay_out_regions(s, layer->spec.hidden, layer->spec.router.top_k, dtype, bucket,
+                           x_dy_rows, p) &&
+           moe_size_mul(p->region, 2 * messages, bytes);
+}
+
+/* Sizes only grow with those of the shape, so all passes fit. */
+size_t moe_cuda_ep_net_shared_bytes(const struct moe_session *s)
+{
+    const struct moe_session_config *c = &s->config;
+    struct moe_cuda_net_pass p;
+    size_t bytes;
+    if (!lay_out_regions(s, c->max_hidden, c->max_top_k, MOE_DTYPE_F32, c->max_tokens, c->training,
+                         &p) ||
+        !moe_size_mul(p.region, 2 * (size_t)c->slots, &bytes) ||
+        !moe_size_add(bytes, MOE_CUDA_SHARED_REGIONS, &bytes))
+        return SIZE_MAX; /* no device has it */
+    return bytes;
+}
+
+/* Where messages of this pass lie. */
+static void place_messages(struct moe_cuda_ep_net *n)
+{
+    const struct moe_session *s = n->session;
+    struct moe_cuda_net_pass *p = &n->pass;
+    uint8_t *at = n->messages.data;
+    if (s->relay.domains == 0) {
+        p->out = at;
+        p->in = at + s->config.slots * p->region;
+        return;
+    }
+    p->in = s->relay.shared[s->config.slot] + MOE_CUDA_SHARED_REGIONS;
+    p->far_out = at;
+    p->far_in = at + s->relay.domains * p->region;
 }
 
 struct moe_status moe_cuda_ep_net_reserve(struct moe_cuda_ep_net *n, const struct moe_layer *layer,
@@ -235,6 +295,11 @@ static bool read_sizes(struct moe_cuda_ep_net *n, const struct moe_cuda_pass *pa
     for (uint32_t l = 0; l < pass->local_experts; l++)
         if (message->body[layer->local[l]] > (uint64_t)tokens * pass->top_k)
             return refuses(n, MOE_CUDA_PASS_PROTOCOL_ERROR, p);
+    if (!is_partner(n->session, p))
+        return true;
+    n->pass.across_in[n->session->relay.domain_of[p]] = message->across;
+    if (message->across > tokens)
+        return refuses(n, MOE_CUDA_PASS_PROTOCOL_ERROR, p);
     return true;
 }
 
@@ -270,6 +335,7 @@ static void read_control_messages(struct moe_cuda_ep_net *n, const struct moe_cu
     uint64_t live = n->session->config.live;
     memset(n->pass.tokens_of, 0, sizeof n->pass.tokens_of);
     memset(n->pass.rows_in, 0, sizeof n->pass.rows_in);
+    memset(n->pass.across_in, 0, sizeof n->pass.across_in);
     for (uint32_t p = 0; p < pass->slots; p++)
         if ((live >> p & 1) && !read_claim(n, p))
             return;
@@ -301,8 +367,9 @@ struct moe_status moe_cuda_ep_net_prepare(struct moe_cuda_ep_net *n,
         bytes <= n->messages.bytes;
     n->layer = layer;
     n->x_dy_rows = x_dy_rows;
-    p->out = room ? n->messages.data : NULL;
-    p->in = room ? p->out + n->session->config.slots * p->region : NULL;
+    if (room)
+        place_messages(n);
+    n->room = room;
     p->parts = pass->bucket <= 512 ? 8 : 1; /* gives each warp work when tokens are few */
     p->trailer = moe_cuda_net_next_trailer(n->session->net);
     MOE_TRY(moe_cuda_launch_net_list(pass, p, stream));
@@ -311,7 +378,29 @@ struct moe_status moe_cuda_ep_net_prepare(struct moe_cuda_ep_net *n,
         return moe_ok(); /* the control messages refuse the pass */
     /* Pack the records while the control messages are read. */
     p->trailer = moe_cuda_net_next_trailer(n->session->net);
-    return moe_cuda_launch_net_pack(pass, p, ctas(n), stream);
+    MOE_TRY(moe_cuda_launch_net_pack(pass, p, ctas(n), stream));
+    if (p->relay.domains == 0)
+        return moe_ok();
+    return moe_cuda_launch_relay_announce(pass, p, MOE_CUDA_RELAY_RECORDS, p->trailer, stream);
+}
+
+/* Of records, or back home of partials, with the partner in each other domain. */
+static void list_far_messages(const struct moe_cuda_ep_net *n, bool home,
+                              struct moe_cuda_transfer transfer[MOE_CUDA_MAX_SLOTS])
+{
+    const struct moe_session *s = n->session;
+    const struct moe_cuda_net_pass *p = &n->pass;
+    const struct moe_cuda_relay *r = &p->relay;
+    const size_t each = home ? p->partial : p->record;
+    for (uint32_t d = 0; d < r->domains; d++) {
+        size_t came = p->across_in[d], went = outgoing_to(n, s->config.slots + d);
+        if (d != r->own)
+            transfer[r->slot_at[d * r->size + r->index]] = (struct moe_cuda_transfer){
+                .send = p->far_out + d * p->region,
+                .recv = p->far_in + d * p->region,
+                .send_bytes = (home ? came : went) * each + MOE_CUDA_TRAILER_BYTES,
+                .recv_bytes = (home ? went : came) * each + MOE_CUDA_TRAILER_BYTES};
+    }
 }
 
 static struct moe_status exchange_messages(struct moe_cuda_ep_net *n, uint8_t *from, uint8_t *to,
@@ -321,7 +410,9 @@ static struct moe_status exchange_messages(struct moe_cuda_ep_net *n, uint8_t *f
     const struct moe_cuda_net_pass *p = &n->pass;
     struct moe_cuda_transfer transfer[MOE_CUDA_MAX_SLOTS] = {0};
     const size_t each = home ? p->partial : p->record;
-    for (uint32_t i = 0; i < s->config.slots; i++) {
+    if (p->relay.domains != 0)
+        list_far_messages(n, home, transfer);
+    for (uint32_t i = 0; p->relay.domains == 0 && i < s->config.slots; i++) {
         size_t came = p->rows_in[i], went = is_peer(s, i) ? outgoing_to(n, i) : 0;
         transfer[i] = (struct moe_cuda_transfer){
             .send = from + i * p->region,
@@ -330,6 +421,33 @@ static struct moe_status exchange_messages(struct moe_cuda_ep_net *n, uint8_t *f
             .recv_bytes = (home ? went : came) * each + MOE_CUDA_TRAILER_BYTES};
     }
     return moe_cuda_net_exchange(s->net, transfer, NULL);
+}
+
+/* Over several domains: gives partners' records to this domain's slots, and waits for all records
+ * that other slots store here. */
+static struct moe_status bring_records(const struct moe_cuda_ep_net *n,
+                                       const struct moe_cuda_pass *pass)
+{
+    cudaStream_t stream = n->session->device->compute;
+    const struct moe_cuda_net_pass *p = &n->pass;
+    if (p->relay.domains == 0)
+        return moe_ok();
+    MOE_TRY(moe_cuda_launch_relay_forward(pass, p, ctas(n), stream));
+    MOE_TRY(moe_cuda_launch_relay_announce(pass, p, MOE_CUDA_RELAY_FORWARDED, p->trailer, stream));
+    return moe_cuda_launch_relay_await(pass, p, false, p->trailer, stream);
+}
+
+/* The same for sums: waits for those of this domain, and adds those for the partners. */
+static struct moe_status bring_sums(const struct moe_cuda_ep_net *n,
+                                    const struct moe_cuda_pass *pass)
+{
+    cudaStream_t stream = n->session->device->compute;
+    const struct moe_cuda_net_pass *p = &n->pass;
+    if (p->relay.domains == 0)
+        return moe_ok();
+    MOE_TRY(moe_cuda_launch_relay_announce(pass, p, MOE_CUDA_RELAY_SUMS, p->trailer, stream));
+    MOE_TRY(moe_cuda_launch_relay_await(pass, p, true, p->trailer, stream));
+    return moe_cuda_launch_relay_gather(pass, p, ctas(n), stream);
 }
 
 /* Dispatch writes row_of only for tokens that arrive: clear the rest. */
@@ -351,8 +469,9 @@ struct moe_status moe_cuda_ep_net_dispatch(struct moe_cuda_ep_net *n,
     MOE_TRY(moe_cuda_net_settle(n->session->net));
     read_control_messages(n, pass);
     if (p->outcome.code == MOE_CUDA_PASS_GOOD) {
-        MOE_INVARIANT(p->out != NULL);
+        MOE_INVARIANT(n->room);
         MOE_TRY(exchange_messages(n, p->out, p->in, false));
+        MOE_TRY(bring_records(n, pass));
         if (n->x_dy_rows)
             MOE_TRY(forget_rows_of_tokens(n, pass));
         size_t used = ((pass->slots + (size_t)2) * pass->local_experts + 1) * sizeof *n->layout;
@@ -370,6 +489,7 @@ struct moe_status moe_cuda_ep_net_combine(struct moe_cuda_ep_net *n,
     if (p->outcome.code == MOE_CUDA_PASS_GOOD) {
         p->trailer = moe_cuda_net_next_trailer(n->session->net);
         MOE_TRY(moe_cuda_launch_net_sum(pass, p, ctas(n), stream));
+        MOE_TRY(bring_sums(n, pass));
         MOE_TRY(exchange_messages(n, p->in, p->out, true));
     }
     return moe_cuda_launch_net_finish(pass, p, ctas(n), stream);

@@ -4,7 +4,7 @@
  * count     a CTA of 16 warps per expert walks over all choices of this slot's tokens. First each
  *           warp counts its share; then it knows the positions among all rows of that expert
  * list      a CTA of 16 warps per slot lists the tokens that the slot needs, in order, and writes
- *           the control message
+ *           the control message; over several domains, also one per domain
  * pack      a warp per record
  * publish   one CTA stores the host's reading of the control messages as the pass's outcome and
  *           tables
@@ -20,6 +20,7 @@
 #include "cuda/exchange/count.cuh"
 #include "cuda/exchange/ep_net.h"
 #include "cuda/exchange/moves.cuh"
+#include "cuda/exchange/relay.cuh"
 #include "cuda/exchange/sums.cuh"
 
 constexpr uint32_t SHARES = 16;  /* warps of a CTA in count and list */
@@ -29,22 +30,6 @@ constexpr uint32_t SUM_ROWS = 4; /* loads of different rows in flight */
 __device__ static uint32_t target_of(const struct moe_cuda_pass &p, uint32_t t, int32_t id)
 {
     return target_of(p.params->placement, p.experts, t, id);
-}
-
-/* Copies a row to the address `to` of each lane in `lanes`. */
-template <typename Unit>
-__device__ static void copy_row(const struct moe_cuda_pass &p, const void *from, uint32_t lanes,
-                                void *to)
-{
-    const struct span all = {0, p.row_bytes / static_cast<uint32_t>(sizeof(Unit))};
-    struct held_units<Unit> held;
-    load_units(from, threadIdx.x % 32, all.end, &held);
-    scatter_row<Unit, false>(from, all, &held, lanes, to);
-}
-
-__device__ static bool is_stopped(const struct moe_cuda_pass &p)
-{
-    return __syncthreads_or(load_volatile(&p.control->stop) != 0) != 0;
 }
 
 __device__ static struct moe_cuda_control_message *
@@ -57,12 +42,6 @@ control_to(const struct moe_cuda_pass &p, const struct moe_cuda_net_pass &n, uin
 __device__ static uint32_t *table_of(const struct moe_cuda_pass &p, uint32_t *table, uint32_t slot)
 {
     return table + static_cast<size_t>(slot) * p.layout.shape.max_tokens;
-}
-
-/* Address of the trailer that follows `bytes` of a message. */
-__device__ static uint64_t *trailer_at(uint8_t *message, size_t bytes)
-{
-    return reinterpret_cast<uint64_t *>(message + bytes + MOE_CUDA_TRAILER_BYTES) - 1;
 }
 
 /* ----------------------------------------------------------------- count */
@@ -95,8 +74,8 @@ __global__ void __launch_bounds__(32 * SHARES)
 
 /* ------------------------------------------------------------------ list */
 
-/* Lists the tokens with a choice on `slot`, in order, and returns their number. All threads of the
- * CTA. */
+/* Lists the tokens with a choice on `slot`, in order, and returns their number; slots + d: on a
+ * slot of domain d. All threads of the CTA. */
 __device__ static uint32_t list_tokens(const struct moe_cuda_pass &p,
                                        const struct moe_cuda_net_pass &n, uint32_t slot)
 {
@@ -108,8 +87,11 @@ __device__ static uint32_t list_tokens(const struct moe_cuda_pass &p,
         const uint32_t t = t0 + threadIdx.x;
         bool wanted = false;
         if (t < p.params->tokens && token_counts(p, t))
-            for (uint32_t k = 0; k < p.top_k; k++)
-                wanted |= target_of(p, t, p.ids[static_cast<size_t>(t) * p.top_k + k]) == slot;
+            for (uint32_t k = 0; k < p.top_k; k++) {
+                uint32_t to = target_of(p, t, p.ids[static_cast<size_t>(t) * p.top_k + k]);
+                wanted |= slot < p.slots ? to == slot
+                                         : to != NOWHERE && n.relay.domain_of[to] == slot - p.slots;
+            }
         uint32_t those = __ballot_sync(ALL_LANES, wanted);
         if (lane == 0)
             of_warp[warp] = __popc(those);
@@ -138,6 +120,19 @@ __device__ static void open_pass(const struct moe_cuda_pass &p)
     }
 }
 
+/* For the gateway of another domain. */
+__device__ static void list_for_domain(const struct moe_cuda_pass &p,
+                                       const struct moe_cuda_net_pass &n, uint32_t domain)
+{
+    if (domain == n.relay.own)
+        return;
+    const uint32_t rows = list_tokens(p, n, p.slots + domain);
+    if (threadIdx.x != 0)
+        return;
+    control_to(p, n, partner_in(n.relay, domain))->across = rows;
+    n.outgoing[p.slots + domain] = rows;
+}
+
 __global__ void __launch_bounds__(32 * SHARES)
     net_list_kernel(const __grid_constant__ struct moe_cuda_pass p,
                     const __grid_constant__ struct moe_cuda_net_pass n)
@@ -145,7 +140,13 @@ __global__ void __launch_bounds__(32 * SHARES)
     const uint32_t slot = blockIdx.x;
     if (slot == p.slot)
         open_pass(p);
-    if (is_stopped(p) || !is_live(p.control->live, slot))
+    if (is_stopped(p))
+        return;
+    if (slot >= p.slots) {
+        list_for_domain(p, n, slot - p.slots);
+        return;
+    }
+    if (!is_live(p.control->live, slot))
         return;
     const uint32_t rows = slot == p.slot ? 0 : list_tokens(p, n, slot);
     struct moe_cuda_control_message *message = control_to(p, n, slot);
@@ -155,25 +156,35 @@ __global__ void __launch_bounds__(32 * SHARES)
         return;
     message->kind = MOE_CUDA_MESSAGE_STEP;
     message->size = rows;
+    if (!is_partner(n.relay, slot))
+        message->across = 0;
     n.outgoing[slot] = rows;
     *trailer_at(reinterpret_cast<uint8_t *>(message), n.control_bytes - MOE_CUDA_TRAILER_BYTES) =
         n.trailer;
 }
 
-/* ------------------------------------------------------------------ rows */
-
-/* The number of this warp in the grid. */
-__device__ static uint32_t warp_in_grid()
-{
-    return blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-}
-
-__device__ static uint32_t warps_in_grid()
-{
-    return gridDim.x * (blockDim.x / 32);
-}
-
 /* ------------------------------------------------------------------ pack */
+
+/* Where records for `list` go: a slot, or slots + d for the gateway in domain d. */
+__device__ static uint8_t *records_for(const struct moe_cuda_pass &p,
+                                       const struct moe_cuda_net_pass &n, uint32_t list)
+{
+    if (list >= p.slots)
+        return n.far_out + (list - p.slots) * n.region;
+    return n.relay.domains == 0 ? n.out + list * n.region : records_in(n, list, p.slot);
+}
+
+/* Place of token t among the records for each slot of domain d that gets it. */
+__device__ static void store_places(const struct moe_cuda_pass &p,
+                                    const struct moe_cuda_net_pass &n, uint32_t d, uint32_t t,
+                                    uint32_t wanted, struct moe_cuda_record *record)
+{
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane >= n.relay.size)
+        return;
+    const uint32_t slot = n.relay.slot_at[d * n.relay.size + lane];
+    places_of(p, record)[lane] = wanted >> slot & 1 ? table_of(p, n.send_index, slot)[t] : 0;
+}
 
 template <typename Unit>
 __device__ static void pack_record(const struct moe_cuda_pass &p, const struct moe_cuda_net_pass &n,
@@ -181,9 +192,16 @@ __device__ static void pack_record(const struct moe_cuda_pass &p, const struct m
 {
     const uint32_t lane = threadIdx.x % 32, t = table_of(p, n.send_token, slot)[i];
     const size_t pair = static_cast<size_t>(t) * p.top_k + lane;
-    uint8_t *record = n.out + slot * n.region + static_cast<size_t>(i) * n.record;
+    uint8_t *record = records_for(p, n, slot) + static_cast<size_t>(i) * n.record;
     int32_t id = lane < p.top_k ? p.ids[pair] : -1;
-    bool mine = target_of(p, t, id) == slot;
+    const uint32_t target = target_of(p, t, id);
+    bool mine = target == slot;
+    if (slot >= p.slots) {
+        mine = target != NOWHERE && n.relay.domain_of[target] == slot - p.slots;
+        store_places(p, n, slot - p.slots, t,
+                     __reduce_or_sync(ALL_LANES, target == NOWHERE ? 0 : 1u << target),
+                     reinterpret_cast<struct moe_cuda_record *>(record));
+    }
     uint32_t choices = __ballot_sync(ALL_LANES, mine);
     struct moe_cuda_record *head = reinterpret_cast<struct moe_cuda_record *>(record);
     if (mine)
@@ -203,14 +221,16 @@ __global__ void __launch_bounds__(CTA_THREADS)
     stamp_stage(p, MOE_STAGE_DISPATCH);
     if (is_stopped(p))
         return;
-    for (uint32_t s = 0; s < p.slots; s++) {
-        if (s == p.slot || !is_live(p.control->live, s))
+    for (uint32_t s = 0; s < p.slots + n.relay.domains; s++) {
+        const bool far = s >= p.slots;
+        if (far ? s - p.slots == n.relay.own
+                : s == p.slot || !is_live(p.control->live, s) || !is_near(n.relay, s))
             continue;
         const uint32_t records = n.outgoing[s];
         for (uint32_t i = warp_in_grid(); i < records; i += warps_in_grid())
             pack_record<Unit>(p, n, s, i);
-        if (blockIdx.x == 0 && threadIdx.x == 0)
-            *trailer_at(n.out + s * n.region, static_cast<size_t>(records) * n.record) = n.trailer;
+        if ((far || n.relay.domains == 0) && blockIdx.x == 0 && threadIdx.x == 0)
+            *trailer_at(records_for(p, n, s), static_cast<size_t>(records) * n.record) = n.trailer;
     }
 }
 
@@ -296,8 +316,11 @@ __global__ void net_publish_kernel(const __grid_constant__ struct moe_cuda_pass 
     for (uint32_t l = threadIdx.x; l <= local && n.outcome.code == MOE_CUDA_PASS_GOOD;
          l += blockDim.x) {
         p.start[l] = start[l];
-        if (l < local)
-            p.count[l] = start[local + 1 + l];
+        if (l == local)
+            continue;
+        p.count[l] = start[local + 1 + l];
+        if (p.counts != nullptr)
+            p.counts->local_rows[l] = p.count[l];
     }
 }
 
@@ -326,7 +349,8 @@ __device__ static void sum_record(const struct moe_cuda_pass &p, const struct mo
     const uint32_t lane = threadIdx.x % 32, t = table_of(p, n.came_token, source)[i];
     uint32_t row = lane < p.top_k ? row_of_token(p, source, t)[lane] : MOE_CUDA_NO_ROW;
     uint32_t lanes = __ballot_sync(ALL_LANES, row != MOE_CUDA_NO_ROW), begin, end;
-    uint8_t *partial = n.in + source * n.region + static_cast<size_t>(i) * n.partial;
+    uint8_t *partial = n.relay.domains == 0 ? n.in + source * n.region : sums_for(n, source);
+    partial += static_cast<size_t>(i) * n.partial;
     part_columns<N>(p.hidden, n.parts, part, &begin, &end);
     for (uint32_t h = begin + lane * N; h - lane * N < end; h += 32 * N) {
         columns<N> sum[1];
@@ -349,7 +373,8 @@ __global__ void __launch_bounds__(CTA_THREADS)
     for (uint32_t s = 0; s < p.slots; s++) {
         for (uint32_t i = warp_in_grid(); i < n.rows_in[s] * n.parts; i += warps_in_grid())
             sum_record<Element, Out, N>(p, n, s, i / n.parts, i % n.parts);
-        if (blockIdx.x == 0 && threadIdx.x == 0 && s != p.slot && is_live(p.control->live, s))
+        if (n.relay.domains == 0 && blockIdx.x == 0 && threadIdx.x == 0 && s != p.slot &&
+            is_live(p.control->live, s))
             *trailer_at(n.in + s * n.region, static_cast<size_t>(n.rows_in[s]) * n.partial) =
                 n.trailer;
     }
@@ -363,8 +388,11 @@ struct own_token {
     uint32_t local;  /* bit k: choice k has a local row */
     uint32_t wanted; /* bit s: slot s has rows of this token */
     uint32_t record; /* index of this token among those for slot s */
+    uint32_t far;    /* lane d: the same among those for domain d */
+    uint32_t across; /* bit d: domain d has rows of this token; not the own one */
     uint32_t zero;   /* bit k: choice k is a zero expert */
     float weight;    /* of choice k */
+    bool base;       /* its sum begins with its row of `base` */
 };
 
 __device__ static struct own_token describe_token(const struct moe_cuda_pass &p,
@@ -376,13 +404,66 @@ __device__ static struct own_token describe_token(const struct moe_cuda_pass &p,
     int32_t id = lane < p.top_k ? p.ids[pair] : -1;
     uint32_t target = target_of(p, t, id);
     o.weight = lane < p.top_k ? p.weights[pair] : 0.0f;
+    o.base = has_base(p, t);
     o.row = lane < p.top_k ? row_of_token(p, p.slot, t)[lane] : MOE_CUDA_NO_ROW;
     o.local = __ballot_sync(ALL_LANES, o.row != MOE_CUDA_NO_ROW);
     o.wanted = __reduce_or_sync(ALL_LANES, target == NOWHERE ? 0 : 1u << target);
     if (lane != p.slot && (o.wanted >> lane & 1))
         o.record = table_of(p, n.send_index, lane)[t];
+    if (n.relay.domains != 0) {
+        uint32_t domain = target == NOWHERE ? n.relay.own : n.relay.domain_of[target];
+        o.across = __reduce_or_sync(ALL_LANES, 1u << domain) & ~(1u << n.relay.own);
+        if (o.across >> lane & 1)
+            o.far = table_of(p, n.send_index, p.slots + lane)[t];
+    }
     o.zero = __ballot_sync(ALL_LANES, id >= static_cast<int32_t>(p.experts));
     return o;
+}
+
+/* Adds the sums of the slots in `slots`, in order, to *sum. */
+template <typename Element, typename Out, uint32_t N>
+__device__ static void add_slots(const struct moe_cuda_pass &p, const struct moe_cuda_net_pass &n,
+                                 const struct own_token &o, uint32_t slots, uint32_t h,
+                                 columns<N> &sum)
+{
+    for (uint32_t left = slots; left != 0; left &= left - 1) {
+        uint32_t s = static_cast<uint32_t>(__ffs(left)) - 1;
+        size_t record = __shfl_sync(ALL_LANES, o.record, static_cast<int>(s));
+        const uint8_t *from = n.relay.domains == 0 ? n.out + s * n.region : sums_from(n, s);
+        packed<Element, N> element = {};
+        if (s == p.slot) {
+            columns<N> own[1];
+            sum_rows<Out, N, SUM_ROWS>(p, o.local, o.row, h, p.hidden, own);
+            pack(own[0], &element);
+        } else if (h < p.hidden) {
+            fetch(reinterpret_cast<const Element *>(from + record * n.partial) + h, &element);
+        }
+        add_scaled(sum, unpack(element), 1.0f);
+    }
+}
+
+/* Adds the sum of each domain, in order, to *sum. That of the own one is rounded as the others
+ * are. */
+template <typename Element, typename Out, uint32_t N>
+__device__ static void add_domains(const struct moe_cuda_pass &p, const struct moe_cuda_net_pass &n,
+                                   const struct own_token &o, uint32_t h, columns<N> &sum)
+{
+    const uint32_t near = o.wanted & slots_near(n.relay);
+    for (uint32_t d = 0; d < n.relay.domains; d++) {
+        packed<Element, N> element = {};
+        size_t record = __shfl_sync(ALL_LANES, o.far, static_cast<int>(d));
+        if (d == n.relay.own && near != 0) {
+            columns<N> inside = {};
+            add_slots<Element, Out, N>(p, n, o, near, h, inside);
+            pack(inside, &element);
+        } else if (!(o.across >> d & 1)) {
+            continue;
+        } else if (h < p.hidden) {
+            const uint8_t *partial = n.far_in + d * n.region + record * n.partial;
+            fetch(reinterpret_cast<const Element *>(partial) + h, &element);
+        }
+        add_scaled(sum, unpack(element), 1.0f);
+    }
 }
 
 /* Finishes columns h .. of this slot's token: base, then the slots in order, then zero experts. */
@@ -395,24 +476,15 @@ __device__ static void finish_columns(const struct moe_cuda_pass &p,
     const size_t at = static_cast<size_t>(t) * p.hidden + h;
     columns<N> sum = {};
     packed<Element, N> element = {};
-    if (inside && p.base != nullptr) {
+    if (inside && o.base) {
         packed<float, N> base;
         fetch(p.base + at, &base);
         sum = unpack(base);
     }
-    for (uint32_t left = o.wanted; left != 0; left &= left - 1) {
-        uint32_t s = static_cast<uint32_t>(__ffs(left)) - 1;
-        size_t record = __shfl_sync(ALL_LANES, o.record, static_cast<int>(s));
-        const uint8_t *partial = n.out + s * n.region + record * n.partial;
-        if (s == p.slot) {
-            columns<N> own[1];
-            sum_rows<Out, N, SUM_ROWS>(p, o.local, o.row, h, p.hidden, own);
-            pack(own[0], &element);
-        } else if (inside) {
-            fetch(reinterpret_cast<const Element *>(partial) + h, &element);
-        }
-        add_scaled(sum, unpack(element), 1.0f);
-    }
+    if (n.relay.domains == 0)
+        add_slots<Element, Out, N>(p, n, o, o.wanted, h, sum);
+    else
+        add_domains<Element, Out, N>(p, n, o, h, sum);
     for (uint32_t left = o.zero; left != 0; left &= left - 1) {
         float weight = __shfl_sync(ALL_LANES, o.weight, __ffs(left) - 1);
         if (inside)
@@ -456,8 +528,14 @@ __global__ void __launch_bounds__(CTA_THREADS)
 }
 
 /* Runs at the end of every pass, good or not. */
-__global__ void net_report_kernel(const __grid_constant__ struct moe_cuda_pass p)
+__global__ void net_report_kernel(const __grid_constant__ struct moe_cuda_pass p,
+                                  const __grid_constant__ struct moe_cuda_net_pass n)
 {
+    const uint32_t s = threadIdx.x;
+    if (p.counts != nullptr && s < p.slots)
+        p.counts->sent_rows[s] = s != p.slot && is_live(p.control->live, s) ? n.outgoing[s] : 0;
+    if (s != 0)
+        return;
     if (p.outcome != nullptr)
         *p.outcome = p.control->outcome;
     if (p.began != nullptr)
@@ -472,16 +550,8 @@ extern "C" struct moe_status moe_cuda_launch_net_list(const struct moe_cuda_pass
 {
     net_count_kernel<<<pass->experts, 32 * SHARES, 0, stream>>>(*pass, *n);
     MOE_TRY(MOE_LAUNCHED("net_count_kernel"));
-    net_list_kernel<<<pass->slots, 32 * SHARES, 0, stream>>>(*pass, *n);
+    net_list_kernel<<<pass->slots + n->relay.domains, 32 * SHARES, 0, stream>>>(*pass, *n);
     return MOE_LAUNCHED("net_list_kernel");
-}
-
-/* The widest unit that fits rows of this shape. */
-static uint32_t unit_bytes(const struct moe_cuda_pass *pass)
-{
-    uintptr_t all = pass->row_bytes | reinterpret_cast<uintptr_t>(pass->x) |
-                    reinterpret_cast<uintptr_t>(pass->rows);
-    return all % 16 == 0 ? 16 : all % 4 == 0 ? 4 : 2;
 }
 
 extern "C" struct moe_status moe_cuda_launch_net_pack(const struct moe_cuda_pass *pass,
@@ -510,14 +580,6 @@ extern "C" struct moe_status moe_cuda_launch_net_expand(const struct moe_cuda_pa
     default: net_expand_kernel<uint16_t><<<ctas, CTA_THREADS, 0, stream>>>(*pass, *n);
     }
     return MOE_LAUNCHED("net_expand_kernel");
-}
-
-static bool is_wide(const struct moe_cuda_pass *pass)
-{
-    uintptr_t all = reinterpret_cast<uintptr_t>(pass->x) | reinterpret_cast<uintptr_t>(pass->y) |
-                    reinterpret_cast<uintptr_t>(pass->expert_out) |
-                    reinterpret_cast<uintptr_t>(pass->base);
-    return pass->hidden % WIDE == 0 && all % 16 == 0;
 }
 
 template <typename Element, typename Out>
@@ -572,7 +634,7 @@ extern "C" struct moe_status moe_cuda_launch_net_finish(const struct moe_cuda_pa
 {
     if (n->outcome.code == MOE_CUDA_PASS_GOOD)
         MOE_TRY(launch_finish_of(pass, n, ctas, stream));
-    net_report_kernel<<<1, 1, 0, stream>>>(*pass);
+    net_report_kernel<<<1, MOE_CUDA_MAX_SLOTS, 0, stream>>>(*pass, *n);
     return MOE_LAUNCHED("net_report_kernel");
 }
 

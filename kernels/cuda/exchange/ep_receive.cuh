@@ -105,6 +105,8 @@ __device__ static void lay_out_rows(const struct moe_cuda_pass &p, struct arriva
         if (writer && at <= capacity) {
             p.start[l] = first[l];
             p.count[l] = sum;
+            if (p.counts != nullptr)
+                p.counts->local_rows[l] = sum;
         }
     }
     bool fits = at <= capacity;

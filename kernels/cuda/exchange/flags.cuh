@@ -254,18 +254,23 @@ __device__ inline bool wait_flag_reached(struct moe_cuda_control *c, const uint3
     }
 }
 
-/* True in exactly one thread: the last of the grid to call this. It sees all earlier work of all
- * CTAs. All threads of a CTA must call it. */
+/* True in exactly one warp, of the last CTA of the grid to call this. It sees all earlier work of
+ * all CTAs. All threads of a CTA must call it. */
 __device__ inline bool last_of_grid(struct moe_cuda_control *c)
 {
+    uint32_t before = 0;
     __syncthreads();
-    if (threadIdx.x != 0)
+    if (threadIdx.x / 32 != 0)
+        return false;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        before = atomicAdd(&c->arrived, 1u);
+    }
+    if (__shfl_sync(ALL_LANES, before, 0) != gridDim.x - 1)
         return false;
     __threadfence();
-    if (atomicAdd(&c->arrived, 1u) != gridDim.x - 1)
-        return false;
-    __threadfence();
-    c->arrived = 0;
+    if (threadIdx.x == 0)
+        c->arrived = 0;
     return true;
 }
 

@@ -64,10 +64,12 @@ struct moe_cuda_pass {
     const void *expert_out;
     enum moe_dtype out_dtype; /* of expert_out: F32, or the pass's dtype */
     const float *base;
+    const uint8_t *mode; /* of tokens, as in struct moe_cuda_batch */
     void *y;
     uint64_t *began; /* as in struct moe_cuda_batch */
     struct moe_cuda_step_outcome
         *outcome; /* pinned: copy of the outcome at the end of combine, or NULL */
+    struct moe_cuda_step_counts *counts; /* as in struct moe_cuda_batch */
 };
 
 /* Each CTA uses a whole multiprocessor. At least two, and no more than the device has: all CTAs

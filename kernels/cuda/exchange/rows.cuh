@@ -26,6 +26,13 @@ __device__ inline bool token_counts(const struct moe_cuda_pass &p, uint32_t t)
     return p.token_state == nullptr || p.token_state[t] == MOE_TOKEN_OK;
 }
 
+/* Whether the sum of token t of this slot begins with its row of `base`. */
+__device__ inline bool has_base(const struct moe_cuda_pass &p, uint32_t t)
+{
+    return p.base != nullptr && (p.mode == nullptr || !p.params->has_modes ||
+                                 (p.mode[t] & MOE_ROUTE_WITHOUT_SHARED) == 0);
+}
+
 /* Slot that computes expert `id` of E for token t of any source, or NOWHERE. */
 __device__ inline uint32_t target_of(const struct moe_cuda_placement &placement, uint32_t experts,
                                      uint32_t t, int32_t id)

@@ -109,9 +109,12 @@ struct moe_status moe_cuda_layer_create(struct moe_device *device,
     layer->slot = slot;
     struct moe_status st;
     MOE_TRY_GOTO(st,
-                 moe_placement_copy(placement, slot, &layer->placement, &layer->local,
-                                    &layer->local_experts, &layer->local_index),
+                 moe_placement_list_local(placement, slot, &layer->local, &layer->local_experts,
+                                          &layer->local_index),
                  fail);
+    MOE_TRY_GOTO(st, moe_placement_copy(placement, &layer->placement), fail);
+    MOE_TRY_GOTO(st, moe_placement_copy(placement, &layer->active), fail);
+    layer->live = UINT64_MAX >> (64 - placement->slots);
     MOE_TRY_GOTO(st, check_tables(layer), fail);
     MOE_TRY_GOTO(st, shape_matrices(layer), fail);
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
@@ -140,7 +143,10 @@ void moe_cuda_layer_destroy(struct moe_layer *layer)
                           layer->desc.matrix[m].bytes);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, layer->tables, layer->tables_bytes);
     moe_cuda_buffer_free(device, &layer->params);
-    moe_placement_free(&layer->placement, layer->local, layer->local_index);
+    moe_placement_free(&layer->placement);
+    moe_placement_free(&layer->active);
+    free(layer->local);
+    free(layer->local_index);
     free(layer);
 }
 
@@ -297,7 +303,7 @@ static struct tables lay_out_tables(const struct moe_layer *layer)
 
 static struct moe_status copy_tables(struct moe_layer *layer)
 {
-    const struct moe_placement *p = &layer->placement;
+    const struct moe_placement *p = &layer->active;
     struct tables t = lay_out_tables(layer);
     char *host = calloc(1, t.bytes), *base = layer->tables;
     if (host == NULL)
@@ -401,5 +407,16 @@ struct moe_status moe_cuda_layer_finish(struct moe_layer *layer)
     }
     MOE_TRY(copy_tables(layer));
     layer->finished = true;
+    return moe_ok();
+}
+
+struct moe_status moe_cuda_layer_activate(struct moe_layer *layer, uint64_t live)
+{
+    if (layer->live == live)
+        return moe_ok();
+    layer->live = 0; /* no session's: a failed copy is repeated */
+    moe_placement_activate(&layer->placement, live, &layer->active);
+    MOE_TRY(copy_tables(layer));
+    layer->live = live;
     return moe_ok();
 }

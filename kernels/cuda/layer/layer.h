@@ -29,7 +29,7 @@ enum moe_cuda_matrices {
     MOE_CUDA_MATRICES
 };
 
-/* The placement in device memory. */
+/* The active placement in device memory. */
 struct moe_cuda_placement {
     uint32_t *offset;     /* [E+1] as in struct moe_placement */
     uint16_t *slot;       /* [offset[E]] */
@@ -55,7 +55,10 @@ struct moe_cuda_layer_desc {
 struct moe_layer {
     struct moe_device *device;
     struct moe_layer_spec spec;
-    struct moe_placement placement; /* on the host; its arrays belong to this layer */
+    /* On the host: all copies of its experts, and those on the slots of `live`, to which steps send
+     * rows. The device has the latter. The arrays belong to this layer. */
+    struct moe_placement placement, active;
+    uint64_t live;
     uint32_t slot;
     bool finished;
     bool trained; /* it has a trainer */
@@ -88,6 +91,10 @@ struct moe_status moe_cuda_layer_fetch(struct moe_layer *layer, enum moe_weight 
                                        size_t bytes) MOE_CHECKED;
 struct moe_status moe_cuda_layer_finish(struct moe_layer *layer) MOE_CHECKED;
 void moe_cuda_layer_destroy(struct moe_layer *layer); /* NULL is ignored */
+
+/* Steps send rows to copies on these slots only, from the next one on. Between steps, on a finished
+ * layer. If the slots are others than before, it waits for earlier uploads of the device. */
+struct moe_status moe_cuda_layer_activate(struct moe_layer *layer, uint64_t live) MOE_CHECKED;
 
 /* For the trainer. The matrix that holds a weight (not a bias), and its rows there. */
 enum moe_cuda_matrices moe_cuda_layer_matrix(enum moe_weight weight, enum moe_cuda_rows *order);

@@ -17,7 +17,7 @@ extern const struct moe_backend_option moe_cuda_options[MOE_CUDA_OPTION_COUNT + 
 
 /* How rows travel between slots. The order of values is that of the table, also below. */
 enum moe_cuda_transport {
-    MOE_CUDA_TRANSPORT_AUTO,    /* windows if all slots reach each other's memory, else network */
+    MOE_CUDA_TRANSPORT_AUTO,    /* windows where slots reach each other, else network */
     MOE_CUDA_TRANSPORT_NVLINK,  /* windows, or the session is refused */
     MOE_CUDA_TRANSPORT_NETWORK, /* NCCL's sends and receives, on any topology */
 };

@@ -37,11 +37,12 @@ struct moe_status moe_cuda_router_check_modes(uint32_t tokens, const uint8_t *mo
 {
     *need_logits = mode == NULL && tokens > 0;
     for (uint32_t t = 0; mode != NULL && t < tokens; t++) {
-        if (mode[t] > MOE_ROUTE_IDS_WEIGHTS || (mode[t] != MOE_ROUTE_SERVER && !has_ids) ||
-            (mode[t] == MOE_ROUTE_IDS_WEIGHTS && !has_weights))
+        enum moe_routing_mode routing = moe_routing_of(mode[t]);
+        if (routing > MOE_ROUTE_IDS_WEIGHTS || (routing != MOE_ROUTE_SERVER && !has_ids) ||
+            (routing == MOE_ROUTE_IDS_WEIGHTS && !has_weights))
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID,
                              "token %u: routing mode %u lacks its ids or weights", t, mode[t]);
-        *need_logits |= mode[t] != MOE_ROUTE_IDS_WEIGHTS;
+        *need_logits |= routing != MOE_ROUTE_IDS_WEIGHTS;
     }
     return moe_ok();
 }

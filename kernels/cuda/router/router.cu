@@ -207,8 +207,9 @@ static __device__ moe_token_state check_given(const choose_args &a, moe_routing_
 static __device__ moe_token_state route(const choose_args &a, const row_slot &s, int32_t *id,
                                         float *weight)
 {
-    moe_routing_mode mode =
-        a.params->has_modes ? (moe_routing_mode)a.mode[s.token] : MOE_ROUTE_SERVER;
+    moe_routing_mode mode = a.params->has_modes
+                                ? (moe_routing_mode)(a.mode[s.token] & ~MOE_ROUTE_WITHOUT_SHARED)
+                                : MOE_ROUTE_SERVER;
     size_t at = (size_t)s.token * a.spec.top_k + s.lane;
     bool has_k = s.lane < a.spec.top_k;
     *id = mode != MOE_ROUTE_SERVER && has_k ? a.ids_in[at] : -1;

@@ -31,6 +31,14 @@ struct moe_cuda_step_outcome {
     uint64_t rows; /* computed on this slot; 0 unless good */
 };
 
+/* Exact numbers of rows of a forward step on this slot; in pinned memory. Valid if the step
+ * succeeds. */
+struct moe_cuda_step_counts {
+    uint32_t
+        local_rows[MOE_CUDA_MAX_EXPERTS];   /* [local_experts] computed here, as moe_rows.count */
+    uint32_t sent_rows[MOE_CUDA_MAX_SLOTS]; /* tokens that each other slot got; 0 for this one */
+};
+
 /* In device memory, one per session. Kernels read the step's number from here, so a captured graph
  * keeps counting when it is replayed. */
 struct moe_cuda_control {
@@ -44,6 +52,9 @@ struct moe_cuda_control {
     uint8_t *window[MOE_CUDA_MAX_SLOTS]; /* NULL where not live */
     struct moe_cuda_step_outcome outcome;
     uint32_t tokens_of[MOE_CUDA_MAX_SLOTS]; /* of the current step */
+    /* Of the current step, so far: as in struct moe_cuda_step_counts. Dispatch clears it, combine
+     * adds. */
+    uint32_t sent_rows[MOE_CUDA_MAX_SLOTS];
     /* Counters from which warps take work items. Those of dispatch exist once per parity of the
      * step: a dispatch clears the counters of the next dispatch and of the combine that follows it.
      */

@@ -8,6 +8,7 @@
 #include "base/wait.h"
 #include "cuda/plan/limits.h"
 #include "cuda/session/control.h"
+#include "cuda/session/window.h"
 
 #include <sched.h>
 #include <stdlib.h>
@@ -68,7 +69,7 @@ static bool is_peer(const struct moe_cuda_net *net, uint32_t slot)
 
 static int rank_of(const struct moe_cuda_net *net, uint32_t slot)
 {
-    return __builtin_popcountll(net->config.live & ((UINT64_C(1) << slot) - 1));
+    return (int)moe_cuda_rank_of(net->config.live, slot);
 }
 
 static uint64_t trailer_of(const struct moe_cuda_net *net, uint64_t number)
@@ -194,10 +195,10 @@ static ncclResult_t send_and_receive(struct moe_cuda_net *net,
         return rc;
     for (uint32_t i = 1; i < c->slots && rc == ncclSuccess; i++) {
         uint32_t to = (c->slot + i) % c->slots, from = (c->slot + c->slots - i) % c->slots;
-        if (is_peer(net, to))
+        if (is_peer(net, to) && transfer[to].send != NULL)
             rc = ncclSend(transfer[to].send, transfer[to].send_bytes, ncclInt8, rank_of(net, to),
                           comm, c->device->compute);
-        if (rc == ncclSuccess && is_peer(net, from))
+        if (rc == ncclSuccess && is_peer(net, from) && transfer[from].send != NULL)
             rc = ncclRecv(transfer[from].recv, transfer[from].recv_bytes, ncclInt8,
                           rank_of(net, from), comm, c->device->compute);
     }
@@ -212,7 +213,7 @@ static void remember(struct moe_cuda_net *net, uint64_t number,
     struct exchange *x = &net->flying[(net->oldest + net->count++) % MAX_EXCHANGES];
     *x = (struct exchange){.number = number};
     for (uint32_t s = 0; s < net->config.slots; s++)
-        if (is_peer(net, s))
+        if (is_peer(net, s) && transfer[s].send != NULL)
             x->trailer[s] =
                 (const uint8_t *)transfer[s].recv + transfer[s].recv_bytes - sizeof(uint64_t);
 }
@@ -353,10 +354,12 @@ static struct moe_status form_network(struct moe_cuda_net *net, ncclComm_t group
     config.blocking = 1;
     ncclResult_t rc = ncclCommSplit(group, 0, rank_of(net, net->config.slot), &net->comm, &config);
     struct moe_status st = await_group(group, rc, deadline_ns);
-    if (!moe_failed(&st))
-        st = await_group(group, ncclCommFinalize(group), deadline_ns);
-    if (moe_failed(&st) || ncclCommDestroy(group) != ncclSuccess)
-        (void)ncclCommAbort(group);
+    if (!net->config.keeps_group) {
+        if (!moe_failed(&st))
+            st = await_group(group, ncclCommFinalize(group), deadline_ns);
+        if (moe_failed(&st) || ncclCommDestroy(group) != ncclSuccess)
+            (void)ncclCommAbort(group);
+    }
     if (!moe_failed(&st) && net->comm == NULL)
         st = moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ncclCommSplit gave no communicator");
     return st;
@@ -431,7 +434,8 @@ struct moe_status moe_cuda_net_open(const struct moe_cuda_net_config *config, nc
 {
     struct moe_cuda_net *net = calloc(1, sizeof *net);
     if (net == NULL) {
-        (void)ncclCommAbort(group);
+        if (!config->keeps_group)
+            (void)ncclCommAbort(group);
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "out of memory for a session's network");
     }

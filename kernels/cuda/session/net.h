@@ -46,6 +46,7 @@ struct moe_cuda_net_config {
     uint64_t live, epoch;
     uint32_t slot, slots;
     uint64_t budget_ns;
+    bool keeps_group; /* `group` goes on to belong to the caller */
 };
 
 /* Collective over the live slots. Connects every slot with every other, so that no later exchange
@@ -73,7 +74,8 @@ bool moe_cuda_net_outcome(struct moe_cuda_net *net, struct moe_cuda_step_outcome
 
 /* ------------------------------------------- exchanges: on the comm thread's thread */
 
-/* Device memory that no peer maps. Both slots know both sizes; no message is empty. */
+/* Device memory that no peer maps. Both slots know both sizes; no message is empty. Without `send`,
+ * there is no message between the two slots, on neither side. */
 struct moe_cuda_transfer {
     const void *send;
     void *recv;

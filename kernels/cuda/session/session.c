@@ -139,5 +139,7 @@ struct moe_status moe_cuda_session_explain(struct moe_session *s, struct moe_sta
 
 const char *moe_cuda_session_transport(const struct moe_session *s)
 {
-    return s->net != NULL ? "network" : s->window.comm != NULL ? "nvlink" : "none";
+    if (s->net != NULL)
+        return s->relay.domains != 0 ? "nvlink and network" : "network";
+    return s->window.comm != NULL ? "nvlink" : "none";
 }

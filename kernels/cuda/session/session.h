@@ -12,6 +12,7 @@
 #include "cuda/plan/options.h"
 #include "cuda/session/control.h"
 #include "cuda/session/net.h"
+#include "cuda/session/relay.h"
 #include "cuda/session/window.h"
 
 #ifdef __cplusplus
@@ -42,6 +43,7 @@ struct moe_session {
     /* If rows travel over a network; else NULL, and the window has the peers' addresses. */
     struct moe_cuda_net *net;
     struct moe_cuda_ep_net *ep_net;
+    struct moe_cuda_relay relay; /* of a session over several domains; with `net` */
 };
 
 /* Members of struct moe_backend; the others are in step/join.h. */

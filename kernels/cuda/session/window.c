@@ -9,6 +9,7 @@
 #include "cuda/plan/limits.h"
 #include "cuda/plan/process.h"
 
+#include <string.h>
 #include <unistd.h>
 
 enum { POLL_US = 200 };
@@ -47,60 +48,75 @@ struct moe_status moe_cuda_window_form_group(struct moe_cuda_window *w, struct m
                                              uint64_t deadline_ns)
 {
     int ranks = __builtin_popcountll(live);
-    int rank = __builtin_popcountll(live & ((UINT64_C(1) << slot) - 1));
-    *w = (struct moe_cuda_window){.device = device};
+    *w = (struct moe_cuda_window){.device = device, .rank = moe_cuda_rank_of(live, slot)};
     MOE_TRY(moe_cuda_process_check());
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.blocking = 0;
-    ncclResult_t rc = ncclCommInitRankConfig(&w->comm, ranks, id->id, rank, &config);
+    ncclResult_t rc = ncclCommInitRankConfig(&w->comm, ranks, id->id, (int)w->rank, &config);
     if (w->comm == NULL)
         return moe_cuda_nccl_status(rc == ncclSuccess ? ncclInternalError : rc,
                                     "ncclCommInitRankConfig");
     return await(w->comm, rc, "ncclCommInitRankConfig", deadline_ns);
 }
 
+static struct moe_status take_memory(struct moe_cuda_window *w, size_t bytes, size_t cleared)
+{
+    MOE_TRY(moe_cuda_device_charge(w->device, bytes));
+    w->bytes = bytes;
+    MOE_TRY(MOE_NCCL(ncclMemAlloc(&w->memory, bytes)));
+    return MOE_CUDA(cudaMemsetAsync(w->memory, 0, cleared, w->device->compute));
+}
+
 /* Memory is cleared, and blanks are laid, before it is registered. Registration ends when all slots
  * have begun it, so no peer can store into a window that is not cleared yet. If memory cannot be
  * mapped, registration gives no handle, or one for the GPUs of a part of the group. */
-struct moe_status moe_cuda_window_share(struct moe_cuda_window *w,
-                                        const struct moe_window_layout *layout, bool *reach,
-                                        uint64_t deadline_ns)
+static struct moe_status share_memory(struct moe_cuda_window *w, struct moe_cuda_team *team,
+                                      uint64_t deadline_ns)
 {
-    const size_t quick = layout->quick_bytes - layout->quick_rows;
-    cudaStream_t stream = w->device->compute;
-    int ranks = 0;
-    MOE_TRY(MOE_NCCL(ncclCommCount(w->comm, &ranks)));
-    MOE_TRY(moe_cuda_device_charge(w->device, layout->quick_bytes));
-    w->bytes = layout->quick_bytes;
-    MOE_TRY(MOE_NCCL(ncclMemAlloc(&w->memory, w->bytes)));
-    uint8_t *base = w->memory;
-    MOE_TRY(MOE_CUDA(cudaMemsetAsync(base, 0, layout->quick_rows, stream)));
-    MOE_TRY(MOE_CUDA(
-        cudaMemsetAsync(base + layout->quick_rows, (int)(MOE_WINDOW_BLANK & 0xff), quick, stream)));
     MOE_TRY(moe_cuda_device_finish(w->device));
     ncclResult_t rc =
         ncclCommWindowRegister(w->comm, w->memory, w->bytes, &w->handle, NCCL_WIN_COLL_SYMMETRIC);
     MOE_TRY(await(w->comm, rc, "ncclCommWindowRegister", deadline_ns));
-    *reach = w->handle != NULL && moe_cuda_window_reach(w->comm) == (uint32_t)ranks;
+    *team = w->handle != NULL ? moe_cuda_window_team(w->comm, w->rank)
+                              : (struct moe_cuda_team){w->rank, 1};
     return moe_ok();
 }
 
-/* base[slot] from the addresses by rank: live slots in order. */
-struct moe_status moe_cuda_window_read_bases(struct moe_cuda_window *w, uint64_t live)
+struct moe_status moe_cuda_window_share(struct moe_cuda_window *w,
+                                        const struct moe_window_layout *layout,
+                                        struct moe_cuda_team *team, uint64_t deadline_ns)
 {
-    uint32_t ranks = (uint32_t)__builtin_popcountll(live);
-    uint8_t *by_rank[MOE_CUDA_MAX_SLOTS] = {0};
+    const size_t quick = layout->quick_bytes - layout->quick_rows;
+    MOE_TRY(take_memory(w, layout->quick_bytes, layout->quick_rows));
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync((uint8_t *)w->memory + layout->quick_rows,
+                                     (int)(MOE_WINDOW_BLANK & 0xff), quick, w->device->compute)));
+    return share_memory(w, team, deadline_ns);
+}
+
+struct moe_status moe_cuda_window_share_memory(struct moe_cuda_window *w, size_t bytes,
+                                               size_t cleared, struct moe_cuda_team *team,
+                                               uint64_t deadline_ns)
+{
+    MOE_TRY(take_memory(w, bytes, cleared));
+    return share_memory(w, team, deadline_ns);
+}
+
+struct moe_status moe_cuda_window_read_bases(struct moe_cuda_window *w, uint64_t live,
+                                             const struct moe_cuda_team *team)
+{
+    uint8_t *of_team[MOE_CUDA_MAX_SLOTS] = {0};
     uint8_t **table;
-    MOE_TRY(moe_cuda_mem_alloc(w->device, MOE_MEM_DEVICE, sizeof by_rank, (void **)&table));
-    struct moe_status st = moe_cuda_window_read_peers(w->handle, ranks, table, w->device->compute);
+    MOE_TRY(moe_cuda_mem_alloc(w->device, MOE_MEM_DEVICE, sizeof of_team, (void **)&table));
+    struct moe_status st =
+        moe_cuda_window_read_peers(w->handle, team->count, table, w->device->compute);
     if (!moe_failed(&st))
         st = moe_cuda_device_finish(w->device);
     if (!moe_failed(&st))
-        st = moe_cuda_mem_copy(w->device, by_rank, table, sizeof by_rank);
-    moe_cuda_mem_free(w->device, MOE_MEM_DEVICE, table, sizeof by_rank);
-    for (uint32_t s = 0, rank = 0; s < MOE_CUDA_MAX_SLOTS && rank < ranks; s++)
-        if (live >> s & 1)
-            w->base[s] = by_rank[rank++];
+        st = moe_cuda_mem_copy(w->device, of_team, table, sizeof of_team);
+    moe_cuda_mem_free(w->device, MOE_MEM_DEVICE, table, sizeof of_team);
+    for (uint32_t s = 0; s < MOE_CUDA_MAX_SLOTS; s++)
+        if ((live >> s & 1) && moe_cuda_team_has(team, moe_cuda_rank_of(live, s)))
+            w->base[s] = of_team[moe_cuda_rank_of(live, s) - team->first];
     return st;
 }
 
@@ -151,15 +167,21 @@ void moe_cuda_window_close(struct moe_cuda_window *w, bool together, uint64_t de
     drop_memory(w);
 }
 
+void moe_cuda_window_unshare(struct moe_cuda_window *w, uint64_t deadline_ns)
+{
+    /* A failure appears again when the group is used. */
+    if (w->handle != NULL)
+        (void)await(w->comm, ncclCommWindowDeregister(w->comm, w->handle),
+                    "ncclCommWindowDeregister", deadline_ns);
+    w->handle = NULL;
+    memset(w->base, 0, sizeof w->base);
+    drop_memory(w);
+}
+
 ncclComm_t moe_cuda_window_give_group(struct moe_cuda_window *w, uint64_t deadline_ns)
 {
     ncclComm_t comm = w->comm;
-    /* A failure appears again when the group is used. */
-    if (w->handle != NULL)
-        (void)await(comm, ncclCommWindowDeregister(comm, w->handle), "ncclCommWindowDeregister",
-                    deadline_ns);
-    w->handle = NULL;
+    moe_cuda_window_unshare(w, deadline_ns);
     w->comm = NULL;
-    drop_memory(w);
     return comm;
 }

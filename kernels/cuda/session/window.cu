@@ -19,7 +19,8 @@ extern "C" struct moe_status moe_cuda_window_read_peers(ncclWindow_t handle, uin
     return MOE_LAUNCHED("read_peers_kernel");
 }
 
-extern "C" uint32_t moe_cuda_window_reach(ncclComm_t comm)
+extern "C" struct moe_cuda_team moe_cuda_window_team(ncclComm_t comm, uint32_t rank)
 {
-    return static_cast<uint32_t>(ncclTeamLsa(comm).nRanks);
+    const ncclTeam team = ncclTeamLsa(comm);
+    return {rank - static_cast<uint32_t>(team.rank), static_cast<uint32_t>(team.nRanks)};
 }

@@ -27,6 +27,7 @@ struct moe_cuda_window {
     ncclWindow_t handle; /* another thread of NCCL sets it while registration is in progress */
     void *memory;
     size_t bytes;
+    uint32_t rank;                     /* of this slot among the live ones */
     uint8_t *base[MOE_CUDA_MAX_SLOTS]; /* device addresses by slot; NULL where not live */
 };
 
@@ -35,6 +36,12 @@ struct moe_cuda_group_id {
     ncclUniqueId id;
 };
 struct moe_status moe_cuda_window_name_group(struct moe_cuda_group_id *out) MOE_CHECKED;
+
+/* NCCL's number of a live slot: live slots in order. */
+static inline uint32_t moe_cuda_rank_of(uint64_t live, uint32_t slot)
+{
+    return (uint32_t)__builtin_popcountll(live & ((UINT64_C(1) << slot) - 1));
+}
 
 /* The window of a slot that is alone. Here and below: call moe_cuda_window_close in the end, also
  * after a failure. */
@@ -49,13 +56,31 @@ struct moe_status moe_cuda_window_form_group(struct moe_cuda_window *w, struct m
                                              uint64_t live, uint32_t slot,
                                              const struct moe_cuda_group_id *id,
                                              uint64_t deadline_ns) MOE_CHECKED;
-/* Makes the own window and shares it. *reach: whether this GPU and all others reach each other's
- * windows; it may differ between slots. */
+/* Live slots that a GPU can load from and store to: `count` ranks from `first` on. Ranks number the
+ * live slots. */
+struct moe_cuda_team {
+    uint32_t first, count;
+};
+static inline bool moe_cuda_team_has(const struct moe_cuda_team *team, uint32_t rank)
+{
+    return rank >= team->first && rank - team->first < team->count;
+}
+/* Makes the own window and shares it. *team: the slots that reach each other's windows, the own one
+ * included; it may differ between slots. */
 struct moe_status moe_cuda_window_share(struct moe_cuda_window *w,
-                                        const struct moe_window_layout *layout, bool *reach,
+                                        const struct moe_window_layout *layout,
+                                        struct moe_cuda_team *team,
                                         uint64_t deadline_ns) MOE_CHECKED;
-/* Reads the peers' addresses, after all slots have found that they reach all others. */
-struct moe_status moe_cuda_window_read_bases(struct moe_cuda_window *w, uint64_t live) MOE_CHECKED;
+/* The same with `bytes` of memory, of which the first `cleared` are cleared, in the place of a
+ * window. */
+struct moe_status moe_cuda_window_share_memory(struct moe_cuda_window *w, size_t bytes,
+                                               size_t cleared, struct moe_cuda_team *team,
+                                               uint64_t deadline_ns) MOE_CHECKED;
+/* Ends the sharing on all slots and frees the memory. */
+void moe_cuda_window_unshare(struct moe_cuda_window *w, uint64_t deadline_ns);
+/* Reads the addresses of the team's slots. */
+struct moe_status moe_cuda_window_read_bases(struct moe_cuda_window *w, uint64_t live,
+                                             const struct moe_cuda_team *team) MOE_CHECKED;
 
 /* Returns the communicator, which the caller ends. Frees the window's memory if it was shared in
  * vain; afterwards the window can only be closed. */
@@ -65,8 +90,8 @@ ncclComm_t moe_cuda_window_give_group(struct moe_cuda_window *w, uint64_t deadli
  * even then this waits for them until `deadline_ns` at most. */
 void moe_cuda_window_close(struct moe_cuda_window *w, bool together, uint64_t deadline_ns);
 
-/* window.cu. How many of the group's GPUs this one can load from and store to; the same on all. */
-uint32_t moe_cuda_window_reach(ncclComm_t comm);
+/* window.cu. The GPUs that this one can load from and store to; `rank` is its own in `comm`. */
+struct moe_cuda_team moe_cuda_window_team(ncclComm_t comm, uint32_t rank);
 /* window.cu: base[rank] for `ranks` ranks, read on the device, into `table` (device memory). */
 struct moe_status moe_cuda_window_read_peers(ncclWindow_t handle, uint32_t ranks, uint8_t **table,
                                              cudaStream_t stream) MOE_CHECKED;

@@ -2,6 +2,7 @@
 /* The CUDA backend's table. */
 #include "cuda/step/backend.h"
 
+#include "cuda/core/foreign.h"
 #include "cuda/exchange/ep.h"
 #include "cuda/layer/ffn.h"
 #include "cuda/plan/options.h"
@@ -60,9 +61,14 @@ const struct moe_backend moe_backend_cuda = {
     .device_open = moe_cuda_device_open,
     .device_close = moe_cuda_device_close,
     .device_info = moe_cuda_device_info,
+    .device_progress = moe_cuda_device_progress,
     .mem_alloc = moe_cuda_mem_alloc,
     .mem_free = moe_cuda_mem_free,
     .mem_copy = moe_cuda_mem_copy,
+    .mem_register = moe_cuda_mem_register,
+    .mem_unregister = moe_cuda_mem_unregister,
+    .mem_import = moe_cuda_mem_import,
+    .mem_release = moe_cuda_mem_release,
     .layer_create = moe_cuda_layer_create,
     .layer_upload = moe_cuda_layer_upload,
     .layer_fetch = moe_cuda_layer_fetch,

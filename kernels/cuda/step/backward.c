@@ -469,6 +469,7 @@ static struct moe_status await_outcome(struct pass *p, uint64_t *rows)
     struct moe_status st = MOE_CUDA(cudaEventSynchronize(p->s->outcome_ready));
     *rows = s->host_control->outcome.rows;
     MOE_TRY(st);
+    moe_cuda_device_moved(s->device);
     st = moe_cuda_session_outcome_status(s, &s->host_control->outcome);
     p->refused = s->host_control->outcome.code == MOE_CUDA_PASS_REFUSED;
     return st;
@@ -593,6 +594,7 @@ static struct moe_status run_pass(struct pass *p, struct moe_step_result *result
     MOE_TRY(finish_tokens(p));
     moe_cuda_train_mark(device, MOE_BACKWARD_STAGE_COUNT);
     MOE_TRY(copy_out(p));
+    moe_cuda_train_marks_follow(device);
     MOE_TRY(moe_cuda_session_finish(p->s));
     moe_cuda_train_marks_read(device, result->backward_ns);
     result->on_tensor_cores = moe_cuda_train_on_tensor_cores(a->trainer, a->dtype);

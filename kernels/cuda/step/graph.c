@@ -66,7 +66,7 @@ void moe_cuda_graph_key_of(const struct moe_layer *layer, enum moe_dtype dtype, 
     put(&w, dtype);
     put(&w, retains);
     put(&w, layer->local_experts);
-    put(&w, layer->placement.offset[layer->spec.experts]);
+    put(&w, layer->active.offset[layer->spec.experts]);
     put_spec(&w, &layer->spec);
     for (uint32_t m = 0; m < MOE_CUDA_MATRICES; m++)
         put(&w, layer->desc.matrix[m].dtype);

@@ -5,6 +5,7 @@
 #include "base/clock.h"
 #include "common/activation_cache.h"
 #include "common/backend_options.h"
+#include "common/domains.h"
 #include "common/session_rules.h"
 #include "cuda/exchange/ep.h"
 #include "cuda/exchange/ep_net.h"
@@ -75,29 +76,26 @@ static struct moe_status check_introductions(const struct moe_session *s,
     return moe_session_check_gpus(c->live, c->slots, gpus); /* NCCL would not name the slots */
 }
 
-/* Second round: whether every slot reaches the memory of all others. */
+/* Second round: which slots' memory each slot reaches. */
 struct reach {
     uint64_t magic; /* zero from a slot that gave up */
-    uint32_t all;
+    struct moe_cuda_team team;
 };
 
-static struct moe_status agree_on_reach(const struct moe_session *s, bool mine, bool *all_reach)
+/* of [slots]: what all slots reach. */
+static struct moe_status agree_on_reach(const struct moe_session *s,
+                                        const struct moe_cuda_team *mine, struct reach *of)
 {
     const struct moe_session_config *c = &s->config;
-    struct reach reach = {.magic = MOE_WINDOW_MAGIC, .all = mine}, all[MOE_CUDA_MAX_SLOTS] = {0};
-    MOE_TRY(c->allgather(c->allgather_ctx, &reach, all, sizeof reach));
-    *all_reach = true;
-    for (uint32_t p = 0; p < c->slots; p++) {
-        if (!(c->live >> p & 1))
-            continue;
-        if (all[p].magic == 0)
+    struct reach reach = {.magic = MOE_WINDOW_MAGIC, .team = *mine};
+    MOE_TRY(c->allgather(c->allgather_ctx, &reach, of, sizeof reach));
+    for (uint32_t p = 0; p < c->slots; p++)
+        if ((c->live >> p & 1) && of[p].magic == 0)
             return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u did not join", p);
-        *all_reach = *all_reach && all[p].all != 0;
-    }
     return moe_ok();
 }
 
-static struct moe_status open_network(struct moe_session *s, uint64_t deadline)
+static struct moe_status open_network(struct moe_session *s, ncclComm_t group, uint64_t deadline)
 {
     const struct moe_session_config *c = &s->config;
     struct moe_cuda_net_config net = {.device = s->device,
@@ -107,37 +105,115 @@ static struct moe_status open_network(struct moe_session *s, uint64_t deadline)
                                       .epoch = c->epoch,
                                       .slot = c->slot,
                                       .slots = c->slots,
-                                      .budget_ns = c->wait_budget_ms * MOE_NS_PER_MS};
+                                      .budget_ns = c->wait_budget_ms * MOE_NS_PER_MS,
+                                      .keeps_group = group == s->window.comm};
     MOE_TRY(moe_cuda_ep_net_create(s, &s->ep_net));
-    ncclComm_t group = moe_cuda_window_give_group(&s->window, deadline);
     return moe_cuda_net_open(&net, group, deadline, &s->net);
 }
 
-/* domain_size puts two of the live slots on different hosts. */
-static bool looks_like_several_hosts(const struct moe_session_config *c)
+static struct moe_status open_flat_network(struct moe_session *s, uint64_t deadline)
 {
-    uint32_t first = (uint32_t)__builtin_ctzll(c->live);
-    uint32_t last = 63 - (uint32_t)__builtin_clzll(c->live);
-    return c->domain_size != 0 && first / c->domain_size != last / c->domain_size;
+    return open_network(s, moe_cuda_window_give_group(&s->window, deadline), deadline);
 }
 
-/* Windows or network: all slots choose the same. */
+/* ---------------------------------------------------------------- several domains */
+
+/* Slots of a domain share memory; those of equal index exchange messages over the network. */
+static void adopt_map(struct moe_session *s, const struct moe_domains *map)
+{
+    struct moe_cuda_relay *r = &s->relay;
+    *r = (struct moe_cuda_relay){.domains = map->domains,
+                                 .size = map->size,
+                                 .slots = s->config.slots,
+                                 .own = map->domain_of[s->config.slot],
+                                 .index = map->index_of[s->config.slot]};
+    for (uint32_t p = 0; p < s->config.slots; p++) {
+        r->domain_of[p] = (uint8_t)map->domain_of[p];
+        r->index_of[p] = (uint8_t)map->index_of[p];
+        if (s->config.live >> p & 1)
+            r->slot_at[map->domain_of[p] * map->size + map->index_of[p]] = (uint8_t)p;
+    }
+}
+
+/* Whether each slot reaches all slots of its domain. */
+static bool domains_reach(const struct moe_session *s, const struct reach *of)
+{
+    const struct moe_session_config *c = &s->config;
+    const struct moe_cuda_relay *r = &s->relay;
+    for (uint32_t p = 0; p < c->slots; p++)
+        for (uint32_t i = 0; i < r->size && (c->live >> p & 1); i++) {
+            uint32_t q = r->slot_at[r->domain_of[p] * r->size + i];
+            if (!moe_cuda_team_has(&of[p].team, moe_cuda_rank_of(c->live, q)))
+                return false;
+        }
+    return true;
+}
+
+/* Falls back to the network for all pairs if a domain's slots do not reach each other. */
+static struct moe_status open_domains(struct moe_session *s, const struct moe_domains *map,
+                                      uint64_t deadline)
+{
+    const struct moe_session_config *c = &s->config;
+    struct moe_cuda_team team = {0};
+    struct reach of[MOE_CUDA_MAX_SLOTS] = {0};
+    adopt_map(s, map);
+    MOE_TRY(moe_cuda_window_share_memory(&s->window, moe_cuda_ep_net_shared_bytes(s),
+                                         MOE_CUDA_SHARED_REGIONS, &team, deadline));
+    MOE_TRY(agree_on_reach(s, &team, of));
+    if (!domains_reach(s, of)) {
+        s->relay = (struct moe_cuda_relay){0};
+        return open_flat_network(s, deadline);
+    }
+    MOE_TRY(moe_cuda_window_read_bases(&s->window, c->live, &team));
+    for (uint32_t p = 0; p < c->slots; p++)
+        if ((c->live >> p & 1) && s->relay.domain_of[p] == s->relay.own)
+            s->relay.shared[p] = s->window.base[p];
+        else
+            s->window.base[p] = NULL;
+    return open_network(s, s->window.comm, deadline);
+}
+
+/* As domain_size says; else as NCCL found: slots that reach each other. */
+static struct moe_status make_map(const struct moe_session *s, const struct reach *of,
+                                  struct moe_domains *map)
+{
+    const struct moe_session_config *c = &s->config;
+    uint32_t domain[MOE_CUDA_MAX_SLOTS];
+    for (uint32_t p = 0; p < c->slots; p++) {
+        domain[p] = c->domain_size != 0 ? p / c->domain_size : of[p].team.first;
+        if (!(c->live >> p & 1))
+            domain[p] = MOE_DOMAIN_NONE;
+    }
+    return moe_domains_make(domain, c->slots, map);
+}
+
+/* Windows, network, or both: all slots choose the same. */
 static struct moe_status choose_transport(struct moe_session *s, uint64_t deadline)
 {
     const struct moe_session_config *c = &s->config;
-    bool reach = false, apart = looks_like_several_hosts(c);
-    if (s->transport == MOE_CUDA_TRANSPORT_NETWORK ||
-        (apart && s->transport == MOE_CUDA_TRANSPORT_AUTO))
-        return open_network(s, deadline);
-    if (!apart)
-        MOE_TRY(moe_cuda_window_share(&s->window, &s->layout, &reach, deadline));
-    MOE_TRY(agree_on_reach(s, reach, &reach));
-    if (reach)
-        return moe_cuda_window_read_bases(&s->window, c->live);
+    struct moe_cuda_team team = {0};
+    struct reach of[MOE_CUDA_MAX_SLOTS] = {0};
+    struct moe_domains map;
+    if (s->transport == MOE_CUDA_TRANSPORT_NETWORK)
+        return open_flat_network(s, deadline);
+    MOE_TRY(make_map(s, of, &map)); /* of domain_size */
+    if (map.domains == 1) {
+        bool all = true;
+        MOE_TRY(moe_cuda_window_share(&s->window, &s->layout, &team, deadline));
+        MOE_TRY(agree_on_reach(s, &team, of));
+        for (uint32_t p = 0; p < c->slots; p++)
+            all = all && (!(c->live >> p & 1) ||
+                          of[p].team.count == (uint32_t)__builtin_popcountll(c->live));
+        if (all)
+            return moe_cuda_window_read_bases(&s->window, c->live, &team);
+        moe_cuda_window_unshare(&s->window, deadline);
+        MOE_TRY(make_map(s, of, &map));
+    }
     if (s->transport == MOE_CUDA_TRANSPORT_NVLINK)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "the GPUs of the group cannot all reach each other's memory");
-    return open_network(s, deadline);
+    return moe_domains_flat(&map) ? open_flat_network(s, deadline)
+                                  : open_domains(s, &map, deadline);
 }
 
 static struct moe_status open_window(struct moe_session *s)

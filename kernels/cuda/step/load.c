@@ -7,11 +7,13 @@ enum { HOPPER = 90 };
 struct moe_status moe_cuda_load_all(int arch)
 {
     MOE_TRY(moe_cuda_load_exchange());
+    MOE_TRY(moe_cuda_load_segments());
     MOE_TRY(moe_cuda_load_router_logits());
     MOE_TRY(moe_cuda_load_router());
     MOE_TRY(moe_cuda_load_ep_dispatch());
     MOE_TRY(moe_cuda_load_net());
     MOE_TRY(moe_cuda_load_ep_net());
+    MOE_TRY(moe_cuda_load_ep_relay());
     MOE_TRY(moe_cuda_load_ffn_exact());
     MOE_TRY(moe_cuda_load_train_activation());
     MOE_TRY(moe_cuda_load_train_gemm());

@@ -51,7 +51,7 @@ static bool ask(const struct moe_session *s, const struct moe_step_args *a, size
 {
     const struct moe_layer *layer = a->layer;
     double live = __builtin_popcountll(s->config.live);
-    double copies = layer->placement.offset[layer->spec.experts];
+    double copies = layer->active.offset[layer->spec.experts];
     const struct moe_activation_sizing of = {
         .learnt = learnt(layer),
         .even = live * layer->spec.router.top_k * layer->local_experts / copies,

@@ -18,6 +18,7 @@
 #include "base/clock.h"
 #include "base/size.h"
 #include "common/activation_cache.h"
+#include "common/session_rules.h"
 #include "cuda/core/range.h"
 #include "cuda/exchange/ep.h"
 #include "cuda/layer/ffn.h"
@@ -64,11 +65,9 @@ static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows,
 {
     const struct moe_layer_spec *spec = &a->layer->spec;
     size_t at = 0, hidden = moe_dtype_bytes(moe_cuda_ffn_hidden_dtype(a->layer, a->dtype));
-    size_t result = moe_dtype_bytes(moe_cuda_ffn_out_dtype(a->layer, a->dtype));
     size_t base_rows = spec->shared_intermediate != 0 ? a->bucket : 0;
     return place(&at, &l->logits, moe_cuda_router_bytes(a->layer, a->dtype, a->bucket), 1, 1) &&
            place(&at, &l->hidden, rows, spec->intermediate, hidden) &&
-           place(&at, &l->out, rows, spec->hidden, result) &&
            place(&at, &l->base, base_rows, spec->hidden, sizeof(float)) &&
            place(&at, &l->shared, moe_cuda_ffn_shared_bytes(a->layer, a->bucket), 1, 1) &&
            place(&at, &l->products, moe_cuda_ffn_scratch_bytes(a->layer, a->dtype, rows), 1, 1) &&
@@ -154,7 +153,7 @@ static struct moe_status capture_router(const struct shape *shape, struct moe_st
     const struct moe_cuda_step_layout *at = &shape->at;
     struct moe_cuda_routing r = {.dtype = shape->dtype,
                                  .capacity = shape->bucket,
-                                 .params = step->params,
+                                 .params = &step->on_device->params,
                                  .began = &step->message_on_device->began[MOE_STAGE_ROUTER],
                                  .x = tensor(step, at->x),
                                  .mode = tensor(step, at->mode),
@@ -185,7 +184,7 @@ static struct moe_status capture_shared(const struct shape *shape, struct moe_st
     const bool side_stream = runs_on_side_stream(shape);
     if (base == NULL)
         return moe_ok();
-    struct moe_cuda_shared shared = {.params = step->params,
+    struct moe_cuda_shared shared = {.params = &step->on_device->params,
                                      .dtype = shape->dtype,
                                      .bucket = shape->bucket,
                                      .capacity = shape->bucket,
@@ -233,19 +232,20 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
     enum moe_dtype inner = moe_cuda_ffn_hidden_dtype(layer, shape->dtype);
     void *hidden = scratch(steps, steps->at.hidden);
     struct moe_cuda_results results = {.dtype = moe_cuda_ffn_out_dtype(layer, shape->dtype)};
-    void *out = scratch(steps, steps->at.out);
     float *base =
         layer->spec.shared_intermediate != 0 ? scratch(steps, steps->at.base) : (float *)NULL;
     struct moe_cuda_batch batch = {.layer = layer,
                                    .dtype = shape->dtype,
                                    .bucket = shape->bucket,
-                                   .params = step->params,
+                                   .params = &step->on_device->params,
                                    .x = tensor(step, shape->at.x),
                                    .ids = tensor(step, shape->at.ids),
                                    .weights = tensor(step, shape->at.weights),
                                    .token_state = tensor(step, shape->at.state),
-                                   .began = step->message_on_device->began};
-    struct moe_cuda_batch_rows b = {.params = step->params,
+                                   .mode = tensor(step, shape->at.mode),
+                                   .began = step->message_on_device->began,
+                                   .counts = &step->message_on_device->counts};
+    struct moe_cuda_batch_rows b = {.params = &step->on_device->params,
                                     .capacity = moe_cuda_ep_max_rows(s, layer, shape->bucket),
                                     .bucket = shape->bucket,
                                     .began = step->message_on_device->began,
@@ -265,6 +265,7 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
     next_range("gate and up");
     MOE_TRY(moe_cuda_ffn_gate_up(layer, shape->dtype, &b, hidden, inner, stream));
     next_range("down");
+    void *out = b.rows.x; /* nothing reads the rows any more */
     MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, inner, out, results.dtype, stream));
     next_range("shared expert");
     MOE_TRY(join_shared(shape, step, stream, base));
@@ -312,14 +313,41 @@ static struct moe_status copy(void *dst, const void *src, size_t bytes, cudaStre
     return MOE_CUDA(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, stream));
 }
 
+/* The tensors of a step that has segments. */
+static struct moe_cuda_segment_rows segment_rows(const struct moe_step *step)
+{
+    const struct moe_layer_spec *spec = &step->args.layer->spec;
+    const struct moe_cuda_step_layout *at = &step->at;
+    return (struct moe_cuda_segment_rows){.segments = step->on_device->segments,
+                                          .count = step->segments,
+                                          .tokens = step->args.tokens,
+                                          .top_k = spec->router.top_k,
+                                          .modes = step->upload->params.has_modes,
+                                          .row_bytes =
+                                              spec->hidden * moe_dtype_bytes(step->args.dtype),
+                                          .x = tensor(step, at->x),
+                                          .y = tensor(step, at->y),
+                                          .mode = tensor(step, at->mode),
+                                          .state = tensor(step, at->state),
+                                          .ids_in = tensor(step, at->ids_in),
+                                          .ids = tensor(step, at->ids),
+                                          .weights_in = tensor(step, at->weights_in),
+                                          .weights = tensor(step, at->weights)};
+}
+
+/* Segments come in by a kernel, the tensors of a step without segments by copies. */
 static struct moe_status enqueue_copy_in(struct moe_step *step, struct moe_device *device)
 {
     const struct moe_step_args *a = &step->args;
+    const struct moe_cuda_segment_rows segments = segment_rows(step);
     size_t pairs = (size_t)a->tokens * a->layer->spec.router.top_k;
     size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
     cudaStream_t in = device->copy_in;
     MOE_TRY(MOE_CUDA(cudaEventRecord(step->begun, in)));
-    MOE_TRY(copy(step->params, &step->message->params, sizeof *step->params, in));
+    MOE_TRY(copy(step->on_device, step->upload,
+                 sizeof *step->upload + step->segments * sizeof step->upload->segments[0], in));
+    if (step->segments > 0)
+        MOE_TRY(moe_cuda_segments_gather(&segments, in));
     MOE_TRY(copy(tensor(step, step->at.x), a->x, rows, in));
     if (a->mode != NULL) {
         MOE_TRY(copy(tensor(step, step->at.mode), a->mode, a->tokens, in));
@@ -350,8 +378,11 @@ static struct moe_status enqueue_copy_out(struct moe_step *step, struct moe_devi
     const struct moe_step_args *a = &step->args;
     size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
     size_t answer = a->tokens > 0 ? step->at.bytes - step->at.ids : 0;
+    const struct moe_cuda_segment_rows segments = segment_rows(step);
     cudaStream_t out = device->copy_out;
     MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(out, step->computed, 0)));
+    if (step->segments > 0)
+        MOE_TRY(moe_cuda_segments_scatter(&segments, out));
     MOE_TRY(copy(a->y, tensor(step, step->at.y), rows, out));
     MOE_TRY(copy(step->answer, tensor(step, step->at.ids), answer, out));
     return MOE_CUDA(cudaEventRecord(step->left, out));
@@ -369,29 +400,35 @@ static struct moe_status enqueue(struct moe_step *step)
 
 /* All errors of a step must be found here: later they would cost all slots their session. */
 static struct moe_status check_args(struct moe_session *s, const struct moe_step_args *a,
-                                    bool *need_logits)
+                                    bool *has_modes, bool *need_logits)
 {
+    const bool rows = a->segments != NULL || (a->x != NULL && a->y != NULL);
     MOE_TRY(moe_cuda_session_usable(s));
     if (!a->layer->finished)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_MISSING,
                          "layer %u is not finished", a->layer->spec.layer);
-    if (a->tokens > 0 && (a->x == NULL || a->y == NULL || a->ids_out == NULL ||
-                          a->weights_out == NULL || a->token_state == NULL))
+    if (a->tokens > 0 &&
+        (!rows || a->ids_out == NULL || a->weights_out == NULL || a->token_state == NULL))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
                          "a step with tokens needs x, y, ids, weights and token states");
+    if (a->segments != NULL)
+        return moe_session_check_segments(a, s->config.max_tokens, has_modes, need_logits);
+    *has_modes = a->mode != NULL;
     return moe_cuda_router_check_modes(a->tokens, a->mode, a->ids_in != NULL, a->weights_in != NULL,
                                        need_logits);
 }
 
-static void fill_params(struct moe_step *step, bool need_logits)
+static void fill_params(struct moe_step *step, bool has_modes, bool need_logits)
 {
     const struct moe_step_args *a = &step->args;
-    struct moe_cuda_step_params *params = &step->message->params;
+    struct moe_cuda_step_params *params = &step->upload->params;
     moe_cuda_step_params_fill(a->layer, a->dtype, a->bucket, a->tokens, params);
     params->need_logits = need_logits;
-    params->has_modes = a->mode != NULL;
+    params->has_modes = has_modes;
+    step->segments = a->segments != NULL ? moe_cuda_segments_list(a, step->upload->segments) : 0;
     memset(step->message->began, 0, sizeof step->message->began);
     step->message->rows_in_use = 0;
+    step->begun_stages = 0;
     step->retains = false;
 }
 
@@ -400,7 +437,7 @@ static bool settle_retained(struct moe_step *step, bool good)
 {
     struct moe_session *s = step->owner->session;
     return step->retains &&
-           moe_cuda_retaining_end(s, &step->args, step->message->params.pre, good,
+           moe_cuda_retaining_end(s, &step->args, step->upload->params.pre, good,
                                   step->message->outcome.rows, step->message->rows_in_use);
 }
 
@@ -418,7 +455,7 @@ static struct moe_status reserve_or_drop(struct moe_step *step)
 static struct moe_status prepare(struct moe_step *step)
 {
     struct moe_session *s = step->owner->session;
-    step->retains = moe_cuda_retaining_begin(s, &step->args, step->message->params.pre);
+    step->retains = moe_cuda_retaining_begin(s, &step->args, step->upload->params.pre);
     struct moe_status st = take_graph(step);
     if (!moe_failed(&st) || !step->retains)
         return st;
@@ -453,7 +490,7 @@ static struct moe_status begin_retaining_over_network(struct moe_step *step)
     struct moe_session *s = step->owner->session;
     if (step->args.retain != 0 && moe_activation_cache_bytes(s->device->activation_cache) == 0)
         MOE_TRY(moe_cuda_net_settle(s->net));
-    step->retains = moe_cuda_retaining_begin(s, &step->args, step->message->params.pre);
+    step->retains = moe_cuda_retaining_begin(s, &step->args, step->upload->params.pre);
     return moe_ok();
 }
 
@@ -551,13 +588,13 @@ static struct moe_status begin(struct moe_step *step)
 struct moe_status moe_cuda_step_enqueue(struct moe_session *s, const struct moe_step_args *args,
                                         struct moe_step **out)
 {
-    bool need_logits;
-    MOE_TRY(check_args(s, args, &need_logits));
+    bool has_modes, need_logits;
+    MOE_TRY(check_args(s, args, &has_modes, &need_logits));
     MOE_TRY(moe_cuda_device_use(s->device));
     struct moe_step *step;
     MOE_TRY(moe_cuda_step_slot_take(s->steps, &step));
     step->args = *args;
-    fill_params(step, need_logits);
+    fill_params(step, has_modes, need_logits);
     moe_cuda_range_begin("step enqueue");
     struct moe_status st = begin(step);
     moe_cuda_range_end();
@@ -602,18 +639,53 @@ static void hand_over_answer(const struct moe_step *step)
     memcpy(a->token_state, ids + (step->at.state - step->at.ids), a->tokens);
 }
 
-/* cudaErrorNotReady if the deadline passes first. */
-static cudaError_t await(cudaEvent_t event, uint64_t deadline_ns)
+/* Counts a step's stages as they begin. The stamps are in this slot's memory, and the device stores
+ * each of them once. */
+static void look_at_stages(struct moe_step *step)
+{
+    uint32_t begun = 0;
+    for (int i = 0; i <= MOE_STAGE_COUNT; i++)
+        begun += __atomic_load_n(&step->message->began[i], __ATOMIC_RELAXED) != 0;
+    if (begun != step->begun_stages)
+        moe_cuda_device_moved(step->owner->session->device);
+    step->begun_stages = begun;
+}
+
+/* Waits for the step's end. cudaErrorNotReady if the deadline passes first. A step that lasts shows
+ * its progress; one that ends while this spins does not need to. */
+static cudaError_t await(struct moe_step *step, uint64_t deadline_ns)
 {
     uint64_t start = moe_clock_ns();
     for (;;) {
-        cudaError_t rc = cudaEventQuery(event);
+        cudaError_t rc = cudaEventQuery(step->left);
         uint64_t now = moe_clock_ns();
+        if (rc == cudaErrorNotReady && (now - start > SPIN_NS || now >= deadline_ns))
+            look_at_stages(step);
+        if (rc == cudaSuccess)
+            moe_cuda_device_moved(step->owner->session->device);
         if (rc != cudaErrorNotReady || now >= deadline_ns)
             return rc;
         if (now - start > SPIN_NS)
             nanosleep(&(struct timespec){.tv_nsec = IDLE_SLEEP_NS}, NULL);
     }
+}
+
+/* Gives the caller the numbers of rows of a step that has succeeded. */
+static void hand_over_counts(const struct moe_step *step)
+{
+    const struct moe_layer *layer = step->args.layer;
+    const struct moe_cuda_step_counts *from = &step->message->counts;
+    struct moe_step_counts *to = step->args.counts;
+    if (to == NULL)
+        return;
+    memset(to->expert_rows, 0, layer->spec.experts * sizeof *to->expert_rows);
+    for (uint32_t l = 0; l < layer->local_experts; l++)
+        to->expert_rows[layer->local[l]] = from->local_rows[l];
+    to->local_experts = layer->local_experts;
+    to->by_expert = true;
+    to->slots = step->owner->session->config.slots;
+    memcpy(to->sent_rows, from->sent_rows, to->slots * sizeof *to->sent_rows);
+    to->to_slots = true;
 }
 
 /* The result of a step with kernels that have ended. */
@@ -632,6 +704,8 @@ static struct moe_status end_step(struct moe_step *step, cudaError_t rc, struct 
     r->rows = step->message->outcome.rows;
     if (!moe_failed(&st))
         moe_cuda_retaining_learn(s, &step->args, r->rows);
+    if (!moe_failed(&st))
+        hand_over_counts(step);
     hand_over_answer(step);
     read_times(step, r);
     return st;
@@ -680,7 +754,7 @@ struct moe_status moe_cuda_step_wait(struct moe_step *step, uint64_t deadline_ns
     const bool net = s->net != NULL;
     const bool in_time = !net || moe_cuda_net_await(s->net, &step->net_task, deadline_ns);
     const bool enqueued = in_time && (!net || !moe_failed(&step->net_task.status));
-    cudaError_t rc = enqueued ? await(step->left, deadline_ns) : cudaSuccess;
+    cudaError_t rc = enqueued ? await(step, deadline_ns) : cudaSuccess;
     if (!in_time || rc == cudaErrorNotReady)
         return still_running();
     struct moe_status st = enqueued ? end_step(step, rc, &r) : end_unfinished_step(step);

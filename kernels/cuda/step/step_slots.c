@@ -21,8 +21,12 @@ static struct moe_status create_step_slot(struct moe_cuda_steps *steps, struct m
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, sizeof *step->message, &p));
     step->message = p;
     MOE_TRY(MOE_CUDA(cudaHostGetDevicePointer((void **)&step->message_on_device, p, 0)));
-    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, sizeof *step->params, &p));
-    step->params = p;
+    step->upload_bytes = sizeof *step->upload + (size_t)steps->session->config.max_tokens *
+                                                    sizeof step->upload->segments[0];
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, step->upload_bytes, &p));
+    step->upload = p;
+    MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, step->upload_bytes, &p));
+    step->on_device = p;
     step->answer_bytes = max_answer_bytes(&steps->session->config);
     MOE_TRY(moe_cuda_mem_alloc(device, MOE_MEM_HOST, step->answer_bytes, &p));
     step->answer = p;
@@ -76,7 +80,8 @@ static void destroy_step_slot(struct moe_device *device, struct moe_step *step)
     destroy_event(step->left);
     moe_cuda_mem_free(device, MOE_MEM_HOST, step->answer, step->answer_bytes);
     moe_cuda_mem_free(device, MOE_MEM_HOST, step->message, sizeof *step->message);
-    moe_cuda_mem_free(device, MOE_MEM_DEVICE, step->params, sizeof *step->params);
+    moe_cuda_mem_free(device, MOE_MEM_HOST, step->upload, step->upload_bytes);
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, step->on_device, step->upload_bytes);
     moe_cuda_buffer_free(device, &step->tensors);
 }
 

@@ -8,6 +8,7 @@
 #include "cuda/core/executor.h"
 #include "cuda/layer/step_params.h"
 #include "cuda/step/graph.h"
+#include "cuda/step/segments.h"
 #include "cuda/step/steps.h"
 
 enum { MOE_CUDA_STEP_LINE = 256 /* alignment of tensors inside a buffer */ };
@@ -20,24 +21,31 @@ struct moe_cuda_step_layout {
 
 /* Offsets in the scratch buffer. */
 struct moe_cuda_step_scratch {
-    size_t logits, hidden, out, base, shared, products, bytes;
+    size_t logits, hidden, base, shared, products, bytes;
 };
 
-/* What host and device exchange for a step. */
+/* What the host copies to the device for a step, in one copy. */
+struct moe_cuda_step_upload {
+    struct moe_cuda_step_params params;
+    struct moe_cuda_segment segments[]; /* as many as the session has tokens */
+};
+
+/* What the device stores for the host. */
 struct moe_cuda_step_message {
-    struct moe_cuda_step_params params;   /* copied to the device */
     struct moe_cuda_step_outcome outcome; /* stored by the device */
     /* Stored by the device: when each stage began and when the last one ended, in nanoseconds. 0:
      * the stage has no kernels. */
     uint64_t began[MOE_STAGE_COUNT + 1];
-    uint32_t rows_in_use; /* of a step that retains: copied here; padding included */
+    struct moe_cuda_step_counts counts; /* stored by the device */
+    uint32_t rows_in_use;               /* of a step that retains: copied here; padding included */
 };
 
 struct moe_step {
     struct moe_cuda_steps *owner;
     struct moe_step_args args;
     bool taken;
-    bool retains; /* has room for what a backward pass can use (retain.h) */
+    uint32_t begun_stages; /* as last seen */
+    bool retains;          /* has room for what a backward pass can use (retain.h) */
     /* A task of the executor makes the pass, or starts the forward step after earlier tasks. */
     bool deferred;
     moe_cuda_pass_fn pass; /* NULL: a forward step */
@@ -52,7 +60,10 @@ struct moe_step {
     size_t answer_bytes; /* enough for every step of the session */
     struct moe_cuda_step_message *message;           /* pinned */
     struct moe_cuda_step_message *message_on_device; /* its address there */
-    struct moe_cuda_step_params *params;             /* device memory */
+    struct moe_cuda_step_upload *upload;             /* pinned */
+    struct moe_cuda_step_upload *on_device;          /* device memory */
+    size_t upload_bytes;                             /* of each of the two */
+    uint32_t segments;                               /* in `upload`; 0: the step has none */
     struct moe_cuda_graph *graph;     /* the graph that it runs, until it has finished */
     cudaEvent_t begun, came_in, left; /* on the copy streams */
     cudaEvent_t computed;             /* after the graph */

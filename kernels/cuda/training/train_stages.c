@@ -73,6 +73,14 @@ void moe_cuda_train_mark(struct moe_device *device, enum moe_backward_stage stag
         s->marks++;
 }
 
+void moe_cuda_train_marks_follow(struct moe_device *device)
+{
+    const struct moe_cuda_train_scratch *s = device->train;
+    for (uint32_t i = 0; s != NULL && i < s->marks; i++)
+        if (cudaEventSynchronize(s->event[i]) == cudaSuccess)
+            moe_cuda_device_moved(device);
+}
+
 void moe_cuda_train_marks_read(const struct moe_device *device,
                                uint64_t ns[MOE_BACKWARD_STAGE_COUNT])
 {

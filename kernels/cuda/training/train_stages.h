@@ -64,6 +64,8 @@ struct moe_status moe_cuda_train_scratch_take(struct moe_device *device,
  * it has several marks, their times are added. Work on the branch counts only while the compute
  * stream waits for it. If a clock fails, times are zero. */
 void moe_cuda_train_marks_begin(struct moe_device *device);
+/* Waits for the marks in turn, and counts each as progress of the device. */
+void moe_cuda_train_marks_follow(struct moe_device *device);
 void moe_cuda_train_mark(struct moe_device *device, enum moe_backward_stage stage);
 void moe_cuda_train_marks_read(const struct moe_device *device,
                                uint64_t ns[MOE_BACKWARD_STAGE_COUNT]);

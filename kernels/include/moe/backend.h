@@ -11,13 +11,14 @@
  *           step     one enqueued pass of one layer
  * Lifetime  A device outlives its layers and sessions. A session outlives its steps.
  * Threads   Calls on one object must not overlap, with these exceptions. session_abort and
- *           session_lost: any thread at any time. device_info, mem_alloc and mem_free: any thread
+ *           session_lost: any thread at any time. device_info and the calls mem_*: any thread
  *           while the device is in use. trainer_read: during steps, as moe/training.h states.
  * Time      The session's budget bounds every wait on a peer; no wait is endless. step_enqueue and
  *           backward_enqueue (moe/training.h) wait neither for a peer nor for an earlier step.
  *           step_wait returns the error of a step.
  * Memory    "Device memory" comes from mem_alloc(MOE_MEM_DEVICE). Parts take tensors there.
- *           step_enqueue takes tensors in MOE_MEM_HOST (pinned on CUDA). */
+ *           step_enqueue takes tensors in MOE_MEM_HOST (pinned on CUDA). Its segments may also lie
+ *           in device memory, in memory of mem_register, and in memory of mem_import. */
 #ifndef MOE_BACKEND_H
 #define MOE_BACKEND_H
 
@@ -115,6 +116,15 @@ enum moe_routing_mode {
     MOE_ROUTE_IDS_WEIGHTS = 2, /* ids and weights given; no logits */
 };
 
+/* A bit of a token's mode: its y has no shared expert. (A token without routed experts has given
+ * ids that are all -1.) */
+enum { MOE_ROUTE_WITHOUT_SHARED = 0x80 };
+
+static inline enum moe_routing_mode moe_routing_of(uint8_t mode)
+{
+    return (enum moe_routing_mode)(mode & ~MOE_ROUTE_WITHOUT_SHARED);
+}
+
 /* State of a token after a step. A token that is not OK has y = 0 and used no expert. */
 enum moe_token_state {
     MOE_TOKEN_OK = 0,
@@ -136,8 +146,8 @@ enum moe_stage {
 extern const char *const moe_stage_names[MOE_STAGE_COUNT]; /* "router", ... */
 
 /* Exact numbers of rows of one forward step on this slot. Those that a backend does not report stay
- * as they are: set `by_expert` and `to_slots` to false before the step. The CPU backend reports
- * both. CUDA reports neither yet: its counts stay on the device. */
+ * as they are: set `by_expert` and `to_slots` to false before the step. Both backends report both.
+ */
 struct moe_step_counts {
     bool by_expert;                        /* the next two are set */
     uint32_t local_experts;                /* experts of the layer on this slot */
@@ -149,21 +159,46 @@ struct moe_step_counts {
                                               for other slots do not count */
 };
 
+/* Consecutive tokens of a step with separate rows, such as those of one request; n tokens. NULL
+ * outputs are not wanted. Rows have no gaps; they are aligned to their elements, and moved faster
+ * at multiples of 16 bytes. */
+struct moe_step_segment {
+    uint32_t tokens;         /* n; 0 is allowed */
+    uint8_t mode;            /* of all its tokens, as in moe_step_args */
+    const void *x;           /* [n, H] */
+    const int32_t *ids_in;   /* [n, K]; read if mode != SERVER */
+    const float *weights_in; /* [n, K]; read if mode == IDS_WEIGHTS */
+    void *y;                 /* [n, H] */
+    int32_t *ids_out;        /* [n, K] */
+    float *weights_out;      /* [n, K] */
+    uint8_t *token_state;    /* [n] */
+};
+
 /* The caller owns the memory; it must stay valid until the step is finished. If T = 0, all tensor
- * pointers may be NULL, and the slot still takes part. */
+ * pointers may be NULL, and the slot still takes part.
+ *
+ * Without segments the step works on x, y, ids_in and weights_in as they are. With segments these
+ * and `mode` are NULL. The step then copies all of its input once, at its start, and computes from
+ * this copy alone. It copies all output once, at its end. So others may write to the memory
+ * of a segment meanwhile: they change this step's result, and nothing else. The result has the same
+ * bits as without segments. If the step fails, outputs of segments are undefined. */
 struct moe_step_args {
     struct moe_layer *layer;
-    enum moe_dtype dtype;    /* of x and y, the same on all slots */
-    uint32_t bucket;         /* >= tokens of every slot; the same on all slots; power of two */
-    uint32_t tokens;         /* T of this slot */
-    const void *x;           /* [T, H] */
-    void *y;                 /* [T, H] */
-    const uint8_t *mode;     /* [T] enum moe_routing_mode; NULL = all MOE_ROUTE_SERVER */
+    enum moe_dtype dtype; /* of x and y, the same on all slots */
+    uint32_t bucket;      /* >= tokens of every slot; the same on all slots; power of two */
+    uint32_t tokens;      /* T of this slot */
+    const struct moe_step_segment *segments; /* NULL = none; their tokens are T in all */
+    uint32_t segment_count;                  /* at most the session's max_tokens */
+    const void *x;                           /* [T, H] */
+    void *y;                                 /* [T, H] */
+    /* [T] enum moe_routing_mode, with or without MOE_ROUTE_WITHOUT_SHARED; NULL = all
+     * MOE_ROUTE_SERVER. A step that retains has no such bit. */
+    const uint8_t *mode;
     const int32_t *ids_in;   /* [T, K], read if mode != SERVER; -1 = this k is not routed */
     const float *weights_in; /* [T, K], read if mode == IDS_WEIGHTS */
     int32_t *ids_out;     /* [T, K] as used; order: key descending, then id (given ids: as given) */
     float *weights_out;   /* [T, K], scale included */
-    uint8_t *token_state; /* [T] enum moe_token_state */
+    uint8_t *token_state; /* [T] enum moe_token_state. These three also with segments */
     /* If not 0, the step retains activations on the device under this name. A backward pass over
      * this batch can use them (moe/training.h, "Retained"). The same on all slots. A step without
      * room runs without it and never fails for it: see moe_step_result.retained. */
@@ -198,10 +233,12 @@ struct moe_step_result {
     bool used_retained;   /* of a backward pass with `retained`: this slot used it */
     uint64_t began_ns;    /* monotonic time of the start on this slot; 0 = not known */
     uint64_t total_ns;    /* from start to finish on this slot, waits on peers included */
-    int missing_slot;     /* the slot that did not answer, or -1 */
-    bool refused;         /* with a failure: all slots refused the step, before any change; the
-                             session goes on */
-    uint64_t rows;        /* (token, expert) pairs computed on this slot */
+    /* Of total_ns: the copies of segments in and out. 0 without segments, and on CUDA. */
+    uint64_t copy_in_ns, copy_out_ns;
+    int missing_slot; /* the slot that did not answer, or -1 */
+    bool refused;     /* with a failure: all slots refused the step, before any change; the
+                         session goes on */
+    uint64_t rows;    /* (token, expert) pairs computed on this slot */
 };
 
 /* ----------------------------------------------------------------------- parts */
@@ -235,9 +272,10 @@ struct moe_backend {
     struct moe_status (*device_open)(const struct moe_device_config *, struct moe_device **out);
     void (*device_close)(struct moe_device *);
     void (*device_info)(struct moe_device *, struct moe_device_info *out);
-    /* A number that changes while the device computes, also within a step. It tells a long step
-     * from one that hangs. It need not rise. Any thread. NULL if the backend does not count;
-     * then each of its steps must end within seconds. */
+    /* A number that changes while the device computes, also within a step: by slices of a stage on
+     * the CPU, by stages on CUDA while a thread waits for the step. It tells a long step from one
+     * that hangs. It need not rise. Any thread. NULL if the backend does not count; then each of
+     * its steps must end within seconds. */
     uint64_t (*device_progress)(const struct moe_device *);
 
     /* Zeroed, aligned to 4096. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY; then nothing is
@@ -247,9 +285,28 @@ struct moe_backend {
     /* Copies between any two of host and device memory; done on return. */
     struct moe_status (*mem_copy)(struct moe_device *, void *dst, const void *src, size_t bytes);
 
+    /* Memory of other processes, for the segments of steps. These four may take as long as many
+     * steps. Before memory is released, all steps that use it have finished.
+     *
+     * Makes host memory that this process has mapped usable, at the same address: pins its pages,
+     * on CUDA. Both are multiples of a page. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY,
+     * MOE_FAILED_PRECONDITION/UNSUPPORTED; the memory is then as before. */
+    struct moe_status (*mem_register)(struct moe_device *, void *p, size_t bytes);
+    void (*mem_unregister)(struct moe_device *, void *p, size_t bytes);
+    /* Maps device memory of another process. The descriptor stays the caller's and may be closed
+     * then. The memory lives at least until mem_release, also if its owner ends. The host must not
+     * access `*out`. CUDA: an allocation of cuMemCreate, exported as a POSIX descriptor, with
+     * `bytes` in whole granules of it, on a GPU that this one reaches. CPU: a sealed memfd of
+     * exactly `bytes`. Errors: MOE_INVALID_ARGUMENT/REGION_INVALID (not such a descriptor, or
+     * `bytes` is wrong), MOE_FAILED_PRECONDITION/UNSUPPORTED (this device cannot reach the memory),
+     * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. Nothing is left behind then. */
+    struct moe_status (*mem_import)(struct moe_device *, int descriptor, size_t bytes, void **out);
+    void (*mem_release)(struct moe_device *, void *p, size_t bytes);
+
     /* Creates a layer for the experts that `placement` puts on `slot`. Copies both structs. Upload
      * all weights once, for experts only the local ones. Then layer_finish checks that no weight
-     * is missing and makes the layer runnable. */
+     * is missing and makes the layer runnable. Steps use the copies of experts that are on live
+     * slots of their session; the first step in a session with another live mask chooses them. */
     struct moe_status (*layer_create)(struct moe_device *, const struct moe_layer_spec *,
                                       const struct moe_placement *, uint32_t slot,
                                       struct moe_layer **out);
@@ -345,12 +402,14 @@ extern const struct moe_backend_option *const moe_backend_option_tables[];
 /* main calls this once, before the process has a second thread. Sets environment variables for
  * libraries below the backends, unless they are set. Without this call, a session with several GPUs
  * is refused. `interface`: the network interface for rows between hosts; it overrides variables
- * that are set. NULL = the libraries choose. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
-struct moe_status moe_backends_prepare(const char *interface) MOE_CHECKED;
+ * that are set. NULL: CPUs use `suggested` unless UCX_NET_DEVICES is set, or with NULL all
+ * interfaces, and NCCL chooses. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
+struct moe_status moe_backends_prepare(const char *interface, const char *suggested) MOE_CHECKED;
 
 /* Finds "cpu" or "cuda". The first call for "cuda" opens its module; it starts no driver. Threads:
- * any. Errors: MOE_FAILED_PRECONDITION with the module or library that is missing (UNSUPPORTED), or
- * with the builds that differ (VERSION_MISMATCH); MOE_INVALID_ARGUMENT (no such name). */
+ * any. Errors: MOE_NOT_FOUND/UNSUPPORTED (the module is not installed); MOE_FAILED_PRECONDITION
+ * with the library that is missing (UNSUPPORTED), or with the builds that differ
+ * (VERSION_MISMATCH); MOE_INVALID_ARGUMENT (no such name). */
 struct moe_status moe_backend_find(const char *name, const struct moe_backend **out) MOE_CHECKED;
 
 /* cuda if a device is available, else cpu; then `why_not_cuda` is a failure with the reason. */

@@ -89,7 +89,7 @@ struct moe_layer_spec {
 };
 
 /* Expert -> slots with a copy. Slot lists are ascending; the first is the primary. A row of an
- * expert with n copies goes to slot[offset[e] + (source token id) % n]. */
+ * expert with n copies on live slots goes to live copy number (source token id) % n. */
 struct moe_placement {
     uint32_t version;       /* increases with every change */
     uint32_t experts;       /* E */

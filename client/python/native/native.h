@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The objects of moed._native; only the files of this room use it. See README.md. */
+#ifndef MOE_PYTHON_NATIVE_H
+#define MOE_PYTHON_NATIVE_H
+
+#include <Python.h>
+
+#include "base/mutex.h"
+#include "moe/client.h"
+#include "moe/regions.h"
+
+#include <pthread.h>
+#include <sys/types.h>
+
+/* Calls that have ended, in that order, for one taker. */
+struct queue {
+    PyObject ob_base;
+    struct moe_mutex lock;
+    int event; /* an eventfd: readable while there are calls */
+    MOE_GUARDED_BY(lock) struct {
+        struct call *first, *last;
+        struct queue *heir; /* gets all calls from now on; NULL = none. A strong reference */
+    };
+};
+
+/* A client of libmoeclient. */
+struct client {
+    PyObject ob_base;
+    struct moe_client *handle;
+    struct queue *leftovers; /* gets calls that nothing waits for any more */
+    pid_t process;
+    bool closed; /* blocking calls end at once */
+};
+
+struct stream {
+    PyObject ob_base;
+    struct moe_client_stream *handle;
+    struct client *client;
+};
+
+enum { VIEW_X, VIEW_Y, VIEW_IDS_IN, VIEW_WEIGHTS_IN, VIEW_IDS, VIEW_WEIGHTS, VIEW_COUNT };
+
+/* One forward pass. Its owner is the library until `done`, then the queue or the thread that waits.
+ * Made and freed with the GIL. */
+struct call {
+    struct moe_client_forward forward;
+    struct moe_status status;
+    Py_buffer views[VIEW_COUNT]; /* obj NULL = absent */
+    PyObject *owner;             /* Client or Stream */
+    PyObject *token;             /* for the taker */
+    struct queue *queue;
+    struct call *next;
+    struct moe_mutex lock;
+    pthread_cond_t change;
+    MOE_GUARDED_BY(lock) bool over;
+    MOE_GUARDED_BY(lock) bool waited; /* a thread waits for it: it does not go into the queue */
+};
+
+/* Of the module; set once, when it is made. */
+extern PyTypeObject *moe_native_queue_type, *moe_native_client_type, *moe_native_stream_type,
+    *moe_native_session_type, *moe_native_region_type;
+extern PyType_Spec moe_native_queue_spec, moe_native_client_spec, moe_native_stream_spec,
+    moe_native_session_spec, moe_native_region_spec;
+
+/* Adds a call that has ended. Any thread, without the GIL. */
+void moe_native_queue_add(struct queue *q, struct call *call);
+/* Frees a call that has ended. */
+void moe_native_call_free(struct call *call);
+/* The outcome of a call that has ended; NULL with an exception. */
+PyObject *moe_native_call_outcome(const struct call *call);
+/* (code, reason, text, retry_after_ms); NULL with an exception. */
+PyObject *moe_native_failure(const struct moe_status *st);
+/* Frees an object of a heap type. */
+void moe_native_free(PyObject *self);
+/* Reads an unsigned integer argument of at most `max`; false with an exception. */
+bool moe_native_read(PyObject *from, unsigned long long max, unsigned long long *to);
+
+#endif

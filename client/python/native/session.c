@@ -1,0 +1,325 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Session and Region: memory that a worker maps too (moe/regions.h). A region exports its memory by
+ * the buffer protocol. It holds its session, and the session its client; so memory lasts as long as
+ * an array of it does. */
+#include "native.h"
+
+#include <stddef.h>
+#include <structmember.h>
+#include <unistd.h>
+
+/* Memory of a Region object that has gone. */
+struct dead_region {
+    struct moe_client_region *handle;
+    struct dead_region *next;
+};
+
+struct session {
+    PyObject ob_base;
+    struct moe_client_session *handle;
+    struct client *client;
+    struct dead_region *dead; /* until the next `create`; with the GIL */
+};
+
+struct region {
+    PyObject ob_base;
+    struct moe_client_region *handle;
+    struct session *session;
+    struct dead_region *grave; /* owned; for the end of the object */
+    PyObject *weak_references;
+};
+
+static bool check_process(const struct session *s)
+{
+    if (s->client->process == getpid())
+        return true;
+    PyErr_SetString(PyExc_RuntimeError, "the session is of the parent process");
+    return false;
+}
+
+/* ------------------------------------------------------------------ Region */
+
+static int region_buffer(PyObject *self, Py_buffer *view, int flags)
+{
+    struct region *r = (struct region *)self;
+    return PyBuffer_FillInfo(view, self, moe_region_data(r->handle),
+                             (Py_ssize_t)moe_region_bytes(r->handle), 0, flags);
+}
+
+static void region_dealloc(PyObject *self)
+{
+    struct region *r = (struct region *)self;
+    if (r->weak_references != NULL)
+        PyObject_ClearWeakRefs(self);
+    if (r->handle != NULL) {
+        *r->grave = (struct dead_region){.handle = r->handle, .next = r->session->dead};
+        r->session->dead = r->grave;
+    } else {
+        PyMem_Free(r->grave);
+    }
+    Py_XDECREF((PyObject *)r->session);
+    moe_native_free(self);
+}
+
+static PyMemberDef region_members[] = {
+    {"__weaklistoffset__", T_PYSSIZET, offsetof(struct region, weak_references), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL}};
+
+static PyType_Slot region_slots[] = {
+    {Py_tp_doc, "Memory of a Session, as a writable buffer of bytes. Made by Session.create."},
+    {Py_tp_dealloc, region_dealloc},
+    {Py_bf_getbuffer, region_buffer},
+    {Py_tp_members, region_members},
+    {0, NULL}};
+
+PyType_Spec moe_native_region_spec = {.name = "moed._native.Region",
+                                      .basicsize = sizeof(struct region),
+                                      .flags =
+                                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                      .slots = region_slots};
+
+/* ------------------------------------------------------------------ Session */
+
+/* Gives the memory of regions back that have gone. Returns the first failure. */
+static struct moe_status bury(struct session *s)
+{
+    struct moe_status first = moe_ok();
+    while (s->dead != NULL) {
+        struct dead_region *d = s->dead;
+        s->dead = d->next;
+        PyThreadState *state = PyEval_SaveThread();
+        struct moe_status st = moe_region_destroy(d->handle);
+        PyEval_RestoreThread(state);
+        PyMem_Free(d);
+        if (moe_failed(&st) && !moe_failed(&first))
+            first = st;
+    }
+    return first;
+}
+
+/* An object without a region; NULL with an exception. */
+static struct region *make_region(struct session *s)
+{
+    allocfunc alloc = (allocfunc)PyType_GetSlot(moe_native_region_type, Py_tp_alloc);
+    struct region *r = (struct region *)alloc(moe_native_region_type, 0);
+    if (r == NULL)
+        return NULL;
+    r->session = (struct session *)Py_NewRef((PyObject *)s);
+    r->grave = PyMem_Calloc(1, sizeof *r->grave);
+    if (r->grave != NULL)
+        return r;
+    Py_DECREF(r);
+    return (struct region *)PyErr_NoMemory();
+}
+
+PyDoc_STRVAR(create_doc, "create(name, bytes) -> (0, Region) or failure\n\nFirst gives back the "
+                         "memory of regions that have gone.");
+
+static PyObject *create(PyObject *self, PyObject *args)
+{
+    struct session *s = (struct session *)self;
+    const char *name;
+    Py_ssize_t bytes;
+    if (!PyArg_ParseTuple(args, "sn", &name, &bytes) || !check_process(s))
+        return NULL;
+    if (bytes < 0) {
+        PyErr_SetString(PyExc_ValueError, "a negative size");
+        return NULL;
+    }
+    struct moe_status st = bury(s);
+    struct region *r = make_region(s);
+    if (r == NULL)
+        return NULL;
+    if (!moe_failed(&st)) {
+        struct moe_client_region *handle = NULL;
+        PyThreadState *state = PyEval_SaveThread();
+        st = moe_region_create(s->handle, name, (size_t)bytes, &handle);
+        PyEval_RestoreThread(state);
+        r->handle = handle;
+    }
+    if (!moe_failed(&st))
+        return Py_BuildValue("(iN)", 0, r);
+    Py_DECREF(r);
+    return moe_native_failure(&st);
+}
+
+/* Positional arguments of `submit`. */
+enum {
+    ARG_LAYER,
+    ARG_TOKENS,
+    ARG_HIDDEN,
+    ARG_DTYPE,
+    ARG_PARTS,
+    ARG_EPOCH,
+    ARG_VERSION,
+    ARG_TENSORS,
+    TENSORS = 6,
+    ARG_COUNT = ARG_TENSORS + 2 * TENSORS,
+};
+
+/* Reads (Region or None, offset). */
+static bool read_tensor(PyObject *const *args, struct moe_client_tensor *to)
+{
+    unsigned long long offset;
+    if (args[0] == Py_None)
+        return true;
+    if (!PyObject_TypeCheck(args[0], moe_native_region_type)) {
+        PyErr_SetString(PyExc_TypeError, "a tensor is in a Region");
+        return false;
+    }
+    if (!moe_native_read(args[1], UINT64_MAX, &offset))
+        return false;
+    *to =
+        (struct moe_client_tensor){.region = ((struct region *)args[0])->handle, .offset = offset};
+    return true;
+}
+
+static bool read_request(PyObject *const *args, struct moe_client_session_forward *f)
+{
+    unsigned long long numbers[ARG_TENSORS];
+    struct moe_client_tensor *tensors[TENSORS] = {&f->x, &f->ids_in, &f->weights_in,
+                                                  &f->y, &f->ids,    &f->weights};
+    for (size_t i = 0; i < ARG_TENSORS; i++)
+        if (!moe_native_read(args[i], i < ARG_EPOCH ? UINT32_MAX : UINT64_MAX, &numbers[i]))
+            return false;
+    f->layer = (uint32_t)numbers[ARG_LAYER];
+    f->tokens = (uint32_t)numbers[ARG_TOKENS];
+    f->hidden = (uint32_t)numbers[ARG_HIDDEN];
+    f->dtype = (enum moe_dtype)numbers[ARG_DTYPE];
+    f->parts = (enum moe_parts)numbers[ARG_PARTS];
+    f->epoch = numbers[ARG_EPOCH];
+    f->weights_version = numbers[ARG_VERSION];
+    for (size_t i = 0; i < TENSORS; i++)
+        if (!read_tensor(&args[ARG_TENSORS + 2 * i], tensors[i]))
+            return false;
+    return true;
+}
+
+PyDoc_STRVAR(
+    submit_doc,
+    "submit(layer, tokens, hidden, dtype, parts, epoch, weights_version,\n       x, offset, "
+    "ids_in, offset, weights_in, offset, y, offset, ids, offset, weights, offset)\n\n"
+    "Each tensor is a Region or None. Returns (0, request) or a failure.");
+
+static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    struct session *s = (struct session *)self;
+    struct moe_client_session_forward f = {.size = sizeof f};
+    uint64_t request = 0;
+    if (count != ARG_COUNT) {
+        PyErr_Format(PyExc_TypeError, "%d arguments, not %zd", ARG_COUNT, count);
+        return NULL;
+    }
+    if (!check_process(s) || !read_request(args, &f))
+        return NULL;
+    struct moe_status st = moe_session_submit(s->handle, &f, &request);
+    if (moe_failed(&st))
+        return moe_native_failure(&st);
+    return Py_BuildValue("(iK)", 0, (unsigned long long)request);
+}
+
+static PyObject *ended(const struct moe_status *st, const struct moe_client_session_answer *a)
+{
+    typedef unsigned long long number;
+    if (moe_failed(st))
+        return moe_native_failure(st);
+    return Py_BuildValue("(iKK(KKKII))", 0, (number)a->epoch, (number)a->weights_version,
+                         (number)a->queue_ns, (number)a->step_ns, (number)a->server_ns,
+                         a->step_tokens, a->steps);
+}
+
+PyDoc_STRVAR(wait_doc, "wait(request) -> outcome\n\nThe outcome of a success is (0, epoch, "
+                       "weights_version,\n(queue_ns, step_ns, server_ns, step_tokens, steps)).");
+
+static PyObject *wait_for(PyObject *self, PyObject *number)
+{
+    struct session *s = (struct session *)self;
+    struct moe_client_session_answer answer = {.size = sizeof answer};
+    unsigned long long request;
+    if (!check_process(s) || !moe_native_read(number, UINT64_MAX, &request))
+        return NULL;
+    PyThreadState *state = PyEval_SaveThread();
+    struct moe_status st = moe_session_wait(s->handle, request, &answer);
+    PyEval_RestoreThread(state);
+    return ended(&st, &answer);
+}
+
+static PyObject *poll_for(PyObject *self, PyObject *number)
+{
+    struct session *s = (struct session *)self;
+    struct moe_client_session_answer answer = {.size = sizeof answer};
+    unsigned long long request;
+    bool done = false;
+    if (!check_process(s) || !moe_native_read(number, UINT64_MAX, &request))
+        return NULL;
+    struct moe_status st = moe_session_poll(s->handle, request, &done, &answer);
+    if (!done && !moe_failed(&st))
+        Py_RETURN_NONE;
+    return ended(&st, &answer);
+}
+
+static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"client", "timeout_ms", "spin_us", NULL};
+    struct moe_client_session_config config = {.size = sizeof config};
+    PyObject *client;
+    unsigned long long timeout_ms;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!KI", names, moe_native_client_type, &client,
+                                     &timeout_ms, &config.spin_us))
+        return NULL;
+    config.timeout_ms = timeout_ms;
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    struct session *s = (struct session *)alloc(type, 0);
+    if (s == NULL)
+        return NULL;
+    s->client = (struct client *)Py_NewRef(client);
+    PyThreadState *state = PyEval_SaveThread();
+    struct moe_status st = moe_session_open(s->client->handle, &config, &s->handle);
+    PyEval_RestoreThread(state);
+    if (!moe_failed(&st))
+        return (PyObject *)s;
+    PyObject *failure = moe_native_failure(&st);
+    if (failure != NULL)
+        PyErr_SetObject(PyExc_RuntimeError, failure);
+    Py_XDECREF(failure);
+    Py_DECREF(s);
+    return NULL;
+}
+
+/* Regions and calls hold a reference, so no call of the session runs. */
+static void dealloc(PyObject *self)
+{
+    struct session *s = (struct session *)self;
+    if (s->handle != NULL && s->client->process == getpid()) {
+        PyThreadState *state = PyEval_SaveThread();
+        moe_session_close(s->handle);
+        PyEval_RestoreThread(state);
+    }
+    for (struct dead_region *d = s->dead, *next; d != NULL; d = next) {
+        next = d->next;
+        PyMem_Free(d);
+    }
+    Py_XDECREF((PyObject *)s->client);
+    moe_native_free(self);
+}
+
+static PyMethodDef methods[] = {
+    {"create", create, METH_VARARGS, create_doc},
+    {"submit", (PyCFunction)(void (*)(void))submit, METH_FASTCALL, submit_doc},
+    {"wait", wait_for, METH_O, wait_doc},
+    {"poll", poll_for, METH_O,
+     "poll(request) -> outcome as of wait, or None while the request is in flight"},
+    {NULL, NULL, 0, NULL}};
+
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "Session(client, timeout_ms, spin_us)\n\nA session of shared memory. Raises "
+                "RuntimeError(code, reason, text, retry_after_ms)."},
+    {Py_tp_new, make},
+    {Py_tp_dealloc, dealloc},
+    {Py_tp_methods, methods},
+    {0, NULL}};
+
+PyType_Spec moe_native_session_spec = {.name = "moed._native.Session",
+                                       .basicsize = sizeof(struct session),
+                                       .flags = Py_TPFLAGS_DEFAULT,
+                                       .slots = slots};

@@ -1,0 +1,221 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Requests of moe/regions.h: into the ring, and their ends. A request's number is its entry's
+ * sequence number and the entry; so an old number finds nothing. */
+#include "abi.h"
+#include "base/clock.h"
+#include "base/size.h"
+#include "regions/packet.h"
+#include "regions/wait.h"
+#include "session.h"
+
+#include <string.h>
+
+#define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
+
+enum { ROUTE_SERVER, ROUTE_IDS, ROUTE_IDS_WEIGHTS }; /* moe_ring_request.routing */
+
+/* -------------------------------------------------------------------- submitting */
+
+/* The worker checks the place; this process knows the region. */
+static struct moe_status place(const struct moe_client_session *s,
+                               const struct moe_client_tensor *from, size_t bytes,
+                               struct moe_ring_tensor *to)
+{
+    if (from->region == NULL)
+        return moe_ok();
+    if (from->region->session != s)
+        return moe_error(MOE_NOT_FOUND, MOE_REASON_REGION_NOT_FOUND,
+                         "the region belongs to another session");
+    *to = (struct moe_ring_tensor){
+        .offset = from->offset, .bytes = bytes, .region = from->region->number};
+    return moe_ok();
+}
+
+static struct moe_status check(const struct moe_client_session *s,
+                               const struct moe_client_session_forward *f,
+                               const struct moe_client_layer **layer)
+{
+    MOE_TRY(MOE_CLIENT_CHECK_SIZE(f, session_forward, SESSION_FORWARD));
+    MOE_TRY(moe_client_wire_layer(&s->client->info, f->layer, f->hidden, layer));
+    if (moe_dtype_bytes(f->dtype) == 0)
+        return invalid(DTYPE_UNSUPPORTED, "dtype must be F32 or BF16");
+    if (f->weights_in.region != NULL && f->ids_in.region == NULL)
+        return invalid(ROUTING_INVALID, "weights_in needs ids_in");
+    return moe_ok();
+}
+
+struct moe_status moe_client_session_fill(const struct moe_client_session *s,
+                                          const struct moe_client_session_forward *f,
+                                          struct moe_ring_request *q)
+{
+    const struct moe_client_layer *layer;
+    size_t rows, pairs;
+    MOE_TRY(check(s, f, &layer));
+    if (!moe_size_mul3(f->tokens, f->hidden, moe_dtype_bytes(f->dtype), &rows) ||
+        !moe_size_mul3(f->tokens, layer->top_k, sizeof(float), &pairs))
+        return invalid(TOO_LARGE, "%u tokens would be too large", f->tokens);
+    *q = (struct moe_ring_request){
+        .layer = f->layer,
+        .tokens = f->tokens,
+        .hidden = f->hidden,
+        .timeout_ms = (uint32_t)(s->timeout_ns / MOE_NS_PER_MS),
+        .epoch = f->epoch,
+        .weights_version = f->weights_version,
+        .dtype = (uint32_t)f->dtype,
+        .routing = f->weights_in.region != NULL ? ROUTE_IDS_WEIGHTS
+                   : f->ids_in.region != NULL   ? ROUTE_IDS
+                                                : ROUTE_SERVER,
+        .trace_flags = f->trace_flags,
+        .parts = (uint32_t)f->parts,
+    };
+    memcpy(q->trace_id, f->trace_id, sizeof q->trace_id);
+    memcpy(q->parent_id, f->parent_id, sizeof q->parent_id);
+    MOE_TRY(place(s, &f->x, rows, &q->tensors[MOE_RING_X]));
+    MOE_TRY(place(s, &f->ids_in, pairs, &q->tensors[MOE_RING_IDS]));
+    MOE_TRY(place(s, &f->weights_in, pairs, &q->tensors[MOE_RING_WEIGHTS]));
+    MOE_TRY(place(s, &f->y, rows, &q->tensors[MOE_RING_Y]));
+    MOE_TRY(place(s, &f->ids, pairs, &q->tensors[MOE_RING_IDS_OUT]));
+    return place(s, &f->weights, pairs, &q->tensors[MOE_RING_WEIGHTS_OUT]);
+}
+
+/* Submits the request in an entry that the worker is done with. False if there is none. */
+static bool submit(struct moe_client_session *s, const struct moe_ring_request *q,
+                   uint64_t *request)
+{
+    bool found = false;
+    moe_mutex_lock(&s->lock);
+    for (uint32_t i = 0; i < MOE_RING_ENTRIES && !found; i++) {
+        if (s->taken[i] || !moe_ring_caller_is_free(&s->caller, i))
+            continue;
+        s->taken[i] = found = true;
+        atomic_fetch_add(&s->in_flight, 1);
+        *request = (uint64_t)moe_ring_caller_submit(&s->caller, i, q) << 32 | i;
+    }
+    moe_mutex_unlock(&s->lock);
+    return found;
+}
+
+struct moe_status moe_session_submit(struct moe_client_session *s,
+                                     const struct moe_client_session_forward *f, uint64_t *request)
+{
+    struct moe_ring_request q;
+    MOE_TRY(moe_client_session_fill(s, f, &q));
+    if (!submit(s, &q, request))
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_QUEUE_FULL,
+                         "%d requests of this session are in flight", MOE_RING_ENTRIES);
+    if (moe_ring_caller_must_wake(&s->caller))
+        moe_packet_wake(s->socket);
+    moe_client_session_watch(s);
+    return moe_ok();
+}
+
+/* -------------------------------------------------------------------- ends */
+
+static struct moe_status find(struct moe_client_session *s, uint64_t request, uint32_t *entry)
+{
+    uint32_t i = (uint32_t)request;
+    moe_mutex_lock(&s->lock);
+    bool known =
+        i < MOE_RING_ENTRIES && s->taken[i] && s->caller.sequence[i] == (uint32_t)(request >> 32);
+    moe_mutex_unlock(&s->lock);
+    *entry = i;
+    return known ? moe_ok()
+                 : invalid(VALUE_INVALID, "there is no such request, or it has ended before");
+}
+
+/* Of the watchdog, or of a device. */
+static struct moe_status given_up(enum moe_code code)
+{
+    switch (code) {
+    case MOE_DEADLINE_EXCEEDED:
+        return moe_error(code, MOE_REASON_NONE, "the worker has not answered in time");
+    case MOE_UNAVAILABLE:
+        return moe_error(code, MOE_REASON_IO,
+                         "the connection to the worker has ended, or an "
+                         "earlier request of this entry was given up");
+    case MOE_FAILED_PRECONDITION:
+        return moe_error(code, MOE_REASON_NONE, "a wait without a submit, or the reverse");
+    default: return moe_error(code, MOE_REASON_NONE, "the worker tells no more");
+    }
+}
+
+static struct moe_status failure(enum moe_code code, const struct moe_ring_details *d)
+{
+    enum moe_reason reason =
+        d->reason < MOE_REASON_COUNT ? (enum moe_reason)d->reason : MOE_REASON_NONE;
+    return moe_error_retry(code, reason, d->retry_after_ms, "%s", d->text);
+}
+
+struct moe_status moe_client_session_status(enum moe_code code, const struct moe_ring_details *d)
+{
+    if (code == MOE_OK)
+        return moe_ok();
+    return d != NULL ? failure(code, d) : given_up(code);
+}
+
+void moe_client_session_answer_of(const struct moe_ring_details *d,
+                                  struct moe_client_session_answer *to)
+{
+    to->epoch = d->epoch;
+    to->weights_version = d->weights_version;
+    to->queue_ns = d->queue_ns;
+    to->step_ns = d->step_ns;
+    to->server_ns = d->server_ns;
+    to->step_tokens = d->step_tokens;
+    to->steps = d->steps;
+}
+
+/* The request has ended with `code`: gives its entry back. */
+static struct moe_status conclude(struct moe_client_session *s, uint32_t entry, enum moe_code code,
+                                  struct moe_client_session_answer *answer)
+{
+    struct moe_ring_details d = {0};
+    struct moe_status st = moe_ok();
+    bool released = s->caller.abandoned[entry];
+    if (released)
+        st = given_up(code);
+    else if (moe_ring_caller_details(&s->caller, entry, &d) && code != MOE_OK)
+        st = failure(code, &d);
+    else if (code != MOE_OK)
+        st = moe_error(code, MOE_REASON_NONE, "the worker tells no more");
+    if (!moe_failed(&st) && answer != NULL)
+        moe_client_session_answer_of(&d, answer);
+    moe_mutex_lock(&s->lock);
+    s->taken[entry] = false;
+    moe_mutex_unlock(&s->lock);
+    atomic_fetch_sub(&s->in_flight, 1);
+    return st;
+}
+
+static struct moe_status check_answer(const struct moe_client_session_answer *answer)
+{
+    return answer != NULL ? MOE_CLIENT_CHECK_SIZE(answer, session_answer, SESSION_ANSWER)
+                          : moe_ok();
+}
+
+struct moe_status moe_session_wait(struct moe_client_session *s, uint64_t request,
+                                   struct moe_client_session_answer *answer)
+{
+    uint32_t entry;
+    enum moe_code code;
+    MOE_TRY(check_answer(answer));
+    MOE_TRY(find(s, request, &entry));
+    while (!moe_ring_wait(&s->caller, entry, s->spin_ns, MOE_NEVER, &code)) {
+        /* The watchdog ends every wait. */
+    }
+    return conclude(s, entry, code, answer);
+}
+
+struct moe_status moe_session_poll(struct moe_client_session *s, uint64_t request, bool *done,
+                                   struct moe_client_session_answer *answer)
+{
+    uint32_t entry;
+    enum moe_code code;
+    *done = false;
+    MOE_TRY(check_answer(answer));
+    MOE_TRY(find(s, request, &entry));
+    if (!moe_ring_caller_poll(&s->caller, entry, &code))
+        return moe_ok();
+    *done = true;
+    return conclude(s, entry, code, answer);
+}

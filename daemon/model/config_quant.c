@@ -1,0 +1,535 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* From quantization_config to a scheme with its settings, one reader for each quant_method.
+ *
+ * Every lookup of a key is recorded, as for the rest of config.json. A key that was not looked up
+ * is refused, unless the method lists it as without effect on stored weights. */
+#include "model/config.h"
+
+#include <stdio.h>
+#include <string.h>
+
+enum { BLOCK_MAX = 1 << 16 }; /* larger blocks mean a damaged file */
+
+struct reading {
+    struct moe_keys *keys; /* of quantization_config */
+    const struct moe_family *family;
+    const char *expert_dtype; /* of DeepSeek-V4, at the top level or here; or NULL */
+    struct moe_quant_config *out;
+};
+
+static struct moe_status invalid(const char *text)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                     "config.json: quantization_config: %s", text);
+}
+
+static struct moe_status not_understood(const char *key, const char *value)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                     "config.json: quantization_config: %.80s%s%.80s is not understood", key,
+                     value != NULL ? " " : "", value != NULL ? value : "");
+}
+
+static struct moe_quant quant_of(enum moe_quant_scheme_id id, uint32_t rows, uint32_t columns)
+{
+    const struct moe_quant_scheme *scheme = moe_quant_scheme(id);
+    return (struct moe_quant){
+        .scheme = scheme,
+        .format = {.encoding = scheme->encoding, .block_rows = rows, .block_columns = columns}};
+}
+
+static void set_all(const struct reading *r, struct moe_quant q)
+{
+    r->out->routed = r->out->shared = q;
+}
+
+/* ---- values ---- */
+
+/* The key must be absent, null, or equal to `value`. */
+static struct moe_status need_uint(const struct reading *r, const char *names, uint32_t value)
+{
+    uint32_t got = value;
+    MOE_TRY(moe_keys_uint(r->keys, names, 0, UINT32_MAX, &got));
+    if (got == value)
+        return moe_ok();
+    char text[32];
+    snprintf(text, sizeof text, "%u", got);
+    return not_understood(r->keys->name, text);
+}
+
+static struct moe_status need_word(const struct reading *r, const char *name, const char *accepted)
+{
+    const char *ignored;
+    return moe_keys_word(r->keys, name, accepted, &ignored);
+}
+
+/* Absent, null, false, 0, "", [] and {}. */
+static bool is_empty(const json_t *v)
+{
+    return v == NULL || json_is_false(v) || (json_is_object(v) && json_object_size(v) == 0) ||
+           (json_is_array(v) && json_array_size(v) == 0) ||
+           (json_is_string(v) && json_string_length(v) == 0) ||
+           (json_is_integer(v) && json_integer_value(v) == 0);
+}
+
+static struct moe_status need_empty(const struct reading *r, const char *name)
+{
+    const json_t *v;
+    MOE_TRY(moe_keys_get(r->keys, name, &v));
+    return is_empty(v) ? moe_ok() : not_understood(name, NULL);
+}
+
+/* Adds the strings of an array; null and absence are an empty one. */
+static struct moe_status add_modules(const json_t *list, enum moe_modules_syntax syntax,
+                                     struct moe_modules **out)
+{
+    if (list == NULL)
+        return moe_ok();
+    if (!json_is_array(list))
+        return invalid("a list of modules is no array");
+    if (*out == NULL)
+        MOE_TRY(moe_modules_create(syntax, out));
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        const char *entry = json_string_value(json_array_get(list, i));
+        if (entry == NULL)
+            return invalid("a list of modules has an entry that is not a string");
+        MOE_TRY(moe_modules_add(*out, entry));
+    }
+    return moe_ok();
+}
+
+static struct moe_status read_excluded(const struct reading *r, const char *names,
+                                       enum moe_modules_syntax syntax)
+{
+    const json_t *list;
+    MOE_TRY(moe_keys_get(r->keys, names, &list));
+    return add_modules(list, syntax, &r->out->excluded);
+}
+
+/* A block [rows, columns] of a JSON array; false if it is absent or null. */
+static struct moe_status read_block(const struct reading *r, const char *name, uint32_t *rows,
+                                    uint32_t *columns, bool *present)
+{
+    const json_t *v;
+    MOE_TRY(moe_keys_get(r->keys, name, &v));
+    *present = v != NULL;
+    if (v == NULL)
+        return moe_ok();
+    json_int_t n = json_integer_value(json_array_get(v, 0));
+    json_int_t k = json_integer_value(json_array_get(v, 1));
+    if (json_array_size(v) != 2 || n < 1 || k < 1 || n > BLOCK_MAX || k > BLOCK_MAX)
+        return invalid("the block of a scale is not two positive numbers");
+    *rows = (uint32_t)n;
+    *columns = (uint32_t)k;
+    return moe_ok();
+}
+
+/* Elements along a row that share a scale: 0 for -1 or null, which mean all. */
+static struct moe_status read_group(const struct reading *r, const char *names, uint32_t *group)
+{
+    const json_t *v;
+    MOE_TRY(moe_keys_get(r->keys, names, &v));
+    *group = 0;
+    if (v == NULL || (json_is_integer(v) && json_integer_value(v) == -1))
+        return moe_ok();
+    MOE_TRY(moe_keys_uint(r->keys, names, 8, BLOCK_MAX, group));
+    return *group % 8 == 0 ? moe_ok() : invalid("group_size is not a multiple of 8");
+}
+
+/* ---- FP8 of transformers and DeepSeek; FBGEMM ---- */
+
+static bool is_deepseek_v4(const struct moe_family *f)
+{
+    return moe_word_in("deepseek_v4", f->model_types);
+}
+
+static struct moe_status set_deepseek_v4(const struct reading *r, struct moe_quant blocks)
+{
+    blocks.scheme = moe_quant_scheme(MOE_QUANT_FP8_DEEPSEEK_V4);
+    set_all(r, blocks);
+    if (r->expert_dtype == NULL || strcmp(r->expert_dtype, "fp8") == 0)
+        return moe_ok();
+    if (strcmp(r->expert_dtype, "fp4") != 0)
+        return not_understood("expert_dtype", r->expert_dtype);
+    r->out->routed = quant_of(MOE_QUANT_MXFP4_DEEPSEEK_V4, 1, 32);
+    return moe_ok();
+}
+
+static struct moe_status read_fp8_like(const struct reading *r, uint32_t rows, uint32_t columns)
+{
+    bool in_blocks = false;
+    MOE_TRY(need_word(r, "fmt", "e4m3 float8_e4m3fn"));
+    MOE_TRY(need_word(r, "activation_scheme", "dynamic static"));
+    MOE_TRY(need_word(r, "scale_fmt", "ue8m0 float"));
+    MOE_TRY(need_empty(r, "dequantize"));
+    MOE_TRY(read_excluded(r, "modules_to_not_convert ignored_layers", MOE_MODULES_PATHS));
+    MOE_TRY(read_block(r, "weight_block_size", &rows, &columns, &in_blocks));
+    in_blocks |= rows != 0;
+    struct moe_quant q =
+        quant_of(in_blocks ? MOE_QUANT_FP8_BLOCK : MOE_QUANT_FP8_SCALE, rows, columns);
+    if (is_deepseek_v4(r->family))
+        return set_deepseek_v4(r, q);
+    set_all(r, q);
+    return moe_ok();
+}
+
+static struct moe_status read_fp8(const struct reading *r)
+{
+    return read_fp8_like(r, 0, 0);
+}
+
+static struct moe_status read_mxfp8(const struct reading *r)
+{
+    return read_fp8_like(r, 1, 32);
+}
+
+static struct moe_status read_fbgemm(const struct reading *r)
+{
+    MOE_TRY(read_excluded(r, "modules_to_not_convert", MOE_MODULES_PATHS));
+    set_all(r, quant_of(MOE_QUANT_FP8_SCALE, 1, 0));
+    return moe_ok();
+}
+
+static struct moe_status read_mxfp4(const struct reading *r)
+{
+    MOE_TRY(need_empty(r, "dequantize"));
+    MOE_TRY(read_excluded(r, "modules_to_not_convert", MOE_MODULES_PATHS));
+    r->out->routed = quant_of(MOE_QUANT_MXFP4_GPT_OSS, 1, 32);
+    return moe_ok();
+}
+
+/* ---- compressed-tensors ---- */
+
+/* One entry of config_groups. */
+struct group {
+    const char *format, *strategy;
+    bool is_float, symmetric;
+    uint32_t bits, size; /* of an element; elements along a row that share a scale, 0 = all */
+    uint32_t block_rows, block_columns;
+};
+
+static bool is_word(const char *a, const char *b)
+{
+    return a != NULL && strcmp(a, b) == 0;
+}
+
+static struct moe_status choose_packed(const struct reading *r, const struct group *g)
+{
+    struct moe_quant q;
+    bool grouped = is_word(g->strategy, "group") || is_word(g->strategy, "channel");
+    if (is_word(g->format, "pack-quantized") && !g->is_float && g->bits == 4 && grouped) {
+        q = quant_of(MOE_QUANT_INT4_PACKED, 1, g->size);
+        q.format.zero_points = !g->symmetric;
+    } else if (is_word(g->format, "mxfp4-pack-quantized") && g->is_float && g->bits == 4) {
+        q = quant_of(MOE_QUANT_MXFP4_PACKED, 1, g->size != 0 ? g->size : 32);
+    } else if (is_word(g->format, "nvfp4-pack-quantized") && g->is_float && g->bits == 4) {
+        q = quant_of(MOE_QUANT_NVFP4_PACKED, 1, g->size != 0 ? g->size : 16);
+    } else {
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                         "config.json: quantization_config: format %.60s with %u-bit %s weights "
+                         "and strategy %.40s is not understood",
+                         g->format != NULL ? g->format : "(none)", g->bits,
+                         g->is_float ? "float" : "int",
+                         g->strategy != NULL ? g->strategy : "(none)");
+    }
+    set_all(r, q);
+    return moe_ok();
+}
+
+static struct moe_status choose_compressed(const struct reading *r, const struct group *g)
+{
+    bool fp8 = g->is_float && g->bits == 8;
+    if (!fp8 || g->format == NULL ||
+        !moe_word_in(g->format, "float-quantized naive-quantized mxfp8-quantized"))
+        return choose_packed(r, g);
+    if (is_word(g->strategy, "tensor"))
+        set_all(r, quant_of(MOE_QUANT_FP8_SCALE, 0, 0));
+    else if (is_word(g->strategy, "channel"))
+        set_all(r, quant_of(MOE_QUANT_FP8_SCALE, 1, 0));
+    else if (is_word(g->strategy, "block") && g->block_rows != 0)
+        set_all(r, quant_of(MOE_QUANT_FP8_BLOCK, g->block_rows, g->block_columns));
+    else if (is_word(g->strategy, "group") && g->size != 0)
+        set_all(r, quant_of(MOE_QUANT_FP8_BLOCK, 1, g->size));
+    else
+        return choose_packed(r, g);
+    return moe_ok();
+}
+
+/* Refuses a key of `k` that was not looked up and is not among `ignored`. */
+static struct moe_status refuse_unread(const struct moe_keys *k, const char *ignored)
+{
+    const char *key;
+    json_t *value;
+    json_object_foreach((json_t *)k->top, key, value)
+    {
+        if (!json_is_null(value) && json_object_get(k->read, key) == NULL &&
+            !moe_word_in(key, ignored))
+            return not_understood(key, NULL);
+    }
+    return moe_ok();
+}
+
+static struct moe_status read_weights(const struct reading *r, struct group *g)
+{
+    const char *type = NULL;
+    bool present;
+    MOE_TRY(moe_keys_need_uint(r->keys, "num_bits", 1, 64, &g->bits));
+    MOE_TRY(moe_keys_word(r->keys, "type", "int float", &type));
+    MOE_TRY(moe_keys_word(r->keys, "strategy", "tensor channel group block tensor_group",
+                          &g->strategy));
+    MOE_TRY(moe_keys_bool(r->keys, "symmetric", &g->symmetric));
+    MOE_TRY(read_group(r, "group_size", &g->size));
+    MOE_TRY(read_block(r, "block_structure", &g->block_rows, &g->block_columns, &present));
+    MOE_TRY(need_word(r, "actorder", "static weight"));
+    MOE_TRY(need_empty(r, "dynamic"));
+    g->is_float = is_word(type, "float");
+    return refuse_unread(r->keys, "observer observer_kwargs scale_dtype zp_dtype");
+}
+
+/* Reads an object below quantization_config with `read`, which gets its keys. */
+static struct moe_status
+read_inside(const struct reading *r, const json_t *object,
+            struct moe_status (*read)(const struct reading *, struct group *), struct group *g)
+{
+    struct moe_keys keys;
+    struct reading inside = *r;
+    if (!json_is_object(object))
+        return invalid("a group has no weights, or is not an object");
+    MOE_TRY(moe_keys_open(&keys, object));
+    inside.keys = &keys;
+    struct moe_status st = read(&inside, g);
+    moe_keys_close(&keys);
+    return st;
+}
+
+static struct moe_status read_config_group(const struct reading *r, struct group *g)
+{
+    const json_t *weights, *targets;
+    const char *format = NULL;
+    MOE_TRY(moe_keys_get(r->keys, "weights", &weights));
+    MOE_TRY(moe_keys_get(r->keys, "targets", &targets));
+    MOE_TRY(add_modules(targets, MOE_MODULES_EXACT, &r->out->included));
+    MOE_TRY(moe_keys_word(
+        r->keys, "format",
+        "float-quantized naive-quantized mxfp8-quantized pack-quantized mxfp4-pack-quantized "
+        "nvfp4-pack-quantized",
+        &format));
+    if (format != NULL)
+        g->format = format;
+    MOE_TRY(refuse_unread(r->keys, "input_activations output_activations"));
+    return read_inside(r, weights, read_weights, g);
+}
+
+static struct moe_status read_compressed_tensors(const struct reading *r)
+{
+    struct group g = {.symmetric = true};
+    const json_t *groups;
+    MOE_TRY(moe_keys_get(r->keys, "config_groups", &groups));
+    if (json_object_size(groups) != 1)
+        return not_understood("config_groups: another number of groups than one", NULL);
+    MOE_TRY(moe_keys_word(
+        r->keys, "format",
+        "float-quantized naive-quantized mxfp8-quantized pack-quantized mxfp4-pack-quantized "
+        "nvfp4-pack-quantized",
+        &g.format));
+    MOE_TRY(need_word(r, "quantization_status", "compressed frozen"));
+    MOE_TRY(need_empty(r, "transform_config"));
+    const json_t *sparse;
+    MOE_TRY(moe_keys_get(r->keys, "sparsity_config", &sparse));
+    if (!is_empty(sparse) &&
+        !is_word(json_string_value(json_object_get(sparse, "format")), "dense"))
+        return not_understood("sparsity_config", NULL);
+    MOE_TRY(read_excluded(r, "ignore", MOE_MODULES_EXACT));
+    json_t *only = json_object_iter_value(json_object_iter((json_t *)groups));
+    MOE_TRY(read_inside(r, only, read_config_group, &g));
+    return choose_compressed(r, &g);
+}
+
+/* ---- ModelOpt ---- */
+
+static struct moe_status read_modelopt(const struct reading *r)
+{
+    const char *algorithm = NULL;
+    MOE_TRY(moe_keys_word(r->keys, "quant_algo", "FP8 FP8_PER_CHANNEL_PER_TOKEN NVFP4 MXFP8",
+                          &algorithm));
+    if (algorithm == NULL)
+        return invalid("quant_algo is missing");
+    MOE_TRY(read_excluded(r, "ignore exclude_modules", MOE_MODULES_GLOBS));
+    if (strcmp(algorithm, "NVFP4") == 0) {
+        MOE_TRY(need_uint(r, "group_size", 16));
+        set_all(r, quant_of(MOE_QUANT_NVFP4_MODELOPT, 1, 16));
+    } else if (strcmp(algorithm, "MXFP8") == 0) {
+        MOE_TRY(need_uint(r, "group_size", 32));
+        set_all(r, quant_of(MOE_QUANT_FP8_BLOCK, 1, 32));
+    } else {
+        set_all(r, quant_of(MOE_QUANT_FP8_SCALE, strcmp(algorithm, "FP8") == 0 ? 0 : 1, 0));
+    }
+    return moe_ok();
+}
+
+/* ---- GPTQ and AWQ ---- */
+
+/* GPTQModel's rules: "-:" and a regular expression name modules that are not quantised. Rules with
+ * other settings for some modules are refused, unless they have none. */
+static struct moe_status read_dynamic(const struct reading *r)
+{
+    const json_t *rules;
+    const char *rule;
+    json_t *settings;
+    char entry[600];
+    MOE_TRY(moe_keys_get(r->keys, "dynamic", &rules));
+    json_object_foreach((json_t *)rules, rule, settings)
+    {
+        if (strncmp(rule, "-:", 2) != 0 && is_empty(settings))
+            continue;
+        if (strncmp(rule, "-:", 2) != 0 || strlen(rule) >= sizeof entry - 3)
+            return not_understood("dynamic", rule);
+        if (r->out->excluded == NULL)
+            MOE_TRY(moe_modules_create(MOE_MODULES_EXACT, &r->out->excluded));
+        snprintf(entry, sizeof entry, "re:%s", rule + 2);
+        MOE_TRY(moe_modules_add(r->out->excluded, entry));
+    }
+    return moe_ok();
+}
+
+static struct moe_status read_gptq(const struct reading *r)
+{
+    const char *format = "gptq";
+    uint32_t group;
+    bool ignored = false;
+    MOE_TRY(need_uint(r, "bits", 4));
+    MOE_TRY(read_group(r, "group_size", &group));
+    MOE_TRY(moe_keys_bool(r->keys, "sym", &ignored));      /* zero points are always stored */
+    MOE_TRY(moe_keys_bool(r->keys, "desc_act", &ignored)); /* g_idx decides */
+    MOE_TRY(moe_keys_word(r->keys, "checkpoint_format format", "gptq gptq_v2", &format));
+    MOE_TRY(need_word(r, "pack_dtype", "int32"));
+    MOE_TRY(need_empty(r, "is_marlin_format"));
+    MOE_TRY(read_dynamic(r));
+    struct moe_quant q = quant_of(MOE_QUANT_GPTQ, 1, group);
+    q.format.zero_points = true;
+    q.zero_offset = strcmp(format, "gptq") == 0;
+    set_all(r, q);
+    return moe_ok();
+}
+
+static struct moe_status read_awq(const struct reading *r)
+{
+    uint32_t group;
+    bool zero_points = true;
+    MOE_TRY(need_uint(r, "bits w_bit", 4));
+    MOE_TRY(read_group(r, "group_size q_group_size", &group));
+    MOE_TRY(moe_keys_bool(r->keys, "zero_point", &zero_points));
+    MOE_TRY(need_word(r, "version format", "gemm GEMM"));
+    MOE_TRY(need_empty(r, "desc_act"));
+    MOE_TRY(read_excluded(r, "modules_to_not_convert", MOE_MODULES_PATHS));
+    struct moe_quant q = quant_of(MOE_QUANT_AWQ, 1, group);
+    q.format.zero_points = zero_points;
+    set_all(r, q);
+    return moe_ok();
+}
+
+/* ---- all ---- */
+
+/* What transformers' and GPTQModel's quantisers write of how they chose the values. */
+#define CALIBRATION                                                                                \
+    "damp_percent damp_auto_increment true_sequential static_groups act_group_aware quantizer "    \
+    "meta "                                                                                        \
+    "model_file_base_name model_name_or_path lm_head mse batch_size dataset tokenizer backend "    \
+    "block_name_to_quantize module_name_preceding_first_block pad_token_id model_seqlen "          \
+    "use_cuda_fp16 use_exllama disable_exllama max_input_length exllama_config "                   \
+    "cache_block_outputs modules_in_block_to_quantize offload_to_disk"
+
+static const struct method {
+    const char *names; /* of quant_method */
+    struct moe_status (*read)(const struct reading *r);
+    const char *ignored; /* keys without effect on stored weights of experts */
+} methods[] = {
+    {"fp8", read_fp8, "expert_dtype"},
+    {"mxfp8", read_mxfp8, ""},
+    {"fbgemm_fp8", read_fbgemm, "activation_scale_ub"},
+    {"mxfp4", read_mxfp4, ""},
+    {"compressed-tensors", read_compressed_tensors,
+     "version global_compression_ratio kv_cache_scheme"},
+    {"modelopt modelopt_fp4", read_modelopt,
+     "producer kv_cache_scheme kv_cache_quant_algo config_groups"},
+    {"gptq", read_gptq, CALIBRATION},
+    {"awq", read_awq, CALIBRATION " sym do_fuse fuse_max_seq_len modules_to_fuse"},
+};
+
+static struct moe_status read_method(const struct reading *r)
+{
+    const char *name = NULL;
+    const json_t *v;
+    MOE_TRY(moe_keys_get(r->keys, "quant_method", &v));
+    name = json_string_value(v);
+    if (name == NULL)
+        return invalid("quant_method is missing");
+    for (size_t i = 0; i < sizeof methods / sizeof methods[0]; i++) {
+        if (!moe_word_in(name, methods[i].names))
+            continue;
+        MOE_TRY(methods[i].read(r));
+        return refuse_unread(r->keys, methods[i].ignored);
+    }
+    return not_understood("quant_method", name);
+}
+
+static struct moe_status find_expert_dtype(struct moe_keys *top, struct reading *r)
+{
+    const json_t *outer, *inner;
+    MOE_TRY(moe_keys_get(top, "expert_dtype", &outer));
+    MOE_TRY(moe_keys_get(r->keys, "expert_dtype", &inner));
+    const json_t *v = inner != NULL ? inner : outer;
+    if (v == NULL)
+        return moe_ok();
+    if (!json_is_string(v) || (outer != NULL && !json_equal(outer, v)))
+        return invalid("expert_dtype is not a string, or contradicts itself");
+    /* transformers writes fp8 for every family. */
+    if (!is_deepseek_v4(r->family) && strcmp(json_string_value(v), "fp8") != 0)
+        return not_understood("expert_dtype", json_string_value(v));
+    r->expert_dtype = json_string_value(v);
+    return moe_ok();
+}
+
+/* Without a quantization_config, expert_dtype may say that there is none. */
+static struct moe_status check_plain(struct moe_keys *top)
+{
+    const char *ignored;
+    return moe_keys_word(top, "expert_dtype", "bf16 bfloat16", &ignored);
+}
+
+static struct moe_status read_top(struct moe_keys *top, struct reading *r)
+{
+    const json_t *q;
+    struct moe_keys keys;
+    MOE_TRY(moe_keys_get(top, "quantization_config compression_config", &q));
+    if (q == NULL || (json_is_object(q) && json_object_size(q) == 0))
+        return check_plain(top);
+    if (!json_is_object(q))
+        return invalid("it is not an object");
+    MOE_TRY(moe_keys_open(&keys, q));
+    r->keys = &keys;
+    struct moe_status st = find_expert_dtype(top, r);
+    if (!moe_failed(&st))
+        st = read_method(r);
+    moe_keys_close(&keys);
+    return st;
+}
+
+struct moe_status moe_quant_config_read(const json_t *root, const struct moe_family *family,
+                                        struct moe_quant_config *out)
+{
+    struct moe_keys top;
+    struct reading r = {.family = family, .out = out};
+    *out = (struct moe_quant_config){0};
+    MOE_TRY(moe_keys_open(&top, root));
+    struct moe_status st = read_top(&top, &r);
+    moe_keys_close(&top);
+    return st;
+}
+
+void moe_quant_config_free(struct moe_quant_config *q)
+{
+    moe_modules_destroy(q->included);
+    moe_modules_destroy(q->excluded);
+    *q = (struct moe_quant_config){0};
+}

@@ -1,0 +1,265 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One loop for each way of packing. Scales are read once for each block of a row. */
+#include "quant/decode.h"
+
+#include "moe/types.h"
+#include "quant/numbers.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { WORD = 8 }; /* four-bit elements in 32 bits */
+
+/* Largest finite BF16: weights are given to backends as such. */
+static const float LARGEST = 0x1.fep127f;
+
+static uint32_t word_at(const void *words, size_t i)
+{
+    uint32_t w;
+    memcpy(&w, (const char *)words + 4 * i, sizeof w);
+    return w;
+}
+
+/* Scale `i` of the part, with that of the matrix. */
+static float scale_at(const struct moe_quant_matrix *m, size_t i)
+{
+    const char *scales = m->part[MOE_QUANT_SCALE];
+    uint16_t half;
+    float f, global;
+    switch (m->scale) {
+    case MOE_SCALE_F32: memcpy(&f, scales + 4 * i, sizeof f); return f;
+    case MOE_SCALE_E8M0: return moe_e8m0_to_f32((uint8_t)scales[i]);
+    case MOE_SCALE_E4M3:
+        f = moe_e4m3_to_f32((uint8_t)scales[i]);
+        if (m->part[MOE_QUANT_GLOBAL] == NULL)
+            return f;
+        memcpy(&global, m->part[MOE_QUANT_GLOBAL], sizeof global);
+        return m->quant->scheme->global_divides ? f / global : f * global;
+    default: break;
+    }
+    memcpy(&half, scales + 2 * i, sizeof half);
+    return m->scale == MOE_SCALE_BF16 ? moe_bf16_to_f32(half) : moe_f16_to_f32(half);
+}
+
+static size_t block_columns(const struct moe_quant_matrix *m)
+{
+    uint32_t b = m->quant->format.block_columns;
+    return b == 0 || b > m->columns ? m->columns : b;
+}
+
+static size_t blocks_of(const struct moe_quant_matrix *m)
+{
+    size_t b = block_columns(m);
+    return (m->columns + b - 1) / b;
+}
+
+static size_t block_row(const struct moe_quant_matrix *m, size_t row)
+{
+    uint32_t b = m->quant->format.block_rows;
+    return b == 0 ? 0 : row / b;
+}
+
+/* ---- checks ---- */
+
+static struct moe_status wrong(enum moe_quant_part part, enum moe_quant_part *out, const char *what)
+{
+    *out = part;
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID, "%s", what);
+}
+
+static struct moe_status check_scale(const struct moe_quant_matrix *m, size_t i,
+                                     enum moe_quant_part *part)
+{
+    float s = scale_at(m, i), largest = moe_encoding_traits(m->quant->format.encoding).largest;
+    *part = MOE_QUANT_SCALE;
+    if (isfinite(s) && s != 0 && fabsf(s) * largest <= LARGEST)
+        return moe_ok();
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                     "scale %zu is %g, which is %s", i, (double)s,
+                     isnan(s) || s == 0 ? "not a scale" : "too large for BF16 weights");
+}
+
+static struct moe_status check_scales(const struct moe_quant_matrix *m, enum moe_quant_part *part)
+{
+    const struct moe_weight_format *f = &m->quant->format;
+    size_t columns = blocks_of(m);
+    if (m->quant->scheme->packing != MOE_PACKED_ROWS) {
+        for (size_t i = 0; i < columns * m->rows; i++)
+            MOE_TRY(check_scale(m, i, part));
+        return moe_ok();
+    }
+    size_t step = f->block_rows == 0 ? m->rows : f->block_rows;
+    for (size_t r = 0; r < m->rows; r += step) {
+        size_t at = block_row(m, m->first_row + r * m->row_step) * columns;
+        for (size_t c = 0; c < columns; c++)
+            MOE_TRY(check_scale(m, at + c, part));
+    }
+    return moe_ok();
+}
+
+static struct moe_status check_global(const struct moe_quant_matrix *m, enum moe_quant_part *part)
+{
+    float global;
+    if (m->part[MOE_QUANT_GLOBAL] == NULL)
+        return moe_ok();
+    memcpy(&global, m->part[MOE_QUANT_GLOBAL], sizeof global);
+    return isfinite(global) && global != 0
+               ? moe_ok()
+               : wrong(MOE_QUANT_GLOBAL, part, "it is NaN, infinite or zero, and no scale");
+}
+
+static struct moe_status check_groups(const struct moe_quant_matrix *m, enum moe_quant_part *part)
+{
+    const void *groups = m->part[MOE_QUANT_GROUPS];
+    for (size_t k = 0; groups != NULL && k < m->columns; k++)
+        if (word_at(groups, k) != k / block_columns(m))
+            return wrong(MOE_QUANT_GROUPS, part,
+                         "its columns are in other groups than column / group_size (desc_act), "
+                         "which is not supported");
+    return moe_ok();
+}
+
+static struct moe_status check_shape(const struct moe_quant_matrix *m, enum moe_quant_part *part)
+{
+    int64_t shape[2];
+    if (m->part[MOE_QUANT_SHAPE] == NULL)
+        return moe_ok();
+    memcpy(shape, m->part[MOE_QUANT_SHAPE], sizeof shape);
+    if (shape[0] == (int64_t)m->rows && shape[1] == (int64_t)m->columns)
+        return moe_ok();
+    return wrong(MOE_QUANT_SHAPE, part, "it is not the shape that config.json implies");
+}
+
+struct moe_status moe_quant_check(const struct moe_quant_matrix *m, enum moe_quant_part *part)
+{
+    MOE_TRY(check_shape(m, part));
+    MOE_TRY(check_groups(m, part));
+    MOE_TRY(check_global(m, part));
+    return check_scales(m, part);
+}
+
+/* ---- values ---- */
+
+static void decode_e4m3(const uint8_t *restrict from, size_t n, float scale, float *restrict to)
+{
+    for (size_t i = 0; i < n; i++)
+        to[i] = moe_e4m3_to_f32(from[i]) * scale;
+}
+
+/* `n` elements of packed bytes, an even number. The value of each of 16 is computed once. */
+static void decode_nibbles(const uint8_t *restrict from, size_t n, const float values[16],
+                           float *restrict to)
+{
+    for (size_t i = 0; i < n / 2; i++) {
+        to[2 * i] = values[from[i] & 15];
+        to[2 * i + 1] = values[from[i] >> 4];
+    }
+}
+
+static void values_of(const struct moe_quant_matrix *m, float scale, uint32_t zero,
+                      float values[16])
+{
+    for (int i = 0; i < 16; i++)
+        values[i] = (m->quant->format.encoding == MOE_ENC_E2M1 ? moe_e2m1_to_f32((uint8_t)i)
+                                                               : (float)(i - (int)zero)) *
+                    scale;
+}
+
+static uint32_t zero_of_row(const struct moe_quant_matrix *m, size_t row, size_t block)
+{
+    const void *zeros = m->part[MOE_QUANT_ZERO];
+    if (zeros == NULL)
+        return 8;
+    return word_at(zeros, row / WORD * blocks_of(m) + block) >> 4 * (row % WORD) & 15;
+}
+
+static void decode_row(const struct moe_quant_matrix *m, size_t r, float *to)
+{
+    const uint8_t *data = m->part[MOE_QUANT_DATA];
+    size_t row = m->first_row + r * m->row_step, step = block_columns(m), count = blocks_of(m);
+    size_t at = block_row(m, row) * count;
+    float values[16];
+    for (size_t b = 0; b < count; b++) {
+        size_t first = b * step, n = m->columns - first < step ? m->columns - first : step;
+        float scale = scale_at(m, at + b);
+        if (m->quant->format.encoding == MOE_ENC_F8E4M3) {
+            decode_e4m3(data + row * m->columns + first, n, scale, to + first);
+            continue;
+        }
+        values_of(m, scale, zero_of_row(m, row, b), values);
+        decode_nibbles(data + row * (m->columns / 2) + first / 2, n, values, to + first);
+    }
+}
+
+/* Scale and zero point of row `n` in a group of columns. */
+struct level {
+    float scale;
+    int zero;
+};
+
+static struct level level_of(const struct moe_quant_matrix *m, size_t group, size_t n,
+                             uint32_t place)
+{
+    const void *zeros = m->part[MOE_QUANT_ZERO];
+    struct level l = {scale_at(m, group * m->rows + n), 8};
+    if (zeros != NULL) {
+        uint32_t word = word_at(zeros, group * (m->rows / WORD) + n / WORD);
+        l.zero = (int)(word >> 4 * place & 15) + (int)m->quant->zero_offset;
+    }
+    return l;
+}
+
+static float value_in(uint32_t word, uint32_t place, struct level l)
+{
+    return (float)((int)(word >> 4 * place & 15) - l.zero) * l.scale;
+}
+
+/* A word has elements of one row. */
+static void decode_gptq(const struct moe_quant_matrix *m, size_t first, size_t count, float *to)
+{
+    for (size_t k = 0; k < m->columns; k += WORD)
+        for (size_t r = 0; r < count; r++) {
+            size_t n = first + r;
+            struct level l = level_of(m, k / block_columns(m), n, n % WORD);
+            uint32_t word = word_at(m->part[MOE_QUANT_DATA], k / WORD * m->rows + n);
+            for (uint32_t i = 0; i < WORD; i++)
+                to[r * m->columns + k + i] = value_in(word, i, l);
+        }
+}
+
+/* A word has elements of eight rows. */
+static void decode_awq(const struct moe_quant_matrix *m, size_t first, size_t count, float *to)
+{
+    static const uint8_t places[WORD] = {0, 4, 1, 5, 2, 6, 3, 7};
+    size_t step = block_columns(m);
+    for (size_t r = 0; r < count; r++) {
+        size_t n = first + r, words = m->rows / WORD;
+        uint32_t place = places[n % WORD];
+        struct level l = {0};
+        for (size_t k = 0; k < m->columns; k++) {
+            if (k % step == 0)
+                l = level_of(m, k / step, n, place);
+            to[r * m->columns + k] =
+                value_in(word_at(m->part[MOE_QUANT_DATA], k * words + n / WORD), place, l);
+        }
+    }
+}
+
+void moe_quant_decode(const struct moe_quant_matrix *m, size_t first, size_t count, float *to)
+{
+    switch (m->quant->scheme->packing) {
+    case MOE_PACKED_GPTQ: decode_gptq(m, first, count, to); return;
+    case MOE_PACKED_AWQ: decode_awq(m, first, count, to); return;
+    case MOE_PACKED_ROWS: break;
+    }
+    for (size_t r = 0; r < count; r++)
+        decode_row(m, first + r, to + r * m->columns);
+}
+
+void moe_quant_decode_bf16(const struct moe_quant_matrix *m, size_t first, size_t count,
+                           float *restrict values, uint16_t *restrict to)
+{
+    moe_quant_decode(m, first, count, values);
+    for (size_t i = 0; i < count * m->columns; i++)
+        to[i] = moe_f32_to_bf16(values[i]);
+}

@@ -1,0 +1,54 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Narrow number formats to single precision. All conversions are exact. */
+#ifndef MOE_QUANT_NUMBERS_H
+#define MOE_QUANT_NUMBERS_H
+
+#include <stdint.h>
+#include <string.h>
+
+static inline float moe_float_of_bits(uint32_t bits)
+{
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return f;
+}
+
+/* IEEE 754 half; a NaN keeps its payload. */
+static inline float moe_f16_to_f32(uint16_t h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, mantissa = h & 0x3ff;
+    if (exponent == 31) /* infinity, NaN */
+        return moe_float_of_bits(sign | 0x7f800000 | mantissa << 13);
+    if (exponent != 0)
+        return moe_float_of_bits(sign | (exponent + 127 - 15) << 23 | mantissa << 13);
+    if (mantissa == 0)
+        return moe_float_of_bits(sign);
+    /* Subnormal: shift the leading one up to its implicit place. */
+    uint32_t shift = (uint32_t)__builtin_clz(mantissa) - 21;
+    return moe_float_of_bits(sign | (127 - 14 - shift) << 23 | (mantissa << shift & 0x3ff) << 13);
+}
+
+/* The bits of the magnitude in place of a single's are 2^-120 times the value, also if it is
+ * subnormal. No branch but that of NaN, so that compilers make vectors of it. */
+static inline float moe_e4m3_to_f32(uint8_t b)
+{
+    uint32_t magnitude = b & 0x7f, sign = (uint32_t)(b & 0x80) << 24;
+    float f = moe_float_of_bits(sign | magnitude << 20) * 0x1p120f;
+    return magnitude == 0x7f ? moe_float_of_bits(sign | 0x7fc00000) : f;
+}
+
+/* 2^(b - 127): 0 is 2^-127, a subnormal; 255 is NaN. */
+static inline float moe_e8m0_to_f32(uint8_t b)
+{
+    return moe_float_of_bits(b == 255 ? 0x7fc00000 : b == 0 ? 0x00400000 : (uint32_t)b << 23);
+}
+
+/* The low four bits. */
+static inline float moe_e2m1_to_f32(uint8_t b)
+{
+    static const float values[16] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
+                                     -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    return values[b & 15];
+}
+
+#endif

@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* See regions/server.h. */
+#include "regions/server.h"
+
+#include "base/status.h"
+
+#include <string.h>
+
+void moe_ring_server_init(struct moe_ring_server *s, struct moe_ring *ring)
+{
+    *s = (struct moe_ring_server){.ring = ring};
+}
+
+bool moe_ring_server_take(struct moe_ring_server *s, uint32_t *entry, struct moe_ring_request *out)
+{
+    for (uint32_t n = 0; n < MOE_RING_ENTRIES; n++) {
+        uint32_t i = (s->next + n) % MOE_RING_ENTRIES;
+        if (!MOE_GUARD(ENTRIES_TAKE_TURNS, !s->busy[i]))
+            continue;
+        /* With set_sleeps and the client's store: see moe_ring_caller_submit. */
+        uint32_t sequence = __atomic_load_n(&s->ring->submitted[i], __ATOMIC_SEQ_CST);
+        if (sequence == 0 || sequence == s->taken[i])
+            continue;
+        s->taken[i] = sequence;
+        s->busy[i] = true;
+        s->next = (i + 1) % MOE_RING_ENTRIES;
+        memcpy(out, &s->ring->requests[i], sizeof *out);
+        *entry = i;
+        return true;
+    }
+    return false;
+}
+
+uint64_t moe_ring_server_good(const struct moe_ring_server *s, uint32_t entry, uint64_t **at)
+{
+    *at = &s->ring->completed[entry].word;
+    return moe_ring_word(s->taken[entry], MOE_OK);
+}
+
+bool moe_ring_server_complete(struct moe_ring_server *s, uint32_t entry, enum moe_code code,
+                              const struct moe_ring_details *details)
+{
+    MOE_INVARIANT(entry < MOE_RING_ENTRIES);
+    struct moe_ring_details *to = &s->ring->completed[entry].details;
+    size_t after = offsetof(struct moe_ring_details, reason);
+    memcpy((char *)to + after, (const char *)details + after, sizeof *to - after);
+    to->text[MOE_RING_TEXT - 1] = '\0';
+    __atomic_store_n(&to->sequence, s->taken[entry], __ATOMIC_RELEASE);
+    /* A stream of the client's device that sees this waits for the word below. */
+    __atomic_store_n(&s->ring->ends[entry], 1, __ATOMIC_RELEASE);
+    /* The device may have stored the same value. Until `busy` ends, no later one can be there. */
+    __atomic_store_n(&s->ring->completed[entry].word, moe_ring_word(s->taken[entry], code),
+                     __ATOMIC_SEQ_CST);
+    s->busy[entry] = false;
+    return __atomic_load_n(&s->ring->waits[entry], __ATOMIC_SEQ_CST) != 0;
+}
+
+void moe_ring_server_set_sleeps(struct moe_ring_server *s, bool sleeps)
+{
+    __atomic_store_n(&s->ring->sleeps, sleeps ? 1 : 0, __ATOMIC_SEQ_CST);
+}

@@ -1,0 +1,14 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The group that a coordinator belongs to, in a file of its state directory: so a coordinator
+ * notices that the keys of its prefix are those of another group. */
+#ifndef MOE_STORE_REMEMBERED_H
+#define MOE_STORE_REMEMBERED_H
+
+#include "base/status.h"
+
+/* Compares `group_id` with the file in `directory`; writes the file, and the directory, where there
+ * is none. Errors: MOE_FAILED_PRECONDITION/CONFIG_INVALID (another group), MOE_DATA_LOSS (not such
+ * a file), MOE_PERMISSION_DENIED (others may write to the directory), MOE_UNAVAILABLE/IO. */
+struct moe_status moe_store_remember(const char *directory, uint64_t group_id) MOE_CHECKED;
+
+#endif

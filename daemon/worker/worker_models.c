@@ -1,0 +1,89 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Connects the table of added models with engine, peers and group. */
+#include "worker/worker_state.h"
+
+/* ------------------------------------------------------------- callbacks of the table */
+
+/* On any thread, also before the group exists and after its end. */
+static void report(void *ctx, const struct moe_group_model_report *report)
+{
+    struct moe_worker *w = ctx;
+    moe_mutex_lock(&w->wake_lock);
+    if (w->may_wake_group)
+        moe_group_report_model(w->group, report);
+    moe_mutex_unlock(&w->wake_lock);
+}
+
+static void progress(void *ctx, uint32_t model, uint64_t loaded_bytes, uint64_t total_bytes)
+{
+    struct moe_worker *w = ctx;
+    moe_mutex_lock(&w->wake_lock);
+    if (w->may_wake_group)
+        moe_group_report_model_progress(w->group, model, loaded_bytes, total_bytes);
+    moe_mutex_unlock(&w->wake_lock);
+}
+
+static void change(void *ctx, uint64_t epoch, uint32_t model, bool serve)
+{
+    struct moe_worker *w = ctx;
+    moe_peers_change_model(w->peers, epoch, model, serve);
+}
+
+/* ----------------------------------------------------------------------------- hooks */
+
+void moe_worker__model_changed(void *ctx, uint32_t model, bool served, uint64_t epoch)
+{
+    struct moe_worker *w = ctx;
+    moe_models_changed(w->models, model, served, epoch);
+}
+
+void moe_worker__model_order(void *ctx, const struct moe_group_model_order *order)
+{
+    struct moe_worker *w = ctx;
+    moe_models_order(w->models, order);
+}
+
+void moe_worker__models_listed(void *ctx, const uint32_t *models, const char *const *names,
+                               size_t count)
+{
+    struct moe_worker *w = ctx;
+    moe_models_keep(w->models, models, names, count);
+}
+
+/* ---------------------------------------------------------------------------- create */
+
+static uint32_t larger(uint32_t a, uint32_t b)
+{
+    return a > b ? a : b;
+}
+
+void moe_worker__measure_widths(struct moe_worker *w)
+{
+    const struct moe_layer_spec *const *specs = moe_loader_specs(w->loader);
+    w->widths = (struct moe_models_widths){w->config.max_hidden, w->config.max_experts,
+                                           w->config.max_top_k};
+    for (size_t i = 0; i < moe_loader_layer_count(w->loader); i++) {
+        w->widths.hidden = larger(w->widths.hidden, specs[i]->hidden);
+        w->widths.experts = larger(w->widths.experts, specs[i]->experts);
+        w->widths.top_k = larger(w->widths.top_k, specs[i]->router.top_k);
+    }
+}
+
+struct moe_status moe_worker__create_models(struct moe_worker *w)
+{
+    const struct moe_models_config models = {
+        .backend = w->config.backend,
+        .device = w->device,
+        .engine = w->engine,
+        .default_model = moe_model_name(w->model),
+        .default_layers = moe_loader_layer_count(w->loader),
+        .widths = w->widths,
+        .metrics = w->config.metrics,
+        .row_metrics = w->row_metrics,
+        .report = report,
+        .progress = progress,
+        .change = change,
+        .ctx = w,
+    };
+    return moe_models_create(&models, &w->models);
+}

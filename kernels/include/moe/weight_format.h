@@ -1,0 +1,64 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The number format of stored weights: plain data.
+ *
+ * `moe_dtype` says what tokens, answers and the weights of a backend have. A weight format says
+ * what a quantised matrix [rows, columns] of a checkpoint holds: elements of few bits, with a scale
+ * for each block of them. A block never crosses the matrix: those at its lower and right edge may
+ * be smaller. The value of an element is
+ *
+ *   (element - zero point) * scale          integers
+ *   element * scale                         floats
+ *
+ * daemon/quant/README.md says which checkpoints have which format. */
+#ifndef MOE_WEIGHT_FORMAT_H
+#define MOE_WEIGHT_FORMAT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* Of one element. */
+enum moe_encoding {
+    MOE_ENC_NONE,   /* not quantised */
+    MOE_ENC_F8E4M3, /* sign, 4 bits of exponent, 3 of mantissa; no infinity, 0x7f and 0xff are NaN
+                     */
+    MOE_ENC_E2M1,   /* sign, 2 bits of exponent, 1 of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 */
+    MOE_ENC_INT4,   /* 0..15; without zero points the zero is 8 */
+    MOE_ENC_COUNT
+};
+
+/* Of one scale. */
+enum moe_scale_type {
+    MOE_SCALE_F32,
+    MOE_SCALE_BF16,
+    MOE_SCALE_F16,
+    MOE_SCALE_E8M0, /* 2^(byte - 127); 255 is NaN */
+    MOE_SCALE_E4M3, /* F8E4M3, times one F32 of the whole matrix */
+    MOE_SCALE_COUNT
+};
+
+struct moe_weight_format {
+    enum moe_encoding encoding;
+    uint32_t block_rows, block_columns; /* elements that share a scale; 0: all of the matrix */
+    enum moe_scale_type scale;
+    bool zero_points; /* INT4: each block has a zero point, 0..15 */
+};
+
+struct moe_encoding_traits {
+    const char *name;
+    uint32_t bits; /* of one element */
+    float
+        largest; /* magnitude of an element after its zero point; times a scale it must be finite */
+};
+
+static inline struct moe_encoding_traits moe_encoding_traits(enum moe_encoding e)
+{
+    static const struct moe_encoding_traits traits[MOE_ENC_COUNT] = {
+        [MOE_ENC_NONE] = {"none", 0, 0},
+        [MOE_ENC_F8E4M3] = {"F8E4M3", 8, 448},
+        [MOE_ENC_E2M1] = {"E2M1", 4, 6},
+        [MOE_ENC_INT4] = {"INT4", 4, 16},
+    };
+    return traits[(unsigned)e < MOE_ENC_COUNT ? e : MOE_ENC_NONE];
+}
+
+#endif

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a coordinator with etcd, and what it finds there: each fault is one typed error, and
+nothing changes. Links with TLS.
+
+  test_etcd.py BUILD MODELS
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+from group import MOECTL, main, wait_until
+from test_access import COORDINATOR
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
+from certificates import Certificates  # noqa: E402
+from etcd import Etcd, free_ports, require  # noqa: E402
+
+PREFIX = "/moed/one"
+LEADS = "this coordinator leads the group"
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        where = tempfile.TemporaryDirectory(prefix="moed-etcd-")
+        self.addCleanup(where.cleanup)
+        self.where = where.name
+        self.started = 0
+        os.environ["MOED_RUNTIME_DIR"] = os.path.join(self.where, "run")
+        os.mkdir(os.environ["MOED_RUNTIME_DIR"], 0o700)
+
+    def etcd(self, **options):
+        etcd = Etcd(self.where, **options).__enter__()
+        self.addCleanup(etcd.__exit__)
+        return etcd
+
+    def arguments(self, endpoints, *extra, prefix=PREFIX):
+        return [COORDINATOR, "--listen", "127.0.0.1:%d" % free_ports(1)[0], "--workers", "2",
+                "--store", "etcd", "--etcd", endpoints, "--etcd-prefix", prefix,
+                "--leader-lease-s", "2", *extra]
+
+    def start(self, endpoints, *extra, **options):
+        """(process, path of its log, its endpoint)"""
+        self.started += 1
+        log = os.path.join(self.where, "log-%d" % self.started)
+        arguments = self.arguments(endpoints, "--log-file", log, *extra, **options)
+        process = subprocess.Popen(arguments)
+        self.addCleanup(self.end, process)
+        return process, log, arguments[2]
+
+    def end(self, process):
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+    def read(self, log):
+        try:
+            with open(log) as file:
+                return file.read()
+        except FileNotFoundError:
+            return ""
+
+    def await_log(self, log, text):
+        wait_until(lambda: text in self.read(log), 30)
+
+    def refused(self, arguments, text, code=1):
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+        self.assertEqual(done.returncode, code, done.stderr)
+        self.assertIn(text, done.stderr)
+        print("  " + done.stderr.strip().splitlines()[-1])
+
+    def lead(self, etcd, *extra, **options):
+        """A coordinator leads and ends: the group exists."""
+        process, log, endpoint = self.start(etcd.endpoints, *extra, **options)
+        self.await_log(log, LEADS)
+        done = subprocess.run([MOECTL, "cordon", "0", "--reason", "x", "--endpoint", endpoint],
+                              capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)  # the first write has the group's id
+        process.terminate()
+        self.assertEqual(process.wait(timeout=30), 0)
+
+
+class Settings(Case):
+    def test_settings_are_checked_before_anything_starts(self):
+        base = [COORDINATOR, "--listen", "127.0.0.1:0"]
+        for extra, text in (
+                (["--store", "disk"], "--store: file or etcd, not 'disk'"),
+                (["--etcd", "127.0.0.1:1"], "need --store etcd"),
+                (["--store", "etcd"], "needs --etcd and --etcd-prefix"),
+                (["--store", "etcd", "--etcd", "a:1,a:1", "--etcd-prefix", "/x"], "named twice"),
+                (["--store", "etcd", "--etcd", "127.0.0.1", "--etcd-prefix", "/x"],
+                 "not HOST:PORT"),
+                (["--store", "etcd", "--etcd", "10.0.0.1:2379", "--etcd-prefix", "/x"],
+                 "not a loopback address"),
+                (["--store", "etcd", "--etcd", "127.0.0.1:1", "--etcd-prefix", "x/"], "a path"),
+                (["--store", "etcd", "--etcd", "127.0.0.1:1", "--etcd-prefix", "/x",
+                  "--leader-lease-s", "1"], "leader-lease-s")):
+            self.refused(base + extra, text, code=2)
+
+    def test_an_etcd_that_does_not_answer_ends_the_start(self):
+        port, other = free_ports(2)
+        begun = time.monotonic()
+        self.refused(self.arguments("127.0.0.1:%d,127.0.0.1:%d" % (port, other)), "etcd 127.0.0.1:")
+        self.assertLess(time.monotonic() - begun, 20)
+
+
+class Keys(Case):
+    def test_garbage_in_keys_is_refused_and_stays(self):
+        etcd = self.etcd()
+        for value, text in (("garbage that is long enough", "damaged: not a group log"),
+                            ("", "damaged"), ("moedlog\n", "damaged")):
+            etcd.put(PREFIX + "/state", value)
+            self.refused(self.arguments(etcd.endpoints), PREFIX + "/state: " + text)
+            self.assertEqual(etcd.get(PREFIX), {PREFIX + "/state": value.encode()})
+
+    def test_garbage_that_comes_later_keeps_a_coordinator_from_leading(self):
+        etcd = self.etcd()
+        process, log, endpoint = self.start(etcd.endpoints)
+        self.await_log(log, LEADS)
+        _, standby, other = self.start(etcd.endpoints)
+        self.await_log(standby, "listening on port")
+        etcd.put(PREFIX + "/state", "garbage")
+        process.kill()
+        process.wait()
+        self.await_log(standby, "this coordinator cannot lead: etcd /moed/one/state: damaged")
+        self.assertEqual(etcd.get(PREFIX + "/state")[PREFIX + "/state"], b"garbage")
+        done = subprocess.run([MOECTL, "status", "--endpoint", other, "--timeout", "5"],
+                              capture_output=True, text=True)
+        self.assertIn("the state in etcd cannot be used", done.stderr)
+
+    def test_a_leaders_key_that_no_coordinator_has_made_is_named(self):
+        etcd = self.etcd()
+        etcd.put(PREFIX + "/leader", "someone")
+        _, log, endpoint = self.start(etcd.endpoints)
+        self.await_log(log, "no coordinator has made /moed/one/leader: remove it")
+        self.assertNotIn(LEADS, self.read(log))
+        etcd.ctl("del", PREFIX + "/leader")
+        self.await_log(log, LEADS)
+
+    def test_the_prefix_of_another_group_is_refused(self):
+        etcd = self.etcd()
+        first, second = (os.path.join(self.where, name) for name in ("s1", "s2"))
+        self.lead(etcd, "--state-dir", first, prefix="/moed/one")
+        self.lead(etcd, "--state-dir", second, prefix="/moed/two")
+        before = etcd.get("/moed")
+        self.refused(self.arguments(etcd.endpoints, "--state-dir", first, prefix="/moed/two"),
+                     "the keys are of another group")
+        self.assertEqual(etcd.get("/moed"), before)
+        self.lead(etcd, "--state-dir", first, prefix="/moed/one")
+
+    def test_a_lost_lease_ends_the_term_and_changes_nothing(self):
+        etcd = self.etcd()
+        _, log, endpoint = self.start(etcd.endpoints)
+        self.await_log(log, LEADS)
+        state = etcd.get(PREFIX + "/state")
+        lease = etcd.ctl("lease", "list").stdout.decode().split()[-1]
+        etcd.ctl("lease", "revoke", lease)
+        self.await_log(log, "this coordinator does not lead any more")
+        wait_until(lambda: self.read(log).count(LEADS) == 2, 30)
+        self.assertEqual(etcd.get(PREFIX + "/state"), state)
+
+
+class Tls(Case):
+    def test_etcd_that_wants_certificates(self):
+        c = Certificates()
+        self.addCleanup(c.__exit__)
+        c.ca("ca")
+        c.ca("other")
+        c.pair("etcd", "ca", "DNS:localhost,IP:127.0.0.1")
+        c.pair("coordinator", "ca", "DNS:localhost,IP:127.0.0.1")
+        files = {name: (c.pem(name), c.key(name)) for name in ("etcd", "coordinator")}
+        certificate, key = files["etcd"]
+        etcd = self.etcd(tls={"ca": c.pem("ca"), "certificate": certificate, "key": key})
+        certificate, key = files["coordinator"]
+        own = ["--tls-certificate", certificate, "--tls-key", key]
+        process, log, _ = self.start(etcd.endpoints, "--tls-ca", c.pem("ca"), *own)
+        self.await_log(log, LEADS)
+        self.refused(self.arguments(etcd.endpoints, "--tls-ca", c.pem("other"), *own),
+                     "etcd 127.0.0.1:")
+        self.refused(self.arguments(etcd.endpoints), "etcd 127.0.0.1:")
+
+
+if __name__ == "__main__":
+    require()
+    main()

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised checkpoints of every scheme give the numbers of their dequantised weights through gRPC,
+on groups of 1, 2 and 4 workers. Only adapters of them train.
+
+F32 tokens within 1e-5, BF16 tokens within 1e-2 (relative Frobenius norm) of a computation in double
+precision on the dequantised weights, rounded to BF16 (tests/golden/quantised/README.md)."""
+
+import filecmp
+import os
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+import numpy as np
+
+from group import BACKEND, MODELS, golden_cases, group, main, relative_error
+from group import to_bf16
+from test_checkpoints import LORA, Client
+from training import WORKER, refusal, training_group
+import moed
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(MODELS)), "quantised")
+SCHEMES = sorted(name for name in os.listdir(ROOT) if os.path.isdir(os.path.join(ROOT, name)))
+
+
+def folder(scheme):
+    return os.path.join(ROOT, scheme)
+
+
+def bf16_to_f32(bits):
+    return (np.asarray(bits).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+class Serving(unittest.TestCase):
+    def check(self, scheme, workers):
+        with group(folder(scheme), workers) as g:
+            client = moed.Client(g.endpoint)
+            for layer, tokens, x, want in golden_cases(folder(scheme)):
+                whole = relative_error(client.forward(layer, x), want)
+                half = relative_error(
+                    bf16_to_f32(client.forward(layer, moed.bf16(to_bf16(x)))), want)
+                print("%-25s %d workers T %2d F32 %.1e BF16 %.1e" % (
+                    scheme, workers, tokens, whole, half))
+                self.assertLessEqual(whole, 1e-5)
+                self.assertLessEqual(half, 1e-2)
+
+
+def add(scheme, workers):
+    def test(self):
+        self.check(scheme, workers)
+
+    test.__doc__ = "%s on %d workers" % (scheme, workers)
+    setattr(Serving, "test_%s_%d_workers" % (scheme, workers), test)
+
+
+for each_scheme in SCHEMES:
+    for each_count in (1, 2, 4):
+        add(each_scheme, each_count)
+
+
+class QuantisedClient(Client):
+    """The recorded passes have no dy."""
+
+    def __init__(self, g, scheme):
+        super(Client, self).__init__(g.endpoints[0])
+        self.layer, _, self.x, _ = next(c for c in golden_cases(folder(scheme)) if c[1] == 37)
+        self.dy = np.random.default_rng(3).standard_normal(self.x.shape).astype(np.float32)
+
+
+class Training(unittest.TestCase):
+    def setUp(self):
+        self.root = tempfile.mkdtemp(prefix="moed-quantised-")
+        self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
+
+    def test_whole_weights_are_refused_at_start(self):
+        for extra in ((), LORA, (*LORA, "--freeze", "router")):
+            done = subprocess.run(
+                [WORKER, "--model", folder("fp8_block_deepseek_v3"), "--coordinator",
+                 "127.0.0.1:1", "--backend", BACKEND, "--training", "adamw", *extra],
+                stderr=subprocess.PIPE, text=True, timeout=60)
+            self.assertNotEqual(done.returncode, 0)
+            self.assertIn("FP8 in blocks", done.stderr)
+            self.assertIn("train adapters only", done.stderr)
+
+    def check_adapters(self, scheme, *extra):
+        """They learn; a checkpoint has the quantised files bit for bit, and restores training."""
+        with training_group(folder(scheme), 2, "--training-dir", self.root, *LORA,
+                            "--freeze", "router,shared", *extra) as g:
+            client = QuantisedClient(g, scheme)
+            before = client.forward(client.layer, client.x).y_data
+            first = client.train(1)
+            self.assertNotEqual(first[-1], before)
+            client.save("a", 15)
+            second = client.train(2)
+            client.load("a", 25)
+            self.assertEqual(client.train(2), second)
+            (code, reason), error = refusal(client.export, "", 35, merge=True)
+            self.assertEqual((code, reason), ("FAILED_PRECONDITION", "UNSUPPORTED"))
+            self.assertIn("quantised", error.details())
+            client.export("adapter", 36)
+        for name in ("model.safetensors", "config.json"):
+            self.assertTrue(filecmp.cmp(os.path.join(folder(scheme), name),
+                                        os.path.join(self.root, "a", name), shallow=False), name)
+        self.assertIn("adapter_model.safetensors", os.listdir(os.path.join(self.root, "adapter")))
+
+    def test_adapters_of_fp8(self):
+        self.check_adapters("fp8_fbgemm_qwen2_moe")
+
+    def test_adapters_of_fused_mxfp4(self):
+        self.check_adapters("mxfp4_gpt_oss")
+
+    def test_adapters_of_some_gptq_matrices(self):
+        self.check_adapters("gptq_qwen2_moe", "--lora-targets", "up")
+
+
+if __name__ == "__main__":
+    assert len(SCHEMES) >= 18, SCHEMES
+    main()

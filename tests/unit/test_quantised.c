@@ -1,0 +1,492 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Quantised checkpoints with one thing wrong: each is refused by name, when it is opened or when
+ * its values are read. And a flipped bit of any part is found by the name of its tensor. */
+#include "model_fixture.h"
+#include "small_model.h"
+#include "support/golden.h"
+
+#include <jansson.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* A copy of a golden model's tensors, to be changed. */
+struct copy {
+    struct moe_st_file *file;
+    struct moe_st_out list[1024];
+    size_t count;
+};
+
+static void copy_open(struct copy *c, const char *model)
+{
+    char path[512];
+    snprintf(path, sizeof path, MOE_QUANTISED_DIR "/%s/model.safetensors", model);
+    assert_ok(moe_st_open(path, &c->file));
+    c->count = moe_st_count(c->file);
+    assert_true(c->count + 1 < sizeof c->list / sizeof c->list[0]);
+    for (size_t i = 0; i < c->count; i++) {
+        const struct moe_tensor *t = moe_st_tensor(c->file, i);
+        char *data = calloc(1, (size_t)t->bytes + 64); /* room for one element more */
+        assert_non_null(data);
+        assert_ok(moe_st_read(c->file, t, 0, t->bytes, data));
+        c->list[i] = (struct moe_st_out){t->name, t->dtype, t->rank, {0}, data};
+        memcpy(c->list[i].shape, t->shape, sizeof t->shape);
+    }
+}
+
+static void copy_close(struct copy *c)
+{
+    for (size_t i = 0; i < c->count; i++)
+        free((void *)(uintptr_t)c->list[i].data);
+    moe_st_close(c->file);
+}
+
+static struct moe_st_out *copy_find(struct copy *c, const char *name)
+{
+    for (size_t i = 0; i < c->count; i++)
+        if (strcmp(c->list[i].name, name) == 0)
+            return &c->list[i];
+    fail_msg("no tensor %s", name);
+    return NULL;
+}
+
+static void *data_of(struct copy *c, const char *name)
+{
+    return (void *)(uintptr_t)copy_find(c, name)->data;
+}
+
+/* Adds a tensor with `name` and the bytes of another one. */
+static void copy_add(struct copy *c, const char *from, const char *name)
+{
+    struct moe_st_out t = *copy_find(c, from);
+    uint64_t bytes;
+    assert_true(moe_st_tensor_bytes(t.dtype, t.rank, t.shape, &bytes));
+    void *data = malloc((size_t)bytes + 1);
+    assert_non_null(data);
+    memcpy(data, t.data, (size_t)bytes);
+    t.name = name;
+    t.data = data;
+    c->list[c->count++] = t;
+}
+
+static void copy_drop(struct copy *c, const char *name)
+{
+    struct moe_st_out *t = copy_find(c, name);
+    free((void *)(uintptr_t)t->data);
+    *t = c->list[--c->count];
+}
+
+static void copy_write(const struct copy *c, const struct fixture *f)
+{
+    assert_ok(moe_st_write(fixture_path(f, "model.safetensors"), c->list, c->count, NULL));
+}
+
+static json_t *read_config(const char *model)
+{
+    char path[512];
+    snprintf(path, sizeof path, MOE_QUANTISED_DIR "/%s/config.json", model);
+    json_t *root = json_load_file(path, 0, NULL);
+    assert_non_null(root);
+    return root;
+}
+
+static void write_config(const struct fixture *f, json_t *root)
+{
+    assert_int_equal(json_dump_file(root, fixture_path(f, "config.json"), 0), 0);
+    json_decref(root);
+}
+
+/* Opens the model and loads all; the error of either. */
+static struct moe_status try_model(const struct fixture *f)
+{
+    struct moe_model *m = NULL;
+    struct moe_status st = moe_model_open(f->directory, &m);
+    for (size_t i = 0; !moe_failed(&st) && i < moe_model_layer_count(m); i++) {
+        uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(m, i)->experts;
+        for (uint32_t e = 0; e < n; e++)
+            experts[e] = e;
+        st = moe_model_load_layer(m, i, experts, n, fixture_ignore, NULL, NULL, NULL);
+    }
+    moe_model_close(m);
+    return st;
+}
+
+static void check_refused(const struct fixture *f, enum moe_reason reason, const char *named,
+                          const char *why)
+{
+    struct moe_status st = try_model(f);
+    check_reason(st, reason);
+    if (strstr(st.text, named) == NULL || strstr(st.text, why) == NULL)
+        fail_msg("%s: names neither %s nor %s", st.text, named, why);
+}
+
+/* ---- tensors ---- */
+
+#define MIXTRAL(part)  "model.layers.0.block_sparse_moe.experts.3.w2." part
+#define DEEPSEEK(part) "model.layers.1.mlp.experts.3.up_proj." part
+#define QWEN(part)     "model.layers.0.mlp.experts.3.up_proj." part
+#define GPT_OSS(part)  "model.layers.0.mlp.experts.gate_up_proj" part
+
+static void scale_of_a_wrong_shape(struct copy *c)
+{
+    copy_find(c, DEEPSEEK("weight_scale_inv"))->shape[1]++;
+}
+static void scale_missing(struct copy *c)
+{
+    copy_drop(c, DEEPSEEK("weight_scale_inv"));
+}
+static void scale_twice(struct copy *c)
+{
+    copy_add(c, DEEPSEEK("weight_scale_inv"), DEEPSEEK("weight_scale"));
+}
+static void scale_nan(struct copy *c)
+{
+    ((uint32_t *)data_of(c, DEEPSEEK("weight_scale_inv")))[3] = 0x7fc00000;
+}
+static void scale_zero(struct copy *c)
+{
+    ((uint32_t *)data_of(c, DEEPSEEK("weight_scale_inv")))[1] = 0;
+}
+static void scale_of_a_wrong_dtype(struct copy *c)
+{
+    copy_find(c, DEEPSEEK("weight_scale_inv"))->dtype = MOE_ST_I32;
+}
+static void one_matrix_in_bf16(struct copy *c)
+{
+    struct moe_st_out *t = copy_find(c, DEEPSEEK("weight"));
+    uint64_t bytes = t->shape[0] * t->shape[1] * 2;
+    void *data = calloc(1, (size_t)bytes);
+    assert_non_null(data);
+    free((void *)(uintptr_t)t->data);
+    t->data = data;
+    t->dtype = MOE_ST_BF16;
+}
+static void router_in_fp8(struct copy *c)
+{
+    copy_find(c, "model.layers.1.mlp.gate.weight")->dtype = MOE_ST_F8_E4M3;
+    copy_find(c, "model.layers.1.mlp.gate.weight")->shape[1] *= 2;
+}
+static void e8m0_255(struct copy *c)
+{
+    ((uint8_t *)data_of(c, GPT_OSS("_scales")))[5] = 255;
+}
+static void blocks_off_by_one(struct copy *c)
+{
+    struct moe_st_out *t = copy_find(c, GPT_OSS("_blocks"));
+    t->shape[3]--;
+}
+static void packed_off_by_one(struct copy *c)
+{
+    copy_find(c, MIXTRAL("weight_packed"))->shape[1]--;
+}
+static void zero_points_not_declared(struct copy *c)
+{
+    copy_add(c, "model.layers.1.mlp.experts.3.up_proj.weight_scale", DEEPSEEK("weight_zero_point"));
+}
+static void zero_points_missing(struct copy *c)
+{
+    copy_drop(c, MIXTRAL("weight_zero_point"));
+}
+static void wrong_weight_shape(struct copy *c)
+{
+    ((int64_t *)data_of(c, MIXTRAL("weight_shape")))[1] = 95;
+}
+static void groups_in_another_order(struct copy *c)
+{
+    int32_t *groups = data_of(c, QWEN("g_idx"));
+    groups[0] = 1;
+    groups[16] = 0;
+}
+static void half_scale_infinite(struct copy *c)
+{
+    ((uint16_t *)data_of(c, QWEN("scales")))[7] = 0x7c00;
+}
+static void global_zero(struct copy *c)
+{
+    *(float *)data_of(c, MIXTRAL("weight_global_scale")) = 0;
+}
+static void global_missing(struct copy *c)
+{
+    copy_drop(c, QWEN("weight_scale_2"));
+}
+static void e4m3_scale_nan(struct copy *c)
+{
+    ((uint8_t *)data_of(c, QWEN("weight_scale")))[2] = 0xff;
+}
+static void unknown_part(struct copy *c)
+{
+    copy_add(c, QWEN("weight_scale_2"), QWEN("pre_quant_scale"));
+}
+
+static const struct {
+    const char *model;
+    void (*change)(struct copy *c);
+    enum moe_reason reason;
+    const char *named, *why;
+} tensor_cases[] = {
+    {"fp8_block_deepseek_v3", scale_of_a_wrong_shape, MOE_REASON_TENSOR_INVALID,
+     DEEPSEEK("weight_scale_inv"), "config.json implies [2, 2]"},
+    {"fp8_block_deepseek_v3", scale_missing, MOE_REASON_TENSOR_MISSING,
+     DEEPSEEK("weight_scale_inv"), "lacks"},
+    {"fp8_block_deepseek_v3", scale_twice, MOE_REASON_TENSOR_INVALID, DEEPSEEK("weight_scale"),
+     "second scale"},
+    {"fp8_block_deepseek_v3", scale_nan, MOE_REASON_TENSOR_INVALID, DEEPSEEK("weight_scale_inv"),
+     "scale 3 is nan"},
+    {"fp8_ue8m0_deepseek_v3", scale_zero, MOE_REASON_TENSOR_INVALID, DEEPSEEK("weight_scale_inv"),
+     "scale 1 is 0"},
+    {"fp8_block_deepseek_v3", scale_of_a_wrong_dtype, MOE_REASON_TENSOR_INVALID,
+     DEEPSEEK("weight_scale_inv"), "is I32"},
+    {"fp8_block_deepseek_v3", one_matrix_in_bf16, MOE_REASON_TENSOR_INVALID, DEEPSEEK("weight"),
+     "is BF16; for FP8 in blocks"},
+    {"fp8_block_deepseek_v3", router_in_fp8, MOE_REASON_TENSOR_INVALID, "mlp.gate.weight",
+     "not quantised"},
+    {"mxfp4_gpt_oss", e8m0_255, MOE_REASON_TENSOR_INVALID, GPT_OSS("_scales"), "nan"},
+    {"mxfp4_gpt_oss", blocks_off_by_one, MOE_REASON_TENSOR_INVALID, GPT_OSS("_blocks"),
+     "implies [8, 128, 2, 16]"},
+    {"int4_zero_points_mixtral", packed_off_by_one, MOE_REASON_TENSOR_INVALID,
+     MIXTRAL("weight_packed"), "implies [64, 12]"},
+    {"int4_kimi_k2", zero_points_not_declared, MOE_REASON_TENSOR_INVALID,
+     DEEPSEEK("weight_zero_point"), "not understood"},
+    {"int4_zero_points_mixtral", zero_points_missing, MOE_REASON_TENSOR_MISSING,
+     MIXTRAL("weight_zero_point"), "lacks"},
+    {"int4_zero_points_mixtral", wrong_weight_shape, MOE_REASON_TENSOR_INVALID,
+     MIXTRAL("weight_shape"), "config.json implies"},
+    {"gptq_qwen2_moe", groups_in_another_order, MOE_REASON_TENSOR_INVALID, QWEN("g_idx"),
+     "desc_act"},
+    {"awq_qwen3_moe", half_scale_infinite, MOE_REASON_TENSOR_INVALID, QWEN("scales"), "inf"},
+    {"nvfp4_packed_mixtral", global_zero, MOE_REASON_TENSOR_INVALID, MIXTRAL("weight_global_scale"),
+     "no scale"},
+    {"nvfp4_modelopt_qwen3_moe", global_missing, MOE_REASON_TENSOR_MISSING, QWEN("weight_scale_2"),
+     "lacks"},
+    {"nvfp4_modelopt_qwen3_moe", e4m3_scale_nan, MOE_REASON_TENSOR_INVALID, QWEN("weight_scale"),
+     "nan"},
+    {"nvfp4_modelopt_qwen3_moe", unknown_part, MOE_REASON_TENSOR_INVALID, QWEN("pre_quant_scale"),
+     "not understood"},
+};
+
+static void a_damaged_checkpoint_is_refused_by_the_name_of_a_tensor(void **state)
+{
+    const struct fixture *f = *state;
+    for (size_t i = 0; i < sizeof tensor_cases / sizeof tensor_cases[0]; i++) {
+        static struct copy c;
+        write_config(f, read_config(tensor_cases[i].model));
+        copy_open(&c, tensor_cases[i].model);
+        copy_write(&c, f);
+        assert_ok(try_model(f));
+        tensor_cases[i].change(&c);
+        copy_write(&c, f);
+        check_refused(f, tensor_cases[i].reason, tensor_cases[i].named, tensor_cases[i].why);
+        copy_close(&c);
+    }
+}
+
+/* ---- settings ---- */
+
+static const struct {
+    const char *model, *set; /* the second replaces or adds keys of quantization_config */
+    enum moe_reason reason;
+    const char *named, *why;
+} config_cases[] = {
+    {"fp8_block_deepseek_v3", "{\"quant_method\": \"bitsandbytes\"}", MOE_REASON_CONFIG_UNKNOWN_KEY,
+     "quant_method", "bitsandbytes"},
+    {"fp8_block_deepseek_v3", "{\"quant_method\": null}", MOE_REASON_CONFIG_INVALID, "quant_method",
+     "missing"},
+    {"fp8_block_deepseek_v3", "{\"moe_quant_algo\": \"NVFP4\"}", MOE_REASON_CONFIG_UNKNOWN_KEY,
+     "moe_quant_algo", "not understood"},
+    {"fp8_block_deepseek_v3", "{\"fmt\": \"e5m2\"}", MOE_REASON_CONFIG_UNKNOWN_KEY, "fmt", "e5m2"},
+    {"fp8_block_deepseek_v3", "{\"weight_block_size\": [128]}", MOE_REASON_CONFIG_INVALID, "block",
+     "two positive numbers"},
+    {"fp8_block_deepseek_v3", "{\"weight_block_size\": [0, 32]}", MOE_REASON_CONFIG_INVALID,
+     "block", "two positive numbers"},
+    {"fp8_block_deepseek_v3", "{\"expert_dtype\": \"fp4\"}", MOE_REASON_CONFIG_UNKNOWN_KEY,
+     "expert_dtype", "fp4"},
+    {"mxfp4_deepseek_v4", "{\"expert_dtype\": \"fp6\"}", MOE_REASON_CONFIG_INVALID, "expert_dtype",
+     "contradicts"},
+    {"fp8_block_deepseek_v3", "{\"modules_to_not_convert\": [\"down_proj\"]}",
+     MOE_REASON_CONFIG_INVALID, "lists of modules", "layer 1"},
+    {"fp8_block_deepseek_v3", "{\"modules_to_not_convert\": [\"experts.3\"]}",
+     MOE_REASON_CONFIG_INVALID, "lists of modules", "layer 1"},
+    {"fp8_block_deepseek_v3", "{\"modules_to_not_convert\": [\"experts\"]}",
+     MOE_REASON_TENSOR_INVALID, "experts.0.gate_proj.weight", "F8_E4M3"},
+    {"fp8_block_deepseek_v3", "{\"modules_to_not_convert\": 3}", MOE_REASON_CONFIG_INVALID,
+     "list of modules", "no array"},
+    {"int4_kimi_k2", "{\"ignore\": [\"re:(?!x)\"]}", MOE_REASON_CONFIG_UNKNOWN_KEY,
+     "regular expression", "(?!x)"},
+    {"int4_kimi_k2", "{\"format\": \"marlin-24\"}", MOE_REASON_CONFIG_UNKNOWN_KEY, "format",
+     "marlin-24"},
+    {"int4_kimi_k2", "{\"sparsity_config\": {\"format\": \"sparse-24-bitmask\"}}",
+     MOE_REASON_CONFIG_UNKNOWN_KEY, "sparsity_config", "not understood"},
+    {"int4_kimi_k2", "{\"config_groups\": {}}", MOE_REASON_CONFIG_UNKNOWN_KEY, "config_groups",
+     "one"},
+    {"int4_kimi_k2",
+     "{\"config_groups\": {\"a\": {\"targets\": [\"Linear\"], \"weights\": {\"num_bits\": 8, "
+     "\"type\": \"int\", \"strategy\": \"group\", \"group_size\": 32}}}}",
+     MOE_REASON_CONFIG_UNKNOWN_KEY, "pack-quantized", "8-bit int"},
+    {"int4_kimi_k2",
+     "{\"config_groups\": {\"a\": {\"targets\": [\"Linear\"], \"weights\": {\"num_bits\": 4, "
+     "\"type\": \"int\", \"strategy\": \"group\", \"group_size\": 16, \"actorder\": \"group\"}}}}",
+     MOE_REASON_CONFIG_UNKNOWN_KEY, "actorder", "group"},
+    {"gptq_qwen2_moe", "{\"bits\": 8}", MOE_REASON_CONFIG_UNKNOWN_KEY, "bits", "8"},
+    {"gptq_qwen2_moe", "{\"checkpoint_format\": \"marlin\"}", MOE_REASON_CONFIG_UNKNOWN_KEY,
+     "checkpoint_format", "marlin"},
+    {"gptq_qwen2_moe", "{\"dynamic\": {\"+:.*experts.*\": {\"bits\": 8}}}",
+     MOE_REASON_CONFIG_UNKNOWN_KEY, "dynamic", "experts"},
+    {"gptq_qwen2_moe", "{\"novelty\": true}", MOE_REASON_CONFIG_UNKNOWN_KEY, "novelty",
+     "not understood"},
+    {"awq_qwen3_moe", "{\"zero_point\": false}", MOE_REASON_TENSOR_INVALID, "qzeros",
+     "not understood"},
+    {"awq_qwen3_moe", "{\"version\": \"gemv\"}", MOE_REASON_CONFIG_UNKNOWN_KEY, "version", "gemv"},
+    {"nvfp4_modelopt_qwen3_moe", "{\"quant_algo\": \"MIXED_PRECISION\"}",
+     MOE_REASON_CONFIG_UNKNOWN_KEY, "quant_algo", "MIXED_PRECISION"},
+    {"nvfp4_modelopt_qwen3_moe", "{\"group_size\": 32}", MOE_REASON_CONFIG_UNKNOWN_KEY,
+     "group_size", "32"},
+    {"fp8_tensor_mixtral",
+     "{\"quant_method\": \"mxfp4\", \"activation_scheme\": null, "
+     "\"ignored_layers\": null}",
+     MOE_REASON_TENSOR_MISSING, "experts.gate_up_proj_scales", "lacks"},
+    {"mxfp4_gpt_oss", "{\"quant_method\": \"fp8\"}", MOE_REASON_CONFIG_UNKNOWN_KEY, "fused experts",
+     "FP8"},
+};
+
+static void a_setting_that_is_not_understood_is_refused_by_name(void **state)
+{
+    const struct fixture *f = *state;
+    for (size_t i = 0; i < sizeof config_cases / sizeof config_cases[0]; i++) {
+        static struct copy c;
+        json_t *root = read_config(config_cases[i].model);
+        json_t *set = json_loads(config_cases[i].set, 0, NULL);
+        assert_non_null(set);
+        json_object_update(json_object_get(root, "quantization_config"), set);
+        json_decref(set);
+        write_config(f, root);
+        copy_open(&c, config_cases[i].model);
+        copy_write(&c, f);
+        check_refused(f, config_cases[i].reason, config_cases[i].named, config_cases[i].why);
+        copy_close(&c);
+    }
+}
+
+/* What the quantisers of transformers 5.24 and compressed-tensors 0.20 write. */
+static const struct {
+    const char *model, *set;
+} accepted[] = {
+    {"fp8_block_deepseek_v3",
+     "{\"quant_method\": \"fp8\", \"modules_to_not_convert\": null, \"modules_to_convert\": null, "
+     "\"activation_scheme\": \"dynamic\", \"weight_block_size\": [32, 32], \"dequantize\": false, "
+     "\"scale_fmt\": \"float\", \"expert_dtype\": \"fp8\"}"},
+    {"mxfp4_gpt_oss", "{\"modules_to_not_convert\": null}"},
+    {"gptq_qwen2_moe",
+     "{\"tokenizer\": \"x\", \"dataset\": null, \"damp_percent\": 0.1, \"act_group_aware\": true, "
+     "\"true_sequential\": true, \"format\": \"gptq\", \"backend\": \"auto\", \"batch_size\": 1, "
+     "\"cache_block_outputs\": true, \"max_input_length\": null, \"meta\": {\"quantizer\": []}}"},
+    {"awq_qwen3_moe",
+     "{\"tokenizer\": null, \"damp_percent\": 0.1, \"desc_act\": false, \"act_group_aware\": true, "
+     "\"sym\": true, \"true_sequential\": true, \"format\": \"gemm\", \"backend\": \"auto\", "
+     "\"batch_size\": 1, \"cache_block_outputs\": true}"},
+    {"int4_kimi_k2",
+     "{\"version\": \"0.20.0\", \"moe_sparsity_config\": null, \"sparsity_config\": {}, "
+     "\"transform_config\": {}, \"config_groups\": {\"group_0\": {\"targets\": [\"Linear\"], "
+     "\"format\": null, \"weights\": {\"actorder\": null, \"block_structure\": null, \"dynamic\": "
+     "false, \"group_size\": 16, \"num_bits\": 4, \"observer\": \"minmax\", \"observer_kwargs\": "
+     "{}, \"strategy\": \"group\", \"symmetric\": true, \"type\": \"int\"}}}}"},
+    {"int4_kimi_k2", "{\"config_groups\": {\"a\": {\"targets\": [\"re:.*experts.*_proj$\"], "
+                     "\"weights\": {\"num_bits\": 4, \"type\": \"int\", \"strategy\": "
+                     "\"group\", \"group_size\": 16}}}}"},
+    {"nvfp4_modelopt_qwen3_moe",
+     "{\"group_size\": null, \"config_groups\": {\"group_0\": {}}, \"kv_cache_scheme\": {\"type\": "
+     "\"float\"}, \"producer\": {\"name\": \"modelopt\"}}"},
+};
+
+static void what_quantisers_write_is_accepted(void **state)
+{
+    const struct fixture *f = *state;
+    for (size_t i = 0; i < sizeof accepted / sizeof accepted[0]; i++) {
+        static struct copy c;
+        json_t *root = read_config(accepted[i].model), *set = json_loads(accepted[i].set, 0, NULL);
+        assert_non_null(set);
+        json_object_update(json_object_get(root, "quantization_config"), set);
+        json_decref(set);
+        write_config(f, root);
+        copy_open(&c, accepted[i].model);
+        copy_write(&c, f);
+        assert_ok(try_model(f));
+        copy_close(&c);
+    }
+}
+
+/* ---- digests ---- */
+
+static struct moe_digest_table *digests(const struct fixture *f)
+{
+    struct moe_digest_table *t = NULL;
+    struct moe_digester *d = NULL;
+    struct moe_model *m = open_model(f);
+    assert_ok(moe_digest_table_create(&t));
+    assert_ok(moe_digester_create(m, 2, &d));
+    for (size_t i = 0; i < moe_model_layer_count(m); i++) {
+        uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(m, i)->experts;
+        for (uint32_t e = 0; e < n; e++)
+            experts[e] = e;
+        assert_ok(
+            moe_model_stream_layer(m, i, experts, n, fixture_ignore, NULL, NULL, d, NULL, NULL));
+        assert_ok(moe_digester_finish(d, t));
+    }
+    assert_true(moe_digest_table_is_complete(t));
+    moe_digester_destroy(d);
+    moe_model_close(m);
+    return t;
+}
+
+/* Flips the lowest bit of tensor `i`. A tensor that a scheme does not use is in no digest. */
+static void check_flip(const struct fixture *f, struct copy *c, size_t i,
+                       const struct moe_digest_table *good)
+{
+    struct moe_digest_difference d;
+    uint8_t *data = (void *)(uintptr_t)c->list[i].data;
+    bool unused = strstr(c->list[i].name, ".input_") != NULL;
+    if (strstr(c->list[i].name, "weight_shape") != NULL || strstr(c->list[i].name, "g_idx") != NULL)
+        return; /* a change is refused */
+    *data ^= 1;
+    copy_write(c, f);
+    struct moe_digest_table *bad = digests(f);
+    assert_int_equal(moe_digest_table_differs(bad, good, &d), !unused);
+    if (!unused && strncmp(d.name, c->list[i].name, strlen(c->list[i].name)) != 0)
+        fail_msg("%s was changed, and %s is named", c->list[i].name, d.name);
+    moe_digest_table_destroy(bad);
+    *data ^= 1;
+}
+
+static void a_flipped_bit_of_any_part_is_found_by_name(void **state)
+{
+    const struct fixture *f = *state;
+    struct golden_models models;
+    golden_models_list(MOE_QUANTISED_DIR, &models);
+    for (size_t i = 0; i < models.count; i++) {
+        static struct copy c;
+        write_config(f, read_config(models.names[i]));
+        copy_open(&c, models.names[i]);
+        copy_write(&c, f);
+        struct moe_digest_table *good = digests(f);
+        for (size_t t = 0; t < c.count; t++)
+            if (strstr(c.list[t].name, "experts.") == NULL ||
+                strstr(c.list[t].name, "experts.3.") != NULL)
+                check_flip(f, &c, t, good);
+        moe_digest_table_destroy(good);
+        copy_close(&c);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(a_damaged_checkpoint_is_refused_by_the_name_of_a_tensor,
+                                        fixture_setup, fixture_teardown),
+        cmocka_unit_test_setup_teardown(a_setting_that_is_not_understood_is_refused_by_name,
+                                        fixture_setup, fixture_teardown),
+        cmocka_unit_test_setup_teardown(what_quantisers_write_is_accepted, fixture_setup,
+                                        fixture_teardown),
+        cmocka_unit_test_setup_teardown(a_flipped_bit_of_any_part_is_found_by_name, fixture_setup,
+                                        fixture_teardown),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
