@@ -21,7 +21,7 @@ import unittest
 
 LONG = "--long" in sys.argv and sys.argv.remove("--long") is None
 
-from watched import Group, Here, sleep_s, wait_until  # noqa: E402
+from watched import Group, Here, wait_until  # noqa: E402
 from group import moectl  # noqa: E402
 
 WORKERS = 4

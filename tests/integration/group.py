@@ -131,6 +131,17 @@ def open_files(pid):
     return found
 
 
+def freeze(pid):
+    """Stops a process and returns when all its threads stand. SIGSTOP does not wait: a thread
+    on another processor may still serve a request."""
+    def stands(task):
+        with open("/proc/%d/task/%s/stat" % (pid, task)) as file:
+            return file.read().rsplit(")", 1)[1].split()[0] in "TZX"
+
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: all(map(stands, os.listdir("/proc/%d/task" % pid))))
+
+
 def wait_until(condition, seconds=60):
     """Returns when condition() is true. Fails the test after `seconds`."""
     end = time.monotonic() + seconds

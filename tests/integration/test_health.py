@@ -19,7 +19,7 @@ import urllib.request
 import grpc
 import numpy as np
 
-from group import BUILD, main, model_directory, wait_until
+from group import BUILD, freeze, main, model_directory, wait_until
 from training import COORDINATOR, WORKER, Trainer, start
 import wire
 from wire import expert, training
@@ -266,7 +266,7 @@ class Scenes(unittest.TestCase):
         """In an idle group: no client notices it first."""
         _, workers = self.group(2)
         self.serves("serving", workers[0])
-        os.kill(workers[1].process.pid, signal.SIGSTOP)
+        freeze(workers[1].process.pid)
         self.expect("hung peer", workers[0], True, False, "NO_VIEW")
         time.sleep(DEAD_S + 1)
         self.expect("hung peer, for long", workers[0], True, False, "NO_VIEW")

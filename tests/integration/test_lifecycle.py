@@ -17,8 +17,8 @@ import urllib.request
 import grpc
 import numpy as np
 
-from group import (BUILD, Group, golden_cases, group, main, model_directory, moectl, relative_error,
-                   wait_until)
+from group import (BUILD, Group, freeze, golden_cases, group, main, model_directory, moectl,
+                   relative_error, wait_until)
 from training import COORDINATOR, TrainingGroup, start
 import wire
 from wire import expert
@@ -118,7 +118,7 @@ class DownAfterARestart(unittest.TestCase):
         g = TrainingGroup(FAMILY, 2, lease_ms=lease_ms)
         self.addCleanup(g.stop)
         for slot in stopped:
-            g.workers[slot].send_signal(signal.SIGSTOP)
+            freeze(g.workers[slot].pid)
             self.addCleanup(g.workers[slot].send_signal, signal.SIGCONT)
         g.coordinator.kill()
         g.coordinator.wait()

@@ -16,8 +16,8 @@ import unittest
 import grpc
 import numpy as np
 
-from group import (BACKEND, TRANSPORT, golden_cases, main, model_directory, moectl, relative_error,
-                   wait_until)
+from group import (BACKEND, TRANSPORT, freeze, golden_cases, main, model_directory, moectl,
+                   relative_error, wait_until)
 from test_little_memory import is_sanitized
 from test_weights import tensors_of
 from training import COORDINATOR, WORKER, TrainingGroup, Trainer, golden_gradients, refusal, start
@@ -480,7 +480,7 @@ class Refusals(unittest.TestCase):
         """Unloads while a stopped worker keeps requests of the other one in flight. Returns the
         refusal; None if the order came too late and the model is gone."""
         queued = 3 * x.shape[0]
-        self.g.workers[1].send_signal(signal.SIGSTOP)
+        freeze(self.g.workers[1].pid)
         try:
             calls = [pool.submit(client.forward, layer, x) for _ in range(3)]
             wait_until(lambda: self.g.queue_tokens(0) == queued)
@@ -661,7 +661,7 @@ class Faults(unittest.TestCase):
         with Models(2, "--wait-budget-ms", "20000", lease_ms=20000) as g:
             g.load()
             g.load("olmoe")
-            g.workers[1].send_signal(signal.SIGSTOP)
+            freeze(g.workers[1].pid)
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
                 unloading = pool.submit(g.unload)
                 wait_until(lambda: g.state_of(SECOND) == "UNLOADING")

@@ -18,10 +18,9 @@ import time
 import unittest
 import urllib.request
 
-import grpc
 import numpy as np
 
-from group import (BUILD, MOECTL, Group, golden_cases, main, model_directory, moectl,
+from group import (BUILD, MOECTL, Group, freeze, golden_cases, main, model_directory, moectl,
                    relative_error, to_bf16, wait_until)
 from fake_group import FakeAdmin
 from wire import admin
@@ -570,7 +569,7 @@ class UpAndDown(unittest.TestCase):
         g = Group(model_directory(FAMILY), 2, "--restart")
         try:
             pid = self.processes(g.state)[2]["pid"]
-            g.process.send_signal(signal.SIGSTOP)
+            freeze(g.process.pid)
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda: is_pending(g.process.pid, signal.SIGCHLD))
             g.process.send_signal(signal.SIGINT)
@@ -640,7 +639,7 @@ class UpAndDown(unittest.TestCase):
         try:
             self.assertTrue(g.description()["foreground"])
             before = self.processes(g.state)
-            g.process.send_signal(signal.SIGSTOP)  # it does not see the death yet
+            freeze(g.process.pid)  # it does not see the death yet
             os.kill(before[2]["pid"], signal.SIGKILL)
             wait_until(lambda: not is_alive(before[2]["pid"]))
             done = run("replace", "--state-dir", g.state)
@@ -719,7 +718,7 @@ class UpAndDown(unittest.TestCase):
                 self.assertNotIn("starting", text)
                 self.assertFalse(os.path.exists(os.path.join(state, "group.json.new")))
                 # The disk becomes full after the start of the first worker.
-                os.kill(second["pid"], signal.SIGSTOP)
+                freeze(second["pid"])
                 wait_until(lambda: all(worker["state"] == "GONE" for worker in json.loads(
                     run("status", "-o", "json", *here).stdout)["workers"]))
                 with self.start_replace(state, preexec_fn=lambda: signal.signal(
@@ -773,7 +772,7 @@ class UpAndDown(unittest.TestCase):
             here = ("--state-dir", state)
             try:
                 victim = self.processes(state)[2]
-                os.kill(victim["pid"], signal.SIGSTOP)
+                freeze(victim["pid"])
                 wait_until(lambda: any(worker["state"] == "GONE" for worker in json.loads(
                     run("status", "-o", "json", *here).stdout)["workers"]))
                 done = run("replace", "--timeout", "0.5", *here)
@@ -871,7 +870,7 @@ class UpAndDown(unittest.TestCase):
             here = ("--state-dir", state)
             coordinator, *workers = self.processes(state)
             try:
-                os.kill(coordinator["pid"], signal.SIGSTOP)
+                freeze(coordinator["pid"])
                 for command in (("status", *here), ("wait", "--timeout", "4", *here),
                                 ("status", "--endpoint", workers[1]["endpoint"])):
                     start = time.monotonic()
@@ -925,7 +924,7 @@ class UpAndDown(unittest.TestCase):
             self.assertEqual(self.up(state, "--detach").returncode, OK)
             with open(os.path.join(state, "group.json")) as file:
                 worker = json.load(file)["processes"][2]
-            os.kill(worker["pid"], signal.SIGSTOP)
+            freeze(worker["pid"])
             done = run("down", "--state-dir", state, "--timeout", "1")
             self.assertEqual(done.returncode, UNREACHABLE)
             self.assertIn("worker-1 (process %d)" % worker["pid"], done.stderr)
@@ -939,7 +938,7 @@ class UpAndDown(unittest.TestCase):
         with folder() as state:
             self.assertEqual(self.up(state, "--detach").returncode, OK)
             processes = self.processes(state)
-            os.kill(processes[2]["pid"], signal.SIGSTOP)
+            freeze(processes[2]["pid"])
             try:
                 wait_until(lambda: any(w["state"] == "GONE" for w in json.loads(
                     run("status", "-o", "json", "--state-dir", state).stdout)["workers"]))
@@ -959,7 +958,7 @@ class UpAndDown(unittest.TestCase):
             self.assertEqual(self.up(state, "--detach").returncode, OK)
             here = ("--state-dir", state)
             worker = self.processes(state)[2]
-            os.kill(worker["pid"], signal.SIGSTOP)  # it neither ends nor keeps its slot
+            freeze(worker["pid"])  # it neither ends nor keeps its slot
             try:
                 wait_until(lambda: any(w["state"] == "GONE" for w in json.loads(
                     run("status", "-o", "json", *here).stdout)["workers"]))

@@ -3,13 +3,10 @@
 test_golden.py uses real daemons."""
 
 import concurrent.futures
-import contextlib
 import json
 import os
 import socket
 import tempfile
-import threading
-import time
 import unittest
 from unittest import mock
 

@@ -12,15 +12,14 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import unittest
 
 import grpc
 import numpy as np
 
-from group import BUILD, Group, group, main, model_directory, open_files, wait_until
-from python_fakes import HIDDEN, LAYER, HeldFake, rows, SEED
+from group import BUILD, Group, freeze, group, main, model_directory, open_files, wait_until
+from python_fakes import LAYER, HeldFake, rows, SEED
 
 import moed
 
@@ -610,7 +609,7 @@ class Killed(unittest.TestCase):
                     await client.forward(0, x)
                     future = client.client.submit(0, x)
                     future.result(20)
-                    os.kill(pid, signal.SIGSTOP)
+                    freeze(pid)
                     tasks = [asyncio.ensure_future(client.forward(0, x)) for _ in range(64)]
                     futures = [client.client.submit(0, x) for _ in range(8)]
                     with client.client.stream() as stream:

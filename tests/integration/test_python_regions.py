@@ -16,7 +16,7 @@ import unittest
 import grpc
 import numpy as np
 
-from group import BUILD, Group, group, main, model_directory, open_files, wait_until
+from group import BUILD, Group, freeze, group, main, model_directory, open_files, wait_until
 from python_fakes import SEED
 
 import moed
@@ -339,7 +339,7 @@ class Ends(unittest.TestCase):
                     outputs = [regions.allocate((2, hidden)) for _ in range(8)]
                     regions.forward(0, x, outputs[0])
                     pid = worker_pid(g)
-                    os.kill(pid, signal.SIGSTOP)
+                    freeze(pid)
                     requests = [regions.submit(0, x, y) for y in outputs]
                     self.assertFalse(any(each.done() for each in requests))
                     with concurrent.futures.ThreadPoolExecutor(8) as pool:

@@ -10,7 +10,7 @@ import tempfile
 import time
 import unittest
 
-from group import BUILD, Group, group, main, model_directory, moectl, open_files, wait_until
+from group import BUILD, Group, freeze, group, main, model_directory, moectl, open_files, wait_until
 
 FAMILY = "mixtral"
 CLIENT = os.path.join(BUILD, "tests", "integration", "regions_client")
@@ -159,7 +159,7 @@ class Regions(unittest.TestCase):
         """Stops the worker, submits a request, calls `act(pid)`. Returns code and times."""
         pid = self.worker(g)
         client = ready(start(g.endpoint, "once", str(timeout_ms)))
-        os.kill(pid, signal.SIGSTOP)
+        freeze(pid)
         client.stdin.write("go\n")
         client.stdin.flush()
         time.sleep(0.3)

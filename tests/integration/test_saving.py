@@ -18,7 +18,7 @@ import urllib.request
 
 import grpc
 
-from group import BUILD, MOECTL, main, model_directory, moectl, names_in, wait_until
+from group import BUILD, MOECTL, freeze, main, model_directory, moectl, names_in, wait_until
 import moed
 from training import Trainer, golden_gradients, refusal, training_group
 import wire
@@ -130,7 +130,7 @@ class Saving(unittest.TestCase):
 
     def end_view_under(self, save, g, client, epoch):
         """Stops worker 1 for longer than the others wait: the view ends, and the Save fails."""
-        g.workers[1].send_signal(signal.SIGSTOP)
+        freeze(g.workers[1].pid)
         try:
             Background(client.ask)
             save.thread.join()

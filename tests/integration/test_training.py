@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import tempfile
-import time
 import unittest
 import urllib.request
 
