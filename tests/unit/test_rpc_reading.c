@@ -153,6 +153,7 @@ static void a_line_without_a_place_refuses(void **state)
     int waits = raw_connect(&f);
     raw_call(waits, 1, UNARY_PATH, 12 * MIB, 0);
     fixture_await("the first call", &f.started, 1);
+    await_count(metrics, WAITING, 1);
     uint8_t *x = calloc(1, 2 * MIB);
     assert_non_null(x);
     start_call(&f, f.channel, "", x, 2 * MIB, &refused);
