@@ -46,6 +46,9 @@ NOT_HERE = {
         "needs a cluster: kubernetes_pods runs the rendered pods instead",
     "kubectl exec moed-coordinator-0 -- moectl status --endpoint 127.0.0.1:7700 --token-file "
     "/etc/moed-token/token": "needs a cluster",
+    "kubectl exec moed-coordinator-0 -- moectl status --insecure --token-file "
+    "/etc/moed-token/token --endpoint \\":
+        "needs a cluster: kubernetes_pods asks the rendered coordinators",
     "moe-coordinator --workers 2 --metrics-listen 127.0.0.1:9700 ...":
         "stands for any options, and needs Prometheus: nightly_monitoring_live",
     "/etc/credstore/moed.token-file           /etc/credstore/moed.access-file":

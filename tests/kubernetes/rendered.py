@@ -18,7 +18,7 @@ except ImportError:
 SKIPPED = 77
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 FOLDER = os.path.join(ROOT, "deploy", "kubernetes")
-LAYOUTS = ("single-pod", "statefulset", "leaderworkerset", "tls", "monitoring")
+LAYOUTS = ("single-pod", "statefulset", "leaderworkerset", "tls", "monitoring", "two-coordinators")
 NAMESPACE = "default"
 
 
@@ -71,7 +71,7 @@ def pods(objects):
             service = spec["serviceName"]
             for i in range(spec["replicas"]):
                 pod = "%s-%d" % (name, i)
-                names = ["%s.%s.%s.svc" % (pod, service, NAMESPACE)]
+                names = ["%s.%s" % (pod, service), "%s.%s.%s.svc" % (pod, service, NAMESPACE)]
                 made.append(Pod(pod, spec["template"]["spec"], names + [service] * (i == 0)))
         elif each["kind"] == "LeaderWorkerSet":
             template = spec["leaderWorkerTemplate"]

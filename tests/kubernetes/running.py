@@ -189,16 +189,27 @@ class Container:
         except (urllib.error.URLError, OSError):
             return False
 
+    def metrics(self, port):
+        """The page of the metrics; "" while there is none."""
+        try:
+            with urllib.request.urlopen("http://%s:%d/metrics" % (self.address, port),
+                                        timeout=5) as page:
+                return page.read().decode()
+        except (urllib.error.URLError, OSError):
+            return ""
+
     def text(self):
         with open(self.log.name, errors="replace") as file:
             return file.read()
 
 
 class Node:
-    """The containers of a layout. The last host of the network is the test's."""
+    """The containers of a layout. The last host of the network is the test's; it also stands for
+    the Services `outside`, which the layout does not make."""
 
-    def __init__(self, net, objects, programs, secrets, claims):
+    def __init__(self, net, objects, programs, secrets, claims, outside=()):
         self.net, self.objects, self.secrets, self.claims = net, objects, secrets, claims
+        self.outside = outside
         self.folder = tempfile.mkdtemp(prefix="moed-pods-")
         os.chmod(self.folder, 0o755)
         self.programs = os.path.join(self.folder, "programs")
@@ -212,8 +223,9 @@ class Node:
                            for pod in self.pods for each in pod.spec["containers"]]
 
     def hosts(self):
-        return "".join("%s %s\n" % (self.addresses[pod.name], " ".join(pod.names))
-                       for pod in self.pods)
+        names = [(self.addresses[pod.name], *pod.names) for pod in self.pods]
+        names.append((self.net.address(self.net.hosts - 1), "node", *self.outside))
+        return "".join(" ".join(each) + "\n" for each in names)
 
     def move(self, pod, address):
         """Gives a pod another address, as when it starts on another node. The old one is gone."""

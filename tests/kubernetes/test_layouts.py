@@ -113,6 +113,27 @@ class Layouts(unittest.TestCase):
                               for _, container in rendered.containers(objects))
                 self.assertEqual(wanted, {str(workers)})
 
+    def test_workers_name_all_coordinators(self):
+        """Those of etcd and of single ones alike; and the policy lets coordinators reach etcd."""
+        for layout, pod, container, line, given in self.each_container():
+            if line[0] != "moe-worker" or layout == "single-pod":
+                continue
+            hosts = [each.rpartition(":")[0] for each in given["coordinator"].split(",")]
+            named = [other.name for other, each in rendered.containers(self.layouts[layout])
+                     if each["command"] == ["moe-coordinator"] and set(hosts) & set(other.names)]
+            self.assertEqual(len(named), len(hosts))
+            self.assertEqual(named, [other.name for other, each in rendered.containers(
+                self.layouts[layout]) if each["command"] == ["moe-coordinator"]])
+        objects = self.layouts["two-coordinators"]
+        etcd = dict(SETTING.findall(
+            rendered.find(objects, "ConfigMap")["data"]["coordinator.conf"]))["etcd"]
+        policy = rendered.find(objects, "NetworkPolicy", "moed-etcd")["spec"]
+        self.assertEqual(policy["egress"][0]["ports"], [{"port": port(etcd)}])
+        selected = policy["podSelector"]["matchLabels"]
+        labels = rendered.find(objects, "StatefulSet",
+                               "moed-coordinator")["spec"]["template"]["metadata"]["labels"]
+        self.assertLessEqual(selected.items(), labels.items())
+
     def test_no_right_that_is_not_needed(self):
         for _, pod, container, _, _ in self.each_container():
             self.assertIs(pod.spec["automountServiceAccountToken"], False)

@@ -7,6 +7,7 @@ limits and probes. Network namespaces stand for pods. Needs root and kubectl; sk
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -16,12 +17,13 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 for folder in ("integration", "support"):
     sys.path.insert(0, os.path.join(HERE, "..", folder))
 
-from group import (BUILD, golden_cases, main, model_directory, moed, relative_error,  # noqa: E402
-                   wait_until)
+from group import (BUILD, MOECTL, golden_cases, main, model_directory, moed,  # noqa: E402
+                   relative_error, wait_until)
 import netns  # noqa: E402
 import rendered  # noqa: E402
 import running  # noqa: E402
 from certificates import Certificates  # noqa: E402
+from etcd import Etcd, missing as etcd_missing  # noqa: E402
 
 FAMILY = "qwen3_moe"
 LAYER, _, X, Y = next(each for each in golden_cases(FAMILY) if each[1] == 37)
@@ -40,14 +42,24 @@ class Pods(unittest.TestCase):
         self.addCleanup(home.close)
         self.addCleanup(netns.leave, home)
 
-    def run_layout(self, layout, **secrets):
+    def run_layout(self, layout, etcd=None, **secrets):
+        """etcd: HOST:PORT at which the layout expects one."""
         objects = rendered.render(layout)
         secrets["moed-token"] = rendered.token(objects)["stringData"]
         net = netns.Network(len(rendered.pods(objects)) + 1)
         net.__enter__()
         self.addCleanup(net.__exit__)
         net.enter(net.hosts - 1)
-        node = running.Node(net, objects, PROGRAMS, secrets, {"moed-models": self.models})
+        outside = ()
+        if etcd is not None:
+            name, _, port = etcd.partition(":")
+            outside = (name,)
+            folder = tempfile.mkdtemp(prefix="moed-etcd-")
+            self.addCleanup(shutil.rmtree, folder, True)
+            service = Etcd(folder, endpoint="%s:%s" % (net.address(net.hosts - 1), port))
+            service.__enter__()
+            self.addCleanup(service.__exit__)
+        node = running.Node(net, objects, PROGRAMS, secrets, {"moed-models": self.models}, outside)
         node.__enter__()
         self.addCleanup(node.__exit__)
         return node
@@ -128,6 +140,46 @@ class Pods(unittest.TestCase):
         print("%s s until the coordinator has its group" % seconds)
         self.assertLess(seconds[-1], 20)
         self.check_answers(node)
+
+    def leader_of(self, node):
+        """The coordinator that leads by its metrics; None if not exactly one does."""
+        leads = [each for each in node.containers if each.spec["name"] == "coordinator"
+                 and each.process.poll() is None
+                 and "\nmoe_coordinator_leads 1\n" in each.metrics(9700)]
+        return leads[0] if len(leads) == 1 else None
+
+    def test_two_coordinators(self):
+        """One of them leads. The other one takes over when it is killed, and when it ends; the
+        workers serve all the time."""
+        if etcd_missing() is not None:
+            self.skipTest(etcd_missing())
+        node = self.run_layout("two-coordinators", etcd="moed-etcd:2379")
+        self.wait_ready(node)
+        workers = [each for each in node.containers if each.spec["name"] == "worker"]
+        addresses = [each.address + ":7700" for each in node.containers if each not in workers]
+        token = os.path.join(self.models, "token")
+        with open(os.open(token, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+            file.write(node.secrets["moed-token"]["token"])
+        said = subprocess.run([MOECTL, "status", "--insecure", "--token-file", token, "--endpoint",
+                               ",".join(addresses)], check=True, stdout=subprocess.PIPE,
+                              text=True).stdout
+        self.assertRegex(said, "state +SERVING(?s:.*)store +etcd")
+        for number, status in ((signal.SIGKILL, None), (signal.SIGTERM, 0)):
+            wait_until(lambda: self.leader_of(node), SECONDS)
+            leader = self.leader_of(node)
+            leader.signal(number)
+            code = leader.wait(SECONDS)
+            begin = time.monotonic()
+            self.assertIn(status, (None, code))
+            wait_until(lambda: self.leader_of(node), SECONDS)
+            print("%s after %.1f s of signal %d" % (self.leader_of(node).name,
+                                                    time.monotonic() - begin, number))
+            self.assertIsNot(self.leader_of(node), leader)
+            self.check_answers(node)
+            self.assertTrue(all(each.probe("readinessProbe") for each in workers))
+            leader.start()
+            self.wait_ready(node)
+        self.run_through(node)
 
     def test_leaderworkerset(self):
         self.run_through(self.run_layout("leaderworkerset"))

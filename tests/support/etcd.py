@@ -22,11 +22,19 @@ SKIPPED = 77
 START_S = 60
 
 
-def require():
+def missing():
+    """Why etcd cannot be started; None if it can."""
     for name in ("etcd", "etcdctl"):
         if shutil.which(name) is None:
-            print("skipped: %s is not installed (Debian: etcd-server, etcd-client)" % name)
-            sys.exit(SKIPPED)
+            return "%s is not installed (Debian: etcd-server, etcd-client)" % name
+    return None
+
+
+def require():
+    reason = missing()
+    if reason is not None:
+        print("skipped: " + reason)
+        sys.exit(SKIPPED)
 
 
 def free_ports(count):
@@ -40,18 +48,20 @@ def free_ports(count):
 
 
 class Etcd:
-    def __init__(self, directory, members=1, tls=None):
-        """tls: {"ca", "certificate", "key"}: PEM files; clients have to show a certificate."""
+    def __init__(self, directory, members=1, tls=None, endpoint=None):
+        """tls: {"ca", "certificate", "key"}: PEM files; clients have to show a certificate.
+        endpoint: where the only member listens, instead of a free port of 127.0.0.1."""
         self.directory, self.tls = directory, tls
         self.scheme = "https" if tls else "http"
         ports = free_ports(2 * members)
         self.clients, self.peers = ports[:members], ports[members:]
-        self.endpoints = ",".join("127.0.0.1:%d" % port for port in self.clients)
+        self.at = [endpoint] if endpoint else ["127.0.0.1:%d" % port for port in self.clients]
+        self.endpoints = ",".join(self.at)
         self.processes = [None] * members
 
     def start(self, i):
         name = "m%d" % i
-        client = "%s://127.0.0.1:%d" % (self.scheme, self.clients[i])
+        client = "%s://%s" % (self.scheme, self.at[i])
         peer = "http://127.0.0.1:%d" % self.peers[i]
         cluster = ",".join("m%d=http://127.0.0.1:%d" % each for each in enumerate(self.peers))
         arguments = ["etcd", "--name", name, "--data-dir", os.path.join(self.directory, name),
@@ -76,8 +86,8 @@ class Etcd:
     def wait(self):
         """Until every member that runs is healthy."""
         end = time.monotonic() + START_S
-        alive = ",".join("127.0.0.1:%d" % port for port, process
-                         in zip(self.clients, self.processes) if process is not None)
+        alive = ",".join(at for at, process in zip(self.at, self.processes)
+                         if process is not None)
         while self.ctl("endpoint", "health", endpoints=alive, check=False).returncode != 0:
             if time.monotonic() > end:
                 raise RuntimeError("etcd does not start")
