@@ -26,6 +26,18 @@ SUITE = sys.argv[2]
 # operators: its daemons get the packages' files, with units that know neither.
 BEFORE, BEFORE_RELEASE = "cfbd6dcd933cda84c1c14a83d0ebab62579f1d9a", "0.1.0"
 NAMES = ("moed", "moectl", "libmoeclient-dev", "python3-moed")
+# Those with CUDA are there if package.sh made them (--cuda).
+LIBRARIES = ("libmoeclient1", "libmoeclient-dev", "libmoeclient-cuda1", "libmoeclient-cuda-dev")
+PROGRAM = """#include <stdio.h>
+int main(void)
+{
+    struct moe_client_config config = {.size = sizeof config, .endpoint = "127.0.0.1:1"};
+    struct moe_client *client = NULL;
+    struct moe_status st = moe_client_connect(&config, &client);
+    puts(moe_code_name(st.code));
+    return st.code == MOE_UNAVAILABLE ? 0 : 1;
+}
+"""
 WAIT_S = 120
 SETTINGS = {
     "etc/moed/coordinator.conf": "workers = 2\n",
@@ -55,6 +67,30 @@ def build(builder, folder):
     said = tree.inside(builder, folder, "lintian", "--allow-root", "--fail-on", "error,warning",
                        changes)
     check(not re.search("^[EW]:", said, re.M), "packages are built, lintian is silent")
+
+
+def compile_client(builder, folder, output):
+    """A program in C, compiled from the development packages that are there."""
+    root = os.path.join(folder, "client")
+    names = [name for name in LIBRARIES if packages_of(output, name)]
+    for name in names:
+        run("dpkg-deb", "--extract", packages_of(output, name)[0], root)
+    included = glob.glob(os.path.join(root, "usr/include/moed/moe/*.h"))
+    with open(os.path.join(root, "app.c"), "w", encoding="utf-8") as file:
+        file.write("".join("#include <moe/%s>\n" % os.path.basename(each) for each in included))
+        file.write(PROGRAM)
+    libraries = os.path.dirname(glob.glob(os.path.join(root, "usr/lib/*/pkgconfig"))[0])
+    modules = ["moeclient_cuda"] if "libmoeclient-cuda-dev" in names else ["moeclient"]
+    said = tree.inside(builder, root, "sh", "-euc", """
+        export PKG_CONFIG_PATH=$1/pkgconfig LD_LIBRARY_PATH=$1
+        shift
+        cc -Wall -Wextra -Werror app.c -Wl,--no-as-needed $(pkg-config --cflags --libs "$@") -o app
+        ./app
+        readelf --dynamic app""", "sh", libraries, *modules)
+    needed = set(re.findall(r"\[(libmoeclient\w*\.so\.1)\]", said))
+    check("UNAVAILABLE" in said and len(needed) == len(names) // 2,
+          "a program compiles against %d headers of %s, and runs"
+          % (len(included), " and ".join(sorted(needed))))
 
 
 def build_before(builder, folder, package):
@@ -177,8 +213,8 @@ def use(host):
     check("SERVING" in said, "moectl shows the group")
     check("backend_cuda.so is not installed" in log_of(host, "moe-worker@0"),
           "the log says that moed-cuda is missing")
-    check("-lmoeclient" in run("cat", glob.glob(host.path("usr/lib/*/pkgconfig/moeclient.pc"))[0]),
-          "the C library is there")
+    said = host.shell("python3 -c 'import moed._native; print(moed._native.__file__)'")
+    check(re.search(r"_native\.cpython-.*\.so", said), "the extension of python3-moed is there")
 
 
 def life(builder, folder):
@@ -187,6 +223,7 @@ def life(builder, folder):
     if not sys.argv[3:4]:
         build(builder, output)
     new = packages_of(output, "moed")
+    compile_client(builder, folder, output)
     old = build_before(builder, folder, new[0])
     host = tree.Booted(tree.base(SUITE), folder)
     try:
