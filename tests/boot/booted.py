@@ -255,12 +255,76 @@ class FirstBoot(unittest.TestCase):
 class SecondBoot(unittest.TestCase):
     def test_the_group_serves_by_itself(self):
         await_serving()
-        self.assertIn("all members of epoch", log_of("moe-coordinator") + "all members of epoch")
+
+
+class TwoCoordinators(unittest.TestCase):
+    """Two coordinators keep their state in Debian's etcd; a copy of the unit stands for the one of
+    another host."""
+
+    UNITS = ("moe-coordinator", "moe-coordinator-b")
+
+    @classmethod
+    def setUpClass(cls):
+        must("systemctl", "stop", "moed.target")
+        units = ("moe-coordinator", "moe-worker@0", "moe-worker@1")
+        wait_until(lambda: all(show(u, "ActiveState") == "inactive" for u in units), "all end")
+        with open(show("moe-coordinator", "FragmentPath")) as file:
+            unit = file.read()
+        with open("/etc/systemd/system/moe-coordinator-b.service", "w") as file:
+            file.write(unit.replace("/coordinator.conf", "/coordinator-b.conf")
+                       .replace("moed/coordinator\n", "moed/coordinator-b\n"))
+        for name, more in (("coordinator", ""), ("coordinator-b", "listen = 127.0.0.1:7710\n")):
+            with open("/etc/moed/%s.conf" % name, "w") as file:
+                file.write("workers = 2\nstore = etcd\netcd = 127.0.0.1:2379\n"
+                           "etcd-prefix = /moed/boot\nleader-lease-s = 3\n" + more)
+        must("sed", "-i", "s/^coordinator = .*/coordinator = 127.0.0.1:7700,127.0.0.1:7710/",
+             "/etc/moed/worker.conf")
+        must("systemctl", "daemon-reload")
+        must("systemctl", "start", "etcd")
+        must("systemctl", "start", "moed.target", "moe-coordinator-b", *units)
+
+    def setUp(self):
+        await_serving()
+        wait_until(self.leader, "one of them leads")
+
+    def leader(self):
+        """The unit that leads, by its status; None if there is not exactly one."""
+        texts = {unit: show(unit, "StatusText") for unit in self.UNITS}
+        leads = [unit for unit, text in texts.items() if "of 2 workers" in text]
+        return leads[0] if len(leads) == 1 and "does not lead" in texts.values() else None
+
+    def test_a_stop_of_the_leader_loses_no_call(self):
+        first = self.leader()
+        other, = set(self.UNITS) - {first}
+        with Load() as load:
+            must("systemctl", "stop", first)
+            wait_until(lambda: show(other, "StatusText") == "serving: 2 of 2 workers",
+                       "the other one leads")
+            load.await_more()
+        self.assertEqual(load.errors, [])
+        self.assertEqual(show(first, "Result"), "success")
+        must("systemctl", "start", first)
+
+    def test_a_killed_leader_costs_no_call(self):
+        first = self.leader()
+        old = show(first, "MainPID")
+        with Load() as load:
+            began = time.monotonic()
+            os.kill(int(old), 9)
+            await_new_process(first, old)
+            wait_until(lambda: self.leader() is not None and
+                       show(self.leader(), "StatusText") == "serving: 2 of 2 workers",
+                       "one of them leads again")
+            print("    SIGKILL of the leader -> one leads: %.1f s" % (time.monotonic() - began))
+            load.await_more()
+        self.assertEqual(load.errors, [])
+        self.assertIn("store    etcd", moectl("status").stdout)
 
 
 if __name__ == "__main__":
     second = os.path.exists(ROUND)
-    suite = unittest.defaultTestLoader.loadTestsFromTestCase(SecondBoot if second else FirstBoot)
+    suite = unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromTestCase,
+                                   (SecondBoot, TwoCoordinators) if second else (FirstBoot,)))
     passed = unittest.TextTestRunner(sys.stdout, verbosity=2).run(suite).wasSuccessful()
     open(ROUND, "w").close()
     if second and passed:

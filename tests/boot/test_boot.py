@@ -21,7 +21,7 @@ ROOT = os.path.dirname(os.path.dirname(HERE))
 CACHE = os.environ.get("MOED_BOOT_TREE") or os.path.expanduser("~/.cache/moed/boot-tree")
 MIRROR = os.environ.get("MOED_BOOT_MIRROR", "http://deb.debian.org/debian")
 SUITE = "bookworm"
-BOOTABLE = {"systemd", "systemd-sysv", "dbus"}
+BOOTABLE = {"systemd", "systemd-sysv", "dbus", "etcd-server"}  # coordinators keep state in etcd
 FAMILY = "mixtral"
 UNITS = ("moed.target", "moe-coordinator.service", "moe-worker@0.service", "moe-worker@1.service")
 EXPOSURE = 25  # in tenths
@@ -37,6 +37,7 @@ FILES = {
     "etc/moed/worker-1.env": "MOED_WORKER_OPTIONS=--listen 127.0.0.1:7601\n",
     "etc/credstore/moed.token-file": "a-token-in-the-credential-store\n",
     "etc/hostname": "moed-boot\n",
+    "etc/hosts": "127.0.0.1 localhost\n",  # etcd looks its name up
     "usr/lib/sysusers.d/boot-check.conf": "u alice - \"operator\"\nu bob - \"user\"\n"
                                           "m alice moed-admin\n",
     # Not from a target: the reboot must find all units without help.
