@@ -9,6 +9,7 @@ the reason where root, debootstrap or buildah is missing."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -16,6 +17,9 @@ import tempfile
 
 import tree
 from tree import ROOT, run
+
+sys.path.insert(0, os.path.join(ROOT, "tests", "support"))
+import etcd  # noqa: E402
 
 BUILD, MODELS = (os.path.abspath(a) for a in sys.argv[1:3])
 BYTES_MAX = 60 * 1000 * 1000
@@ -66,6 +70,35 @@ inside /usr/bin/moectl down --state-dir /run/moed/state
 exit ${result:-0}
 """
 
+# A coordinator of the image, with its state in the etcd at $2; it listens on port $3.
+LEAD = """
+mount -t tmpfs -o mode=700,uid=65532,gid=65532 run "$1/run/moed"
+mount --rbind /dev "$1/dev"
+inside() { env -i PATH=/usr/bin:/usr/sbin MOED_RUNTIME_DIR=/run/moed \\
+    chroot --userspec=65532:65532 "$@"; }
+inside "$1" /usr/bin/moe-coordinator --listen "127.0.0.1:$3" --store etcd --etcd "$2" \\
+    --etcd-prefix /moed/image --leader-lease-s 3 --workers 2 --replicas 2 &
+for _ in $(seq 300); do
+    inside "$1" /usr/bin/moectl status --endpoint "127.0.0.1:$3" >"$4" 2>&1 || true
+    grep '^store *etcd' "$4" && break
+    sleep 0.1
+done
+kill $!
+wait $!
+cat "$4"
+"""
+
+
+def lead(files, folder):
+    if etcd.missing() is not None:
+        print("        not with etcd: " + etcd.missing())
+        return
+    port, = etcd.free_ports(1)
+    with etcd.Etcd(folder) as store:
+        said = run("unshare", "--mount", "sh", "-euc", LEAD, "sh", files, store.endpoints,
+                   str(port), os.path.join(folder, "said"))
+    check(re.search("(?m)^store +etcd", said), "a coordinator leads with its state in etcd")
+
 
 def main():
     given = sys.argv[3:4]
@@ -93,6 +126,7 @@ def main():
         print(done.stdout)
         check(done.returncode == 0 and "at most 1e-05: yes" in done.stdout,
               "a group serves right numbers from a read-only root, as a user without rights")
+        lead(files, folder)
 
 
 if __name__ == "__main__":
