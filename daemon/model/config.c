@@ -14,6 +14,8 @@ static const char expert_count_keys[] =
     "num_local_experts num_experts n_routed_experts moe_num_experts";
 static const char top_k_keys[] =
     "num_experts_per_tok moe_topk moe_k experts_per_token num_experts_per_token";
+static const char score_keys[] = "scoring_func score_function moe_router_activation_func";
+static const char group_keys[] = "n_group num_expert_group";
 
 static struct moe_status invalid(const char *text)
 {
@@ -28,15 +30,18 @@ static struct moe_status find_family(const json_t *root, struct moe_config *out)
         json_string_value(json_object_get(json_object_get(root, "text_config"), "model_type"));
     if (outer == NULL && inner == NULL)
         return invalid("model_type is missing");
-    const char *type = outer;
+    const char *type = outer, *why = outer != NULL ? moe_family_refusal(outer) : NULL;
     out->family = outer != NULL ? moe_family_find(outer) : NULL;
-    if (out->family == NULL && inner != NULL) {
+    if (out->family == NULL && inner != NULL && why == NULL) {
         type = inner;
+        why = moe_family_refusal(inner);
         out->family = moe_family_find(inner);
     }
-    if (out->family == NULL)
+    if (out->family == NULL) {
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
-                         "config.json: model_type %.80s is not supported", type);
+                         "config.json: model_type %.80s is not supported%s%s", type,
+                         why != NULL ? ": " : "", why != NULL ? why : "");
+    }
     snprintf(out->model_type, sizeof out->model_type, "%s", type);
     return moe_ok();
 }
@@ -54,7 +59,7 @@ static struct moe_status read_score(struct moe_keys *k, const struct moe_family 
     *score = f->score;
     if (f->scores == NULL)
         return moe_ok();
-    MOE_TRY(moe_keys_word(k, "scoring_func", f->scores, &name));
+    MOE_TRY(moe_keys_word(k, score_keys, f->scores, &name));
     for (size_t i = 0; name != NULL && i < sizeof names / sizeof names[0]; i++)
         if (strcmp(name, names[i].name) == 0)
             *score = names[i].score;
@@ -74,11 +79,13 @@ static struct moe_status read_groups(struct moe_keys *k, const struct moe_family
         return moe_ok();
     if (f->grouped_by_method && strcmp(method, "greedy") == 0) {
         const json_t *without_effect;
-        MOE_TRY(moe_keys_get(k, "n_group", &without_effect));
+        MOE_TRY(moe_keys_get(k, group_keys, &without_effect));
         return moe_keys_get(k, "topk_group", &without_effect);
     }
-    MOE_TRY(moe_keys_need_uint(k, "n_group", 1, MOE_MAX_EXPERTS, &r->groups));
-    MOE_TRY(moe_keys_need_uint(k, "topk_group", 1, r->groups, &r->topk_group));
+    struct moe_status (*read)(struct moe_keys *, const char *, uint32_t, uint32_t, uint32_t *) =
+        f->one_group ? moe_keys_uint : moe_keys_need_uint;
+    MOE_TRY(read(k, group_keys, 1, MOE_MAX_EXPERTS, &r->groups));
+    MOE_TRY(read(k, "topk_group", 1, r->groups, &r->topk_group));
     uint32_t group_size = s->experts / r->groups;
     if (s->experts % r->groups != 0)
         return invalid("n_group does not divide the number of experts");
@@ -99,7 +106,7 @@ static struct moe_status read_renorm(struct moe_keys *k, const struct moe_family
     bool fixed =
         f->renorm != MOE_FAMILY_RENORM_KEY_FALSE && f->renorm != MOE_FAMILY_RENORM_KEY_TRUE;
     bool on = assumed;
-    MOE_TRY(moe_keys_bool(k, "norm_topk_prob", &on));
+    MOE_TRY(moe_keys_bool(k, "norm_topk_prob moe_renormalize", &on));
     if (fixed && on != assumed)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
                          "config.json: norm_topk_prob is %s, but this model family %s renormalises",
@@ -113,7 +120,9 @@ static struct moe_status read_renorm(struct moe_keys *k, const struct moe_family
     if (r->renorm == MOE_RENORM_NONE)
         r->renorm_eps = 0;
     r->scale = 1;
-    if (f->scaled)
+    if (f->scaled && f->null_scale && moe_keys_mention(k, "routed_scaling_factor"))
+        MOE_TRY(moe_keys_float(k, "routed_scaling_factor", &r->scale));
+    else if (f->scaled)
         MOE_TRY(moe_keys_need_float(k, "routed_scaling_factor", &r->scale));
     if (f->scale_xor_renorm && r->renorm != MOE_RENORM_NONE)
         r->scale = 1;
@@ -148,16 +157,19 @@ static struct moe_status read_shared(struct moe_keys *k, const struct moe_family
     s->shared_activation = s->activation;
     if (f->shared == MOE_SHARED_NONE)
         return moe_ok();
+    if (f->shared == MOE_SHARED_COUNT)
+        MOE_TRY(moe_keys_uint(k, "moe_shared_expert_intermediate_size", 1, WIDTH_MAX, &width));
     if (f->shared == MOE_SHARED_WIDTH)
         MOE_TRY(moe_keys_need_uint(k, "shared_expert_intermediate_size", 0, WIDTH_MAX, &width));
     if (f->shared == MOE_SHARED_COUNT_WIDTH)
         MOE_TRY(moe_keys_need_uint(k, "shared_intermediate_size", 0, WIDTH_MAX, &width));
     if (f->shared_count_key != NULL) {
-        /* null means none. Absence is an error, because the classes of the families differ. */
-        if (!moe_keys_mention(k, f->shared_count_key))
+        /* null means none. For most families absence is an error, because their classes differ. */
+        bool mentioned = moe_keys_mention(k, f->shared_count_key);
+        if (!mentioned && f->shared == MOE_SHARED_COUNT)
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                              "config.json: %s is missing", f->shared_count_key);
-        count = 0;
+        count = mentioned ? 0 : 1;
         MOE_TRY(moe_keys_uint(k, f->shared_count_key, 0, MOE_MAX_EXPERTS, &count));
     }
     /* Several shared experts are stored, and computed, as one wide one. */
@@ -253,6 +265,7 @@ struct moe_status moe_config_read(const json_t *root, struct moe_config *out)
     struct moe_keys keys;
     MOE_TRY(find_family(root, out));
     MOE_TRY(moe_keys_open(&keys, root));
+    keys.lists = out->family->layer_lists;
     struct moe_status st = read_all(&keys, out);
     moe_keys_close(&keys);
     return st;

@@ -44,8 +44,9 @@ void moe_quant_config_free(struct moe_quant_config *q);
 
 struct moe_keys {
     const json_t *top;  /* the file */
-    const json_t *text; /* its text_config, or NULL */
+    const json_t *text; /* its text_config, or that of its thinker_config, or NULL */
     json_t *read;       /* set of the keys that were looked up */
+    bool lists;         /* a list of equal whole numbers counts as that number */
     char name[64];      /* the key that the last lookup found, or its first alias: for errors */
 };
 
@@ -70,8 +71,8 @@ struct moe_status moe_keys_need_uint(struct moe_keys *k, const char *names, uint
 struct moe_status moe_keys_need_float(struct moe_keys *k, const char *names,
                                       float *out) MOE_CHECKED;
 
-/* True when the file contains the key, even as null. */
-bool moe_keys_mention(const struct moe_keys *k, const char *name);
+/* True when the file contains one of the keys, even as null. */
+bool moe_keys_mention(const struct moe_keys *k, const char *names);
 
 /* Refuses, by name, a key that was not looked up and could change the result of a MoE layer.
  * `ignored`: keys without effect in this family, or NULL. */

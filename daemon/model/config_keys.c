@@ -21,12 +21,13 @@ static const char *const suspicious[] = {
 /* ... except these: attention, positions, training, sizes of dense layers, precision hints. */
 static const char without_effect[] =
     "attn_output_gate attention_output_gate output_gate_type o_groups num_key_value_groups "
-    "index_topk index_topk_freq index_topk_pattern index_skip_topk_offset use_index_cache "
+    "index_topk index_topk_blocks index_topk_freq index_topk_pattern index_skip_topk_offset "
+    "use_index_cache "
     "rope_scaling attn_scale attention_scale floor_scale mla_scale_q_lora mla_scale_kv_lora "
     "query_pre_attn_scalar embedding_scale logit_scale logits_scaling rope_scaling_factor "
     "router_aux_loss_coef router_z_loss_coef output_router_logits router_jitter_noise "
     "moe_router_dtype router_dtype moe_aux_loss_coef ffn_hidden_size intermediate_size "
-    "for_llm_compressor";
+    "for_llm_compressor projector_hidden_act";
 
 /* Keys with an effect in some family, and their value (as compact JSON) for "off". */
 static const struct {
@@ -54,6 +55,11 @@ static const struct {
     {"mlp_only_layers", "[]"},
     {"num_hash_layers", "0"},
     {"is_quantized", "false"},
+    {"group_limited_greedy", "false"},
+    {"moe_drop_tokens", "false"},
+    {"moe_random_routing_dropped_token", "false"},
+    {"use_mixed_mlp_moe", "true"},
+    {"scale_router_input", "false"},
 };
 
 enum { COUNT_SUSPICIOUS = sizeof suspicious / sizeof suspicious[0] };
@@ -80,7 +86,10 @@ static const json_t *present(const json_t *object, const char *key)
 struct moe_status moe_keys_open(struct moe_keys *k, const json_t *root)
 {
     k->top = root;
+    k->lists = false;
     k->text = present(root, "text_config");
+    if (k->text == NULL) /* Qwen-Omni: the thinker is the language model */
+        k->text = present(present(root, "thinker_config"), "text_config");
     if (k->text != NULL && !json_is_object(k->text))
         return invalid("text_config", "is not an object");
     k->read = json_object();
@@ -100,11 +109,25 @@ static bool same_value(const json_t *a, const json_t *b)
     return json_equal(a, b);
 }
 
+/* The number in a list of equal whole numbers; any other value as it is. */
+static const json_t *same_in_all(const json_t *v)
+{
+    const json_t *first = json_array_get(v, 0);
+    if (!json_is_integer(first))
+        return v;
+    for (size_t i = 1; i < json_array_size(v); i++)
+        if (!json_equal(json_array_get(v, i), first))
+            return v;
+    return first;
+}
+
 static struct moe_status agree(struct moe_keys *k, const char *key, const json_t *found,
                                const json_t **value)
 {
     if (found == NULL)
         return moe_ok();
+    if (k->lists)
+        found = same_in_all(found);
     if (*value != NULL && !same_value(found, *value))
         return invalid(key, "contradicts another setting of the same thing");
     *value = found;
@@ -217,9 +240,21 @@ struct moe_status moe_keys_need_float(struct moe_keys *k, const char *names, flo
     return moe_keys_float(k, names, out);
 }
 
-bool moe_keys_mention(const struct moe_keys *k, const char *name)
+bool moe_keys_mention(const struct moe_keys *k, const char *names)
 {
-    return json_object_get(k->text, name) != NULL || json_object_get(k->top, name) != NULL;
+    const char *key;
+    json_t *value;
+    json_object_foreach((json_t *)k->top, key, value)
+    {
+        if (moe_word_in(key, names))
+            return true;
+    }
+    json_object_foreach((json_t *)k->text, key, value)
+    {
+        if (moe_word_in(key, names))
+            return true;
+    }
+    return false;
 }
 
 static bool smells_of_routing(const char *key)

@@ -5,6 +5,9 @@
 
 #include <string.h>
 
+static const char first_dense_keys[] =
+    "first_k_dense_replace num_dense_layers moe_layer_num_skipped";
+
 static struct moe_status invalid(const char *key, const char *text)
 {
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "config.json: %s %s", key,
@@ -104,7 +107,7 @@ static struct moe_status first_dense(struct moe_keys *k, const struct moe_family
     MOE_TRY(moe_keys_get(k, "moe_layer_freq", &frequency));
     if (json_is_array(frequency))
         first = 0;
-    MOE_TRY(moe_keys_uint(k, "first_k_dense_replace", 0, MOE_MODEL_LAYERS_MAX, &first));
+    MOE_TRY(moe_keys_uint(k, first_dense_keys, 0, MOE_MODEL_LAYERS_MAX, &first));
     MOE_TRY(refuse_hash_layers(k, family, types != NULL));
     if (types != NULL)
         return by_type_list(types, layer_count, is_moe);
@@ -149,6 +152,16 @@ static struct moe_status interval(struct moe_keys *k, uint32_t layer_count, bool
     return moe_ok();
 }
 
+static struct moe_status period(struct moe_keys *k, uint32_t layer_count, bool *is_moe)
+{
+    uint32_t step = 2, offset = 1;
+    MOE_TRY(moe_keys_uint(k, "expert_layer_period", 1, MOE_MODEL_LAYERS_MAX, &step));
+    MOE_TRY(moe_keys_uint(k, "expert_layer_offset", 0, MOE_MODEL_LAYERS_MAX, &offset));
+    for (uint32_t l = 0; l < layer_count; l++)
+        is_moe[l] = l % step == offset;
+    return moe_ok();
+}
+
 struct moe_status moe_config_select_layers(struct moe_keys *k, const struct moe_family *family,
                                            uint32_t layer_count, bool *is_moe)
 {
@@ -157,6 +170,7 @@ struct moe_status moe_config_select_layers(struct moe_keys *k, const struct moe_
     case MOE_LAYERS_SPARSE_STEP: return sparse_step(k, layer_count, is_moe);
     case MOE_LAYERS_INTERLEAVED: return interleaved(k, layer_count, is_moe);
     case MOE_LAYERS_INTERVAL: return interval(k, layer_count, is_moe);
+    case MOE_LAYERS_PERIOD: return period(k, layer_count, is_moe);
     case MOE_LAYERS_ALL: break;
     }
     memset(is_moe, true, layer_count * sizeof *is_moe);

@@ -44,6 +44,13 @@ static const struct moe_naming deepseek_names = {
            SHARED_EXPERT("mlp.shared_experts")},
     .block = "mlp"};
 
+static const struct moe_naming bailing_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "mlp.gate.weight",
+           [MOE_WEIGHT_SELECT_BIAS] = "mlp.gate.expert_bias",
+           QWEN_EXPERTS("mlp"),
+           SHARED_EXPERT("mlp.shared_experts")},
+    .block = "mlp"};
+
 static const struct moe_naming deepseek_v4_names = {
     .of = {[MOE_WEIGHT_ROUTER] = "ffn.gate.weight",
            [MOE_WEIGHT_SELECT_BIAS] = "ffn.gate.bias",
@@ -65,6 +72,46 @@ static const struct moe_naming longcat_names = {
            [MOE_WEIGHT_SELECT_BIAS] = "mlp.router.e_score_correction_bias",
            QWEN_EXPERTS("mlp")},
     .block = "mlp"};
+
+/* The block's tensors have no prefix in common. So of those that nothing reads, only experts' are
+ * refused. */
+static const struct moe_naming mistral_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "gate.weight",
+           [MOE_WEIGHT_GATE] = "experts.*.w1.weight",
+           [MOE_WEIGHT_UP] = "experts.*.w3.weight",
+           [MOE_WEIGHT_DOWN] = "experts.*.w2.weight",
+           [MOE_WEIGHT_SHARED_GATE] = "shared_experts.w1.weight",
+           [MOE_WEIGHT_SHARED_UP] = "shared_experts.w3.weight",
+           [MOE_WEIGHT_SHARED_DOWN] = "shared_experts.w2.weight"},
+    .block = "experts"};
+
+static const struct moe_naming hunyuan_names = {.of = {[MOE_WEIGHT_ROUTER] = "mlp.gate.wg.weight",
+                                                       QWEN_EXPERTS("mlp"),
+                                                       SHARED_EXPERT("mlp.shared_mlp")},
+                                                .block = "mlp"};
+
+static const struct moe_naming lfm2_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "feed_forward.gate.weight",
+           [MOE_WEIGHT_SELECT_BIAS] = "feed_forward.expert_bias",
+           MIXTRAL_EXPERTS("feed_forward")},
+    .block = "feed_forward"};
+
+static const struct moe_naming jamba_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "feed_forward.router.weight", QWEN_EXPERTS("feed_forward")},
+    .block = "feed_forward"};
+
+static const struct moe_naming kimi_linear_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "block_sparse_moe.gate.weight",
+           [MOE_WEIGHT_SELECT_BIAS] = "block_sparse_moe.gate.e_score_correction_bias",
+           MIXTRAL_EXPERTS("block_sparse_moe"),
+           SHARED_EXPERT("block_sparse_moe.shared_experts")},
+    .block = "block_sparse_moe"};
+
+static const struct moe_naming granite_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "block_sparse_moe.router.layer.weight"},
+    .block = "block_sparse_moe",
+    .fused_gate_up = "block_sparse_moe.input_linear.weight",
+    .fused_down = "block_sparse_moe.output_linear.weight"};
 
 static const struct moe_naming gpt_oss_names = {
     .of = {[MOE_WEIGHT_ROUTER] = "mlp.router.weight", [MOE_WEIGHT_LOGIT_BIAS] = "mlp.router.bias"},
@@ -103,13 +150,15 @@ static const struct moe_family families[] = {
         .ignored = "shared_moe_mode",
     },
     {
-        .model_types = "minimax_m3 minimax_m3_text minimax_m3_vl",
+        /* transformers writes hidden_act silu, and computes this activation all the same. */
+        .model_types = "minimax_m3 minimax_m3_text minimax_m3_vl minimax_m3_vl_text",
         .naming = &mixtral_names, .layers = MOE_LAYERS_FIRST_DENSE,
         .layer_count_key = "num_hidden_layers", .inner_key = "intermediate_size",
         .score = MOE_SCORE_SIGMOID, .scores = "sigmoid",
         .select_bias = true, .select_bias_key = "use_routing_bias",
         .renorm = MOE_FAMILY_RENORM_ALWAYS, .scaled = true,
-        .activation = MOE_ACT_SWIGLU_OAI, .hidden_act = "swigluoai", .limit = 7.0f, .alpha = 1.702f,
+        .activation = MOE_ACT_SWIGLU_OAI, .hidden_act = "swigluoai silu",
+        .limit = 7.0f, .alpha = 1.702f,
         .shared = MOE_SHARED_COUNT_WIDTH, .shared_count_key = "n_shared_experts",
     },
     {
@@ -128,7 +177,8 @@ static const struct moe_family families[] = {
         .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
     },
     {
-        .model_types = "qwen3_vl_moe qwen3_vl_moe_text",
+        .model_types = "qwen3_vl_moe qwen3_vl_moe_text qwen3_omni_moe qwen3_omni_moe_thinker "
+                       "qwen3_omni_moe_text",
         .naming = &qwen_names, .layers = MOE_LAYERS_SPARSE_STEP,
         .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
         .score = MOE_SCORE_SOFTMAX, .renorm = MOE_FAMILY_RENORM_ALWAYS,
@@ -170,7 +220,7 @@ static const struct moe_family families[] = {
         .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts",
     },
     {
-        .model_types = "deepseek_v3 deepseek_v32 kimi_k2",
+        .model_types = "deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa",
         .naming = &deepseek_names, .layers = MOE_LAYERS_FIRST_DENSE,
         .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
         .score = MOE_SCORE_SIGMOID, .scores = "sigmoid", .methods = "noaux_tc",
@@ -181,15 +231,117 @@ static const struct moe_family families[] = {
         .first_dense = 3,
     },
     {
-        .model_types = "glm4_moe",
+        .model_types = "glm4_moe glm4_moe_lite",
         .naming = &deepseek_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SIGMOID, .scores = "sigmoid", .methods = "noaux_tc",
+        .select_bias = true, .group_best = 2, .one_group = true,
+        .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-20f, .scaled = true,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts",
+        .first_dense = 1,
+    },
+    {
+        .model_types = "dots1",
+        .naming = &deepseek_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SIGMOID, .scores = "sigmoid", .methods = "noaux_tc",
+        .select_bias = true, .group_best = 2, .one_group = true,
+        .renorm = MOE_FAMILY_RENORM_KEY_FALSE, .renorm_eps = 1e-20f, .scaled = true,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts",
+    },
+    {
+        .model_types = "bailing_hybrid bailing_moe bailing_moe_v2",
+        .naming = &bailing_names, .layers = MOE_LAYERS_FIRST_DENSE,
         .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
         .score = MOE_SCORE_SIGMOID, .scores = "sigmoid", .methods = "noaux_tc",
         .select_bias = true, .group_best = 2,
         .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-20f, .scaled = true,
         .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts num_shared_experts",
+        .select_bias_key = "moe_router_enable_expert_bias", .first_dense = 2,
+        .ignored = "kda_safe_gate layer_group_size group_norm_size mtp_loss_scaling_factor "
+                   "gated_attention_proj_granularity_type",
+    },
+    {
+        .model_types = "kimi_linear",
+        .naming = &kimi_linear_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SIGMOID, .scores = "sigmoid", .methods = "noaux_tc",
+        .select_bias = true, .group_best = 2, .one_group = true,
+        .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-20f, .scaled = true,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts num_shared_experts",
+        .first_dense = 1,
+        .ignored = "use_grouped_topk",
+    },
+    {
+        .model_types = "mimo_v2_flash",
+        .naming = &deepseek_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SIGMOID, .scores = "sigmoid", .methods = "noaux_tc",
+        .select_bias = true, .group_best = 2, .one_group = true,
+        .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-20f, .scaled = true,
+        .null_scale = true,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .first_dense = 1,
+        .ignored = "attention_value_scale",
+    },
+    {
+        .model_types = "mistral4",
+        .naming = &deepseek_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .group_best = 2, .one_group = true,
+        .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-20f, .scaled = true,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts",
+    },
+    {
+        .model_types = "mistral_large4 mistral_large4_text",
+        .naming = &mistral_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .group_best = 2, .one_group = true,
+        .renorm = MOE_FAMILY_RENORM_ALWAYS, .renorm_eps = 1e-20f, .scaled = true,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
         .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts",
         .first_dense = 1,
+    },
+    {
+        .model_types = "lfm2_moe",
+        .naming = &lfm2_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SIGMOID,
+        .select_bias = true, .select_bias_key = "use_expert_bias",
+        .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-6f, .scaled = true,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .first_dense = 2,
+    },
+    {
+        .model_types = "hunyuan_v1_moe",
+        .naming = &hunyuan_names, .layers = MOE_LAYERS_FIRST_DENSE,
+        .layer_count_key = "num_hidden_layers",
+        .inner_key = "moe_intermediate_size intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .renorm = MOE_FAMILY_RENORM_ALWAYS,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .shared = MOE_SHARED_COUNT_ONE, .shared_count_key = "num_shared_expert",
+        .layer_lists = true, .ignored = "capacity_factor",
+    },
+    {
+        .model_types = "jamba",
+        .naming = &jamba_names, .layers = MOE_LAYERS_PERIOD,
+        .layer_count_key = "num_hidden_layers", .inner_key = "intermediate_size",
+        .score = MOE_SCORE_SOFTMAX, .renorm = MOE_FAMILY_RENORM_NEVER,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+    },
+    {
+        /* shared_mlp is not in the block: the caller computes it. */
+        .model_types = "granitemoe granitemoeshared granitemoehybrid",
+        .naming = &granite_names, .layers = MOE_LAYERS_ALL,
+        .layer_count_key = "num_hidden_layers", .inner_key = "intermediate_size",
+        .score = MOE_SCORE_SOFTMAX_TOPK, .renorm = MOE_FAMILY_RENORM_NEVER,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .ignored = "shared_intermediate_size mamba_n_groups time_step_limit",
     },
     {
         .model_types = "deepseek_v4",
@@ -239,6 +391,24 @@ static const struct moe_family families[] = {
     },
 };
 /* clang-format on */
+
+/* Known models with blocks that are none of ours. */
+static const struct {
+    const char *model_types, *why;
+} refused[] = {
+    {"phimoe", "its router (SparseMixer) weighs each choice by a softmax over near logits alone"},
+    {"nemotron_h nemotron_h_omni",
+     "its experts have no gate (squared ReLU), and some project to a latent space (LatentMoE)"},
+    {"kimi_k3", "its experts project to a latent space (LatentMoE) and use SiTU"},
+};
+
+const char *moe_family_refusal(const char *model_type)
+{
+    for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++)
+        if (moe_word_in(model_type, refused[i].model_types))
+            return refused[i].why;
+    return NULL;
+}
 
 bool moe_word_in(const char *word, const char *words)
 {

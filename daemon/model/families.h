@@ -12,10 +12,12 @@
 /* Which layers are MoE layers. */
 enum moe_layer_rule {
     MOE_LAYERS_ALL,
-    MOE_LAYERS_FIRST_DENSE, /* first_k_dense_replace, moe_layer_freq or mlp_layer_types */
+    MOE_LAYERS_FIRST_DENSE, /* first_k_dense_replace and its other names, moe_layer_freq or
+                               mlp_layer_types */
     MOE_LAYERS_SPARSE_STEP, /* decoder_sparse_step and mlp_only_layers */
     MOE_LAYERS_INTERLEAVED, /* moe_layers or interleave_moe_layer_step */
     MOE_LAYERS_INTERVAL,    /* moe_layer_start_index, _end_index, _interval */
+    MOE_LAYERS_PERIOD,      /* expert_layer_period, expert_layer_offset */
 };
 
 enum moe_family_renorm {
@@ -28,17 +30,19 @@ enum moe_family_renorm {
 
 enum moe_family_shared {
     MOE_SHARED_NONE,
-    MOE_SHARED_COUNT,       /* n_shared_experts experts of the routed experts' width */
+    MOE_SHARED_COUNT,       /* n_shared_experts experts, as wide as the routed ones or
+                               moe_shared_expert_intermediate_size */
     MOE_SHARED_WIDTH,       /* one, shared_expert_intermediate_size wide */
-    MOE_SHARED_COUNT_WIDTH, /* n_shared_experts of shared_intermediate_size */
+    MOE_SHARED_COUNT_ONE,   /* the same; without the key it is one */
+    MOE_SHARED_COUNT_WIDTH, /* n_shared_experts of shared_intermediate_size; without it one */
     MOE_SHARED_SAME,        /* one, as wide as a routed expert */
 };
 
-/* Tensor names, behind "{prefix}{layer}."; '*' stands for the expert. NULL: no such tensor. Fused
- * experts have the same names in every family: see layout.c. */
+/* Tensor names, behind "{prefix}{layer}."; '*' stands for the expert. NULL: no such tensor. */
 struct moe_naming {
     const char *of[MOE_WEIGHT_COUNT];
-    const char *block; /* common prefix, also of fused experts */
+    const char *block;                      /* common prefix */
+    const char *fused_gate_up, *fused_down; /* NULL: "{block}.experts.gate_up_proj", "down_proj" */
 };
 
 struct moe_family {
@@ -46,7 +50,7 @@ struct moe_family {
     const struct moe_naming *naming;
     enum moe_layer_rule layers;
     const char *layer_count_key;
-    const char *inner_key; /* I of a routed expert */
+    const char *inner_key; /* I of a routed expert; several names, separated by spaces */
 
     enum moe_score score;
     const char *scores;  /* scoring_func values that are accepted, or NULL: no such key */
@@ -55,16 +59,18 @@ struct moe_family {
     bool select_bias;
     const char *select_bias_key; /* boolean that can turn select_bias off, or NULL */
     uint32_t group_best;         /* 0: the family has no groups */
+    bool one_group;              /* absent n_group and topk_group mean 1 */
     bool grouped_by_method;      /* groups count only with topk_method group_limited_greedy */
     enum moe_family_renorm renorm;
     float renorm_eps;
     bool scaled;              /* routed_scaling_factor, which must be present */
+    bool null_scale;          /* null there means 1 */
     bool scale_xor_renorm;    /* the scale is applied only where nothing is renormalised */
     const char *zero_experts; /* key of Z, or NULL */
 
     enum moe_weighting weighting;
     enum moe_activation activation;
-    const char *hidden_act; /* the only accepted value, and the default */
+    const char *hidden_act; /* the accepted values; the first is the default */
     float limit, alpha;     /* defaults of swiglu_limit and swiglu_alpha; 0: no key */
     bool biases;            /* gate_up and down biases always exist */
     const char *biases_key; /* boolean key for their existence, or NULL */
@@ -76,11 +82,15 @@ struct moe_family {
 
     uint32_t first_dense; /* default of first_k_dense_replace */
     uint32_t hash_layers; /* default of num_hash_layers */
+    bool layer_lists;     /* a number may be a list of equal numbers, one for each layer */
     const char *ignored;  /* relevant-looking keys without effect in this family, or NULL */
 };
 
 /* The row of a model_type, or NULL. */
 const struct moe_family *moe_family_find(const char *model_type);
+
+/* Why a known model_type is refused, or NULL. */
+const char *moe_family_refusal(const char *model_type);
 
 /* True when `word` is one of the space-separated `words`. */
 bool moe_word_in(const char *word, const char *words);

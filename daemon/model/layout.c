@@ -10,9 +10,9 @@
 
 enum { NAME_BYTES = 192, SHAPE_BYTES = 56 };
 
-static const char *const prefixes[] = {"model.layers.", "model.language_model.layers.",
-                                       "language_model.model.layers.", "language_model.layers.",
-                                       "layers."};
+static const char *const prefixes[] = {
+    "model.layers.",          "model.language_model.layers.", "language_model.model.layers.",
+    "language_model.layers.", "thinker.model.layers.",        "layers."};
 
 static struct moe_status missing(const char *name)
 {
@@ -181,10 +181,15 @@ struct fused_names {
     char gate_up[64], down[64], gate_up_bias[64], down_bias[64];
 };
 
-static void name_fused(struct fused_names *n, const char *block)
+static void name_fused(struct fused_names *n, const struct moe_naming *naming)
 {
+    const char *block = naming->block;
     snprintf(n->gate_up, sizeof n->gate_up, "%s.experts.gate_up_proj", block);
     snprintf(n->down, sizeof n->down, "%s.experts.down_proj", block);
+    if (naming->fused_gate_up != NULL) {
+        snprintf(n->gate_up, sizeof n->gate_up, "%s", naming->fused_gate_up);
+        snprintf(n->down, sizeof n->down, "%s", naming->fused_down);
+    }
     snprintf(n->gate_up_bias, sizeof n->gate_up_bias, "%s.experts.gate_up_proj_bias", block);
     snprintf(n->down_bias, sizeof n->down_bias, "%s.experts.down_proj_bias", block);
 }
@@ -243,7 +248,7 @@ static bool layer_is_fused(const struct moe_layout *l, const struct moe_layer_sp
 bool moe_layout_is_fused(const struct moe_layout *l, const struct moe_layer_spec *spec)
 {
     struct fused_names names;
-    name_fused(&names, l->family->naming->block);
+    name_fused(&names, l->family->naming);
     return layer_is_fused(l, spec, &names);
 }
 
@@ -258,7 +263,7 @@ static struct moe_status locate_plain(const struct moe_layout *l, const struct m
         return whole(l, spec, pattern, 0, out);
     }
     struct fused_names names;
-    name_fused(&names, l->family->naming->block);
+    name_fused(&names, l->family->naming);
     if (layer_is_fused(l, spec, &names))
         return fused(l, spec, &names, weight, expert, out);
     return whole(l, spec, pattern, expert, out);
@@ -292,7 +297,7 @@ static void stem_of(const struct moe_layout *l, enum moe_weight weight, bool is_
 {
     if (is_fused) {
         struct fused_names names;
-        name_fused(&names, l->family->naming->block);
+        name_fused(&names, l->family->naming);
         snprintf(stem, NAME_BYTES, "%s",
                  weight == MOE_WEIGHT_DOWN        ? names.down
                  : weight == MOE_WEIGHT_DOWN_BIAS ? names.down_bias
@@ -563,7 +568,7 @@ static bool layer_reads(const struct moe_layout *l, const struct moe_layer_spec 
                         const char *name)
 {
     struct fused_names names;
-    name_fused(&names, l->family->naming->block);
+    name_fused(&names, l->family->naming);
     bool is_fused = layer_is_fused(l, spec, &names);
     if (is_fused && fused_reads(l, spec, &names, name))
         return true;
@@ -578,7 +583,9 @@ static bool layer_reads(const struct moe_layout *l, const struct moe_layer_spec 
                 return true;
             continue;
         }
-        if (rows != 0 && pattern != NULL && !from_fused && matches(name, pattern, spec->experts))
+        /* transformers writes gate and up of LongCat's zero experts, which nothing uses. */
+        uint32_t named = spec->experts + spec->router.zero_experts;
+        if (rows != 0 && pattern != NULL && !from_fused && matches(name, pattern, named))
             return true;
     }
     return false;

@@ -108,6 +108,32 @@ static struct moe_status name_as_given(struct moe_model *m, const char *name)
     return m->name != NULL ? moe_ok() : no_memory();
 }
 
+/* ModelOpt has a separate file for the settings of quantisation. Where config.json has none,
+ * these become its quantization_config, and so part of the fingerprint. */
+static struct moe_status add_modelopt(int directory, json_t *root)
+{
+    static const char name[] = "hf_quant_config.json";
+    json_t *file = NULL;
+    if (json_is_object(json_object_get(root, "quantization_config")) ||
+        json_is_object(json_object_get(root, "compression_config")))
+        return moe_ok();
+    struct moe_status st = moe_json_read_at(directory, name, CONFIG_BYTES_MAX, &file);
+    if (st.code == MOE_NOT_FOUND)
+        return moe_ok();
+    MOE_TRY(st);
+    json_t *settings = json_object_get(file, "quantization");
+    json_t *algorithm = json_object_get(settings, "quant_algo");
+    if (!json_is_object(settings) || algorithm == NULL)
+        st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                       "%s: quantization.quant_algo is missing", name);
+    else if (!json_is_null(algorithm) && /* null: only the KV cache is quantised */
+             (json_object_set_new(settings, "quant_method", json_string("modelopt")) != 0 ||
+              json_object_set(root, "quantization_config", settings) != 0))
+        st = no_memory();
+    json_decref(file);
+    return st;
+}
+
 static struct moe_status read_headers(struct moe_model *m)
 {
     struct moe_status st;
@@ -115,6 +141,7 @@ static struct moe_status read_headers(struct moe_model *m)
     json_t *root = NULL;
     struct moe_quant_config quant = {0};
     MOE_TRY_GOTO(st, moe_json_read_at(directory, "config.json", CONFIG_BYTES_MAX, &root), done);
+    MOE_TRY_GOTO(st, add_modelopt(directory, root), done);
     MOE_TRY_GOTO(st, moe_config_read(root, &m->config), done);
     MOE_TRY_GOTO(st, moe_quant_config_read(root, m->config.family, &quant), done);
     MOE_TRY_GOTO(st, moe_checkpoint_open(directory, &m->checkpoint), done);

@@ -4,7 +4,9 @@
 #include "config_fixture.h"
 #include "model_fixture.h"
 
-/* ---- the twelve golden models ---- */
+#include <string.h>
+
+/* ---- golden models, first those of larger sizes ---- */
 
 static void mixtral(void **state)
 {
@@ -182,6 +184,280 @@ static void ernie4_5_moe(void **state)
                      .router = ROUTER(.scale = 1, .top_k = 4, .select_bias = true,
                                       .renorm = MOE_RENORM_CLAMPED, .renorm_eps = 1e-12f),
                      .shared_intermediate = 48,
+                 });
+}
+
+/* Made by tests/golden/make_models.py. */
+#define SMALL .hidden = 32, .intermediate = 24
+#define DEEPSEEK_SIGMOID                                                                           \
+    .score = MOE_SCORE_SIGMOID, .select_bias = true, .renorm = MOE_RENORM_SUM, .renorm_eps = 1e-20f
+
+static void small_golden_models(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *family;
+        uint32_t first, count; /* of MoE layers */
+        struct moe_layer_spec spec;
+    } models[] = {
+        {"minimax",
+         0,
+         1,
+         {SMALL, .experts = 8, .router = ROUTER(.top_k = 2, .scale = 1, .renorm = MOE_RENORM_SUM)}},
+        {"minimax_m3_vl",
+         1,
+         1,
+         {SMALL, .experts = 8,
+          .router = ROUTER(.top_k = 3, .score = MOE_SCORE_SIGMOID, .select_bias = true,
+                           .renorm = MOE_RENORM_SUM, .scale = 2.0f),
+          .activation = MOE_ACT_SWIGLU_OAI, .swiglu_limit = 1.0f, .swiglu_alpha = 1.702f,
+          .shared_intermediate = 40, .shared_activation = MOE_ACT_SWIGLU_OAI}},
+        {"qwen3_vl_moe",
+         0,
+         1,
+         {SMALL, .experts = 8, .router = ROUTER(.top_k = 3, .scale = 1, .renorm = MOE_RENORM_SUM)}},
+        {"qwen3_5_moe",
+         0,
+         1,
+         {SMALL, .experts = 8, .router = ROUTER(.top_k = 3, .scale = 1, .renorm = MOE_RENORM_SUM),
+          .shared_intermediate = 40, .shared_gated = true}},
+        {"qwen3_omni_moe",
+         0,
+         1,
+         {SMALL, .experts = 8, .router = ROUTER(.top_k = 3, .scale = 1, .renorm = MOE_RENORM_SUM)}},
+        {"deepseek_v32",
+         1,
+         1,
+         {SMALL, .experts = 16,
+          .router = {.top_k = 4,
+                     .groups = 4,
+                     .topk_group = 2,
+                     .group_best = 2,
+                     .scale = 2.5f,
+                     DEEPSEEK_SIGMOID},
+          .shared_intermediate = 24}},
+        {"deepseek_v4",
+         0,
+         2,
+         {SMALL, .experts = 8,
+          .router = ROUTER(.top_k = 3, .score = MOE_SCORE_SQRTSOFTPLUS, .select_bias = true,
+                           .renorm = MOE_RENORM_SUM, .renorm_eps = 1e-20f, .scale = 1.5f),
+          .activation = MOE_ACT_SWIGLU_CLAMPED, .swiglu_limit = 1.0f, .shared_intermediate = 24,
+          .shared_activation = MOE_ACT_SWIGLU_CLAMPED}},
+        {"glm4_moe_lite",
+         1,
+         1,
+         {SMALL, .experts = 8, .router = ROUTER(.top_k = 3, .scale = 2.5f, DEEPSEEK_SIGMOID),
+          .shared_intermediate = 24}},
+        {"glm_moe_dsa",
+         1,
+         1,
+         {SMALL, .experts = 8, .router = ROUTER(.top_k = 3, .scale = 2.5f, DEEPSEEK_SIGMOID),
+          .shared_intermediate = 24}},
+        {"dots1",
+         1,
+         1,
+         {SMALL, .experts = 8, .router = ROUTER(.top_k = 3, .scale = 2.5f, DEEPSEEK_SIGMOID),
+          .shared_intermediate = 48}},
+        {"bailing_hybrid",
+         1,
+         1,
+         {SMALL, .experts = 16,
+          .router = {.top_k = 4,
+                     .groups = 4,
+                     .topk_group = 2,
+                     .group_best = 2,
+                     .scale = 2.5f,
+                     DEEPSEEK_SIGMOID},
+          .shared_intermediate = 24}},
+        {"kimi_linear",
+         1,
+         1,
+         {SMALL, .experts = 8, .router = ROUTER(.top_k = 3, .scale = 2.5f, DEEPSEEK_SIGMOID),
+          .shared_intermediate = 24}},
+        {"mimo_v2_flash",
+         1,
+         1,
+         {SMALL, .experts = 8, .router = ROUTER(.top_k = 3, .scale = 1, DEEPSEEK_SIGMOID),
+          .shared_intermediate = 0}},
+        {"mistral4",
+         1,
+         1,
+         {SMALL, .experts = 16,
+          .router = {.top_k = 4,
+                     .groups = 4,
+                     .topk_group = 2,
+                     .group_best = 2,
+                     .scale = 2.5f,
+                     .renorm = MOE_RENORM_SUM,
+                     .renorm_eps = 1e-20f},
+          .shared_intermediate = 24}},
+        {"mistral_large4",
+         1,
+         1,
+         {SMALL, .experts = 16,
+          .router = {.top_k = 4,
+                     .groups = 4,
+                     .topk_group = 2,
+                     .group_best = 2,
+                     .scale = 2.5f,
+                     .renorm = MOE_RENORM_SUM,
+                     .renorm_eps = 1e-20f},
+          .shared_intermediate = 24}},
+        {"lfm2_moe",
+         1,
+         1,
+         {SMALL, .experts = 8,
+          .router = ROUTER(.top_k = 3, .score = MOE_SCORE_SIGMOID, .select_bias = true,
+                           .renorm = MOE_RENORM_SUM, .renorm_eps = 1e-6f, .scale = 1.5f)}},
+        {"hunyuan_v1_moe",
+         0,
+         1,
+         {SMALL, .experts = 8, .router = ROUTER(.top_k = 3, .scale = 1, .renorm = MOE_RENORM_SUM),
+          .shared_intermediate = 24}},
+        {"jamba", 1, 1, {SMALL, .experts = 8, .router = ROUTER(.top_k = 2, .scale = 1)}},
+        {"granitemoe",
+         0,
+         1,
+         {SMALL, .experts = 8,
+          .router = ROUTER(.top_k = 3, .scale = 1, .score = MOE_SCORE_SOFTMAX_TOPK)}},
+        {"granitemoehybrid",
+         0,
+         1,
+         {SMALL, .experts = 8,
+          .router = ROUTER(.top_k = 3, .scale = 1, .score = MOE_SCORE_SOFTMAX_TOPK)}},
+        {"longcat_flash",
+         0,
+         1,
+         {SMALL, .experts = 8,
+          .router = ROUTER(.top_k = 4, .select_bias = true, .scale = 6.0f, .zero_experts = 4)}},
+    };
+    for (size_t i = 0; i < sizeof models / sizeof models[0]; i++) {
+        print_message("    %s\n", models[i].family);
+        check_golden(models[i].family, models[i].first, models[i].count, models[i].spec);
+    }
+}
+
+/* ---- models that are refused by name ---- */
+
+static void a_model_with_another_kind_of_block_is_refused_by_name(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *text, *named, *why;
+    } cases[] = {
+        {"{\"model_type\":\"phimoe\"}", "phimoe", "SparseMixer"},
+        {"{\"model_type\":\"nemotron_h\"}", "nemotron_h", "squared ReLU"},
+        {"{\"model_type\":\"kimi_k3\",\"text_config\":{\"model_type\":\"kimi_linear\"}}", "kimi_k3",
+         "LatentMoE"},
+        {"{\"model_type\":\"some_shell\",\"text_config\":{\"model_type\":\"nemotron_h\"}}",
+         "nemotron_h", "no gate"},
+        {"{\"model_type\":\"novelty\"}", "novelty", "not supported"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        struct moe_config c;
+        struct moe_status st = read_text(cases[i].text, &c);
+        assert_non_null(strstr(st.text, cases[i].named));
+        assert_non_null(strstr(st.text, cases[i].why));
+        check_reason(st, MOE_REASON_CONFIG_UNKNOWN_KEY);
+    }
+}
+
+/* ---- settings as released, where they differ from those of the golden models ---- */
+
+static void hunyuan_a13b_has_lists_of_equal_numbers(void **state)
+{
+    (void)state;
+    struct moe_config c;
+    static const char released[] =
+        "{\"model_type\":\"hunyuan_v1_moe\",\"hidden_size\":4096,\"intermediate_size\":3072,"
+        "\"num_hidden_layers\":2,\"num_experts\":64,\"moe_intermediate_size\":[3072,3072],"
+        "\"moe_topk\":[8,8],\"num_shared_expert\":[1,1],\"use_mixed_mlp_moe\":true,"
+        "\"moe_drop_tokens\":false,\"moe_random_routing_dropped_token\":false,"
+        "\"moe_layer_num_skipped\":0,\"norm_topk_prob\":true,\"hidden_act\":\"silu\"}";
+    assert_ok(read_text(released, &c));
+    check_config(&c, 0, 2,
+                 (struct moe_layer_spec){
+                     .hidden = 4096,
+                     .experts = 64,
+                     .intermediate = 3072,
+                     .router = ROUTER(.top_k = 8, .scale = 1, .renorm = MOE_RENORM_SUM),
+                     .shared_intermediate = 3072,
+                 });
+    json_t *root = json_loads(released, 0, NULL);
+    json_object_set_new(root, "moe_topk", json_pack("[i,i]", 8, 4));
+    struct moe_status st = moe_config_read(root, &c);
+    assert_non_null(strstr(st.text, "moe_topk is [8,4]"));
+    check_reason(st, MOE_REASON_CONFIG_INVALID);
+    json_decref(root);
+}
+
+static void ling_has_keys_of_its_own(void **state)
+{
+    (void)state;
+    struct moe_config c;
+    assert_ok(read_text(
+        "{\"model_type\":\"bailing_hybrid\",\"hidden_size\":1536,\"intermediate_size\":4608,"
+        "\"num_hidden_layers\":24,\"layer_group_size\":4,\"kda_safe_gate\":true,"
+        "\"gated_attention_proj_granularity_type\":\"head_wise\",\"first_k_dense_replace\":1,"
+        "\"num_experts\":128,\"num_experts_per_tok\":8,\"num_shared_experts\":1,"
+        "\"moe_intermediate_size\":512,\"moe_shared_expert_intermediate_size\":1024,"
+        "\"n_group\":8,\"topk_group\":4,\"topk_method\":\"noaux_tc\",\"norm_topk_prob\":true,"
+        "\"score_function\":\"sigmoid\",\"scoring_func\":\"sigmoid\",\"router_dtype\":\"fp32\","
+        "\"routed_scaling_factor\":2.5,\"moe_router_enable_expert_bias\":true,"
+        "\"scale_router_input\":false,\"group_norm_size\":1,\"use_bias\":false}",
+        &c));
+    check_config(&c, 1, 23,
+                 (struct moe_layer_spec){
+                     .hidden = 1536,
+                     .experts = 128,
+                     .intermediate = 512,
+                     .router = {.score = MOE_SCORE_SIGMOID,
+                                .top_k = 8,
+                                .select_bias = true,
+                                .groups = 8,
+                                .topk_group = 4,
+                                .group_best = 2,
+                                .renorm = MOE_RENORM_SUM,
+                                .renorm_eps = 1e-20f,
+                                .scale = 2.5f},
+                     .shared_intermediate = 1024,
+                 });
+}
+
+/* Ling 1 has the same model_type, but softmax and no groups. */
+static void ling_1_is_refused(void **state)
+{
+    (void)state;
+    struct moe_config c;
+    struct moe_status st = read_text(
+        "{\"model_type\":\"bailing_moe\",\"hidden_size\":2048,\"intermediate_size\":5632,"
+        "\"num_hidden_layers\":28,\"num_experts\":64,\"num_experts_per_tok\":6,"
+        "\"num_shared_experts\":2,\"moe_intermediate_size\":1408,\"norm_topk_prob\":true}",
+        &c);
+    assert_non_null(strstr(st.text, "n_group is missing"));
+    check_reason(st, MOE_REASON_CONFIG_INVALID);
+}
+
+/* null as scale means 1, and there is no n_shared_experts. */
+static void mimo_v2_flash(void **state)
+{
+    (void)state;
+    struct moe_config c;
+    assert_ok(read_text(
+        "{\"model_type\":\"mimo_v2_flash\",\"hidden_size\":4096,\"intermediate_size\":16384,"
+        "\"num_hidden_layers\":3,\"moe_layer_freq\":[0,1,1],\"n_routed_experts\":256,"
+        "\"num_experts_per_tok\":8,\"moe_intermediate_size\":2048,\"n_shared_experts\":null,"
+        "\"routed_scaling_factor\":null,\"scoring_func\":\"sigmoid\",\"topk_method\":\"noaux_tc\","
+        "\"n_group\":1,\"norm_topk_prob\":true,\"attention_value_scale\":0.707}",
+        &c));
+    check_config(&c, 1, 2,
+                 (struct moe_layer_spec){
+                     .hidden = 4096,
+                     .experts = 256,
+                     .intermediate = 2048,
+                     .router = ROUTER(.score = MOE_SCORE_SIGMOID, .top_k = 8, .select_bias = true,
+                                      .renorm = MOE_RENORM_SUM, .renorm_eps = 1e-20f, .scale = 1),
                  });
 }
 
@@ -466,6 +742,12 @@ int main(void)
         cmocka_unit_test(llama4),
         cmocka_unit_test(minimax_m2),
         cmocka_unit_test(ernie4_5_moe),
+        cmocka_unit_test(small_golden_models),
+        cmocka_unit_test(a_model_with_another_kind_of_block_is_refused_by_name),
+        cmocka_unit_test(hunyuan_a13b_has_lists_of_equal_numbers),
+        cmocka_unit_test(ling_has_keys_of_its_own),
+        cmocka_unit_test(ling_1_is_refused),
+        cmocka_unit_test(mimo_v2_flash),
         cmocka_unit_test(deepseek_v2_keeps_the_best_groups_by_their_maximum),
         cmocka_unit_test(deepseek_v2_scales_only_what_it_does_not_renormalise),
         cmocka_unit_test(kimi_k2),

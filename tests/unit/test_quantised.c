@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* A copy of a golden model's tensors, to be changed. */
 struct copy {
@@ -414,6 +415,41 @@ static void what_quantisers_write_is_accepted(void **state)
     }
 }
 
+/* The same settings in hf_quant_config.json, as older releases of ModelOpt have them. */
+static void modelopts_own_file_stands_for_a_quantization_config(void **state)
+{
+    static struct copy c;
+    const struct fixture *f = *state;
+    json_t *root = read_config("nvfp4_modelopt_qwen3_moe");
+    json_object_del(root, "quantization_config");
+    write_config(f, json_incref(root));
+    copy_open(&c, "nvfp4_modelopt_qwen3_moe");
+    copy_write(&c, f);
+    check_refused(f, MOE_REASON_TENSOR_INVALID, "gate_proj.weight", "not quantised");
+    fixture_write_text(
+        f, "hf_quant_config.json",
+        "{\"producer\": {\"name\": \"modelopt\"}, \"quantization\": {\"quant_algo\": "
+        "\"NVFP4\", \"kv_cache_quant_algo\": \"FP8\", \"group_size\": 16, "
+        "\"exclude_modules\": [\"lm_head\", \"*.mlp.gate\"]}}");
+    assert_ok(try_model(f));
+    fixture_write_text(f, "hf_quant_config.json",
+                       "{\"quantization\": {\"quant_algo\": \"W4A8_AWQ\", \"group_size\": 128}}");
+    check_refused(f, MOE_REASON_CONFIG_UNKNOWN_KEY, "quant_algo", "W4A8_AWQ");
+    fixture_write_text(f, "hf_quant_config.json", "{\"quantization\": {\"group_size\": 16}}");
+    check_refused(f, MOE_REASON_CONFIG_INVALID, "hf_quant_config.json", "quant_algo is missing");
+    /* Only the KV cache is quantised. */
+    fixture_write_text(
+        f, "hf_quant_config.json",
+        "{\"quantization\": {\"quant_algo\": null, \"kv_cache_quant_algo\": \"FP8\"}}");
+    check_refused(f, MOE_REASON_TENSOR_INVALID, "gate_proj.weight", "not quantised");
+    /* config.json counts first. */
+    write_config(f, read_config("nvfp4_modelopt_qwen3_moe"));
+    assert_ok(try_model(f));
+    assert_int_equal(unlink(fixture_path(f, "hf_quant_config.json")), 0);
+    copy_close(&c);
+    json_decref(root);
+}
+
 /* ---- digests ---- */
 
 static struct moe_digest_table *digests(const struct fixture *f)
@@ -485,6 +521,8 @@ int main(void)
                                         fixture_setup, fixture_teardown),
         cmocka_unit_test_setup_teardown(what_quantisers_write_is_accepted, fixture_setup,
                                         fixture_teardown),
+        cmocka_unit_test_setup_teardown(modelopts_own_file_stands_for_a_quantization_config,
+                                        fixture_setup, fixture_teardown),
         cmocka_unit_test_setup_teardown(a_flipped_bit_of_any_part_is_found_by_name, fixture_setup,
                                         fixture_teardown),
     };

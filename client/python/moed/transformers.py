@@ -51,18 +51,40 @@ _Block = collections.namedtuple("_Block", "family router returns_tuple bias",
                                 defaults=(False, None))
 
 _BLOCKS = {
+    "BailingHybridMoE": _Block("bailing_hybrid", "gate"),
     "DeepseekV2Moe": _Block("deepseek_v2", "gate"),
+    "DeepseekV32MoE": _Block("deepseek_v32", "gate"),
     "DeepseekV3MoE": _Block("deepseek_v3", "gate"),
+    "DeepseekV4SparseMoeBlock": _Block("deepseek_v4", "gate"),
+    "Dots1MoE": _Block("dots1", "gate"),
     "Ernie4_5_MoeSparseMoeBlock": _Block("ernie4_5_moe", "gate"),
+    "Glm4MoeLiteMoE": _Block("glm4_moe_lite", "gate"),
     "Glm4MoeMoE": _Block("glm4_moe", "gate"),
+    "GlmMoeDsaMoE": _Block("glm_moe_dsa", "gate"),
     "GptOssMLP": _Block("gpt_oss", "router", True),
+    "GraniteMoeHybridMoE": _Block("granitemoehybrid", "router"),
+    "GraniteMoeMoE": _Block("granitemoe", "router"),
+    "GraniteMoeSharedMoE": _Block("granitemoeshared", "router"),
+    "HunYuanMoEV1Moe": _Block("hunyuan_v1_moe", "gate"),
+    "JambaSparseMoeBlock": _Block("jamba", "router"),
+    "KimiLinearMoE": _Block("kimi_linear", "gate"),
+    "Lfm2MoeSparseMoeBlock": _Block("lfm2_moe", "gate", False, "expert_bias"),
     "Llama4TextMoe": _Block("llama4_text", "router", True),
+    "LongcatFlashMoE": _Block("longcat_flash", "router"),
+    "MiMoV2FlashMoE": _Block("mimo_v2_flash", "gate"),
     "MiniMaxM2SparseMoeBlock": _Block("minimax_m2", "gate", False, "e_score_correction_bias"),
+    "MiniMaxM3VLSparseMoeBlock": _Block("minimax_m3_vl", "gate"),
+    "MiniMaxSparseMoeBlock": _Block("minimax", "gate"),
+    "Mistral4MoE": _Block("mistral4", "gate"),
+    "MistralLarge4TextMoE": _Block("mistral_large4", "gate"),
     "MixtralSparseMoeBlock": _Block("mixtral", "gate"),
     "OlmoeSparseMoeBlock": _Block("olmoe", "gate"),
     "Qwen2MoeSparseMoeBlock": _Block("qwen2_moe", "gate"),
     "Qwen3MoeSparseMoeBlock": _Block("qwen3_moe", "gate"),
     "Qwen3NextSparseMoeBlock": _Block("qwen3_next", "gate"),
+    "Qwen3OmniMoeThinkerTextSparseMoeBlock": _Block("qwen3_omni_moe", "gate"),
+    "Qwen3VLMoeTextSparseMoeBlock": _Block("qwen3_vl_moe", "gate"),
+    "Qwen3_5MoeSparseMoeBlock": _Block("qwen3_5_moe", "gate"),
 }
 
 _PLACE = re.compile(r"(?:^|\.)layers\.(\d+)\.\w+$")
@@ -87,7 +109,9 @@ class RemoteBlock(torch.nn.Module):
         if kind.bias is not None:
             self.register_buffer(kind.bias, getattr(block, kind.bias))
 
-    def forward(self, hidden_states):
+    def forward(self, hidden_states, input_ids=None):
+        """input_ids: DeepSeek-V4 gives them to every layer. Layers that route by them are in no
+        group."""
         router = getattr(self, self._kind.router)
         if router._forward_hooks:  # transformers adds one when it first collects router logits
             bias = () if self._kind.bias is None else (getattr(self, self._kind.bias),)
@@ -129,6 +153,8 @@ def _find(model, routing):
         if place is None or isinstance(module, RemoteBlock) or not isinstance(
                 experts, torch.nn.Module):
             continue
+        if name.startswith("talker."):  # of Qwen-Omni: the group has the thinker's experts
+            continue
         if kind is None and not (routing == "client" and _has_interface(experts)):
             raise ValueError(
                 "%s of family %s is no MoE block that moed.transformers knows; it knows %s" % (
@@ -151,26 +177,34 @@ def _find(model, routing):
 
 def _shared_width(block):
     """Inner width of the block's shared experts; 0 without any."""
-    for name in ("shared_expert", "shared_experts"):
+    for name in ("shared_expert", "shared_experts", "shared_mlp"):
         shared = getattr(block, name, None)
         if shared is not None:
             return shared.down_proj.weight.shape[1]
     return 0
 
 
-def _differences(found, client, config):
-    """Texts of what the group's model does not have in common with this one."""
+def _experts_of(block):
+    """Number of the block's experts, without LongCat's zero experts."""
+    experts = block.experts
+    return getattr(experts, "num_routed_experts", None) or experts.num_experts
+
+
+def _differences(found, client, whole):
+    """Texts of what the group's model does not have in common with this one. `whole`: the
+    configuration of the whole model, of which the text model is one part."""
+    config = whole.get_text_config()
     ours, theirs = [each.layer for each in found], [each.layer for each in client.layers]
     if ours != theirs:
         return ["the model has %d MoE layers (%s), and the group %d (%s)" % (
             len(ours), ", ".join(map(str, ours)), len(theirs), ", ".join(map(str, theirs)))]
     texts = []
     family = found[0].kind.family if found[0].kind is not None else config.model_type
-    if client.info.family != family:
+    if client.info.family not in (family, whole.model_type, config.model_type):
         texts.append("the model's family is %s, and the group's %s" % (family, client.info.family))
     for each in found:
         layer, block = client.layer(each.layer), each.module
-        experts, hidden = block.experts.num_experts, config.hidden_size
+        experts, hidden = _experts_of(block), config.hidden_size
         inner = block.experts.down_proj.numel() // (experts * hidden)
         router = getattr(block, each.kind.router) if each.kind is not None else block
         for what, mine, its in (
@@ -191,7 +225,7 @@ def _make_remote(model, client, routing, model_digest, remote):
     if routing not in _ROUTINGS:
         raise ValueError("routing is 'server' or 'client', not %r" % (routing,))
     found = _find(model, routing)
-    differences = _differences(found, client, model.config.get_text_config())
+    differences = _differences(found, client, model.config)
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError("the model's dtype is %s; remote layers accept float32 or bfloat16"
                          % model.dtype)
@@ -268,9 +302,9 @@ def load(name_or_path, client, *, routing="server", model_digest=None, model_cla
         model_class.__init__(self, *arguments, **keywords)
         _make_remote(self, client, routing, model_digest, remote or {})
 
-    # Files have the experts under several names, all of them below the block.
-    ignored = {r"layers\.%d\.(mlp|feed_forward|block_sparse_moe)\." % each.layer
-               for each in client.layers}
+    # Files have the experts under several names, below the block or, of Mistral, below the layer.
+    ignored = {r"layers\.%d\.(mlp|feed_forward|block_sparse_moe|experts|shared_experts|gate)\." %
+               each.layer for each in client.layers}
     ignored.update(model_class._keys_to_ignore_on_load_unexpected or ())
     building = type(model_class.__name__, (model_class,), {
         "__init__": __init__, "__module__": model_class.__module__,

@@ -37,7 +37,7 @@ enum moe_score {
 
 enum moe_renorm {
     MOE_RENORM_NONE,
-    MOE_RENORM_SUM,     /* w = s / (sum_S s + renorm_eps); renorm_eps is 0 or 1e-20 */
+    MOE_RENORM_SUM,     /* w = s / (sum_S s + renorm_eps); renorm_eps: 0 to 1e-6 */
     MOE_RENORM_CLAMPED, /* w = s / max(sum_S s, renorm_eps)   (ERNIE-4.5) */
 };
 
