@@ -45,18 +45,24 @@ static bool targeted(const struct moe_checkpoint_context *c, enum moe_weight wei
 }
 
 /* The tensor's name without its last component: "model.layers.0.mlp.experts.3.gate_proj", or
- * "model.layers.0.mlp.experts" for fused experts. */
+ * "model.layers.0.mlp.experts" for fused experts. Granite's files have fused experts as
+ * "...block_sparse_moe.input_linear.weight", and transformers' memory as
+ * "...block_sparse_moe.experts.gate_up_proj". */
 static struct moe_status module_name(const struct moe_checkpoint_context *c, size_t layer,
                                      enum moe_weight weight, uint32_t expert,
                                      char name[MOE_MODEL_NAME_MAX])
 {
     MOE_TRY(moe_model_weight_name(c->model, layer, weight, expert, name));
+    bool fused = moe_model_layer_fusion(c->model, layer).fused;
     char *last = strrchr(name, '.');
-    if (last == NULL ||
-        (!moe_model_layer_fusion(c->model, layer).fused && strcmp(last, ".weight") != 0))
+    bool is_linear = last != NULL && strcmp(last, ".weight") == 0;
+    if (last == NULL || (!fused && !is_linear))
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
                          "tensor %.120s belongs to no module", name);
     *last = '\0';
+    last = strrchr(name, '.');
+    if (fused && is_linear && last != NULL)
+        snprintf(last, MOE_MODEL_NAME_MAX - (size_t)(last - name), ".experts");
     return moe_ok();
 }
 

@@ -45,7 +45,8 @@ def omni():
              "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": VOCAB}
     return {
         "thinker_config": {
-            "text_config": text,
+            "text_config": text, "audio_token_id": 60, "image_token_id": 61, "video_token_id": 62,
+            "vision_start_token_id": 63,
             "vision_config": VISION,
             "audio_config": {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2,
                              "encoder_ffn_dim": 16, "output_dim": H, "num_mel_bins": 8,

@@ -565,7 +565,9 @@ class Checkpoints(unittest.TestCase):
         """PEFT's layout for parameters [E, ...]: A's rows by expert, then rank; B's columns by
         rank, then expert; rank and alpha of gate and up twice those of down. See
         daemon/checkpoint/export.c."""
-        for family, targets in (("gpt_oss", "gate,up,down"), ("llama4", "up,down")):
+        linear = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}  # Granite's files
+        for family, targets in (("gpt_oss", "gate,up,down"), ("llama4", "up,down"),
+                                ("granitemoe", "gate,up,down")):
             with self.group(2, "--lora-rank", "4", "--lora-alpha", "8", "--lora-targets", targets,
                             family=family) as g:
                 client = Client(g, family)
@@ -585,20 +587,22 @@ class Checkpoints(unittest.TestCase):
             before = moed.read_safetensors(
                 os.path.join(model_directory(family), "model.safetensors"))
             after = moed.read_safetensors(self.path("merged-" + family, "model.safetensors"))
-            experts = [name for name in before if name.endswith(("gate_up_proj", "down_proj"))
-                       and ".experts." in name]
+            experts = [name for name in before if ".block_sparse_moe." in name and "linear" in name
+                       or ".experts." in name and name.endswith(("gate_up_proj", "down_proj"))]
             self.assertEqual(len(adapter), 2 * len(experts))
             moved = 0
             for name in experts:
-                module, projection = name.rsplit(".", 1)
+                module, projection = name.removesuffix(".weight").rsplit(".", 1)
+                if projection in linear:
+                    module, projection = module + ".experts", linear[projection]
                 base = "base_model.model." + module
                 base += ".base_layer" if projection == "gate_up_proj" else ""
                 rank = 8 if projection == "gate_up_proj" else 4
                 start = widened(before[name])
                 a = adapter[base + ".lora_A.weight"].reshape(len(start), rank, -1)
                 b = adapter[base + ".lora_B.weight"].reshape(-1, rank, len(start))
-                # [E, in, out] on disk in both families; A is of the input unless it is llama4.
-                change = 2 * np.einsum("erx,yre->eyx" if family == "llama4" else "erx,yre->exy",
+                # [E, in, out] on disk, of Granite [E, out, in]; A is of the input but for Llama 4.
+                change = 2 * np.einsum("erx,yre->exy" if family == "gpt_oss" else "erx,yre->eyx",
                                        a, b)
                 moved += int(np.any(change))
                 if targets == "up,down" and projection == "gate_up_proj":

@@ -29,27 +29,33 @@ else:
     transformers.utils.logging.disable_progress_bar()
 
 NEW_TOKENS = 12
-WITHOUT_INTERFACE = ["llama4"]
+WITHOUT_INTERFACE = ["llama4", "longcat_flash"]
+
+
+def class_of(path):
+    """The class that has generate(): of Qwen-Omni the thinker, else that which wrote the files."""
+    name = transformers.AutoConfig.from_pretrained(path).architectures[0]
+    return getattr(transformers, name.replace("OmniMoeFor", "OmniMoeThinkerFor"))
 
 
 def make_model(family, to):
     """A model of the family that can generate, in fp32. (The golden models were made for their MoE
     blocks alone, so some have attention that transformers cannot run.)"""
     source = model_directory(family)
-    config = transformers.AutoConfig.from_pretrained(source)
-    if family.startswith("deepseek"):
+    model_class = class_of(source)
+    config = model_class.config_class.from_pretrained(source)
+    if family in ("deepseek_v2", "deepseek_v3"):
         config.num_key_value_heads = config.num_attention_heads
     if family == "qwen3_next":
         config.layer_types = ["linear_attention", "full_attention"]
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, config=config,
-                                                              dtype=torch.float32)
+    model = model_class.from_pretrained(source, config=config, dtype=torch.float32)
     model.save_pretrained(to)
     return model.eval()
 
 
 def local_model(path, **options):
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    return class_of(path).from_pretrained(
         path, **{"dtype": torch.float32, **options}).eval()
 
 

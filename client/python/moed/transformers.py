@@ -18,7 +18,7 @@ routes:
           experts; the group computes the routed ones. This uses transformers' registry of experts
           (experts_implementation="moed"), so modules of models that are not in the table below
           work with it, if their class has that interface. For inference: a backward pass is
-          refused. Llama 4 has no such interface.
+          refused. Llama 4 and LongCat have no such interface.
 
 Importing this module registers "moed", so transformers accepts it too; then give the model to
 `patch`, because a module does not know its layer:
