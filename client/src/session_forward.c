@@ -159,8 +159,11 @@ void moe_client_session_answer_of(const struct moe_ring_details *d,
     to->epoch = d->epoch;
     to->weights_version = d->weights_version;
     to->queue_ns = d->queue_ns;
+    to->layer_ns = d->layer_ns;
     to->step_ns = d->step_ns;
     to->server_ns = d->server_ns;
+    to->copy_in_ns = d->copy_in_ns;
+    to->copy_out_ns = d->copy_out_ns;
     to->step_tokens = d->step_tokens;
     to->steps = d->steps;
 }
@@ -203,6 +206,24 @@ struct moe_status moe_session_wait(struct moe_client_session *s, uint64_t reques
     while (!moe_ring_wait(&s->caller, entry, s->spin_ns, MOE_NEVER, &code)) {
         /* The watchdog ends every wait. */
     }
+    return conclude(s, entry, code, answer);
+}
+
+struct moe_status moe_session_wait_for(struct moe_client_session *s, uint64_t request,
+                                       uint64_t limit_ms, bool *done,
+                                       struct moe_client_session_answer *answer)
+{
+    uint32_t entry;
+    enum moe_code code;
+    *done = false;
+    MOE_TRY(check_answer(answer));
+    MOE_TRY(find(s, request, &entry));
+    const uint64_t now = moe_clock_ns();
+    const uint64_t deadline =
+        limit_ms < (MOE_NEVER - now) / MOE_NS_PER_MS ? now + limit_ms * MOE_NS_PER_MS : MOE_NEVER;
+    if (!moe_ring_wait(&s->caller, entry, s->spin_ns, deadline, &code))
+        return moe_ok();
+    *done = true;
     return conclude(s, entry, code, answer);
 }
 

@@ -32,7 +32,7 @@ enum {
     MOE_RING_ENTRIES = 64, /* requests of one ring in flight */
 #endif
     MOE_RING_LINE = 64, /* bytes of a cache line */
-    MOE_RING_TEXT = 232,
+    MOE_RING_TEXT = 208,
 };
 
 /* The tensors of a request; T tokens, H hidden width, K experts per token. */
@@ -83,7 +83,8 @@ struct moe_ring_details {
     uint32_t step_tokens, steps;
     uint32_t reserved;
     uint64_t epoch, weights_version;
-    uint64_t queue_ns, step_ns, server_ns;
+    uint64_t queue_ns, layer_ns, step_ns, server_ns;
+    uint64_t copy_in_ns, copy_out_ns;
     char text[MOE_RING_TEXT]; /* of an error; ends with a 0 */
 };
 

@@ -35,6 +35,15 @@ struct moe_status moe_region_request_layer(void *ctx, uint32_t layer, struct moe
 
 /* -------------------------------------------------------------------- the end */
 
+/* Stages do not overlap. */
+static uint64_t layer_ns(const struct moe_step_result *step)
+{
+    uint64_t sum = 0;
+    for (int i = 0; i < MOE_STAGE_COUNT; i++)
+        sum += step->stage_ns[i];
+    return sum;
+}
+
 static struct moe_ring_details details_of(const struct moe_region_request *r)
 {
     const struct moe_work *w = &r->work;
@@ -43,7 +52,10 @@ static struct moe_ring_details details_of(const struct moe_region_request *r)
         .epoch = w->answered_epoch,
         .weights_version = w->answered_version,
         .queue_ns = w->started_ns > w->submitted_ns ? w->started_ns - w->submitted_ns : 0,
+        .layer_ns = layer_ns(&w->step),
         .step_ns = w->step.total_ns,
+        .copy_in_ns = w->copy_in_ns,
+        .copy_out_ns = w->copy_out_ns,
         .server_ns = now - r->call->received_ns,
         .step_tokens = w->step_tokens,
         .steps = w->steps,

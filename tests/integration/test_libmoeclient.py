@@ -328,7 +328,8 @@ class InstalledLibrary(unittest.TestCase):
         # By name: functions of other rooms begin with moe_region_, too.
         shared = ["moe_region_" + verb for verb in (
             "adopt", "bytes", "create", "data", "destroy")] + ["moe_session_" + verb for verb in (
-                "close", "lend", "open", "poll", "result", "submit", "take_back", "wait")]
+                "close", "lend", "open", "poll", "result", "submit", "take_back", "wait",
+                "wait_for")]
         self.assertEqual([name for name in names if not name.startswith(public)], shared)
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import tempfile
+import threading
 import time
 import unittest
 
@@ -142,6 +143,25 @@ class SharedMemory(unittest.TestCase):
 
     async def awaited(self, request):
         return await request
+
+    def test_ctrl_c_ends_a_wait_and_not_the_request(self):
+        with self.client.open_regions() as regions:
+            x, y = self.filled(regions, 3)
+            want = self.oracle.forward(self.layer.layer, x)
+            pid = worker_pid(self.g)
+            freeze(pid)
+            try:
+                request = regions.submit(self.layer.layer, x, y)
+                press = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+                press.start()
+                begin = time.monotonic()
+                with self.assertRaises(KeyboardInterrupt):
+                    request.result()
+                print("    ended after %.3f s" % (time.monotonic() - begin))
+                press.join()
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            np.testing.assert_array_equal(request.result(), want)
 
     def test_threads_share_regions(self):
         with self.client.open_regions() as regions:

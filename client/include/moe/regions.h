@@ -99,7 +99,11 @@ struct moe_client_session_answer {
     /* On the worker: until its first step began; its last step; all. */
     uint64_t queue_ns, step_ns, server_ns;
     uint32_t step_tokens, steps; /* as in moe_client_stages */
-    uint64_t reserved[4];
+    /* Of step_ns: the stages from router to combine; the copies of x in and y out. A CUDA worker
+     * does not measure the copies. */
+    uint64_t layer_ns, copy_in_ns, copy_out_ns;
+    uint64_t stream_ns; /* of moe/client_cuda.h: from the submit to the end of the wait, by the
+                           clock of the client's device; 0 = the request was not of a stream */
 };
 
 /* Submits a request and returns at once. `f` is not used afterwards. At most 64 are in flight.
@@ -116,6 +120,11 @@ struct moe_status moe_session_submit(struct moe_client_session *s,
  * REGION_OVERLAP. */
 struct moe_status moe_session_wait(struct moe_client_session *s, uint64_t request,
                                    struct moe_client_session_answer *answer) MOE_CHECKED;
+/* The same, but it returns after `limit_ms` at the latest: MOE_OK with `*done` false if the request
+ * is still in flight. For callers that have other things to look at, as signals. */
+struct moe_status moe_session_wait_for(struct moe_client_session *s, uint64_t request,
+                                       uint64_t limit_ms, bool *done,
+                                       struct moe_client_session_answer *answer) MOE_CHECKED;
 /* The same without waiting: MOE_OK with `*done` false while the request is in flight. */
 struct moe_status moe_session_poll(struct moe_client_session *s, uint64_t request, bool *done,
                                    struct moe_client_session_answer *answer) MOE_CHECKED;

@@ -252,7 +252,7 @@ class RegionRequest:
 
     def result(self):
         """Waits for the end, and returns y, or raises its MoeError. The time limit is that of the
-        Regions; a signal is handled when the wait is over."""
+        Regions. Ctrl-C ends the wait within 50 ms; the request stays in flight."""
         with self._lock:
             if self._outcome is None:
                 self._ended(self._regions._live_session().wait(self._request))

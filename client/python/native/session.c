@@ -228,7 +228,10 @@ static PyObject *ended(const struct moe_status *st, const struct moe_client_sess
                          a->step_tokens, a->steps);
 }
 
-PyDoc_STRVAR(wait_doc, "wait(request) -> outcome\n\nThe outcome of a success is (0, epoch, "
+enum { SIGNALS_MS = 50 }; /* until a waiting thread looks for signals */
+
+PyDoc_STRVAR(wait_doc, "wait(request) -> outcome\n\nAn exception of a signal's handler leaves the "
+                       "request in flight. The outcome of a success is (0, epoch, "
                        "weights_version,\n(queue_ns, step_ns, server_ns, step_tokens, steps)).");
 
 static PyObject *wait_for(PyObject *self, PyObject *number)
@@ -238,10 +241,16 @@ static PyObject *wait_for(PyObject *self, PyObject *number)
     unsigned long long request;
     if (!check_process(s) || !moe_native_read(number, UINT64_MAX, &request))
         return NULL;
-    PyThreadState *state = PyEval_SaveThread();
-    struct moe_status st = moe_session_wait(s->handle, request, &answer);
-    PyEval_RestoreThread(state);
-    return ended(&st, &answer);
+    for (;;) {
+        bool done = false;
+        PyThreadState *state = PyEval_SaveThread();
+        struct moe_status st = moe_session_wait_for(s->handle, request, SIGNALS_MS, &done, &answer);
+        PyEval_RestoreThread(state);
+        if (done || moe_failed(&st))
+            return ended(&st, &answer);
+        if (PyErr_CheckSignals() != 0)
+            return NULL;
+    }
 }
 
 static PyObject *poll_for(PyObject *self, PyObject *number)
