@@ -7,8 +7,16 @@ namespace
 
 constexpr unsigned THREADS = 512;
 
+__device__ uint64_t clock_ns()
+{
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
 __global__ void submit_kernel(moe_stream_wait w)
 {
+    w.entry->submitted_ns = clock_ns();
     moe_ring_device_submit(&w.entry->entry, w.ring, w.number);
 }
 
@@ -31,6 +39,7 @@ __global__ void __launch_bounds__(THREADS) wait_kernel(moe_stream_wait w)
         w.entry->status.code = static_cast<uint32_t>(code);
         w.entry->status.results = e->results;
         w.entry->status.failures = e->failures;
+        w.entry->status.stream_ns = clock_ns() - w.entry->submitted_ns;
         good = code == MOE_OK;
     }
     __syncthreads();

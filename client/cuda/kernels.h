@@ -19,6 +19,7 @@ extern "C" {
 /* A request in device memory. */
 struct moe_stream_entry {
     struct moe_ring_device_entry entry;
+    uint64_t submitted_ns; /* by the device's clock */
     struct moe_stream_status status;
 };
 

@@ -116,6 +116,36 @@ struct moe_status moe_region_alloc(struct moe_stream_session *s, const char *nam
     return st;
 }
 
+static struct moe_status copy(const struct moe_stream_session *s,
+                              const struct moe_client_region *region, uint64_t offset, void *to,
+                              const void *from, size_t bytes)
+{
+    size_t end;
+    int before;
+    if (!moe_size_add(offset, bytes, &end) || end > moe_region_bytes(region))
+        return moe_error(MOE_OUT_OF_RANGE, MOE_REASON_REGION_RANGE,
+                         "these bytes are not inside of the region");
+    MOE_TRY(enter(s, &before));
+    cudaError_t rc = cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+    if (rc == cudaSuccess) /* pageable memory: only a staged copy has been made so far */
+        rc = cudaStreamSynchronize(NULL);
+    leave(s, before);
+    return moe_cuda_failure(rc, "cudaMemcpy");
+}
+
+struct moe_status moe_region_copy_in(struct moe_stream_session *s, struct moe_client_region *to,
+                                     uint64_t offset, const void *from, size_t bytes)
+{
+    return copy(s, to, offset, (char *)moe_region_data(to) + offset, from, bytes);
+}
+
+struct moe_status moe_region_copy_out(struct moe_stream_session *s,
+                                      const struct moe_client_region *from, uint64_t offset,
+                                      void *to, size_t bytes)
+{
+    return copy(s, from, offset, to, (const char *)moe_region_data(from) + offset, bytes);
+}
+
 /* -------------------------------------------------------------------- requests */
 
 /* The ring's address on the device. It is registered with the first request. */
@@ -271,5 +301,8 @@ struct moe_status moe_stream_request_result(struct moe_stream_request *r,
     if (entry.entry.results == 0)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                          "no wait of the request has ended");
-    return moe_session_result(r->owner->session, &r->lent, entry.entry.result, answer);
+    MOE_TRY(moe_session_result(r->owner->session, &r->lent, entry.entry.result, answer));
+    if (answer != NULL)
+        answer->stream_ns = entry.status.stream_ns;
+    return moe_ok();
 }

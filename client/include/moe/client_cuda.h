@@ -78,6 +78,15 @@ void moe_stream_session_close(struct moe_stream_session *s);
 struct moe_status moe_region_alloc(struct moe_stream_session *s, const char *name, size_t bytes,
                                    struct moe_client_region **out) MOE_CHECKED;
 
+/* Copies between memory of the host and bytes of a region of moe_region_alloc, for programs without
+ * a runtime of CUDA. Both wait for the copy. No request that is in flight uses these bytes. Errors:
+ * MOE_OUT_OF_RANGE/REGION_RANGE, MOE_INTERNAL. */
+struct moe_status moe_region_copy_in(struct moe_stream_session *s, struct moe_client_region *to,
+                                     uint64_t offset, const void *from, size_t bytes) MOE_CHECKED;
+struct moe_status moe_region_copy_out(struct moe_stream_session *s,
+                                      const struct moe_client_region *from, uint64_t offset,
+                                      void *to, size_t bytes) MOE_CHECKED;
+
 /* A request that is submitted as often as wanted. y lies on a device; the other tensors may lie in
  * any region of the session. It takes one of the session's 64 requests in flight as long as it
  * lives. Waits for the device. Errors: those of moe_session_submit; MOE_INVALID_ARGUMENT/
@@ -88,8 +97,8 @@ struct moe_status moe_stream_request_create(struct moe_stream_session *s,
 /* All its work on streams has ended, and no graph with it is launched any more. NULL is ignored. */
 void moe_stream_request_destroy(struct moe_stream_request *r);
 
-/* Both enqueue on a stream of the session's device, and wait for nothing. Errors: those of a launch
- * (MOE_INTERNAL). */
+/* Both enqueue on a stream of the session's device, NULL = its default stream, and wait for
+ * nothing. Errors: those of a launch (MOE_INTERNAL). */
 struct moe_status moe_session_submit_on_stream(struct moe_stream_request *r,
                                                struct CUstream_st *stream) MOE_CHECKED;
 struct moe_status moe_session_wait_on_stream(struct moe_stream_request *r,
@@ -100,12 +109,14 @@ struct moe_stream_status {
     uint32_t code; /* enum moe_code */
     uint32_t reserved;
     uint64_t results, failures; /* waits so far; those that failed */
+    uint64_t stream_ns;         /* from the submit to the end of the wait, by the device's clock */
 };
 /* Its address on the device; valid as long as the request. */
 const struct moe_stream_status *moe_stream_request_status(const struct moe_stream_request *r);
 
 /* The status of the last wait, with the worker's text; `answer` as in moe_session_wait, may be
- * NULL. Waits for the device. Call it when the stream has ended the wait. */
+ * NULL. Waits for the default stream, and for others as far as it does. Call it when the stream has
+ * ended the wait. */
 struct moe_status moe_stream_request_result(struct moe_stream_request *r,
                                             struct moe_client_session_answer *answer) MOE_CHECKED;
 
