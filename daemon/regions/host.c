@@ -61,7 +61,9 @@ void moe_region_host_end_call(struct moe_region_call *call, const struct moe_sta
     p->in_flight--;
     complete(h, call, status, &d);
     moe_mutex_unlock(&h->lock);
-    if (atomic_load(&h->frees))
+    if (h->config.spin_ns > 0)
+        atomic_store(&h->ended, true);
+    if (atomic_load(&h->frees) || (h->config.spin_ns > 0 && atomic_load(&h->asleep)))
         (void)eventfd_write(h->wake, 1);
 }
 
@@ -220,9 +222,12 @@ static void look(struct moe_region_host *h, bool sleeps)
 static void sleep_until_woken(struct moe_region_host *h)
 {
     set_sleeps(h, true);
-    /* A client that did not see the store above has a request in its ring. */
-    if (!serve_rings(h))
+    atomic_store(&h->asleep, true);
+    /* A client that did not see the first store has a request in its ring; an engine that did not
+     * see the second one has ended one. */
+    if (!serve_rings(h) && !atomic_load(&h->ended))
         look(h, true);
+    atomic_store(&h->asleep, false);
     set_sleeps(h, false);
 }
 
@@ -235,6 +240,11 @@ static void *run(void *arg)
         bool found = serve_rings(h);
         moe_loop_turn(h->loop);
         uint64_t now = moe_clock_ns();
+        /* Who got an answer often has the next request. A device cannot wake this thread. */
+        if (atomic_load(&h->ended)) {
+            atomic_store(&h->ended, false);
+            found = true;
+        }
         if (found)
             busy_until = now + h->config.spin_ns;
         if (!found && now >= busy_until) {

@@ -43,8 +43,9 @@ struct moe_region_host_config {
     struct moe_regions_limits limits;
     struct moe_progress *progress; /* gets the loop of the thread; borrowed, may be NULL */
     struct moe_region_device
-        device;       /* of the worker; without `import`, no device memory is shared */
-    uint64_t spin_ns; /* how long the thread polls the rings after a request; 0 = it sleeps */
+        device; /* of the worker; without `import`, no device memory is shared */
+    uint64_t
+        spin_ns; /* how long the thread polls the rings after a request or an end; 0 = it sleeps */
     size_t state_bytes;
     /* The thread `moe-regions` calls these, without a lock but for `cancel`. */
     /* What the request's layer has. Errors: MOE_NOT_FOUND/LAYER_NOT_FOUND. */

@@ -57,6 +57,8 @@ struct moe_region_host {
     _Atomic bool stopping;
     /* Requests that end must wake the thread: somebody waits for memory to be unused. */
     _Atomic bool frees;
+    _Atomic bool ended;  /* a request has ended: the thread polls for a while */
+    _Atomic bool asleep; /* an end must wake the thread */
     /* Of the thread. */
     struct moe_loop *loop; /* NULL: not judged */
     uint64_t accept_at_ns; /* no connection is accepted before */
