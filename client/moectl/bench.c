@@ -9,8 +9,9 @@
  *
  * Several transports are measured in turn, with the same requests.
  *
- * Through shared memory (--transport shm) the main thread submits the requests of all clients, and
- * looks for their ends. */
+ * Through shared memory (--transport shm, cuda) the main thread submits the requests of all
+ * clients, and looks for their ends. With cuda it looks in the order of submission. */
+#include "bench_cuda.h"
 #include "commands.h"
 #include "moe/regions.h"
 #include "moectl/group/link.h"
@@ -40,15 +41,15 @@ enum {
 #define RATE_FIRST     100.0 /* requests a second */
 #define RATE_PRECISION 1.05
 
-enum transport { INLINE, TCP, UNIX, SHM, TRANSPORTS };
-static const char *const transport_names[TRANSPORTS] = {"inline", "tcp", "unix", "shm"};
+enum transport { INLINE, TCP, UNIX, SHM, CUDA, TRANSPORTS };
+static const char *const transport_names[TRANSPORTS] = {"inline", "tcp", "unix", "shm", "cuda"};
 
 struct bench {
     struct moectl_common common;
     const char *dtype_name, *concurrency_list, *model, *model_digest, *transport_list;
     enum transport transports[TRANSPORTS];
     size_t transport_count;
-    uint64_t layer, tokens, seed, connections, spin_us;
+    uint64_t layer, tokens, seed, connections, spin_us, device;
     double duration_s;
     bool unary, stream, spread;
     double rate, slo_p99_ms; /* open loop; 0 = none */
@@ -58,15 +59,23 @@ struct bench {
     enum moe_dtype dtype;
     struct moe_client *client;
     struct moe_client_session *session; /* with SHM */
+    struct moe_client_config config;    /* of this turn, and its endpoint */
+    char endpoint[MOECTL_ENDPOINT_MAX];
     struct moectl_bench_report report;
 };
+
+static bool is_shared(enum transport t)
+{
+    return t == SHM || t == CUDA;
+}
 
 /* ------------------------------------------------------------------ load */
 
 struct load {
     struct moe_client *client;
-    struct moe_client_session *session; /* NULL: by gRPC */
+    struct moe_client_session *session; /* shm */
     struct moe_client_region *region;   /* x and y of all loops */
+    struct moectl_cuda *cuda;           /* cuda. Without both: by gRPC */
     uint64_t measure_from_ns, end_ns;
     struct moectl_bench_run *run; /* the lock guards its contents too */
     struct moe_mutex lock;
@@ -90,6 +99,7 @@ struct loop {
     bool submitted;
     struct moe_status refused;
     uint64_t begin_ns, errors;
+    uint64_t layer_ns, device_ns; /* of the last answer; 0 = not known */
     SLIST_ENTRY(loop) pause;
     uint64_t resume_ns;
 };
@@ -101,16 +111,17 @@ static void on_answer(void *ctx, struct moe_client_forward *f, struct moe_status
     struct loop *l = ctx;
     struct load *load = l->load;
     uint64_t now = moe_clock_ns();
+    const bool polled = load->session != NULL || load->cuda != NULL;
     l->errors += st.code != MOE_OK;
     bool again = now < load->end_ns && l->errors < ERRORS_MAX;
-    const bool pauses =
-        again && st.code != MOE_OK && st.retry_after_ms > 0 && load->session == NULL;
+    const bool pauses = again && st.code != MOE_OK && st.retry_after_ms > 0 && !polled;
     moe_mutex_lock(&load->lock);
     if (st.code != MOE_OK) {
         if (load->run->errors++ == 0)
             load->first_error = st;
     } else if (now >= load->measure_from_ns && now < load->end_ns) {
-        moectl_bench_record(load->run, now - l->begin_ns, &f->stages);
+        moectl_bench_record(load->run, l->device_ns > 0 ? l->device_ns : now - l->begin_ns,
+                            &f->stages, l->layer_ns);
         load->last_answer_ns = now;
     }
     if (pauses) {
@@ -141,11 +152,19 @@ static void submit_shared(struct loop *l)
     l->submitted = true;
 }
 
+static void submit_to_stream(struct loop *l)
+{
+    l->refused = moectl_cuda_submit(l->load->cuda, (uint32_t)l->request);
+    l->submitted = true;
+}
+
 static void send_next(struct loop *l)
 {
     l->begin_ns = moe_clock_ns();
     if (l->load->session != NULL)
         submit_shared(l);
+    else if (l->load->cuda != NULL)
+        submit_to_stream(l);
     else if (l->stream != NULL)
         moe_client_stream_forward(l->stream, &l->call, on_answer, l);
     else
@@ -176,6 +195,25 @@ static void fill(void *x, enum moe_dtype dtype, size_t count, uint64_t seed)
     }
 }
 
+/* A loop's request has ended. */
+static void take_answer(struct loop *l, const struct moe_client_session_answer *a,
+                        struct moe_status st)
+{
+    l->call.stages = (struct moe_client_stages){.queue_ns = a->queue_ns,
+                                                .copy_in_ns = a->copy_in_ns,
+                                                .step_ns = a->step_ns,
+                                                .copy_out_ns = a->copy_out_ns,
+                                                .server_ns = a->server_ns,
+                                                .step_tokens = a->step_tokens,
+                                                .steps = a->steps};
+    l->layer_ns = a->layer_ns;
+    l->device_ns = a->stream_ns;
+    l->submitted = false;
+    if (st.code != MOE_OK && st.retry_after_ms > 0)
+        moe_sleep_until(moe_clock_ns() + st.retry_after_ms * MOE_NS_PER_MS);
+    on_answer(l, &l->call, st);
+}
+
 /* Handles the end of a loop's request; false if it is still in flight. `waits`: it ends first. */
 static bool end_shared(struct loop *l, bool waits)
 {
@@ -187,18 +225,9 @@ static bool end_shared(struct loop *l, bool waits)
         st = moe_session_wait(s, l->request, &a);
     else if (st.code == MOE_OK)
         st = moe_session_poll(s, l->request, &done, &a);
-    if (!done)
-        return false;
-    l->call.stages = (struct moe_client_stages){.queue_ns = a.queue_ns,
-                                                .step_ns = a.step_ns,
-                                                .server_ns = a.server_ns,
-                                                .step_tokens = a.step_tokens,
-                                                .steps = a.steps};
-    l->submitted = false;
-    if (st.code != MOE_OK && st.retry_after_ms > 0)
-        moe_sleep_until(moe_clock_ns() + st.retry_after_ms * MOE_NS_PER_MS);
-    on_answer(l, &l->call, st);
-    return true;
+    if (done)
+        take_answer(l, &a, st);
+    return done;
 }
 
 /* Looks for ends until no loop goes on. If it finds none, it waits for that of one loop. */
@@ -221,7 +250,42 @@ static void serve_shared(struct loop *loops, uint32_t count)
     } while (waiting != NULL);
 }
 
-/* A region for x and y of all loops. */
+/* Waits for the loops in turn, until none goes on. */
+static void serve_stream(struct loop *loops, uint32_t count)
+{
+    bool waits = true;
+    while (waits) {
+        waits = false;
+        for (uint32_t i = 0; i < count; i++) {
+            struct moe_client_session_answer a = {.size = sizeof a};
+            struct loop *l = &loops[i];
+            if (!l->submitted)
+                continue;
+            waits = true;
+            struct moe_status st = l->refused;
+            if (st.code == MOE_OK)
+                st = moectl_cuda_await(l->load->cuda, (uint32_t)l->request, &a);
+            take_answer(l, &a, st);
+        }
+    }
+}
+
+static struct moe_status share_with_stream(const struct bench *b, struct load *load,
+                                           struct loop *loops, size_t all)
+{
+    const struct moectl_cuda_config config = {
+        .client = &b->config, .device = (int)b->device, .spin = b->spin_us > 0};
+    MOE_TRY(moectl_cuda_open(&config, all, &load->cuda));
+    for (uint32_t i = 0; i < load->run->concurrency; i++) {
+        uint32_t request;
+        struct loop *l = &loops[i];
+        MOE_TRY(moectl_cuda_add(load->cuda, &l->call, l->x_at, l->y_at, &request));
+        l->request = request;
+    }
+    return moe_ok();
+}
+
+/* Memory for x and y of all loops. */
 static struct moe_status share_loops(const struct bench *b, struct load *load, struct loop *loops)
 {
     const uint32_t count = load->run->concurrency;
@@ -229,11 +293,15 @@ static struct moe_status share_loops(const struct bench *b, struct load *load, s
     if (!moe_size_mul3(b->tokens, b->report.hidden, moe_dtype_bytes(b->dtype), &bytes) ||
         !moe_size_round_up(bytes, PAGE, &each) || !moe_size_mul3(each, 2, count, &all))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "too many tokens");
-    MOE_TRY(moe_region_create(b->session, "bench", all, &load->region));
-    load->session = b->session;
     for (uint32_t i = 0; i < count; i++) {
         loops[i].x_at = (uint64_t)i * 2 * each;
         loops[i].y_at = loops[i].x_at + each;
+    }
+    if (b->session == NULL)
+        return share_with_stream(b, load, loops, all);
+    MOE_TRY(moe_region_create(b->session, "bench", all, &load->region));
+    load->session = b->session;
+    for (uint32_t i = 0; i < count; i++) {
         memcpy((char *)moe_region_data(load->region) + loops[i].x_at, loops[i].x, bytes);
     }
     return moe_ok();
@@ -325,6 +393,8 @@ static void drive(struct load *load, struct loop *loops, double duration_s)
         send_next(&loops[i]);
     if (load->session != NULL)
         serve_shared(loops, count);
+    if (load->cuda != NULL)
+        serve_stream(loops, count);
     moe_mutex_lock(&load->lock);
     wait_for_ends(load);
     const uint64_t last_ns = load->last_answer_ns;
@@ -349,7 +419,7 @@ static void on_open_answer(void *ctx, struct moe_client_forward *f, struct moe_s
         if (load->run->errors++ == 0)
             load->first_error = st;
     } else if (l->begin_ns >= load->measure_from_ns) {
-        moectl_bench_record(load->run, now - l->begin_ns, &f->stages);
+        moectl_bench_record(load->run, now - l->begin_ns, &f->stages, 0);
     }
     SLIST_INSERT_HEAD(&load->pausing, l, pause);
     load->active--;
@@ -440,8 +510,9 @@ static struct moe_status measure(struct bench *b, size_t turn, uint32_t concurre
     struct moe_status st = moe_ok();
     for (uint32_t i = 0; i < concurrency && st.code == MOE_OK; i++)
         st = make_loop(b, &load, i, &loops[i]);
-    if (st.code == MOE_OK && b->session != NULL)
+    if (st.code == MOE_OK && is_shared(b->transports[turn]))
         st = share_loops(b, &load, loops);
+    const bool ready = st.code == MOE_OK;
     if (st.code == MOE_OK && rate > 0)
         drive_open(&load, loops, b);
     else if (st.code == MOE_OK)
@@ -456,13 +527,27 @@ static struct moe_status measure(struct bench *b, size_t turn, uint32_t concurre
         struct moe_status freed = moe_region_destroy(load.region);
         st = st.code == MOE_OK ? freed : st;
     }
+    moectl_cuda_close(load.cuda);
     free_loops(loops, concurrency);
     pthread_cond_destroy(&load.change);
     moe_mutex_destroy(&load.lock);
-    return moe_error_context(st, "concurrency %" PRIu32, concurrency);
+    if (!ready) { /* nothing was measured */
+        free(load.run);
+        b->report.run_count--;
+    }
+    return moe_error_context(st, "%s, concurrency %" PRIu32, transport_names[b->transports[turn]],
+                             concurrency);
 }
 
 /* ------------------------------------------------------------------ the command */
+
+static bool has_shared(const struct bench *b)
+{
+    for (size_t i = 0; i < b->transport_count; i++)
+        if (is_shared(b->transports[i]))
+            return true;
+    return false;
+}
 
 static bool has_transport(const struct bench *b, enum transport which)
 {
@@ -492,7 +577,7 @@ static bool parse_transports(struct bench *b)
 
 static uint32_t client_limit(const struct bench *b)
 {
-    return has_transport(b, SHM) ? SHARED_MAX : CONCURRENCY_MAX;
+    return has_shared(b) ? SHARED_MAX : CONCURRENCY_MAX;
 }
 
 /* The runs of all transports fit the report. */
@@ -523,12 +608,11 @@ static void disconnect(struct bench *b)
 
 static struct moe_status connect_to_group(struct bench *b, enum transport t)
 {
-    char endpoint[MOECTL_ENDPOINT_MAX];
     disconnect(b);
-    MOE_TRY(moectl_worker_endpoint(&b->common, moectl_deadline(&b->common), endpoint));
-    struct moe_client_config config = {
-        .size = sizeof config,
-        .endpoint = endpoint,
+    MOE_TRY(moectl_worker_endpoint(&b->common, moectl_deadline(&b->common), b->endpoint));
+    b->config = (struct moe_client_config){
+        .size = sizeof b->config,
+        .endpoint = b->endpoint,
         .way = t == TCP    ? MOE_CLIENT_WAY_TCP
                : t == UNIX ? MOE_CLIENT_WAY_UNIX
                            : MOE_CLIENT_WAY_ANY,
@@ -540,7 +624,7 @@ static struct moe_status connect_to_group(struct bench *b, enum transport t)
         .timeout_ms = moectl_timeout_ms(&b->common),
         .max_attempts = 1, /* a retry would distort the latency */
     };
-    MOE_TRY(moe_client_connect(&config, &b->client));
+    MOE_TRY(moe_client_connect(&b->config, &b->client));
     const struct moe_client_info *info = moe_client_get_info(b->client);
     b->report.info = info;
     for (size_t i = 0; i < info->layer_count; i++)
@@ -611,7 +695,12 @@ static struct moe_status work(struct bench *b)
 {
     struct moe_status first = moe_ok();
     for (size_t turn = 0; turn < b->transport_count; turn++) {
-        MOE_TRY(connect_to_group(b, b->transports[turn]));
+        struct moe_status connected = connect_to_group(b, b->transports[turn]);
+        if (connected.code == MOE_FAILED_PRECONDITION && turn + 1 < b->transport_count) {
+            first = first.code == MOE_OK ? connected : first; /* others may be there */
+            continue;
+        }
+        MOE_TRY(connected);
         if (b->slo_p99_ms > 0)
             return search(b);
         if (b->rate > 0)
@@ -633,13 +722,12 @@ static int check(struct bench *b)
     if (b->unary && b->stream)
         return moectl_usage_error("--unary and --stream exclude each other");
     if (!parse_transports(b))
-        return moectl_usage_error("--transport must be inline, tcp, unix or shm, or several of "
-                                  "them, as in unix,shm; not '%s'",
+        return moectl_usage_error("--transport must be inline, tcp, unix, shm or cuda, or several "
+                                  "of them, as in unix,shm; not '%s'",
                                   b->transport_list);
-    const bool shared = has_transport(b, SHM);
-    if (shared && (b->unary || b->stream || b->spread || b->rate > 0 || b->slo_p99_ms > 0))
-        return moectl_usage_error("--transport shm takes no --unary, --stream, --spread, --rate "
-                                  "and --slo-p99");
+    if (has_shared(b) && (b->unary || b->stream || b->spread || b->rate > 0 || b->slo_p99_ms > 0))
+        return moectl_usage_error("--transport shm and cuda take no --unary, --stream, --spread, "
+                                  "--rate and --slo-p99");
     if (b->transport_count > 1 && (b->rate > 0 || b->slo_p99_ms > 0))
         return moectl_usage_error("--rate and --slo-p99 take one --transport");
     if (!(b->duration_s > 0))
@@ -670,9 +758,9 @@ static int report(struct bench *b)
 {
     struct moectl_bench_report *r = &b->report;
     r->dtype = b->dtype_name;
-    r->mode = has_transport(b, SHM) && b->transport_count == 1 ? "shm"
-              : b->stream                                      ? "stream"
-                                                               : "unary";
+    r->mode = has_shared(b) && b->transport_count == 1 ? transport_names[b->transports[0]]
+              : b->stream                              ? "stream"
+                                                       : "unary";
     r->spread = b->spread;
     r->layer = (uint32_t)b->layer;
     r->tokens = (uint32_t)b->tokens;
@@ -712,7 +800,11 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"transport", 0, MOE_OPTION_STRING, &b.transport_list, 0, 0, "T[,T..]",
          "inline: gRPC, by a Unix socket if there is one; unix, tcp: gRPC that way; shm: through "
          "memory shared with a worker of this host, which needs --allow-client-memory, for at most "
-         "64 clients; several are measured in turn"},
+         "64 clients; cuda: the same with a GPU's memory and stream, times by its clock; several "
+         "are "
+         "measured in turn"},
+        {"device", 0, MOE_OPTION_UINT, &b.device, 0, 1023, "N",
+         "the client's GPU of --transport cuda; best another one than the worker's"},
         {"model", 0, MOE_OPTION_STRING, &b.model, 0, 0, "NAME",
          "model of the group; default: the default model"},
         {"model-digest", 0, MOE_OPTION_STRING, &b.model_digest, 0, 0, "HEX",
@@ -722,7 +814,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"connections", 0, MOE_OPTION_UINT, &b.connections, 1, 64, "N",
          "connections per worker [1, and up to 4 for parts of large batches]"},
         {"spin-us", 0, MOE_OPTION_UINT, &b.spin_us, 0, 1000000, "US",
-         "microseconds that a connection's thread spins for an answer before it sleeps"},
+         "microseconds that a connection's thread spins for an answer before it sleeps; with cuda, "
+         "more than 0: a kernel polls for it"},
         {"seed", 0, MOE_OPTION_UINT, &b.seed, 0, UINT32_MAX, "N", "seed of the random inputs"},
     };
     int code;
@@ -750,7 +843,7 @@ const struct moectl_command moectl_bench = {
     .usage = "--layer L [--tokens T] [--concurrency C[,C..] | --rate R] [--duration S] [options]",
     .examples =
         "  moectl bench --endpoint 127.0.0.1:7600 --layer 3 --tokens 1 --concurrency 1,8,32\n"
-        "  moectl bench --layer 3 --tokens 4096 --transport tcp,unix,shm\n"
+        "  moectl bench --layer 3 --tokens 4096 --transport inline,unix,shm,cuda --device 1\n"
         "  moectl bench --layer 3 --rate 500\n"
         "  moectl bench --layer 3 --slo-p99 5 --duration 10\n"
         "  moectl bench --layer 3 --tokens 2048 --stream --spread -o json\n",

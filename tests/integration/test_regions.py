@@ -114,10 +114,23 @@ class Regions(unittest.TestCase):
             for run in runs:
                 self.assertEqual(int(run["errors"]), 0)
                 self.assertGreater(int(run["requests"]), 0)
+                self.assertLessEqual(run["stagesUs"]["layer"]["p50"],
+                                     run["stagesUs"]["step"]["p50"])
+                self.assertGreater(run["stagesUs"]["layer"]["p50"], 0)
+            # Without a GPU, one transport is left out, and named.
+            done = moectl("bench", "--endpoint", g.endpoint, "--layer", "0", "--transport",
+                          "cuda,unix", "--device", "1023", "--duration", "0.3", "-o", "json",
+                          check=False)
+            self.assertEqual(done.returncode, 7, done.stderr)
+            self.assertEqual(done.stderr.count("moectl: "), 1)
+            self.assertRegex(done.stderr, "cuda.*FAILED_PRECONDITION, UNSUPPORTED")
+            runs = json.loads(done.stdout)["runs"]
+            self.assertEqual([run["transport"] for run in runs], ["unix"])
             for wrong in (["--transport", "carrier"], ["--transport", "shm,shm"],
                           ["--transport", ""], ["--transport", "unix,"],
                           ["--transport", "tcp,unix", "--rate", "5"],
                           ["--transport", "shm", "--stream"],
+                          ["--transport", "cuda,shm", "--stream"],
                           ["--transport", "shm", "--concurrency", "65"]):
                 done = moectl("bench", "--layer", "0", *wrong, check=False)
                 self.assertEqual(done.returncode, 2, done.stderr)

@@ -8,24 +8,43 @@
 #include <math.h>
 #include <stddef.h>
 
+enum stage {
+    QUEUE,
+    COPY_IN,
+    ROUTER,
+    PREPARE,
+    DISPATCH,
+    GEMM1,
+    GEMM2,
+    SHARED,
+    COMBINE,
+    LAYER,
+    STEP,
+    COPY_OUT,
+    SERVER,
+    STAGES
+};
+_Static_assert((int)STAGES == (int)MOECTL_BENCH_STAGES, "the histograms of a run");
+
 /* The stages of struct moe_client_stages, by the names under which they are reported. */
 static const struct {
     const char *name;  /* in JSON */
     const char *title; /* in the table */
     size_t offset;
 } stage_table[MOECTL_BENCH_STAGES] = {
-    {"queue", "queue", offsetof(struct moe_client_stages, queue_ns)},
-    {"copyIn", "copy in", offsetof(struct moe_client_stages, copy_in_ns)},
-    {"router", "router", offsetof(struct moe_client_stages, router_ns)},
-    {"prepare", "prepare", offsetof(struct moe_client_stages, prepare_ns)},
-    {"dispatch", "dispatch", offsetof(struct moe_client_stages, dispatch_ns)},
-    {"gemm1", "gemm1", offsetof(struct moe_client_stages, gemm1_ns)},
-    {"gemm2", "gemm2", offsetof(struct moe_client_stages, gemm2_ns)},
-    {"shared", "shared", offsetof(struct moe_client_stages, shared_ns)},
-    {"combine", "combine", offsetof(struct moe_client_stages, combine_ns)},
-    {"step", "step", offsetof(struct moe_client_stages, step_ns)},
-    {"copyOut", "copy out", offsetof(struct moe_client_stages, copy_out_ns)},
-    {"server", "server", offsetof(struct moe_client_stages, server_ns)},
+    [QUEUE] = {"queue", "queue", offsetof(struct moe_client_stages, queue_ns)},
+    [COPY_IN] = {"copyIn", "copy in", offsetof(struct moe_client_stages, copy_in_ns)},
+    [ROUTER] = {"router", "router", offsetof(struct moe_client_stages, router_ns)},
+    [PREPARE] = {"prepare", "prepare", offsetof(struct moe_client_stages, prepare_ns)},
+    [DISPATCH] = {"dispatch", "dispatch", offsetof(struct moe_client_stages, dispatch_ns)},
+    [GEMM1] = {"gemm1", "gemm1", offsetof(struct moe_client_stages, gemm1_ns)},
+    [GEMM2] = {"gemm2", "gemm2", offsetof(struct moe_client_stages, gemm2_ns)},
+    [SHARED] = {"shared", "shared", offsetof(struct moe_client_stages, shared_ns)},
+    [COMBINE] = {"combine", "combine", offsetof(struct moe_client_stages, combine_ns)},
+    [LAYER] = {"layer", "layer", 0}, /* no field: the sum of those from router to combine */
+    [STEP] = {"step", "step", offsetof(struct moe_client_stages, step_ns)},
+    [COPY_OUT] = {"copyOut", "copy out", offsetof(struct moe_client_stages, copy_out_ns)},
+    [SERVER] = {"server", "server", offsetof(struct moe_client_stages, server_ns)},
 };
 
 static uint64_t minus(uint64_t a, uint64_t b)
@@ -33,15 +52,25 @@ static uint64_t minus(uint64_t a, uint64_t b)
     return a > b ? a - b : 0;
 }
 
-void moectl_bench_record(struct moectl_bench_run *run, uint64_t latency_ns,
-                         const struct moe_client_stages *stages)
+static uint64_t sum_of(const struct moe_client_stages *s)
 {
+    return s->router_ns + s->prepare_ns + s->dispatch_ns + s->gemm1_ns + s->gemm2_ns +
+           s->shared_ns + s->combine_ns;
+}
+
+void moectl_bench_record(struct moectl_bench_run *run, uint64_t latency_ns,
+                         const struct moe_client_stages *stages, uint64_t layer_ns)
+{
+    if (layer_ns == 0)
+        layer_ns = sum_of(stages);
     moectl_histogram_add(&run->latency, latency_ns);
     moectl_histogram_add(&run->overhead, minus(latency_ns, stages->step_ns));
     moectl_histogram_add(&run->server_overhead, minus(stages->server_ns, stages->step_ns));
+    moectl_histogram_add(&run->beyond_layer, minus(latency_ns, layer_ns));
     run->step_tokens += stages->step_tokens;
     for (size_t i = 0; i < MOECTL_BENCH_STAGES; i++) {
-        uint64_t ns = *(const uint64_t *)((const char *)stages + stage_table[i].offset);
+        const uint64_t *field = (const uint64_t *)((const char *)stages + stage_table[i].offset);
+        uint64_t ns = i == LAYER ? layer_ns : *field;
         moectl_histogram_add(&run->stages[i], ns);
     }
 }
@@ -101,13 +130,14 @@ static json_t *run_to_json(const struct moectl_bench_report *report,
     snprintf(requests, sizeof requests, "%" PRIu64, run->latency.count);
     snprintf(errors, sizeof errors, "%" PRIu64, run->errors);
     double rate = requests_per_s(run);
-    return json_pack(
-        "{s:s*, s:f, s:I, s:s, s:s, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o}", "transport",
-        run->transport, "rate", run->rate, "concurrency", (json_int_t)run->concurrency, "requests",
-        requests, "errors", errors, "durationS", round_to(run->seconds, 1000), "requestsPerS", rate,
-        "tokensPerS", rate * report->tokens, "stepTokensMean", step_tokens_mean(run), "latencyUs",
-        distribution(&run->latency), "overheadUs", distribution(&run->overhead), "serverOverheadUs",
-        distribution(&run->server_overhead), "stagesUs", stages_to_json(run));
+    return json_pack("{s:s*, s:f, s:I, s:s, s:s, s:f, s:f, s:f, s:f, s:o, s:o, s:o, s:o, s:o}",
+                     "transport", run->transport, "rate", run->rate, "concurrency",
+                     (json_int_t)run->concurrency, "requests", requests, "errors", errors,
+                     "durationS", round_to(run->seconds, 1000), "requestsPerS", rate, "tokensPerS",
+                     rate * report->tokens, "stepTokensMean", step_tokens_mean(run), "latencyUs",
+                     distribution(&run->latency), "overheadUs", distribution(&run->overhead),
+                     "serverOverheadUs", distribution(&run->server_overhead), "beyondLayerUs",
+                     distribution(&run->beyond_layer), "stagesUs", stages_to_json(run));
 }
 
 int moectl_bench_print_json(const struct moectl_bench_report *report)
@@ -163,8 +193,24 @@ static void print_run(const struct moectl_bench_report *report, const struct moe
     print_distribution("latency", &run->latency);
     print_distribution("overhead", &run->overhead);
     print_distribution("server overhead", &run->server_overhead);
+    print_distribution("beyond layer", &run->beyond_layer);
     for (size_t i = 0; i < MOECTL_BENCH_STAGES; i++)
         print_distribution(stage_table[i].title, &run->stages[i]);
+}
+
+/* Several transports, one a line. */
+static void print_comparison(const struct moectl_bench_report *report)
+{
+    moectl_put("\n%-9s %3s %10s %10s %10s %10s %10s %10s %10s %12s\n", "p50, us", "C", "latency",
+               "p99", "server", "step", "layer", "copy in", "copy out", "beyond layer");
+    for (size_t i = 0; i < report->run_count; i++) {
+        const struct moectl_bench_run *r = report->runs[i];
+        moectl_put("%-9s %3" PRIu32 " %10.1f %10.1f %10.1f %10.1f %10.1f %10.1f %10.1f %12.1f\n",
+                   r->transport, r->concurrency, us(&r->latency, 50), us(&r->latency, 99),
+                   us(&r->stages[SERVER], 50), us(&r->stages[STEP], 50), us(&r->stages[LAYER], 50),
+                   us(&r->stages[COPY_IN], 50), us(&r->stages[COPY_OUT], 50),
+                   us(&r->beyond_layer, 50));
+    }
 }
 
 int moectl_bench_print_table(const struct moectl_bench_report *report)
@@ -177,12 +223,15 @@ int moectl_bench_print_table(const struct moectl_bench_report *report)
                info->worker_count, info->backend, info->worker_count == 1 ? "" : "s");
     for (size_t i = 0; i < report->run_count; i++)
         print_run(report, report->runs[i]);
+    if (report->run_count > 0 && report->runs[0]->transport != NULL)
+        print_comparison(report);
     moectl_put("\n");
     if (report->slo_p99_ms > 0)
         moectl_put("highest rate with a p99 of at most %g ms: %.1f requests/s\n",
                    report->slo_p99_ms, report->highest_rate);
-    moectl_put("step contains router to combine; server contains queue, copy in, step and copy\n");
-    moectl_put("out; latency contains server. overhead = latency - step; server overhead =\n");
-    moectl_put("server - step.\n");
+    moectl_put(
+        "layer = router to combine; step contains it; server contains queue, copy in, step\n");
+    moectl_put("and copy out; latency contains server. overhead = latency - step; server\n");
+    moectl_put("overhead = server - step; beyond layer = latency - layer.\n");
     return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }

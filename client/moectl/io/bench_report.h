@@ -8,7 +8,7 @@
 
 #include <stdbool.h>
 
-enum { MOECTL_BENCH_STAGES = 12, MOECTL_BENCH_RUNS_MAX = 16 };
+enum { MOECTL_BENCH_STAGES = 13, MOECTL_BENCH_RUNS_MAX = 16 };
 
 /* Figures of one concurrency. The histograms hold ns. */
 struct moectl_bench_run {
@@ -20,6 +20,7 @@ struct moectl_bench_run {
     struct moectl_histogram latency;         /* at the client; open loop: from the intended start */
     struct moectl_histogram overhead;        /* latency minus the step's own time */
     struct moectl_histogram server_overhead; /* on the server, minus the step's own time */
+    struct moectl_histogram beyond_layer;    /* latency minus the layer's time */
     struct moectl_histogram stages[MOECTL_BENCH_STAGES];
     uint64_t step_tokens; /* sum over requests */
 };
@@ -36,9 +37,9 @@ struct moectl_bench_report {
         highest_rate; /* of a search: the limit, the highest rate within it. 0 = none */
 };
 
-/* Adds one answered request. */
+/* Adds one answered request. `layer_ns`: the stages from router to combine; 0 = their sum. */
 void moectl_bench_record(struct moectl_bench_run *run, uint64_t latency_ns,
-                         const struct moe_client_stages *stages);
+                         const struct moe_client_stages *stages, uint64_t layer_ns);
 
 /* Both return an exit code. */
 int moectl_bench_print_json(const struct moectl_bench_report *report);
