@@ -19,7 +19,8 @@ SOURCES = {".c", ".h", ".cu", ".cuh", ".S", ".py", ".proto"}
 C_LIKE = {".c", ".h", ".cu", ".cuh"}
 OUTSIDE = (  # headers, and the only folders that may include them
     (re.compile(r"<grpc/"), ("daemon/rpc/",)),
-    (re.compile(r"<(cuda|nccl|cublas|nvtx)"), ("kernels/cuda/", "client/cuda/")),
+    (re.compile(r"<(cuda|nccl|cublas|nvtx)"),
+     ("kernels/cuda/", "client/cuda/", "client/examples/attention/")),
 )
 
 
