@@ -6,7 +6,9 @@
  *     check            requests of all layers and formats, without a graph, against Forward; errors
  *     graph ROUNDS     one captured graph with two requests in flight, launched ROUNDS times; every
  *                      y is checked on the device
- *     bench TOKENS ... times of submit and wait as a graph, one request at a time
+ *     bench TOKENS ... times of submit and wait as a graph, one request at a time and two in flight
+ *     frozen           prints "ready", launches ALONE requests after a line of input, prints
+ *                      "launched", and checks them when they have ended
  *     killed           prints "ready", launches graphs, and checks what they find after the worker
  *                      has been killed; prints how long the last one took
  *
@@ -20,12 +22,21 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PATTERNS = 16, SKIPPED = 77, LANES = 2, ROUNDS_MAX = 2000, ROUNDS = 2000 };
+enum {
+    PATTERNS = 16,
+    SKIPPED = 77,
+    LANES = 2,
+    ROUNDS_MAX = 1000,
+    PAIRS = 16,   /* requests of a lane in a graph with two in flight */
+    ALONE = 4000, /* requests without a call of the host */
+    CHAIN = 100,  /* of them, in one graph */
+};
 
 static struct moe_client *client;
 static struct moe_client_session *session;
 static struct moe_stream_session *streams;
 static cudaStream_t stream;
+static size_t patterns = PATTERNS;
 
 static void must(struct moe_status st)
 {
@@ -108,9 +119,9 @@ static void make_patterns(struct lane *l, uint32_t seed)
 {
     char *x = malloc(l->bytes), *y = malloc(l->bytes);
     expect(x != NULL && y != NULL, "there is memory");
-    l->inputs = on_device(PATTERNS * l->bytes);
-    l->outputs = on_device(PATTERNS * l->bytes);
-    for (size_t i = 0; i < PATTERNS; i++) {
+    l->inputs = on_device(patterns * l->bytes);
+    l->outputs = on_device(patterns * l->bytes);
+    for (size_t i = 0; i < patterns; i++) {
         fill(x, l->bytes / moe_dtype_bytes(l->forward.dtype), l->forward.dtype, seed + (uint32_t)i);
         forward(l, x, y);
         cuda(cudaMemcpy((char *)l->inputs + i * l->bytes, x, l->bytes, cudaMemcpyHostToDevice),
@@ -162,15 +173,16 @@ static char *y_of(const struct lane *l)
 static void put_input(const struct lane *l)
 {
     if (l->bytes > 0)
-        cuda(stream_next_input(l->counts, l->inputs, PATTERNS, moe_region_data(l->region), l->bytes,
-                               stream),
+        cuda(stream_next_input(l->counts, l->inputs, (uint32_t)patterns, moe_region_data(l->region),
+                               l->bytes, stream),
              "stream_next_input");
 }
 
 static void check_output(const struct lane *l)
 {
     if (l->bytes > 0)
-        cuda(stream_check_output(l->counts, l->outputs, PATTERNS, y_of(l), l->bytes, stream),
+        cuda(stream_check_output(l->counts, l->outputs, (uint32_t)patterns, y_of(l), l->bytes,
+                                 stream),
              "stream_check_output");
 }
 
@@ -392,6 +404,40 @@ static void run_killed(void)
     printf("released\n");
 }
 
+/* -------------------------------------------------------------------- frozen */
+
+/* Once "launched" is printed, this process may be stopped: no call is left to make. */
+static void run_frozen(void)
+{
+    const struct moe_client_layer *layer = &moe_client_get_info(client)->layers[0];
+    struct lane lane;
+    open_lane(&lane, "frozen", layer, 16, MOE_DTYPE_BF16, 1);
+    cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
+    for (int i = 0; i < CHAIN; i++) {
+        put_input(&lane);
+        submit(&lane);
+        await(&lane);
+        check_output(&lane);
+    }
+    cudaGraphExec_t exec = end_capture();
+    cuda(cudaGraphUpload(exec, stream), "cudaGraphUpload");
+    sync_stream();
+    printf("ready\n");
+    (void)fflush(stdout);
+    expect(getchar() == '\n', "there is a line of input");
+    for (int i = 0; i < ALONE / CHAIN; i++)
+        cuda(cudaGraphLaunch(exec, stream), "cudaGraphLaunch");
+    printf("launched\n");
+    (void)fflush(stdout);
+    sync_stream();
+    const struct stream_counts c = counts_of(&lane);
+    expect(c.turn == ALONE && c.wrong_turns == 0, "every y has the bits of Forward");
+    expect(status_of(&lane).failures == 0, "all succeed");
+    cuda(cudaGraphExecDestroy(exec), "cudaGraphExecDestroy");
+    close_lane(&lane);
+    printf("same\n");
+}
+
 /* --------------------------------------------------------------------- bench */
 
 /* A graph of one request between two stamps. */
@@ -405,33 +451,113 @@ static cudaGraphExec_t capture_timed(const struct lane *lane, uint64_t *stamps)
     return end_capture();
 }
 
-static void bench(uint32_t tokens, unsigned long rounds)
+/* 2 * PAIRS requests, always two in flight. */
+static cudaGraphExec_t capture_pairs(const struct lane lanes[LANES], uint64_t *stamps)
+{
+    cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin capture");
+    cuda(stream_stamp(&stamps[0], stream), "stream_stamp");
+    for (int i = 0; i < PAIRS; i++)
+        for (int n = 0; n < LANES; n++) {
+            if (i > 0)
+                await(&lanes[n]);
+            submit(&lanes[n]);
+        }
+    for (int n = 0; n < LANES; n++)
+        await(&lanes[n]);
+    cuda(stream_stamp(&stamps[1], stream), "stream_stamp");
+    return end_capture();
+}
+
+/* Launches once; us between the stamps. */
+static double run_timed(cudaGraphExec_t exec, const uint64_t *stamps)
+{
+    uint64_t at[2];
+    cuda(cudaGraphLaunch(exec, stream), "cudaGraphLaunch");
+    sync_stream();
+    cuda(cudaMemcpy(at, stamps, sizeof at, cudaMemcpyDeviceToHost), "cudaMemcpy");
+    return (double)(at[1] - at[0]) / 1e3;
+}
+
+static struct moe_client_session_answer answer_of(const struct lane *lane)
+{
+    struct moe_client_session_answer a = {.size = sizeof a};
+    must(moe_stream_request_result(lane->request, &a));
+    return a;
+}
+
+static double p99(const double *sorted, size_t count)
+{
+    return sorted[(size_t)((double)count * 0.99)];
+}
+
+static size_t rounds_of(uint32_t tokens)
+{
+    return tokens > 128 ? ROUNDS_MAX / 10 : ROUNDS_MAX;
+}
+
+static void bench_one(const struct lane *lane, uint64_t *stamps)
 {
     enum { FIRST = 20 }; /* rounds that do not count */
-    static double total_us[ROUNDS_MAX], step_us[ROUNDS_MAX], rest_us[ROUNDS_MAX];
-    const struct moe_client_layer *layer = &moe_client_get_info(client)->layers[0];
-    struct lane lane;
-    uint64_t at[2], *stamps = on_device(sizeof at);
-    open_lane(&lane, "bench", layer, tokens, MOE_DTYPE_BF16, 9);
-    cudaGraphExec_t exec = capture_timed(&lane, stamps);
-    put_input(&lane);
-    for (unsigned long i = 0; i < rounds + FIRST; i++) {
-        struct moe_client_session_answer a = {.size = sizeof a};
-        const unsigned long n = i < FIRST ? 0 : i - FIRST;
-        cuda(cudaGraphLaunch(exec, stream), "cudaGraphLaunch");
-        sync_stream();
-        cuda(cudaMemcpy(at, stamps, sizeof at, cudaMemcpyDeviceToHost), "cudaMemcpy");
-        must(moe_stream_request_result(lane.request, &a));
-        total_us[n] = (double)(at[1] - at[0]) / 1e3;
+    static double total_us[ROUNDS_MAX], step_us[ROUNDS_MAX], layer_us[ROUNDS_MAX],
+        rest_us[ROUNDS_MAX], beyond_us[ROUNDS_MAX], server_us[ROUNDS_MAX];
+    const size_t rounds = rounds_of(lane->forward.tokens);
+    cudaGraphExec_t exec = capture_timed(lane, stamps);
+    for (size_t i = 0; i < rounds + FIRST; i++) {
+        const size_t n = i < FIRST ? 0 : i - FIRST;
+        total_us[n] = run_timed(exec, stamps);
+        const struct moe_client_session_answer a = answer_of(lane);
         step_us[n] = (double)a.step_ns / 1e3;
+        layer_us[n] = (double)a.layer_ns / 1e3;
+        server_us[n] = (double)a.server_ns / 1e3;
         rest_us[n] = total_us[n] - step_us[n];
+        beyond_us[n] = total_us[n] - layer_us[n];
     }
     const double p50 = median(total_us, rounds); /* sorts */
-    printf("%6u  %10.1f  %10.1f  %10.1f  %10.1f\n", tokens, p50,
-           total_us[(size_t)((double)rounds * 0.99)], median(step_us, rounds),
-           median(rest_us, rounds));
+    printf("%6u  1  %9.1f %9.1f  %9.1f %9.1f %9.1f  %9.1f %9.1f\n", lane->forward.tokens, p50,
+           p99(total_us, rounds), median(server_us, rounds), median(step_us, rounds),
+           median(layer_us, rounds), median(rest_us, rounds), median(beyond_us, rounds));
     cuda(cudaGraphExecDestroy(exec), "cudaGraphExecDestroy");
-    close_lane(&lane);
+}
+
+/* Times of one request: those of the graph over their number. */
+static void bench_two(const struct lane lanes[LANES], uint64_t *stamps)
+{
+    enum { FIRST = 2 };
+    static double each_us[ROUNDS_MAX], layer_us[ROUNDS_MAX], step_us[ROUNDS_MAX];
+    const uint32_t tokens = lanes[0].forward.tokens;
+    const size_t rounds = rounds_of(tokens) / 10 < 20 ? 10 : 20;
+    uint32_t step_tokens = 0;
+    cudaGraphExec_t exec = capture_pairs(lanes, stamps);
+    for (size_t i = 0; i < rounds + FIRST; i++) {
+        const size_t n = i < FIRST ? 0 : i - FIRST;
+        each_us[n] = run_timed(exec, stamps) / (LANES * PAIRS);
+        const struct moe_client_session_answer a = answer_of(&lanes[0]);
+        layer_us[n] = (double)a.layer_ns / 1e3;
+        step_us[n] = (double)a.step_ns / 1e3;
+        step_tokens = a.step_tokens;
+    }
+    const double p50 = median(each_us, rounds), layer = median(layer_us, rounds);
+    const double steps = (double)step_tokens / tokens; /* requests of a step */
+    printf(
+        "%6u  2  %9.1f %9.1f  %9s %9.1f %9.1f  a step of %u tokens each %.1f, %.3f of its layer\n",
+        tokens, p50, p99(each_us, rounds), "", median(step_us, rounds), layer, step_tokens,
+        p50 * steps, p50 * steps / layer);
+    cuda(cudaGraphExecDestroy(exec), "cudaGraphExecDestroy");
+}
+
+static void bench(uint32_t tokens)
+{
+    const struct moe_client_layer *layer = &moe_client_get_info(client)->layers[0];
+    struct lane lanes[LANES];
+    uint64_t *stamps = on_device(2 * sizeof *stamps);
+    for (int n = 0; n < LANES; n++) {
+        open_lane(&lanes[n], n == 0 ? "one" : "two", layer, tokens, MOE_DTYPE_BF16, 9);
+        put_input(&lanes[n]);
+    }
+    bench_one(&lanes[0], stamps);
+    bench_two(lanes, stamps);
+    for (int n = 0; n < LANES; n++)
+        close_lane(&lanes[n]);
     (void)cudaFree(stamps);
 }
 
@@ -469,10 +595,14 @@ int main(int argc, char **argv)
         run_graph(strtoul(argv[5], NULL, 10));
     } else if (strcmp(command, "killed") == 0) {
         run_killed();
+    } else if (strcmp(command, "frozen") == 0) {
+        run_frozen();
     } else if (strcmp(command, "bench") == 0) {
-        printf("tokens  client p50  client p99        step        rest   (us)\n");
+        patterns = 1;
+        printf(
+            "tokens  in flight: client p50, p99; server, step, layer; less step, less layer; us\n");
         for (int i = 5; i < argc; i++)
-            bench((uint32_t)strtoul(argv[i], NULL, 10), ROUNDS);
+            bench((uint32_t)strtoul(argv[i], NULL, 10));
     } else {
         return 2;
     }

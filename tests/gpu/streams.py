@@ -4,24 +4,30 @@ GPU and, where there are two, on GPU 1. Usage: as the programs of tests/integrat
 minute or two by streams.sh.
 
 MOE_STREAM_ROUNDS: launches of the captured graph (default 10000). MOE_STREAM_MODEL: directory of
-another model for the benchmark.
+another model for the benchmark (tests/bench/make_model.py); MOE_STREAM_TOKENS: its batches;
+MOE_STREAM_WAYS: how streams wait, of "sleep spin".
 """
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import unittest
+import urllib.request
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(os.path.dirname(HERE), "integration"))
-from group import BUILD, DEVICES, Group, main, model_directory, open_files  # noqa: E402
+from group import (BUILD, DEVICES, Group, freeze, main, model_directory,  # noqa: E402
+                   open_files, wait_until)
 
 FAMILY = "mixtral"
 CLIENT = os.path.join(BUILD, "tests", "unit", "stream_client")
 ROUNDS = os.environ.get("MOE_STREAM_ROUNDS", "10000")
+TOKENS = os.environ.get("MOE_STREAM_TOKENS", "1 16 128").split()
+ALONE = 4000  # requests of `stream_client frozen`
 LIMIT_S = 120  # of one client
 
 
@@ -38,7 +44,12 @@ class Streams(unittest.TestCase):
         self.settings.flush()
 
     def group(self, model=None):
-        g = Group(model or model_directory(FAMILY), 1, "--worker-config", self.settings.name)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        g = Group(model or model_directory(FAMILY), 1, "--worker-config", self.settings.name,
+                  "--metrics-port", str(port - 1))
+        g.page = "http://127.0.0.1:%d/metrics" % port  # of the worker
         self.addCleanup(g.stop)
         return g
 
@@ -49,9 +60,17 @@ class Streams(unittest.TestCase):
                     return entry["pid"]
         raise AssertionError("there is no worker")
 
-    def start(self, g, way, *command):
+    def ended(self, g):
+        """Requests through rings that the worker has ended."""
+        with urllib.request.urlopen(g.page) as page:
+            lines = page.read().decode().splitlines()
+        return sum(int(float(line.split()[-1])) for line in lines
+                   if line.startswith("moe_requests_total{") and 'rpc="Ring"' in line)
+
+    def start(self, g, way, *command, **options):
         return subprocess.Popen([CLIENT, g.endpoint, str(self.device), way, *command],
-                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                                **options)
 
     def client(self, g, way, *command):
         with self.start(g, way, *command) as process:
@@ -74,6 +93,25 @@ class Streams(unittest.TestCase):
         g = self.group()
         for way in self.ways:
             self.assertEqual(self.client(g, way, "graph", ROUNDS), "same")
+
+    def test_requests_need_no_call_of_the_host(self):
+        """The client's process is stopped, with all of its threads, while its requests run."""
+        g = self.group()
+        for way in self.ways:
+            before = self.ended(g)
+            with self.start(g, way, "frozen", stdin=subprocess.PIPE) as process:
+                self.assertEqual(process.stdout.readline(), "ready\n")
+                process.stdin.write("\n")
+                process.stdin.flush()
+                self.assertEqual(process.stdout.readline(), "launched\n")
+                freeze(process.pid)
+                stopped = self.ended(g) - before
+                wait_until(lambda: self.ended(g) - before == ALONE, 20)
+                os.kill(process.pid, signal.SIGCONT)
+                text, _ = process.communicate(timeout=30)
+            print("%d of %d requests ended after the client was stopped" % (ALONE - stopped, ALONE))
+            self.assertGreater(ALONE - stopped, 100)  # launches wait for room in a queue
+            self.assertEqual((process.returncode, text), (0, "same\n"))
 
     def test_a_killed_worker_releases_the_graph(self):
         for way in self.ways:
@@ -113,12 +151,12 @@ class Streams(unittest.TestCase):
         g = self.group(os.environ.get("MOE_STREAM_MODEL"))
         for way in self.ways:
             print("client on GPU %d, %s" % (self.device, way))
-            self.client(g, way, "bench", "1", "16", "128")
+            self.client(g, way, "bench", *TOKENS)
 
 
 class PeerStreams(Streams):
     device = 1
-    ways = ("sleep", "spin")
+    ways = os.environ.get("MOE_STREAM_WAYS", "sleep spin").split()
 
 
 if __name__ == "__main__":

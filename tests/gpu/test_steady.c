@@ -2,7 +2,8 @@
 /* Promises of captured steps (kernels/cuda/step/graph.h). After warm-up a step allocates nothing,
  * waits for nothing and captures nothing, for any layer, bucket and number of tokens. Layers of a
  * shape share graphs. Graphs survive the clearing of flags, growing memory and eviction. Every
- * step's answer must equal the first one of its layer and bucket, bit by bit.
+ * step's answer must equal the first one of its layer and bucket, bit by bit. Rows of segments are
+ * copied once each way.
  *
  *     test_steady [SLOTS]
  *
@@ -61,7 +62,8 @@ static void ok(struct moe_status st)
 
 /* Calls since the start of the program. */
 static struct {
-    uint64_t allocations, synchronisations, captures, instantiations, launches, kernels;
+    uint64_t allocations, synchronisations, captures, instantiations, launches, kernels, copies;
+    uint64_t copied_bytes;
 } calls;
 
 #define COUNTED(counter, name, parameters, arguments)                                              \
@@ -89,6 +91,24 @@ COUNTED(launches, cudaGraphLaunch, (cudaGraphExec_t e, cudaStream_t s), (e, s))
 COUNTED(kernels, cudaLaunchKernel,
         (const void *kernel, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s),
         (kernel, grid, block, args, shared, s))
+
+#if CUDART_VERSION >= 13000 /* what <<< >>> calls from then on */
+COUNTED(kernels, __cudaLaunchKernel,
+        (cudaKernel_t kernel, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s),
+        (kernel, grid, block, args, shared, s))
+#endif
+
+cudaError_t __real_cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind,
+                                   cudaStream_t stream);
+cudaError_t __wrap_cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind,
+                                   cudaStream_t stream);
+cudaError_t __wrap_cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind kind,
+                                   cudaStream_t stream)
+{
+    calls.copies++;
+    calls.copied_bytes += n;
+    return __real_cudaMemcpyAsync(to, from, n, kind, stream);
+}
 
 /* -------------------------------------------------------------------------- layers */
 
@@ -337,6 +357,65 @@ static int a_steady_step_allocates_and_waits_for_nothing(struct member *m)
     return 0;
 }
 
+/* Two requests of 24 and 40 tokens, with rows in memory of the device; `steps` times. */
+static void segment_steps(struct fixture *f, struct moe_step_segment segments[2], uint32_t steps)
+{
+    struct moe_step_args a = f->args[0];
+    struct moe_step_result result;
+    struct moe_step *step;
+    a.layer = f->layer[0];
+    a.bucket = a.tokens = MOST;
+    a.x = NULL;
+    a.y = NULL;
+    a.segments = segments;
+    a.segment_count = 2;
+    for (uint32_t i = 0; i < steps; i++) {
+        ok(backend->step_enqueue(f->session, &a, &step));
+        ok(backend->step_wait(step, UINT64_MAX, &result));
+        EXPECT(result.stage_ns[MOE_STAGE_COMBINE] > 0);
+    }
+}
+
+/* One kernel takes the rows, one gives y back; the two copies of a step carry its parameters and
+ * the routing. */
+static int rows_of_segments_are_copied_once_each_way(struct member *m)
+{
+    enum { STEPS_EACH = 20, FIRST_TOKENS = 24 };
+    static struct fixture fixture, *const f = &fixture;
+    char *x, *y, got[ROWS_BYTES];
+    const size_t at = (size_t)FIRST_TOKENS * HIDDEN * 2;
+    if (!setup(f, m))
+        return SKIP_CODE;
+    ok(backend->mem_alloc(f->device, MOE_MEM_DEVICE, ROWS_BYTES, (void **)&x));
+    ok(backend->mem_alloc(f->device, MOE_MEM_DEVICE, ROWS_BYTES, (void **)&y));
+    ok(moe_cuda_mem_copy(f->device, x, f->x, ROWS_BYTES));
+    struct moe_step_segment segments[2] = {
+        {.tokens = FIRST_TOKENS, .x = x, .y = y},
+        {.tokens = MOST - FIRST_TOKENS, .x = x + at, .y = y + at}};
+    __typeof__(calls) before = calls;
+    segment_steps(f, segments, STEPS_EACH); /* captures too: no copy is in a graph */
+    EXPECT(calls.captures > before.captures && calls.copies - before.copies == 2 * STEPS_EACH);
+    before = calls;
+    segment_steps(f, segments, STEPS_EACH);
+    const uint64_t bytes = (calls.copied_bytes - before.copied_bytes) / STEPS_EACH;
+    printf("slot %u: a step of 2 segments, %d bytes of rows: %" PRIu64 " graph, %" PRIu64
+           " kernels outside of it, %" PRIu64 " copies of %" PRIu64 " bytes\n",
+           m->slot, ROWS_BYTES, (calls.launches - before.launches) / STEPS_EACH,
+           (calls.kernels - before.kernels) / STEPS_EACH,
+           (calls.copies - before.copies) / STEPS_EACH, bytes);
+    EXPECT(calls.launches - before.launches == STEPS_EACH);
+    EXPECT(calls.kernels - before.kernels == 2 * STEPS_EACH);
+    EXPECT(calls.copies - before.copies == 2 * STEPS_EACH && bytes < ROWS_BYTES / 2);
+    ok(moe_cuda_mem_copy(f->device, got, y, ROWS_BYTES));
+    start(f, 0, 1, MOST); /* the same rows from the host */
+    finish_all(f);
+    EXPECT(memcmp(got, f->first[0][1], ROWS_BYTES) == 0);
+    backend->mem_free(f->device, MOE_MEM_DEVICE, x, ROWS_BYTES);
+    backend->mem_free(f->device, MOE_MEM_DEVICE, y, ROWS_BYTES);
+    teardown(f);
+    return 0;
+}
+
 /* Pretends that `step` steps have been run: sets the numbers, and the peers' flags that the last
  * one is done. Nothing is in flight. */
 static void pretend_steps(struct fixture *f, uint32_t step)
@@ -446,6 +525,7 @@ int main(int argc, char **argv)
     int rc = 0;
 #define RUN(scenario) rc = rc != 0 ? rc : run(#scenario, scenario, slots)
     RUN(a_steady_step_allocates_and_waits_for_nothing);
+    RUN(rows_of_segments_are_copied_once_each_way);
     RUN(the_wipe_of_the_words_is_not_noticed);
     RUN(growing_memory_voids_graphs);
     RUN(more_shapes_than_are_kept_still_run);

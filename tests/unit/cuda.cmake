@@ -51,7 +51,8 @@ if(MOE_HAVE_CUDA)
   target_include_directories(test_steady PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
   foreach(call cudaMalloc cudaFree cudaHostAlloc cudaFreeHost cudaStreamSynchronize
                cudaDeviceSynchronize cudaEventSynchronize cudaMemcpy cudaStreamBeginCapture
-               cudaGraphInstantiate cudaGraphLaunch cudaLaunchKernel)
+               cudaGraphInstantiate cudaGraphLaunch cudaLaunchKernel __cudaLaunchKernel
+               cudaMemcpyAsync)
     target_link_options(test_steady PRIVATE -Wl,--wrap=${call})
   endforeach()
   add_test(NAME test_steady COMMAND test_steady)
