@@ -18,7 +18,8 @@ for program in tests/conformance/conformance tests/conformance/large tests/confo
     tests/conformance/golden_training tests/conformance/curve \
     tests/bench/libmoe_ggemm.so tests/bench/moe_bench tests/bench/train_bench tests/bench/ep_bench \
     tests/unit/test_ggemm tests/unit/test_wgrad tests/unit/test_steady tests/unit/test_device_progress \
-    tests/unit/test_foreign tests/unit/stream_client \
+    tests/unit/test_foreign tests/unit/stream_client tests/integration/regions_schedules \
+    client/examples/attention/attention_example \
     daemon/coordinator/moe-coordinator daemon/worker/moe-worker client/moectl/moectl; do
     [ -e "$build/$program" ] || continue
     mkdir -p "$target/$(dirname $program)"
@@ -42,5 +43,6 @@ same=tests/gpu/one_gpu/backend_cuda.so # for --same-gpu
 [ ! -e "$build/$same" ] || { mkdir -p "$target/tests/gpu/one_gpu" && strip -o "$target/$same" "$build/$same"; }
 gate=tests/integration/libgated_fsync.so # preloaded into workers
 [ ! -e "$build/$gate" ] || { mkdir -p "$target/tests/integration" && strip -o "$target/$gate" "$build/$gate"; }
+grep MOE_SANITIZE "$build/CMakeCache.txt" >"$target/CMakeCache.txt" # tests ask for it
 [ ! -d "$build/python" ] || cp -R "$build/python" "$target/python"
 du -sh "$target"

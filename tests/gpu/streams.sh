@@ -41,10 +41,15 @@ step segments_1 120 "$build/tests/conformance/conformance" --backend cuda --slot
 [ "$gpus" -lt 2 ] ||
     step segments_2 120 "$build/tests/conformance/conformance" --backend cuda --slots 2 --cases 100 --seed 2
 step steady 60 "$build/tests/unit/test_steady" 1
+MOE_RUNS=200 step schedules 240 "${MOE_PYTHON:-python3}" -B "$here/../integration/test_region_schedules.py" \
+    "$build" "$here/../golden/models"
+grep -h 'schedules:' "$logs/schedules.log"
 for class in Streams PeerStreams; do
     [ "$class" = Streams ] || [ "$gpus" -ge 2 ] || continue
     streams "${class}_same" 150 $class.test_y_is_that_of_forward
     streams "${class}_graph" 200 $class.test_a_captured_graph_is_launched_again_and_again
+    streams "${class}_frozen" 120 $class.test_requests_need_no_call_of_the_host
+    grep -h 'requests ended' "$logs/${class}_frozen.log"
     streams "${class}_worker_killed" 120 $class.test_a_killed_worker_releases_the_graph
     streams "${class}_client_killed" 120 $class.test_nothing_of_a_killed_client_stays
     streams "${class}_times" 150 $class.test_times

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Random lives of clients that share memory with a worker:
  *
- *     regions_schedules ENDPOINT FIRST COUNT     the schedules FIRST .. FIRST + COUNT - 1
+ *     regions_schedules ENDPOINT FIRST COUNT [GPU]   the schedules FIRST .. FIRST + COUNT - 1
  *
  * Each schedule is a process: it opens a session, registers regions, submits requests, good and bad
  * ones, unregisters, and closes. At any moment it may be killed: by itself, at a place of the
@@ -11,10 +11,11 @@
  * their routing, which Forward computed before. Whenever no request uses a region, all of its bytes
  * are compared. Each refusal must have the reason that the schedule expects.
  *
+ * With GPU, the ordinal of a device that the worker's reaches, half of the regions lie on it.
+ *
  * A schedule depends on its number and MOE_SEED; the moment of a kill from outside and the order of
  * the worker's threads do not. Exits with 0 = done, 1 = a failure, 2 = wrong arguments. */
-#include <moe/regions.h>
-
+#include "regions_device.h"
 #include "support/random.h"
 
 #include <inttypes.h>
@@ -37,9 +38,11 @@ enum {
     SLOTS = 6, /* places of a region; a tensor lies in one */
     SLOT = 16384,
     IN_FLIGHT = 24,
-    STEPS = 40,     /* of a session, at most */
-    OPEN_S = 30,    /* to get in while those before are being freed */
-    KILL_US = 60000 /* from outside: up to this long after the begin */
+    STEPS = 40,             /* of a session, at most */
+    OPEN_S = 30,            /* to get in while those before are being freed */
+    KILL_US = 60000,        /* from outside: up to this long after the begin */
+    KILL_CUDA_US = 1500000, /* the same with a GPU: CUDA takes its time to begin */
+    SMALLEST = 2 << 20,     /* a region on a GPU */
 };
 
 /* What Forward says of each row, in memory that all schedules share. */
@@ -51,6 +54,7 @@ struct table {
 static struct table *table;
 
 static const char *endpoint;
+static int gpu = -1;
 static uint64_t number; /* of this process' schedule */
 static struct rng dice;
 static struct moe_client *client;
@@ -88,7 +92,8 @@ enum { X, Y, IDS, WEIGHTS, TENSORS };
 
 struct place {
     struct moe_client_region *region; /* NULL: there is none */
-    uint8_t *shadow;                  /* what its bytes must be */
+    bool on_gpu;
+    uint8_t *shadow; /* what its bytes must be */
     bool busy[SLOTS];
 };
 
@@ -112,6 +117,8 @@ static void open_session(void)
            time(NULL) < end)
         sleep_ms(20);
     need("open", st);
+    if (gpu >= 0)
+        device_open(session, gpu);
 }
 
 static bool uses(const struct request *r, int region)
@@ -122,6 +129,27 @@ static bool uses(const struct request *r, int region)
     return false;
 }
 
+/* Its bytes, until the next call. */
+static const uint8_t *look_at(const struct place *p)
+{
+    static uint8_t copy[SLOTS * SLOT];
+    if (!p->on_gpu)
+        return moe_region_data(p->region);
+    device_copy_out(p->region, copy, sizeof copy);
+    return copy;
+}
+
+static struct moe_status make_region(const char *name, struct place *p)
+{
+    p->on_gpu = gpu >= 0 && rng_chance(&dice, 50);
+    if (!p->on_gpu)
+        return moe_region_create(session, name, SLOTS * (size_t)SLOT, &p->region);
+    struct moe_status st = device_alloc(name, SLOTS * (size_t)SLOT, &p->region);
+    if (!moe_failed(&st) && moe_region_bytes(p->region) < SMALLEST)
+        fail("a region on a GPU is smaller than its pages");
+    return st;
+}
+
 /* All bytes of a region that no request uses. */
 static void check_region(int i)
 {
@@ -130,7 +158,7 @@ static void check_region(int i)
     for (int n = 0; n < IN_FLIGHT; n++)
         if (uses(&requests[n], i))
             return;
-    const uint8_t *data = moe_region_data(p->region);
+    const uint8_t *data = look_at(p);
     for (size_t at = 0; at < SLOTS * (size_t)SLOT; at++)
         if (data[at] != p->shadow[at]) {
             (void)snprintf(text, sizeof text, "byte %zu of region %d is %u, not %u", at, i,
@@ -147,7 +175,7 @@ static void create(void)
     if (p->region != NULL)
         return;
     (void)snprintf(name, sizeof name, "r%d", i);
-    need("create", moe_region_create(session, name, SLOTS * (size_t)SLOT, &p->region));
+    need("create", make_region(name, p));
     p->shadow = calloc(SLOTS, SLOT);
     if (p->shadow == NULL)
         fail("memory");
@@ -181,12 +209,6 @@ static void destroy(void)
 }
 
 /* ------------------------------------------------------------------ requests */
-
-static uint8_t *data_of(const struct request *r, int t)
-{
-    return (uint8_t *)moe_region_data(places[r->region[t]].region) + (size_t)r->slot[t] * SLOT +
-           r->offset[t];
-}
 
 static uint8_t *shadow_of(const struct request *r, int t)
 {
@@ -235,6 +257,18 @@ static void put_rows(const struct request *r, int t, uint8_t *to)
     }
 }
 
+/* x, in its region and in what the region must be. */
+static void put_input(const struct request *r)
+{
+    const struct place *p = &places[r->region[X]];
+    const size_t at = (size_t)r->slot[X] * SLOT + r->offset[X];
+    put_rows(r, X, shadow_of(r, X));
+    if (p->on_gpu)
+        device_copy_in(p->region, at, shadow_of(r, X), bytes_of(r, X));
+    else
+        put_rows(r, X, (uint8_t *)moe_region_data(p->region) + at);
+}
+
 static struct moe_client_tensor tensor(const struct request *r, int t)
 {
     if (r->region[t] < 0)
@@ -249,7 +283,7 @@ static bool spoil(struct request *r, struct moe_client_session_forward *f)
     struct moe_status st;
     switch (rng_below(&dice, 5)) {
     case 0: /* past the end */
-        f->y.offset = SLOTS * (uint64_t)SLOT - bytes_of(r, Y) + 16;
+        f->y.offset = moe_region_bytes(f->y.region) - bytes_of(r, Y) + 16;
         r->expected = MOE_REASON_REGION_RANGE;
         return true;
     case 1:
@@ -292,8 +326,7 @@ static void submit(void)
         give_back(&r);
         return;
     }
-    put_rows(&r, X, data_of(&r, X));
-    put_rows(&r, X, shadow_of(&r, X));
+    put_input(&r);
     struct moe_client_session_forward f = {.size = sizeof f,
                                            .layer = table->layer,
                                            .tokens = r.tokens,
@@ -356,6 +389,8 @@ static void wait_for_all(void)
 
 static void close_session(void)
 {
+    if (gpu >= 0)
+        device_close();
     moe_session_close(session);
     for (int i = 0; i < REGIONS; i++)
         free(places[i].shadow);
@@ -508,7 +543,8 @@ static int run_all(uint64_t seed, uint64_t first, uint64_t count)
             continue;
         }
         number = first + started++;
-        const uint64_t after = rng_chance(&kills, 40) ? rng_below(&kills, KILL_US) : UINT32_MAX;
+        const uint32_t most = gpu >= 0 ? KILL_CUDA_US : KILL_US;
+        const uint64_t after = rng_chance(&kills, 40) ? rng_below(&kills, most) : UINT32_MAX;
         all[i] = (struct child){
             .pid = begin(run, seed), .number = number, .kill_at_us = now_us() + after};
     }
@@ -519,9 +555,10 @@ static int run_all(uint64_t seed, uint64_t first, uint64_t count)
 int main(int argc, char **argv)
 {
     int status;
-    if (argc != 4)
+    if (argc < 4 || argc > 5)
         return 2;
     endpoint = argv[1];
+    gpu = argc == 5 ? atoi(argv[4]) : -1;
     const uint64_t seed = choose_seed();
     fflush(stdout);
     table = mmap(NULL, sizeof *table, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

@@ -2,7 +2,8 @@
 """Random lives of clients that share memory with a real worker (regions_schedules.c): no wrong
 byte, and nothing of them stays in the worker: no descriptor, no mapping, no memory.
 
-MOE_RUNS says how many schedules run."""
+MOE_RUNS says how many schedules run. With MOE_TEST_BACKEND=cuda, half of the regions lie on the
+last GPU, and no memory of that stays either."""
 
 import collections
 import os
@@ -11,7 +12,7 @@ import subprocess
 import tempfile
 import unittest
 
-from group import BUILD, group, main, open_files, wait_until
+from group import BACKEND, BUILD, DEVICES, group, main, open_files, wait_until
 from test_little_memory import is_sanitized
 
 PROGRAM = os.path.join(BUILD, "tests", "integration", "regions_schedules")
@@ -20,6 +21,7 @@ ROUNDS = 5
 MIB = 1 << 20
 SPARE = 4  # eventfds: gRPC keeps those that it has needed once
 GROWTH = 8 * MIB  # of the worker, over all rounds but the first
+GPU = DEVICES - 1 if BACKEND == "cuda" else None  # of the clients
 
 
 def status(pid, key):
@@ -35,6 +37,15 @@ def mappings(pid):
         return sum("memfd:moe-region" in line for line in file)
 
 
+def gpu_memory():
+    """MiB in use on the clients' GPU; 0 without one."""
+    if GPU is None:
+        return 0
+    return int(subprocess.run(
+        ["nvidia-smi", "-i", str(GPU), "--query-gpu=memory.used", "--format=csv,noheader,nounits"],
+        check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
 def kinds(pid):
     """Open descriptors by kind."""
     return collections.Counter(re.sub(r":.*", "", target)
@@ -45,7 +56,7 @@ class Schedules(unittest.TestCase):
     def setUp(self):
         self.settings = tempfile.NamedTemporaryFile("w", suffix=".ini")
         self.addCleanup(self.settings.close)
-        self.settings.write("allow-client-memory = 64M\n")
+        self.settings.write("allow-client-memory = %s\n" % ("64M" if GPU is None else "512M"))
         self.settings.flush()
 
     def test_nothing_of_random_clients_stays_and_no_byte_is_wrong(self):
@@ -54,18 +65,21 @@ class Schedules(unittest.TestCase):
             sizes, first = [], 0
             for i in range(ROUNDS):
                 count = RUNS // ROUNDS
-                done = subprocess.run([PROGRAM, g.endpoint, str(first), str(count)])
+                gpu = [] if GPU is None else [str(GPU)]
+                done = subprocess.run([PROGRAM, g.endpoint, str(first), str(count), *gpu])
                 self.assertEqual(done.returncode, 0)
                 first += count
                 # All connections of clients have ended, those over gRPC too.
                 wait_until(lambda: mappings(pid) == 0, 10)
                 if i == 0:
                     files = self.settled_files(pid)
+                    used = gpu_memory()
                 wait_until(lambda: kinds(pid)["socket"] <= files["socket"] and
                            kinds(pid).total() <= files.total() + SPARE, 10)
+                wait_until(lambda: gpu_memory() <= used, 10)
                 sizes.append(status(pid, "RssAnon"))
-                print("%d schedules: %d descriptors, %.1f MiB" % (
-                    first, len(open_files(pid)), sizes[-1] / MIB))
+                print("%d schedules: %d descriptors, %.1f MiB, GPU %d MiB" % (
+                    first, len(open_files(pid)), sizes[-1] / MIB, gpu_memory()))
         if not is_sanitized():
             self.assertLess(sizes[-1] - sizes[0], GROWTH)
 
