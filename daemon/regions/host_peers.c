@@ -340,19 +340,32 @@ static void show(struct moe_region_peer *p, uint64_t id)
     send_reply(p, &r);
 }
 
+/* Takes the descriptor over. */
+static struct moe_status add_region(struct moe_region_peer *p, uint64_t id,
+                                    const Moe__V1__AddRegion *add, int descriptor)
+{
+    struct moe_region_spec spec = {.name = add->name,
+                                   .in_device =
+                                       add->kind == MOE__V1__REGION_KIND__REGION_KIND_DEVICE,
+                                   .bytes = add->bytes};
+    bool known = spec.in_device || add->kind == MOE__V1__REGION_KIND__REGION_KIND_HOST ||
+                 add->kind == MOE__V1__REGION_KIND__REGION_KIND_UNSPECIFIED;
+    if (known && strcmp(add->name, RING_NAME) != 0)
+        return begin_region(p, id, &spec, descriptor);
+    if (descriptor >= 0)
+        close(descriptor);
+    return known ? moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NAME_INVALID,
+                             "the name is that of the ring")
+                 : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_REGION_INVALID,
+                             "there is no kind of regions %d", (int)add->kind);
+}
+
 /* A message of a client that has joined. Takes the descriptor over. */
 static void serve(struct moe_region_peer *p, const Moe__V1__RegionsRequest *q, int descriptor)
 {
     struct moe_status st = moe_ok();
     if (q->action_case == MOE__V1__REGIONS_REQUEST__ACTION_ADD) {
-        struct moe_region_spec spec = {.name = q->add->name,
-                                       .in_device =
-                                           q->add->kind == MOE__V1__REGION_KIND__REGION_KIND_DEVICE,
-                                       .bytes = q->add->bytes};
-        st = strcmp(q->add->name, RING_NAME) == 0
-                 ? moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NAME_INVALID,
-                             "the name is that of the ring")
-                 : begin_region(p, q->id, &spec, descriptor);
+        st = add_region(p, q->id, q->add, descriptor);
         if (moe_failed(&st))
             reply(p, q->id, &st, 0);
         return;

@@ -8,6 +8,7 @@
 #include "regions/packet.h"
 #include "shared_fixture.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -206,6 +207,45 @@ static void bad_memory_is_refused(void **state)
     assert_refused(raw_remove(&r, "none"), MOE_NOT_FOUND, MOE_REASON_REGION_NOT_FOUND);
     assert_refused(raw_remove(&r, "-ring-"), MOE_NOT_FOUND, MOE_REASON_REGION_NOT_FOUND);
     assert_ok(raw_remove(&r, "data"));
+    raw_leave(&r);
+}
+
+static size_t open_descriptors(void)
+{
+    size_t count = 0;
+    DIR *list = opendir("/proc/self/fd");
+    assert_non_null(list);
+    while (readdir(list) != NULL)
+        count++;
+    closedir(list);
+    return count;
+}
+
+/* The service is in this process. */
+static void the_descriptor_of_a_refused_region_is_closed(void **state)
+{
+    (void)state;
+    struct raw r;
+    uint32_t number;
+    Moe__V1__AddRegion add = MOE__V1__ADD_REGION__INIT;
+    Moe__V1__RegionsRequest q = MOE__V1__REGIONS_REQUEST__INIT;
+    add.name = (char *)(uintptr_t) "next";
+    add.kind = (Moe__V1__RegionKind)99; /* of a later release, perhaps */
+    q.action_case = MOE__V1__REGIONS_REQUEST__ACTION_ADD;
+    q.add = &add;
+    raw_join(&r);
+    int fd = sealed(4096, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);
+    size_t before = open_descriptors();
+    for (int i = 0; i < 20; i++) {
+        assert_refused(raw_ask(&r, &q, fd, &number), MOE_INVALID_ARGUMENT,
+                       MOE_REASON_REGION_INVALID);
+        assert_refused(raw_add(&r, "-ring-", fd, &number), MOE_INVALID_ARGUMENT,
+                       MOE_REASON_NAME_INVALID);
+        assert_refused(raw_add(&r, "a/b", fd, &number), MOE_INVALID_ARGUMENT,
+                       MOE_REASON_NAME_INVALID);
+    }
+    assert_int_equal(open_descriptors(), before);
+    close(fd);
     raw_leave(&r);
 }
 
@@ -506,6 +546,7 @@ int main(void)
         shared_test(garbage_ends_its_own_connection),
         shared_test(connections_have_a_limit),
         shared_test(bad_memory_is_refused),
+        shared_test(the_descriptor_of_a_refused_region_is_closed),
         shared_test(a_client_cannot_use_a_region_of_another),
         shared_test(ids_that_change_after_their_check_do_no_harm),
         shared_test(a_ring_that_changes_while_it_is_read_does_no_harm),
