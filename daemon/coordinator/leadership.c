@@ -97,7 +97,10 @@ static struct moe_status check_group(struct moe_coordinator *c,
     if (c->group_id != 0 && saved->group_id != c->group_id)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
                          "the keys are of another group than before");
-    return saved->group_id != 0 ? moe_coordinator__remember_group(c, saved->group_id) : moe_ok();
+    if (saved->group_id != 0)
+        return moe_coordinator__remember_group(c, saved->group_id);
+    /* An empty prefix may be a wrong one, if this coordinator has a group. */
+    return c->remember_dir != NULL ? moe_store_remember(c->remember_dir, 0) : moe_ok();
 }
 
 struct moe_status moe_coordinator__remember_group(struct moe_coordinator *c, uint64_t group_id)

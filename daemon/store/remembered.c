@@ -45,6 +45,11 @@ static struct moe_status compare(const char *directory, int fd, uint64_t group_i
                          name);
     if (known == group_id)
         return moe_ok();
+    if (group_id == 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+                         "there is no group; this coordinator belongs to %016" PRIx64
+                         " (remove %.80s/%s to change that)",
+                         known, directory, name);
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
                      "the keys are of another group, %016" PRIx64 "; this coordinator belongs to "
                      "%016" PRIx64 " (remove %.80s/%s to change that)",
@@ -55,8 +60,10 @@ static struct moe_status remember(const char *directory, int dir, uint64_t group
 {
     MOE_TRY(moe_error_context(moe_trusted_directory_check(directory, dir), "the state directory"));
     int fd = openat(dir, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (fd < 0 && errno != ENOENT)
+        return io_error(directory);
     if (fd < 0)
-        return errno == ENOENT ? write_id(directory, dir, group_id) : io_error(directory);
+        return group_id != 0 ? write_id(directory, dir, group_id) : moe_ok();
     struct moe_status st = compare(directory, fd, group_id);
     close(fd);
     return st;

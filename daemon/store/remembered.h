@@ -7,7 +7,8 @@
 #include "base/status.h"
 
 /* Compares `group_id` with the file in `directory`; writes the file, and the directory, where there
- * is none. Errors: MOE_FAILED_PRECONDITION/CONFIG_INVALID (another group), MOE_DATA_LOSS (not such
+ * is none. `group_id` 0 means that the prefix has no group: then there must be no file.
+ * Errors: MOE_FAILED_PRECONDITION/CONFIG_INVALID (another group, or none), MOE_DATA_LOSS (not such
  * a file), MOE_PERMISSION_DENIED (others may write to the directory), MOE_UNAVAILABLE/IO. */
 struct moe_status moe_store_remember(const char *directory, uint64_t group_id) MOE_CHECKED;
 

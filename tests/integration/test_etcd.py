@@ -151,6 +151,17 @@ class Keys(Case):
         self.assertEqual(etcd.get("/moed"), before)
         self.lead(etcd, "--state-dir", first, prefix="/moed/one")
 
+    def test_an_empty_prefix_is_refused_by_a_coordinator_that_has_a_group(self):
+        etcd = self.etcd()
+        state = os.path.join(self.where, "s1")
+        self.lead(etcd, "--state-dir", state, prefix="/moed/one")
+        before = etcd.get("/moed")
+        self.refused(self.arguments(etcd.endpoints, "--state-dir", state, prefix="/moed/wrong"),
+                     "/moed/wrong/state: there is no group; this coordinator belongs to")
+        self.assertEqual(etcd.get("/moed"), before)
+        os.remove(os.path.join(state, "group.id"))
+        self.lead(etcd, "--state-dir", state, prefix="/moed/wrong")
+
     def test_a_lost_lease_ends_the_term_and_changes_nothing(self):
         etcd = self.etcd()
         _, log, endpoint = self.start(etcd.endpoints)
