@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* moectl log-level: which lines daemons log. */
 #include "commands.h"
+#include "daemon/endpoint.h"
 #include "daemon/log.h"
 #include "moectl/group/link.h"
 #include "moectl/group/state.h"
@@ -34,6 +35,25 @@ static struct moe_status set_at(const char *endpoint, const char *level, uint64_
     if (!moe_failed(&st))
         st = set(link, endpoint, level, deadline_ns, list);
     moectl_link_close(link);
+    return st;
+}
+
+/* All daemons that `common` names. The first failure is returned after all have been asked. */
+static struct moe_status set_named(const struct moectl_common *common, const char *level,
+                                   json_t *list)
+{
+    uint64_t deadline_ns = moectl_deadline(common);
+    char named[MOECTL_ENDPOINT_MAX];
+    struct moe_endpoints endpoints;
+    MOE_TRY(moectl_state_endpoint(common, named));
+    MOE_TRY(moe_endpoints_parse("--endpoint", named, &endpoints));
+    struct moe_status st = moe_ok();
+    for (size_t i = 0; i < endpoints.count; i++) {
+        struct moe_status one =
+            set_at(endpoints.all[i], level, moectl_share(deadline_ns, endpoints.count - i), list);
+        if (!moe_failed(&st))
+            st = one;
+    }
     return st;
 }
 
@@ -85,10 +105,9 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     bool all = false;
     const struct moe_option options[] = {
         {"all", 0, MOE_OPTION_BOOL, &all, 0, 0, NULL,
-         "the coordinator and all workers of the group"},
+         "the coordinator (of several: the one that leads) and all workers of the group"},
     };
     enum moe_log_level known;
-    char endpoint[MOECTL_ENDPOINT_MAX];
     int code;
     if (!moectl_parse(self, options, 1, &common, argc, argv, &code))
         return code;
@@ -96,14 +115,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     if (level == NULL || !moe_log_level_from_name(level, &known))
         return moectl_usage_error("which level? error, warn, info or debug");
     json_t *list = json_array();
-    struct moe_status st;
-    if (all) {
-        st = set_all(&common, level, list);
-    } else {
-        st = moectl_state_endpoint(&common, endpoint);
-        if (!moe_failed(&st))
-            st = set_at(endpoint, level, moectl_deadline(&common), list);
-    }
+    struct moe_status st = all ? set_all(&common, level, list) : set_named(&common, level, list);
     code = show(&common, list);
     return moe_failed(&st) ? moectl_fail(&st) : code;
 }
@@ -111,10 +123,11 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_log_level = {
     .name = "log-level",
     .summary = "Sets which lines daemons log: error, warn, info or debug.",
-    .usage = "LEVEL [--endpoint H:P] [--all]\n"
-             "\n"
-             "It holds for the daemon at --endpoint, a coordinator or a worker, or with --all for\n"
-             "all of the group, until the daemon ends or gets SIGHUP",
+    .usage =
+        "LEVEL [--endpoint H:P,...] [--all]\n"
+        "\n"
+        "It holds for each daemon at --endpoint, a coordinator or a worker, or with --all for\n"
+        "the coordinator that leads and all workers, until the daemon ends or gets SIGHUP",
     .examples = "  moectl log-level debug --endpoint 127.0.0.1:7600\n"
                 "  moectl log-level info --all\n",
     .run = run,

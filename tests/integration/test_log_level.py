@@ -68,6 +68,16 @@ class Levels(unittest.TestCase):
         self.assertTrue(all({"time", "level", "component", "message"} <= set(line)
                             for d in (self.worker, self.coordinator) for line in lines(d)))
 
+    def test_each_daemon_of_a_list_is_asked(self):
+        both = [self.coordinator.endpoint, self.worker.endpoint]
+        said = moectl("log-level", "debug", "--endpoint", ",".join(both)).stdout
+        self.assertEqual(said, "%s: debug (before: info)\n%s: debug (before: warn)\n"
+                         % tuple(both))
+        done = moectl("log-level", "info", "--endpoint", "127.0.0.1:1," + both[1], check=False)
+        self.assertEqual((done.returncode, done.stdout),
+                         (5, "%s: info (before: debug)\n" % both[1]))
+        self.assertIn("127.0.0.1:1: cannot connect", done.stderr)
+
     def test_a_wrong_level_changes_nothing(self):
         done = moectl("log-level", "loud", "--endpoint", self.worker.endpoint, check=False)
         self.assertEqual(done.returncode, 2)

@@ -244,13 +244,12 @@ static struct moe_status open_one(const char *endpoint, uint64_t deadline_ns,
     return st;
 }
 
-/* Each of several endpoints gets its share of the time that is left. */
-static uint64_t share_of(uint64_t deadline_ns, size_t endpoints)
+uint64_t moectl_share(uint64_t deadline_ns, size_t left)
 {
     uint64_t now = moe_clock_ns();
-    if (endpoints == 1 || deadline_ns == MOE_NEVER || deadline_ns <= now)
+    if (left == 1 || deadline_ns == MOE_NEVER || deadline_ns <= now)
         return deadline_ns;
-    return now + (deadline_ns - now) / endpoints;
+    return now + (deadline_ns - now) / left;
 }
 
 struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
@@ -262,7 +261,7 @@ struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
     MOE_TRY(moe_endpoints_parse("--endpoint", endpoint, &list));
     struct moe_status st = moe_ok();
     for (size_t i = 0; i < list.count; i++) {
-        st = open_one(list.all[i], share_of(deadline_ns, list.count - i), out, status);
+        st = open_one(list.all[i], moectl_share(deadline_ns, list.count - i), out, status);
         if (st.code != MOE_UNAVAILABLE && st.code != MOE_DEADLINE_EXCEEDED)
             break;
     }

@@ -46,6 +46,9 @@ struct moe_status moectl_link_metrics(struct moectl_link *link, uint64_t deadlin
 /* Whether a daemon answers at `endpoint`, even with an error. */
 bool moectl_link_answers(const char *endpoint, uint64_t deadline_ns);
 
+/* The deadline of the next of `left` calls that share the time until `deadline_ns`. */
+uint64_t moectl_share(uint64_t deadline_ns, size_t left);
+
 /* Opens a link to the coordinator of a group and asks for the group's state. `endpoint` is that of
  * a coordinator or of any worker, or a list of them: the first that answers counts. A coordinator
  * that does not lead names the one that does, and the link goes there. */
