@@ -378,6 +378,8 @@ static struct moe_status read_dynamic(const struct reading *r)
     json_t *settings;
     char entry[600];
     MOE_TRY(moe_keys_get(r->keys, "dynamic", &rules));
+    if (!json_is_object(rules))
+        return is_empty(rules) ? moe_ok() : not_understood("dynamic", NULL);
     json_object_foreach((json_t *)rules, rule, settings)
     {
         if (strncmp(rule, "-:", 2) != 0 && is_empty(settings))
@@ -396,11 +398,11 @@ static struct moe_status read_gptq(const struct reading *r)
 {
     const char *format = "gptq";
     uint32_t group;
-    bool ignored = false;
+    bool ignored = false, reorders = false;
     MOE_TRY(need_uint(r, "bits", 4));
     MOE_TRY(read_group(r, "group_size", &group));
-    MOE_TRY(moe_keys_bool(r->keys, "sym", &ignored));      /* zero points are always stored */
-    MOE_TRY(moe_keys_bool(r->keys, "desc_act", &ignored)); /* g_idx decides */
+    MOE_TRY(moe_keys_bool(r->keys, "sym", &ignored)); /* zero points are always stored */
+    MOE_TRY(moe_keys_bool(r->keys, "desc_act", &reorders));
     MOE_TRY(moe_keys_word(r->keys, "checkpoint_format format", "gptq gptq_v2", &format));
     MOE_TRY(need_word(r, "pack_dtype", "int32"));
     MOE_TRY(need_empty(r, "is_marlin_format"));
@@ -408,6 +410,7 @@ static struct moe_status read_gptq(const struct reading *r)
     struct moe_quant q = quant_of(MOE_QUANT_GPTQ, 1, group);
     q.format.zero_points = true;
     q.zero_offset = strcmp(format, "gptq") == 0;
+    q.needed = reorders ? 1 << MOE_QUANT_GROUPS : 0; /* g_idx tells which columns moved */
     set_all(r, q);
     return moe_ok();
 }

@@ -373,7 +373,7 @@ static struct moe_status locate_part(const struct moe_layout *l, const struct mo
     uint32_t named = scheme->fused ? 0 : expert;
     stem_of(l, weight, scheme->fused, stem);
     MOE_TRY(choose_suffix(l, spec, stem, named, scheme->suffix[p->part], pattern, exists));
-    if (!*exists && (scheme->optional >> p->part & 1) != 0)
+    if (!*exists && ((scheme->optional & ~p->quant->needed) >> p->part & 1) != 0)
         return moe_ok();
     MOE_TRY(find_as(l, spec, pattern, named, scheme->dtypes[p->part], scheme->name, &p->at));
     MOE_TRY(check_part(spec, weight, p));

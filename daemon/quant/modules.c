@@ -57,15 +57,28 @@ static struct moe_status not_understood(const char *pattern)
                      "the regular expression %.100s is not understood", pattern);
 }
 
+/* Length of a set such as [a-z_], if both syntaxes read it alike; else 0. POSIX has no escapes in
+ * it, and Python has no classes. */
+static size_t length_of_set(const char *from)
+{
+    size_t n = from[1] == '^' ? 2 : 1;
+    if (from[n] == ']')
+        return 0;
+    n += strcspn(from + n, "[]\\");
+    return from[n] == ']' ? n + 1 : 0;
+}
+
 /* From Python's syntax to POSIX': "(?:" to "(", "\d" to "[0-9]". False for what has no equal. */
 static bool translate(const char *from, char *to, size_t capacity)
 {
     size_t n = 0;
     for (; *from != '\0'; from++) {
         char piece[8] = {*from};
+        const char *copied = piece;
+        size_t length = 0;
         if (from[0] == '\\') {
             from++;
-            if (*from != 'd' && !ispunct((unsigned char)*from))
+            if (*from != 'd' && (!ispunct((unsigned char)*from) || strchr("<>`'", *from) != NULL))
                 return false;
             if (*from == 'd')
                 memcpy(piece, "[0-9]", 6);
@@ -75,16 +88,23 @@ static bool translate(const char *from, char *to, size_t capacity)
             if (from[2] != ':')
                 return false;
             from += 2;
+        } else if (from[0] == '[') {
+            length = length_of_set(from);
+            if (length == 0)
+                return false;
+            copied = from;
+            from += length - 1;
         } else if (from[0] == '{') {
             return false; /* counts within counts take memory without a bound */
         } else if (strchr("*+?", from[0]) != NULL && strchr("?+", from[1]) != NULL &&
                    from[1] != '\0') {
             return false; /* lazy or possessive */
         }
-        size_t length = strlen(piece);
+        if (length == 0)
+            length = strlen(piece);
         if (n + length >= capacity)
             return false;
-        memcpy(to + n, piece, length);
+        memcpy(to + n, copied, length);
         n += length;
     }
     to[n] = '\0';

@@ -49,6 +49,7 @@ struct moe_quant {
     const struct moe_quant_scheme *scheme; /* NULL: not quantised */
     struct moe_weight_format format;       /* `scale` is that of the file: see below */
     uint32_t zero_offset; /* added to stored zero points: 1 for GPTQ's first format */
+    uint32_t needed;      /* bits of enum moe_quant_part: optional ones that must be there */
 };
 
 /* The schemes. */

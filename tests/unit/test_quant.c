@@ -262,6 +262,7 @@ static void lists_match_as_their_producers_mean(void **state)
         {MOE_MODULES_EXACT, "re:mlp", expert, false}, /* as re.match: from the beginning */
         {MOE_MODULES_EXACT, "re:model\\.layers\\.\\d+\\.mlp\\.(?:gate|experts)", expert, true},
         {MOE_MODULES_EXACT, "re:x|model", gate, true},
+        {MOE_MODULES_EXACT, "re:[^.]+\\.[a-z_(?]+\\.[0-9]\\.mlp", gate, true},
         {MOE_MODULES_EXACT, kimi, "model.layers.0.mlp.gate_proj", true},
         {MOE_MODULES_EXACT, kimi, expert, false},
         {MOE_MODULES_GLOBS, "*.mlp.gate", gate, true},
@@ -278,8 +279,9 @@ static void lists_match_as_their_producers_mean(void **state)
 static void other_regular_expressions_are_refused_by_name(void **state)
 {
     (void)state;
-    static const char *const bad[] = {"re:a(?=b)", "re:\\w+", "re:a*?", "re:(a)\\1",
-                                      "re:(",      "re:a{2}", "re:a\\"};
+    static const char *const bad[] = {
+        "re:a(?=b)", "re:\\w+",    "re:a*?",         "re:(a)\\1", "re:(",    "re:a{2}", "re:a\\",
+        "re:[\\d]+", "re:[^\\d.]", "re:[[:digit:]]", "re:[a",     "re:[]a]", "re:\\<a"};
     struct moe_modules *m = NULL;
     assert_ok(moe_modules_create(MOE_MODULES_EXACT, &m));
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {

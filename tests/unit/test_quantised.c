@@ -281,6 +281,23 @@ static void a_damaged_checkpoint_is_refused_by_the_name_of_a_tensor(void **state
     }
 }
 
+/* With desc_act, only g_idx tells the group of a column. */
+static void columns_in_another_order_need_their_groups(void **state)
+{
+    const struct fixture *f = *state;
+    static struct copy c;
+    copy_open(&c, "gptq_qwen2_moe");
+    copy_drop(&c, QWEN("g_idx"));
+    copy_write(&c, f);
+    copy_close(&c);
+    write_config(f, read_config("gptq_qwen2_moe"));
+    assert_ok(try_model(f));
+    json_t *root = read_config("gptq_qwen2_moe");
+    json_object_set_new(json_object_get(root, "quantization_config"), "desc_act", json_true());
+    write_config(f, root);
+    check_refused(f, MOE_REASON_TENSOR_MISSING, QWEN("g_idx"), "lacks");
+}
+
 /* ---- settings ---- */
 
 static const struct {
@@ -332,6 +349,8 @@ static const struct {
      "checkpoint_format", "marlin"},
     {"gptq_qwen2_moe", "{\"dynamic\": {\"+:.*experts.*\": {\"bits\": 8}}}",
      MOE_REASON_CONFIG_UNKNOWN_KEY, "dynamic", "experts"},
+    {"gptq_qwen2_moe", "{\"dynamic\": [\"-:.*shared.*\"]}", MOE_REASON_CONFIG_UNKNOWN_KEY,
+     "dynamic", "not understood"},
     {"gptq_qwen2_moe", "{\"novelty\": true}", MOE_REASON_CONFIG_UNKNOWN_KEY, "novelty",
      "not understood"},
     {"awq_qwen3_moe", "{\"zero_point\": false}", MOE_REASON_TENSOR_INVALID, "qzeros",
@@ -517,6 +536,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(a_damaged_checkpoint_is_refused_by_the_name_of_a_tensor,
                                         fixture_setup, fixture_teardown),
+        cmocka_unit_test_setup_teardown(columns_in_another_order_need_their_groups, fixture_setup,
+                                        fixture_teardown),
         cmocka_unit_test_setup_teardown(a_setting_that_is_not_understood_is_refused_by_name,
                                         fixture_setup, fixture_teardown),
         cmocka_unit_test_setup_teardown(what_quantisers_write_is_accepted, fixture_setup,
