@@ -35,7 +35,8 @@ enum {
 
 /* Every server and client has one reference to the library. The last unref shuts it down and waits
  * for the end of the shutdown, at most 20 s.
- * Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY (memory or threads are too few to start it). */
+ * Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY (memory or threads are too few to start it),
+ * MOE_FAILED_PRECONDITION/UNSUPPORTED (a child of fork while its parent uses it). */
 struct moe_status moe_rpc_library_ref(void) MOE_CHECKED;
 void moe_rpc_library_unref(void);
 

@@ -89,10 +89,25 @@ static bool core_can_start(void)
 }
 
 static atomic_uint users;
+/* The process that has started the core; 0 while it is not used. */
+static atomic_int owner;
+
+/* A child that fork leaves without exec has the core's descriptors, of which one is an epoll that
+ * it shares with its parent, but none of its threads. What it does there ends the parent. */
+static struct moe_status check_owner(void)
+{
+    int self = getpid(), known = 0;
+    if (atomic_compare_exchange_strong(&owner, &known, self) || known == self)
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                     "this process was forked from one that uses gRPC, and gRPC does not survive "
+                     "fork: fork before the first client, or exec");
+}
 
 struct moe_status moe_rpc_library_ref(void)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
+    MOE_TRY(check_owner());
     if (atomic_load(&users) == 0 && !core_can_start())
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "gRPC cannot start: the system gives less than %d MiB of addresses, or "
@@ -162,7 +177,9 @@ void moe_rpc_library_unref(void)
 {
     if (atomic_fetch_sub(&users, 1) > 1)
         grpc_shutdown_blocking(); /* others use the core: returns at once */
-    else if (!end_core())
+    else if (end_core())
+        atomic_store(&owner, 0);
+    else
         moe_log_warn("gRPC does not end, or has no thread for it: it is left as it is");
 }
 

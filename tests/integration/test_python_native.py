@@ -375,6 +375,40 @@ class Real(unittest.TestCase):
         self.same(client.forward(0, x), want)
         client.close()
 
+    def test_a_child_opens_a_client_through_grpcio_and_the_parent_goes_on(self):
+        program = """
+import os, signal, sys
+import numpy as np
+import moed
+
+client = moed.Client(sys.argv[1])
+x = np.ones((1, client.layers[0].hidden), np.float32)
+want = client.forward(0, x)
+for _ in range(10):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        code = 1
+        try:
+            own = moed.Client(sys.argv[1])
+            if np.allclose(own.forward(0, x), want):
+                code = 2
+            try:
+                moed.Client(sys.argv[1], transport="native").forward(0, x)
+            except moed.MoeError as error:
+                if code == 2 and (error.code.name, error.reason) == (
+                        "FAILED_PRECONDITION", "UNSUPPORTED"):
+                    code = 0
+        finally:
+            os._exit(code)
+    assert (client.forward(0, x) == want).all()
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+        done = subprocess.run([sys.executable, "-c", program, self.g.endpoint],
+                              env={**os.environ, "PYTHONPATH": os.path.join(BUILD, "python")},
+                              capture_output=True, text=True, timeout=120)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
 
 class Absent(unittest.TestCase):
     """Without the extension."""

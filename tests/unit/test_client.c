@@ -8,6 +8,8 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 static struct fake fakes[3];
 
@@ -43,6 +45,28 @@ static void limits_and_layers_are_known_after_connecting(void **state)
     assert_int_equal(info->layer_count, 1);
     assert_int_equal(info->layers[0].layer, FAKE_LAYER);
     assert_int_equal(info->layers[0].top_k, FAKE_TOP_K);
+    moe_client_close(c);
+}
+
+/* The core of gRPC has an epoll that a child of fork shares: a client there would end this test. */
+static void a_child_of_fork_is_refused_and_the_parent_goes_on(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_client(fakes, NULL), *other = NULL;
+    struct request *r = make_request(4, MOE_DTYPE_F32, false);
+    pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        struct moe_client_config config = {.size = sizeof config, .endpoint = fakes[0].endpoint};
+        struct moe_status st = moe_client_connect(&config, &other);
+        _exit(st.code == MOE_FAILED_PRECONDITION && st.reason == MOE_REASON_UNSUPPORTED ? 0 : 1);
+    }
+    int ended;
+    assert_int_equal(waitpid(child, &ended, 0), child);
+    assert_int_equal(ended, 0);
+    assert_ok(forward(c, r));
+    assert_answer(r);
+    free_request(r);
     moe_client_close(c);
 }
 
@@ -686,6 +710,7 @@ int main(void)
 #define TEST(name) cmocka_unit_test_setup_teardown(name, start, stop)
     const struct CMUnitTest tests[] = {
         TEST(limits_and_layers_are_known_after_connecting),
+        TEST(a_child_of_fork_is_refused_and_the_parent_goes_on),
         TEST(a_client_is_bound_to_one_model),
         TEST(an_unknown_model_ends_the_connecting),
         TEST(a_shorter_config_means_the_default_model),

@@ -3,6 +3,8 @@
  *
  * Shapes: T tokens, H hidden width, K experts per token, E experts; row-major, little-endian.
  * Threads: every function may be called from any thread. Threads may share one client.
+ * fork: a child that fork leaves without exec cannot use its parent's client. It can open another
+ *   one only if the parent has none (else FAILED_PRECONDITION): gRPC does not survive fork.
  * Errors: a `struct moe_status` (moe/status.h) with the code, reason and text that the server sent.
  * The text of an UNAVAILABLE begins with the worker's endpoint.
  *

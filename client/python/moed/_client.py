@@ -126,7 +126,8 @@ class Client(TrainingCalls):
     without the extension. Close it, or use it as a context manager.
 
     A Client does not survive fork: in the child, its calls raise RuntimeError. Open another one
-    there, best before the parent has opened any: gRPC itself is not made for fork.
+    there, best before the parent has opened any: gRPC itself is not made for fork. If the parent
+    has a Client, "auto" is grpcio there, and "native" fails with FAILED_PRECONDITION.
     """
 
     def __init__(self, endpoint, spread=False, timeout=60.0, *, model=None, model_digest=None,
@@ -134,6 +135,7 @@ class Client(TrainingCalls):
                  token_file=None, insecure=None, transport=None, spin_us=0, float16="refuse"):
         if float16 not in ("refuse", "convert"):
             raise ValueError('float16 is "refuse" or "convert", not %r' % (float16,))
+        _errors.check_limit(timeout)
         native = _native_calls.choose(transport)
         _check_endpoint(endpoint)
         _check_digest(model_digest)

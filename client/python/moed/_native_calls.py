@@ -41,8 +41,10 @@ def _load():
 def choose(transport):
     """The extension, if forward passes go through it; None: they go through grpcio.
 
-    transport  "auto", "native" or "grpc"; None: MOED_TRANSPORT, or "auto"
+    transport  "auto", "native" or "grpc"; None: MOED_TRANSPORT, or "auto". In the child of a fork,
+               "auto" is grpcio: libmoeclient refuses to work there
     """
+    global _is_used
     transport = transport or os.environ.get("MOED_TRANSPORT") or "auto"
     if transport not in ("auto", "native", "grpc"):
         raise ValueError('transport is "auto", "native" or "grpc", not %r' % (transport,))
@@ -51,11 +53,15 @@ def choose(transport):
     native, why = _load()
     if native is None and transport == "native":
         raise ImportError('transport="native" needs the extension moed._native: %s' % why)
+    if native is None or (_is_child and transport == "auto"):
+        return None
+    _is_used = True
     return native
 
 
 def milliseconds(seconds):
     """A limit for libmoeclient, where 0 is the client's default."""
+    _errors.check_limit(seconds)
     return 0 if seconds is None else max(1, min(int(seconds * 1000), _TIMEOUT_MAX_MS))
 
 
@@ -88,6 +94,8 @@ class _Dispatcher:
 
 _lock = threading.Lock()
 _the_dispatcher = None
+_is_used = False  # the extension has had clients in this process
+_is_child = False  # or in one of which this process is a fork
 
 
 def dispatcher_queue():
@@ -99,13 +107,13 @@ def dispatcher_queue():
         return _the_dispatcher.queue
 
 
-def _forget_dispatcher():
+def _begin_child():
     """The child of a fork has no such thread."""
-    global _lock, _the_dispatcher
-    _lock, _the_dispatcher = threading.Lock(), None
+    global _lock, _the_dispatcher, _is_child
+    _lock, _the_dispatcher, _is_child = threading.Lock(), None, _is_child or _is_used
 
 
-os.register_at_fork(after_in_child=_forget_dispatcher)
+os.register_at_fork(after_in_child=_begin_child)
 
 
 class _Pass:
