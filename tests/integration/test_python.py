@@ -3,8 +3,10 @@
 test_golden.py uses real daemons."""
 
 import concurrent.futures
+import copy
 import json
 import os
+import pickle
 import socket
 import tempfile
 import unittest
@@ -234,6 +236,24 @@ class Errors(unittest.TestCase):
                 with self.assertRaises(error):
                     client.forward(LAYER, *arguments)
             self.assertEqual(fake.requests, [])
+
+    def test_a_limit_is_a_finite_number(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
+            for bad in (float("inf"), float("nan"), "1"):
+                for call in (client.forward, stream.forward):
+                    with self.assertRaises(TypeError if bad == "1" else ValueError):
+                        call(LAYER, rows(1), timeout=bad)
+            with self.assertRaisesRegex(ValueError, "finite number of seconds, not inf"):
+                moed.Client(fake.endpoint, timeout=float("inf"))
+            self.assertEqual(fake.requests, [])
+
+    def test_an_error_reaches_another_process_whole(self):
+        error = moed.MoeError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "it leaves", 0.5, "a:1")
+        for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+            self.assertEqual(
+                (str(other), other.code, other.reason, other.message, other.retry_after,
+                 other.worker),
+                (str(error), error.code, error.reason, error.message, 0.5, "a:1"))
 
     def test_a_layer_is_an_int_or_a_layer(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client:

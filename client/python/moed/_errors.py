@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Failures of calls, with the code and reason that the server sent."""
 
+import math
 import re
 
 import grpc
@@ -29,6 +30,17 @@ class MoeError(Exception):
         self.message = message
         self.retry_after = retry_after
         self.worker = worker
+
+    def __reduce__(self):
+        """Other processes get it whole; by default, `args` has the text alone."""
+        return (type(self), (self.code, self.reason, self.message, self.retry_after, self.worker),
+                self.__dict__)
+
+
+def check_limit(seconds):
+    """Refuses what is no limit in seconds. None means another limit, or none."""
+    if seconds is not None and not math.isfinite(seconds):
+        raise ValueError("timeout is a finite number of seconds, not %r" % (seconds,))
 
 
 def closed(what):

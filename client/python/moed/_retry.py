@@ -53,6 +53,7 @@ class RetryPolicy:
     """
 
     def __init__(self, client, what, limit, attempts=None):
+        _errors.check_limit(limit)
         self._client, self._what, self._limit, self._attempts = client, what, limit, attempts
         self._begun = self._tried = self._alone = time.monotonic()
         self._say_at = self._begun + _SILENCE

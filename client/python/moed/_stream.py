@@ -92,6 +92,8 @@ class GrpcLane:
 
     def forward(self, batch, return_routing, timeout, epoch, weights_version):
         """Waits for the pass."""
+        limit = self._client._timeout if timeout is None else timeout
+        _errors.check_limit(limit)
         request = expert_pb2.ForwardStreamRequest(
             model=self._client._model, epoch=epoch, weights_version=weights_version,
             model_digest=self._client._model_digest)
@@ -103,7 +105,6 @@ class GrpcLane:
                 raise self._end
             self._pending[request.request_id] = pending
         self._outgoing.put(request)
-        limit = self._client._timeout if timeout is None else timeout
         if not pending.over.wait(limit):
             with self._lock:
                 mine = self._pending.pop(request.request_id, None) is not None
