@@ -173,7 +173,7 @@ static void check_saved(struct health *h, const struct moectl_samples *samples)
         !saved        ? RESULT_CRITICAL
         : failed == 0 ? RESULT_OK
                       : RESULT_WARNING,
-        "failed writes of the state directory in the last 10 minutes: %zu%s", failed,
+        "failed writes of the group's state in the last 10 minutes: %zu%s", failed,
         !known   ? ""
         : !saved ? "; the last write failed, the next change of the group writes again"
                  : "; the last write succeeded");

@@ -250,7 +250,7 @@ static struct moe_status cordon_slot(struct moe_coordinator *c, struct admin_cal
     moe_coordinator__act(c);
     if (!moe_membership_cordons_saved(c->machine))
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO,
-                         "the state directory cannot be written: the change is lost when the "
+                         "the state of the group cannot be written: the change is lost when the "
                          "coordinator ends; see its log");
     moe_coordinator__reply(a->call, &m.base);
     return moe_ok();

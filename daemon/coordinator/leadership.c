@@ -198,11 +198,12 @@ struct moe_status moe_coordinator__refusal(const struct moe_coordinator *c, bool
     if (leader[0] != '\0')
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_NOT_LEADER, RETRY_MS,
                                "this coordinator does not lead; the leader is %.160s", leader);
-    return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_NOT_LEADER, RETRY_MS,
-                           "no coordinator leads%s",
-                           c->unfit             ? ": the state in etcd cannot be used; see the log"
-                           : r.error[0] != '\0' ? ": etcd does not answer"
-                                                : " at the moment");
+    if (!c->unfit && r.error[0] != '\0')
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_NOT_LEADER, RETRY_MS,
+                               "no coordinator leads (etcd %.160s)", r.error);
+    return moe_error_retry(
+        MOE_UNAVAILABLE, MOE_REASON_NOT_LEADER, RETRY_MS, "no coordinator leads%s",
+        c->unfit ? ": the state in etcd cannot be used; see the log" : " at the moment");
 }
 
 /* ------------------------------------------------------------------ life */

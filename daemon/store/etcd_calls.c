@@ -10,6 +10,7 @@
 #include <string.h>
 
 enum { CALL_MS = 1000, LEASES_PER_CALL = 4, ANSWER_BYTES_MAX = 512 };
+#define TELL_AGAIN_NS (10 * MOE_NS_PER_S)
 
 static const char range_path[] = "/etcdserverpb.KV/Range", txn_path[] = "/etcdserverpb.KV/Txn",
                   grant_path[] = "/etcdserverpb.Lease/LeaseGrant",
@@ -35,19 +36,33 @@ static uint64_t deadline_ns(const struct moe_etcd *e)
     return moe_clock_ns() + (ms < CALL_MS ? ms : CALL_MS) * MOE_NS_PER_MS;
 }
 
+/* Logs the failure. An etcd that answers some calls only, as a full one does, fails again and again
+ * between answers: the same text has one line in a while. */
+static void tell(struct moe_etcd *e)
+{
+    uint64_t now = moe_clock_ns();
+    e->reported = strcmp(e->error, e->warned) != 0 || now - e->warned_ns >= TELL_AGAIN_NS;
+    if (!e->reported)
+        return;
+    moe_log_warn("etcd %s", e->error);
+    memcpy(e->warned, e->error, sizeof e->warned);
+    e->warned_ns = now;
+}
+
 void moe_etcd__failed(struct moe_etcd *e, const struct moe_status *why)
 {
+    bool first = e->error[0] == '\0';
     e->errors++;
-    if (e->error[0] == '\0')
-        moe_log_warn("etcd %s: %s", e->endpoints.all[e->at], why->text);
     (void)snprintf(e->error, sizeof e->error, "%s: %s", e->endpoints.all[e->at], why->text);
+    if (first)
+        tell(e);
     e->at = (e->at + 1) % e->endpoints.count;
     moe_etcd__end_renewals(e);
 }
 
 void moe_etcd__answered(struct moe_etcd *e)
 {
-    if (e->error[0] != '\0')
+    if (e->error[0] != '\0' && e->reported)
         moe_log_info("etcd %s answers again", e->endpoints.all[e->at]);
     e->error[0] = '\0';
     e->answered_ns = moe_lease_clock_ns();

@@ -41,6 +41,9 @@ struct moe_etcd {
     uint64_t terms, errors;
     uint64_t answered_ns; /* the last call that was answered */
     char error[120];
+    char warned[120];   /* the failure that the log has last, */
+    uint64_t warned_ns; /* and when; 0 = none */
+    bool reported;      /* the log has the present failure */
 
     struct moe_mutex lock;
     MOE_GUARDED_BY(lock) struct {

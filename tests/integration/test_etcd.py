@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import unittest
+from unittest import mock
 
 from group import MOECTL, main, wait_until
 from test_access import COORDINATOR
@@ -161,6 +162,29 @@ class Keys(Case):
         self.assertEqual(etcd.get("/moed"), before)
         os.remove(os.path.join(state, "group.id"))
         self.lead(etcd, "--state-dir", state, prefix="/moed/wrong")
+
+    def test_a_full_etcd_is_named(self):
+        with mock.patch.dict(os.environ, ETCD_QUOTA_BACKEND_BYTES="4000000"):
+            etcd = self.etcd()
+        first, log, endpoint = self.start(etcd.endpoints)
+        self.await_log(log, LEADS)
+        wait_until(lambda: etcd.ctl("put", "/junk", "x" * 100000, check=False).returncode != 0, 60)
+
+        def moectl(*arguments, at):
+            return subprocess.run([MOECTL, *arguments, "--endpoint", at], capture_output=True,
+                                  text=True, timeout=60)
+        done = moectl("cordon", "0", "--reason", "x", at=endpoint)
+        self.assertEqual(done.returncode, 5)
+        self.assertIn("the state of the group cannot be written", done.stderr)
+        self.end(first)
+        _, log, endpoint = self.start(etcd.endpoints)
+        self.await_log(log, "database space exceeded")
+        time.sleep(3)  # an attempt each quarter of a second
+        self.assertLessEqual(self.read(log).count("database space exceeded"), 2)
+        self.assertNotIn(LEADS, self.read(log))
+        done = moectl("status", at=endpoint)
+        self.assertEqual(done.returncode, 5)
+        self.assertRegex(done.stderr, "no coordinator leads .etcd .*database space exceeded")
 
     def test_a_lost_lease_ends_the_term_and_changes_nothing(self):
         etcd = self.etcd()
