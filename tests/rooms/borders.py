@@ -125,7 +125,8 @@ def main():
         for room in rooms.values():
             sets = folders.get(room.folder)
             if not sets:
-                skipped = options.without_cuda and room.name.startswith("cuda_")
+                skipped = options.without_cuda and (room.name.startswith("cuda_")
+                                                    or room.name.endswith("_cuda"))
                 if not skipped and any((ROOT / room.folder).glob("*.c")):
                     complaints.append(f"{room.name}: no source of {room.folder} is compiled")
                 continue
