@@ -256,6 +256,7 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
     body.secret.len = sizeof c->secret;
     body.max_tokens_per_step = g.max_tokens_per_step;
     body.group_id = g.group_id;
+    body.may_shrink = g.replicas > 1;
     body.model = moe_coordinator__text(g.model);
     body.model_digest = moe_coordinator__text(moe_weights_digest(c->weights, g.fingerprint));
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;

@@ -65,6 +65,7 @@ struct moe_group_view {
     uint32_t max_tokens_per_step;
     uint8_t secret[16];       /* of this epoch; see SequenceHello. Never logged */
     uint64_t group_id;        /* the same for all views of the group */
+    bool may_shrink;          /* the group can go on without some members */
     const char *model;        /* name for clients */
     const char *model_digest; /* in hexadecimal; "" = not known */
     struct moe_group_member members[MOE_MAX_SLOTS];

@@ -89,7 +89,7 @@ static struct moe_status welcome(struct moe_peers *p, struct moe_rpc_call *call,
     MOE_TRY(moe_wire_pack_welcome(p->reader, &packed));
     moe_rpc_send(call, &packed.out);
     moe_control_free(&packed);
-    p->writers[hello->slot] = moe_peers__open_writer(p, hello->rings);
+    p->writers[hello->slot] = moe_peers__open_writer(p, hello->slot, hello->rings);
     moe_log_info("epoch %llu: slot %u receives tickets %s", (unsigned long long)p->view.epoch,
                  hello->slot,
                  p->writers[hello->slot] != NULL ? "through shared memory" : "over gRPC");
@@ -435,6 +435,7 @@ struct moe_status moe_peers_expect(struct moe_peers *p, const struct moe_peers_v
         p->joined = UINT64_C(1) << view->slot;
         moe_sequencer_begin(p->sequencer, view->epoch, view->live, view->max_bucket);
         p->reader = reader;
+        moe_pulse_begin(p->pulse, view->epoch, reader);
         p->welcome = false;
         p->phase = EXPECTED;
     }
@@ -466,6 +467,7 @@ void moe_peers_stop(struct moe_peers *p)
     struct moe_shm_writer *writers[MOE_MAX_SLOTS];
     moe_mutex_lock(&p->lock);
     p->phase = IDLE;
+    moe_pulse_end(p->pulse);
     memcpy(writers, p->writers, sizeof writers);
     memset(p->writers, 0, sizeof p->writers);
     struct moe_shm_reader *reader = p->reader;
@@ -495,6 +497,17 @@ void moe_peers_stop(struct moe_peers *p)
 
 /* ---------------------------------------------------------------------- lifetime */
 
+/* The thread of the pulse. */
+static void peer_stopped(void *ctx, uint64_t epoch, uint32_t slot, const char *why)
+{
+    struct moe_peers *p = ctx;
+    moe_mutex_lock(&p->lock);
+    if (p->phase != IDLE && p->view.epoch == epoch)
+        moe_peers__lose_slot(
+            p, slot, moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u: %s", slot, why));
+    moe_mutex_unlock(&p->lock);
+}
+
 struct moe_status moe_peers_create(const struct moe_peers_config *config, struct moe_peers **out)
 {
     struct moe_peers *p = calloc(1, sizeof *p);
@@ -505,7 +518,11 @@ struct moe_status moe_peers_create(const struct moe_peers_config *config, struct
     moe_mutex_not_shared(&p->lock);
     p->config = *config;
     struct moe_status st = moe_sequencer_create(&p->sequencer);
+    if (!moe_failed(&st))
+        st = moe_pulse_create(peer_stopped, p, &p->pulse);
     if (moe_failed(&st)) {
+        moe_sequencer_destroy(p->sequencer);
+        moe_mutex_destroy(&p->lock);
         free(p);
         return st;
     }
@@ -520,6 +537,7 @@ void moe_peers_destroy(struct moe_peers *p)
     if (p == NULL)
         return;
     moe_peers_stop(p);
+    moe_pulse_destroy(p->pulse);
     moe_mutex_not_shared(&p->lock);
     moe_sequencer_destroy(p->sequencer);
     moe_mutex_destroy(&p->lock);

@@ -16,7 +16,7 @@ void moe_peers__lose_slot(struct moe_peers *p, uint32_t slot, struct moe_status 
     moe_peers__lost(p, UINT64_C(1) << slot, why);
 }
 
-struct moe_shm_writer *moe_peers__open_writer(const struct moe_peers *p,
+struct moe_shm_writer *moe_peers__open_writer(const struct moe_peers *p, uint32_t slot,
                                               const Moe__V1__ShmRings *named)
 {
     struct moe_shm_writer *writer = NULL;
@@ -26,6 +26,8 @@ struct moe_shm_writer *moe_peers__open_writer(const struct moe_peers *p,
     struct moe_status st = moe_shm_writer_open(&to, p->view.slot, &writer);
     if (moe_failed(&st))
         moe_log_debug("a peer is reached over gRPC: %s", st.text);
+    else if (p->view.may_shrink)
+        moe_pulse_watch(p->pulse, slot, writer);
     return writer;
 }
 

@@ -182,7 +182,8 @@ static void on_response(struct moe_peers *p, const Moe__V1__SequenceResponse *r)
 {
     struct moe_ticket t;
     if (r->body_case == MOE__V1__SEQUENCE_RESPONSE__BODY_WELCOME && !p->welcome) {
-        p->writers[p->sequencer_slot] = moe_peers__open_writer(p, r->welcome->rings);
+        p->writers[p->sequencer_slot] =
+            moe_peers__open_writer(p, p->sequencer_slot, r->welcome->rings);
         p->welcome = true;
         moe_peers__read_tickets(p);
     } else if (!moe_wire_read_ticket(r, &t)) {

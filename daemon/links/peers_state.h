@@ -6,6 +6,7 @@
 
 #include "base/mutex.h"
 #include "links/peers.h"
+#include "links/pulse.h"
 #include "links/shm_ring.h"
 #include "links/wire.h"
 #include "schedule/sequencer.h"
@@ -38,6 +39,7 @@ struct call_notice {
 
 struct moe_peers {
     struct moe_peers_config config;
+    struct moe_pulse *pulse; /* watches `writers`, reads `reader` until its end */
 
     struct moe_mutex lock;
     MOE_GUARDED_BY(lock) struct {
@@ -78,9 +80,9 @@ void moe_peers__lost(struct moe_peers *p, uint64_t slots, struct moe_status why)
     MOE_REQUIRES(p->lock);
 void moe_peers__lose_slot(struct moe_peers *p, uint32_t slot, struct moe_status why)
     MOE_REQUIRES(p->lock);
-/* Opens this slot's ring at a peer. NULL if it is not visible from here; messages then use the
- * stream. */
-struct moe_shm_writer *moe_peers__open_writer(const struct moe_peers *p,
+/* Opens this slot's ring at the peer in `slot`, and watches its beats. NULL if it is not visible
+ * from here; messages then use the stream. */
+struct moe_shm_writer *moe_peers__open_writer(const struct moe_peers *p, uint32_t slot,
                                               const Moe__V1__ShmRings *named) MOE_REQUIRES(p->lock);
 /* Calls `read` for each message in the ring of `slot`. */
 typedef void (*moe_peers__read_fn)(struct moe_peers *p, uint32_t slot, const uint8_t *bytes,

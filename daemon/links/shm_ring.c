@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define MAGIC UINT64_C(0x31474e4952656f6d) /* "moeRING1" */
+#define MAGIC UINT64_C(0x32474e4952656f6d) /* "moeRING2" */
 
 enum { LINE = 64 }; /* bytes of a cache line */
 
@@ -31,6 +31,8 @@ struct ring {
 
 struct ring_memory {
     uint64_t magic, key;
+    alignas(LINE) atomic_uint beat; /* the reader's; see pulse.h */
+    atomic_uint beating;            /* the thread that stores it */
     struct ring rings[MOE_MAX_SLOTS];
 };
 
@@ -45,6 +47,8 @@ struct moe_shm_reader {
 
 struct moe_shm_writer {
     struct moe_shared memory;
+    const struct ring_memory *map;
+    uint32_t process;
     struct ring *ring;
     struct moe_eventcount *eventcount;
     uint32_t head;
@@ -95,6 +99,19 @@ static enum moe_shm_read broken(struct moe_shm_reader *m, uint32_t slot)
     return MOE_SHM_READ_BROKEN;
 }
 
+void moe_shm_reader_beat(struct moe_shm_reader *m)
+{
+    uint32_t next = atomic_load_explicit(&m->map->beat, memory_order_relaxed) + 1;
+    atomic_store_explicit(&m->map->beating, (uint32_t)gettid(), memory_order_relaxed);
+    atomic_store_explicit(&m->map->beat, next != MOE_SHM_BEAT_ENDED ? next : 0,
+                          memory_order_release);
+}
+
+void moe_shm_reader_end_beats(struct moe_shm_reader *m)
+{
+    atomic_store_explicit(&m->map->beat, MOE_SHM_BEAT_ENDED, memory_order_release);
+}
+
 enum moe_shm_read moe_shm_reader_read(struct moe_shm_reader *m, uint32_t slot, uint8_t *bytes,
                                       size_t *length)
 {
@@ -126,6 +143,8 @@ static struct moe_status open_box(const struct moe_shm_address *to, uint32_t slo
     if (map->magic != MAGIC || map->key != to->key)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
                          "the process with the peer's pid is another process");
+    p->map = map;
+    p->process = to->process;
     p->ring = &map->rings[slot];
     p->head = atomic_load(&p->ring->head);
     return moe_ok();
@@ -155,6 +174,17 @@ void moe_shm_writer_close(struct moe_shm_writer *p)
     moe_eventcount_destroy(p->eventcount);
     moe_shared_close(&p->memory);
     free(p);
+}
+
+uint32_t moe_shm_writer_beat(const struct moe_shm_writer *p)
+{
+    return atomic_load_explicit(&p->map->beat, memory_order_acquire);
+}
+
+void moe_shm_writer_peer(const struct moe_shm_writer *p, uint32_t *process, uint32_t *thread)
+{
+    *process = p->process;
+    *thread = atomic_load_explicit(&p->map->beating, memory_order_relaxed);
 }
 
 size_t moe_shm_writer_room(const struct moe_shm_writer *p)

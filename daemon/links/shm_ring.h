@@ -22,6 +22,7 @@ enum {
     MOE_SHM_MESSAGE_MAX = 1020, /* bytes; a message has at least 1 */
     MOE_SHM_RING_CELLS = 64,    /* unread messages of one writer at most; a power of two */
 };
+#define MOE_SHM_BEAT_ENDED UINT32_MAX /* no further beat comes */
 
 /* Where a peer finds the rings of a reader. */
 struct moe_shm_address {
@@ -36,6 +37,12 @@ struct moe_status moe_shm_reader_create(struct moe_eventcount *eventcount,
 /* Writers that are open keep the memory mapped, but it is not read again. NULL is ignored. */
 void moe_shm_reader_destroy(struct moe_shm_reader *m);
 struct moe_shm_address moe_shm_reader_address(const struct moe_shm_reader *m);
+
+/* Writers see another beat after each call, which also names the calling thread to them; see
+ * pulse.h. One thread at a time. */
+void moe_shm_reader_beat(struct moe_shm_reader *m);
+/* The last one. */
+void moe_shm_reader_end_beats(struct moe_shm_reader *m);
 
 enum moe_shm_read {
     MOE_SHM_READ_NONE,
@@ -54,6 +61,11 @@ struct moe_status moe_shm_writer_open(const struct moe_shm_address *to, uint32_t
                                       struct moe_shm_writer **out) MOE_CHECKED;
 /* NULL is ignored. */
 void moe_shm_writer_close(struct moe_shm_writer *p);
+
+/* [any thread] The reader's beat. Any value may come: the reader's process stores it. */
+uint32_t moe_shm_writer_beat(const struct moe_shm_writer *p);
+/* [any thread] The reader's process, and the thread there that beats. */
+void moe_shm_writer_peer(const struct moe_shm_writer *p, uint32_t *process, uint32_t *thread);
 
 /* Free cells. One thread at a time uses a writer. */
 size_t moe_shm_writer_room(const struct moe_shm_writer *p);

@@ -310,6 +310,7 @@ static struct moe_status expect_peers(struct moe_worker *w, const struct moe_gro
         .live = v->live,
         .slot = v->slot,
         .max_bucket = v->max_tokens_per_step,
+        .may_shrink = v->may_shrink,
     };
     memcpy(expected.secret, v->secret, sizeof expected.secret);
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
