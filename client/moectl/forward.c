@@ -19,7 +19,8 @@
 struct forward {
     struct moectl_common common;
     struct moectl_tensor_names names;
-    const char *input, *output, *dtype, *model, *model_digest, *parts;
+    const char *input, *output, *dtype, *model, *model_digest, *parts, *policy;
+    uint8_t *token_states; /* [T] with --on-unavailable partial */
     uint64_t layer, repeat;
     bool return_routing, stream, spread;
 
@@ -86,6 +87,27 @@ static const struct moe_client_layer *find_layer(const struct moe_client_info *i
     return NULL;
 }
 
+static const char *const policy_names[] = {
+    [MOE_ON_UNAVAILABLE_WAIT] = "wait",
+    [MOE_ON_UNAVAILABLE_FAIL] = "fail",
+    [MOE_ON_UNAVAILABLE_PARTIAL] = "partial",
+};
+enum { POLICIES = sizeof policy_names / sizeof *policy_names };
+
+/* The place of `name` among `names`; 0 for NULL, `count` for a name that does not exist. */
+static unsigned place_of(const char *name, const char *const *names, unsigned count)
+{
+    unsigned i = 0;
+    while (name != NULL && i < count && strcmp(name, names[i]) != 0)
+        i++;
+    return i;
+}
+
+static enum moe_on_unavailable policy_of(const struct forward *o)
+{
+    return (enum moe_on_unavailable)place_of(o->policy, policy_names, POLICIES);
+}
+
 static const char *const parts_names[] = {
     [MOE_PARTS_BOTH] = "both",
     [MOE_PARTS_ROUTED] = "routed",
@@ -96,12 +118,7 @@ enum { PARTS = sizeof parts_names / sizeof *parts_names };
 /* PARTS for a name that does not exist. */
 static enum moe_parts parts_of(const struct forward *o)
 {
-    unsigned i = 0;
-    if (o->parts == NULL)
-        return MOE_PARTS_BOTH;
-    while (i < PARTS && strcmp(o->parts, parts_names[i]) != 0)
-        i++;
-    return (enum moe_parts)i;
+    return (enum moe_parts)place_of(o->parts, parts_names, PARTS);
 }
 
 /* Allocates the answer and fills in the call. */
@@ -125,6 +142,11 @@ static struct moe_status prepare(struct forward *o)
         y->topk_ids = calloc((size_t)y->tokens * y->top_k, sizeof *y->topk_ids);
         y->topk_weights = calloc((size_t)y->tokens * y->top_k, sizeof *y->topk_weights);
     }
+    if (policy_of(o) == MOE_ON_UNAVAILABLE_PARTIAL) {
+        o->token_states = calloc(y->tokens, sizeof *o->token_states);
+        if (o->token_states == NULL)
+            return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "answer");
+    }
     if (y->data == NULL || (o->return_routing && (y->topk_ids == NULL || y->topk_weights == NULL)))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "answer");
     o->call = (struct moe_client_forward){
@@ -140,6 +162,8 @@ static struct moe_status prepare(struct forward *o)
         .topk_ids = y->topk_ids,
         .topk_weights = y->topk_weights,
         .parts = parts_of(o),
+        .on_unavailable = policy_of(o),
+        .token_states = o->token_states,
     };
     return moe_ok();
 }
@@ -191,8 +215,27 @@ static struct moe_status work(struct forward *o)
     return moectl_tokens_write(o->output, &o->y);
 }
 
+/* Indices of the tokens without a result; NULL without memory. `*count`: their number. */
+static json_t *unavailable_tokens(const struct forward *o, uint32_t *count)
+{
+    json_t *list = json_array();
+    *count = 0;
+    for (uint32_t t = 0; o->token_states != NULL && t < o->y.tokens; t++) {
+        if (o->token_states[t] == 0)
+            continue;
+        ++*count;
+        if (list != NULL && json_array_append_new(list, json_integer(t)) != 0) {
+            json_decref(list);
+            list = NULL;
+        }
+    }
+    return list;
+}
+
 static int report(const struct forward *o)
 {
+    uint32_t unavailable;
+    json_t *tokens = unavailable_tokens(o, &unavailable);
     const char *dtype = o->y.dtype == MOE_DTYPE_F32 ? "f32" : "bf16";
     double p50_us = (double)moectl_histogram_percentile(&o->latency_ns, 50) / 1000.0;
     if (!o->common.document) {
@@ -200,17 +243,23 @@ static int report(const struct forward *o)
                    ", %" PRIu64 " x %.1f us -> %s\n",
                    o->layer, o->y.tokens, o->y.width, dtype, o->call.answered_epoch, o->repeat,
                    p50_us, o->output);
+        if (o->token_states != NULL)
+            moectl_put("%" PRIu32 " of %" PRIu32 " tokens have no result: their experts have no "
+                       "copy now\n",
+                       unavailable, o->y.tokens);
+        json_decref(tokens);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }
     char epoch[24], version[24];
     snprintf(epoch, sizeof epoch, "%" PRIu64, o->call.answered_epoch);
     snprintf(version, sizeof version, "%" PRIu64, o->call.answered_weights_version);
     json_t *document = moectl_document("ForwardResult");
-    json_t *fields = json_pack("{s:s, s:I, s:I, s:I, s:s, s:s, s:s, s:I, s:f, s:s}", "model",
-                               moe_client_get_info(o->client)->model, "layer", (json_int_t)o->layer,
-                               "tokens", (json_int_t)o->y.tokens, "hidden", (json_int_t)o->y.width,
-                               "dtype", dtype, "epoch", epoch, "weightsVersion", version, "repeat",
-                               (json_int_t)o->repeat, "latencyUs", p50_us, "output", o->output);
+    json_t *fields =
+        json_pack("{s:s, s:I, s:I, s:I, s:s, s:s, s:s, s:I, s:f, s:s, s:o}", "model",
+                  moe_client_get_info(o->client)->model, "layer", (json_int_t)o->layer, "tokens",
+                  (json_int_t)o->y.tokens, "hidden", (json_int_t)o->y.width, "dtype", dtype,
+                  "epoch", epoch, "weightsVersion", version, "repeat", (json_int_t)o->repeat,
+                  "latencyUs", p50_us, "output", o->output, "unavailableTokens", tokens);
     if (document == NULL || fields == NULL || json_object_update(document, fields) != 0) {
         json_decref(document);
         document = NULL;
@@ -233,6 +282,9 @@ static int check(const struct forward *o)
         return moectl_usage_error("--dtype must be f32 or bf16, not '%s'", o->dtype);
     if ((unsigned)parts_of(o) == PARTS)
         return moectl_usage_error("--parts must be both, routed or shared, not '%s'", o->parts);
+    if ((unsigned)policy_of(o) == POLICIES)
+        return moectl_usage_error("--on-unavailable must be wait, fail or partial, not '%s'",
+                                  o->policy);
     if (o->names.topk_weights != NULL && o->names.topk_ids == NULL)
         return moectl_usage_error("--topk-weights needs --topk-ids");
     return moectl_check_digest(o->model_digest);
@@ -261,6 +313,10 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "also write topk_ids (I32) and topk_weights (F32)"},
         {"parts", 0, MOE_OPTION_STRING, &o.parts, 0, 0, "both|routed|shared",
          "routed experts, shared experts, or both; default: both"},
+        {"on-unavailable", 0, MOE_OPTION_STRING, &o.policy, 0, 0, "wait|fail|partial",
+         "if experts of some tokens have no copy in the view: wait for them, fail, or take the "
+         "other "
+         "tokens; default: wait"},
         {"repeat", 0, MOE_OPTION_UINT, &o.repeat, 1, 1000000, "N",
          "send N times; fail unless all answers are equal bit for bit"},
         {"stream", 0, MOE_OPTION_BOOL, &o.stream, 0, 0, NULL, "send on a stream"},
@@ -284,6 +340,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     moe_client_close(o.client);
     moectl_tokens_free(&o.x);
     moectl_tokens_free(&o.y);
+    free(o.token_states);
     return code;
 }
 

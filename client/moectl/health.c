@@ -90,7 +90,7 @@ static void check_group(struct health *h)
         : masked         ? RESULT_WARNING
                          : RESULT_CRITICAL,
         "%zu of %" PRIu32 " slots have a live worker", live, s->slots);
-    if (s->replicas > 1 && s->epoch != 0) {
+    if ((s->replicas > 1 || masked) && s->epoch != 0) {
         char view[512];
         moectl_workers_describe_view(s, view, sizeof view);
         add(h, "VIEW_COMPLETE", "group", masked ? RESULT_WARNING : RESULT_OK, "%s", view);

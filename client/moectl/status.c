@@ -53,7 +53,7 @@ static int print_table(const Moe__V1__GetStatusResponse *s,
         moectl_put("epoch    none\n");
     else
         moectl_put("epoch    %" PRIu64 ", placement %" PRIu32 "\n", s->epoch, s->placement_version);
-    if (s->replicas > 1 && s->epoch != 0) {
+    if ((s->replicas > 1 || s->n_live_slots < s->slots) && s->epoch != 0) {
         char view[512];
         moectl_workers_describe_view(s, view, sizeof view);
         moectl_put("view     %s\n", view);

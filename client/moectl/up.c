@@ -44,6 +44,7 @@ struct up {
     struct moectl_common common;
     const char *model, *backend, *transport, *log_level, *worker_config;
     uint64_t workers, replicas, port, metrics_port, threads, drain_s;
+    bool partial; /* views may lack experts */
     bool detach, restart;
 
     char coordinator_program[MOECTL_PATH_MAX], worker_program[MOECTL_PATH_MAX];
@@ -141,7 +142,7 @@ static struct moe_status start_coordinator(struct up *u)
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO, "cannot remove %s/model.digests",
                          state);
     enum { FIXED = 17 };
-    const char *argv[FIXED + 2 + 2 * TRUST_FILES + 1] = {u->coordinator_program,
+    const char *argv[FIXED + 3 + 2 * TRUST_FILES + 1] = {u->coordinator_program,
                                                          "--listen",
                                                          listen,
                                                          "--control-listen",
@@ -159,6 +160,8 @@ static struct moe_status start_coordinator(struct up *u)
                                                          "--log-file",
                                                          log};
     size_t n = add_trust(u, argv, FIXED);
+    if (u->partial)
+        argv[n++] = "--partial-views";
     if (metrics[0] != '\0') {
         argv[n++] = "--metrics-listen";
         argv[n++] = metrics;
@@ -498,6 +501,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"replicas", 'r', MOE_OPTION_UINT, &u.replicas, 1, MOE_MAX_SLOTS, "N",
          "workers with a copy of each expert; above 1, the group serves on without workers that "
          "it loses while every expert has a copy. It does not train then"},
+        {"partial-views", 0, MOE_OPTION_BOOL, &u.partial, 0, 0, NULL,
+         "serve on also without the experts of lost workers (see moe-coordinator --help)"},
         {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME",
          "cpu, cuda, or auto (cuda if there is a GPU)"},
         {"transport", 0, MOE_OPTION_STRING, &u.transport, 0, 0, "NAME",

@@ -105,7 +105,7 @@ void moectl_workers_describe_view(const Moe__V1__GetStatusResponse *s, char *out
     if (at < size)
         at += (size_t)snprintf(out + at, size - at, " of %" PRIu32 "; experts", s->slots);
     before = " with ";
-    for (size_t n = 1; n < s->n_experts_by_live_copies && at < size; n++) {
+    for (size_t n = 0; n < s->n_experts_by_live_copies && at < size; n++) {
         const char *what = before[1] == 'w' ? n == 1 ? " live copy" : " live copies" : "";
         if (s->experts_by_live_copies[n] == 0)
             continue;

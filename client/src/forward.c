@@ -171,14 +171,16 @@ static void on_pause_over(struct moe_client_timer *t)
     send_piece((struct piece *)((char *)t - offsetof(struct piece, pause)));
 }
 
-/* UNAVAILABLE alone guarantees that the server does not execute the request. A pass that is
+/* UNAVAILABLE alone guarantees that the server does not execute the request. EXPERT_UNAVAILABLE is
+ * the answer that the caller asked for: other workers have the same view. A pass that is
  * retained for Backward is retried until the deadline, as its Backward is. */
 static void retry_or_conclude(struct piece *p, struct moe_status st)
 {
     struct moe_client *c = p->call->client;
     bool until_deadline = p->call->f->retain_session != NULL;
     uint64_t at = moe_clock_ns() + moe_client_pause_ns(c, p->attempt, st.retry_after_ms);
-    if (st.code != MOE_UNAVAILABLE || (!until_deadline && p->attempt >= c->config.max_attempts) ||
+    bool is_final = st.code != MOE_UNAVAILABLE || st.reason == MOE_REASON_EXPERT_UNAVAILABLE;
+    if (is_final || (!until_deadline && p->attempt >= c->config.max_attempts) ||
         at >= p->call->deadline_ns) {
         conclude(p, moe_client_blame_connection(&c->connections[p->connection], st));
         return;

@@ -13,7 +13,12 @@
 #include <string.h>
 
 /* Field numbers of moe/v1/expert.proto, the same in requests and answers. */
-enum { FIELD_TOPK_IDS = 12, FIELD_TOPK_WEIGHTS = 13, FIELD_TENSOR = 15 };
+enum {
+    FIELD_TOPK_IDS = 12,
+    FIELD_TOPK_WEIGHTS = 13,
+    FIELD_TENSOR = 15,
+    FIELD_TOKEN_STATES = 17,
+};
 
 enum {
     /* Bytes for all of a message except x or y: heads, tags, lengths, errors. */
@@ -79,10 +84,32 @@ static enum moe_parts parts_of(const struct moe_client_forward *f)
     return MOE_CLIENT_HAS(f, parts) ? f->parts : MOE_PARTS_BOTH;
 }
 
+static enum moe_on_unavailable policy_of(const struct moe_client_forward *f)
+{
+    return MOE_CLIENT_HAS(f, on_unavailable) ? f->on_unavailable : MOE_ON_UNAVAILABLE_WAIT;
+}
+
+static bool is_partial(const struct moe_client_forward *f)
+{
+    return policy_of(f) == MOE_ON_UNAVAILABLE_PARTIAL;
+}
+
+static struct moe_status check_policy(const struct moe_client_forward *f)
+{
+    if (policy_of(f) > MOE_ON_UNAVAILABLE_PARTIAL)
+        return invalid(MOE_REASON_VALUE_INVALID, "on_unavailable has no such value");
+    if (!is_partial(f))
+        return moe_ok();
+    if (!MOE_CLIENT_HAS(f, token_states) || f->token_states == NULL)
+        return invalid(MOE_REASON_SHAPE_MISMATCH, "PARTIAL needs token_states");
+    return f->retain_session == NULL
+               ? moe_ok()
+               : moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                           "on_unavailable: a pass that is retained for Backward has all tokens");
+}
+
 static struct moe_status check_parts(const struct moe_client_forward *f)
 {
-    if (MOE_CLIENT_HAS(f, reserved))
-        MOE_TRY(moe_client_check_reserved("moe_client_forward", &f->reserved, sizeof f->reserved));
     if (parts_of(f) == MOE_PARTS_BOTH)
         return moe_ok();
     if (parts_of(f) != MOE_PARTS_ROUTED && parts_of(f) != MOE_PARTS_SHARED)
@@ -115,6 +142,7 @@ struct moe_status moe_client_wire_check(const struct moe_client_info *info,
     if (f->topk_ids_in != NULL)
         MOE_TRY(moe_client_wire_check_ids(f->topk_ids_in, f->tokens, l));
     MOE_TRY(check_parts(f));
+    MOE_TRY(check_policy(f));
     if (f->retain_session != NULL) {
         MOE_TRY(moe_client_wire_check_name("retain_session", f->retain_session));
         if (f->retain_micro_batch_id == 0)
@@ -163,6 +191,12 @@ static const Moe__V1__LayerParts parts_on_wire[] = {
     [MOE_PARTS_SHARED] = MOE__V1__LAYER_PARTS__LAYER_PARTS_SHARED,
 };
 
+static const Moe__V1__OnUnavailable policies_on_wire[] = {
+    [MOE_ON_UNAVAILABLE_WAIT] = MOE__V1__ON_UNAVAILABLE__ON_UNAVAILABLE_UNSPECIFIED,
+    [MOE_ON_UNAVAILABLE_FAIL] = MOE__V1__ON_UNAVAILABLE__ON_UNAVAILABLE_FAIL,
+    [MOE_ON_UNAVAILABLE_PARTIAL] = MOE__V1__ON_UNAVAILABLE__ON_UNAVAILABLE_PARTIAL,
+};
+
 void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id,
                           const struct moe_client_wanted *wanted, uint8_t *head,
                           void (*release)(void *owner), void *owner, struct moe_rpc_out *out)
@@ -177,6 +211,7 @@ void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id,
     q.routing_mode = routing_mode(f);
     q.return_routing = returns_routing(f);
     q.parts = parts_on_wire[parts_of(f)];
+    q.on_unavailable = policies_on_wire[policy_of(f)];
     q.epoch = f->epoch;
     q.weights_version = f->weights_version;
     q.model = (char *)(uintptr_t)wanted->model; /* packing only reads */
@@ -220,7 +255,7 @@ void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id,
 /* Lengths of the parts that were received. */
 struct incoming {
     const struct moe_client_rows *rows;
-    size_t ids_length, weights_length, y_length;
+    size_t ids_length, weights_length, y_length, states_length;
 };
 
 static struct moe_status broken(enum moe_reason reason, const char *what)
@@ -250,6 +285,13 @@ static struct moe_status take_part(void *ctx, uint32_t field, size_t length, voi
             return broken(MOE_REASON_SHAPE_MISMATCH, "y has the wrong length");
         *dst = (char *)f->y + rows->first * row_bytes;
         in->y_length = length;
+        return moe_ok();
+    }
+    if (field == FIELD_TOKEN_STATES) {
+        if (!is_partial(f) || length != rows->tokens)
+            return broken(MOE_REASON_SHAPE_MISMATCH, "token_states has the wrong length");
+        *dst = f->token_states + rows->first;
+        in->states_length = length;
         return moe_ok();
     }
     if (!returns_routing(f))
@@ -335,7 +377,8 @@ struct moe_status moe_client_wire_blame(struct moe_status st)
 struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, struct moe_rpc_msg *m,
                                          struct moe_client_answer *answer)
 {
-    static const uint32_t parts[] = {FIELD_TOPK_IDS, FIELD_TOPK_WEIGHTS, FIELD_TENSOR};
+    static const uint32_t parts[] = {FIELD_TOPK_IDS, FIELD_TOPK_WEIGHTS, FIELD_TENSOR,
+                                     FIELD_TOKEN_STATES};
     const struct moe_client_forward *f = rows->f;
     struct incoming in = {.rows = rows};
     uint8_t head[MOE_RPC_HEAD_MAX];
@@ -355,6 +398,9 @@ struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, str
     if (parts_of(f) != MOE_PARTS_BOTH && a->parts != parts_on_wire[parts_of(f)])
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
                          "this worker's release computes routed and shared experts together only");
+    if (is_partial(f) && in.states_length == 0)
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "this worker's release answers no part of a request");
     if (in.y_length == 0)
         return broken(MOE_REASON_MALFORMED, "y is missing");
     if (a->dtype != dtype)

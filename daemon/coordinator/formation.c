@@ -19,6 +19,26 @@ static bool covers(const struct moe_membership *m, uint64_t slots)
     return moe_placement_covers(m->config.slots, m->config.replicas, slots);
 }
 
+/* A view without some experts follows on one with all of them, and has at least half of the slots:
+ * a few that do not see the others do not go on alone. */
+static bool may_lack_experts(const struct moe_membership *m, uint64_t slots)
+{
+    uint32_t count = (uint32_t)__builtin_popcountll(slots);
+    return m->config.partial && MOE_GUARD(PARTIAL_FOLLOWS, m->degraded || m->view_epoch != 0) &&
+           MOE_GUARD(PARTIAL_HAS_HALF, 2 * count >= m->config.slots) && count > 0;
+}
+
+/* These slots can serve. */
+static bool suffice(const struct moe_membership *m, uint64_t slots)
+{
+    return covers(m, slots) || may_lack_experts(m, slots);
+}
+
+bool moe_membership__may_shrink(const struct moe_membership *m)
+{
+    return m->config.replicas > 1 || m->config.partial;
+}
+
 bool moe_membership__takes_part(const struct moe_membership *m, uint32_t slot)
 {
     uint64_t live = m->phase != PHASE_IDLE ? m->live : m->view_epoch != 0 ? m->view_live : 0;
@@ -89,8 +109,9 @@ static uint64_t after_pause(const struct moe_membership *m, uint32_t missed)
 
 void moe_membership__exclude(struct moe_membership *m, uint64_t slots)
 {
-    bool all_are_needed = !covers(m, moe_membership__able_slots(m) & ~slots);
-    if (MOE_GUARD(SUSPECTS_STAY_OUT, slots == 0 || m->config.replicas == 1 || all_are_needed))
+    bool all_are_needed = !suffice(m, moe_membership__able_slots(m) & ~slots);
+    if (MOE_GUARD(SUSPECTS_STAY_OUT,
+                  slots == 0 || !moe_membership__may_shrink(m) || all_are_needed))
         return;
     m->shrinks = true;
     for (uint32_t s = 0; s < m->config.slots; s++) {
@@ -189,8 +210,8 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
         return;
     uint64_t epoch = forming ? m->epoch : m->view_epoch;
     bool at_once = m->view_epoch != 0 || m->now_ns >= m->mask_from_ns;
-    bool shrinks =
-        m->shrinks && m->config.replicas > 1 && at_once && covers(m, moe_membership__able_slots(m));
+    bool shrinks = m->shrinks && moe_membership__may_shrink(m) && at_once &&
+                   suffice(m, moe_membership__able_slots(m));
     m->shrinks = false;
     moe_membership_copy_text(m->trouble, sizeof m->trouble, why);
     m->causes[cause]++;
@@ -254,7 +275,7 @@ static void assign(struct moe_membership *m)
 static uint64_t form_limit(const struct moe_membership *m)
 {
     uint64_t leases = 2 * m->config.lease_ns;
-    return m->config.replicas > 1 && leases < m->config.form_ns ? leases : m->config.form_ns;
+    return moe_membership__may_shrink(m) && leases < m->config.form_ns ? leases : m->config.form_ns;
 }
 
 static void begin_epoch(struct moe_membership *m, uint64_t live)
@@ -293,7 +314,7 @@ static uint64_t loading_slots(const struct moe_membership *m)
 static bool may_mask(const struct moe_membership *m, uint64_t slots)
 {
     return slots == all_slots(m) || (MOE_GUARD(START_WAITS, m->now_ns >= m->mask_from_ns) &&
-                                     MOE_GUARD(MASK_COVERS, covers(m, slots)));
+                                     MOE_GUARD(MASK_COVERS, suffice(m, slots)));
 }
 
 /* The slots of the view that should form now; 0 = none. A view that serves grows only: a member

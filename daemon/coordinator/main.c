@@ -16,6 +16,7 @@ struct settings {
     const char *listen, *control_listen, *state_dir;
     const char *store, *etcd, *etcd_prefix;
     uint64_t workers, replicas, lease_ms, form_timeout_ms, leader_lease_s;
+    bool partial;
 };
 
 static bool uses_etcd(const struct settings *s)
@@ -91,6 +92,7 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
                                             .insecure = common->insecure,
                                             .slots = (uint32_t)s->workers,
                                             .replicas = (uint32_t)s->replicas,
+                                            .partial = s->partial,
                                             .lease_ms = (uint32_t)s->lease_ms,
                                             .form_timeout_ms = (uint32_t)s->form_timeout_ms,
                                             .state_dir = s->state_dir,
@@ -140,6 +142,10 @@ int main(int argc, char **argv)
         {"replicas", 'r', MOE_OPTION_UINT, &s.replicas, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
          "Slots with a copy of each expert; above 1, the group serves on without workers that it "
          "loses while every expert has a copy. It does not train then"},
+        {"partial-views", 0, MOE_OPTION_BOOL, &s.partial, 0, 0, NULL,
+         "Serve on also without the experts of lost workers: requests that need them wait, fail, "
+         "or "
+         "get the other tokens, as their on_unavailable says. CPU workers only; no training"},
         {"state-dir", 's', MOE_OPTION_STRING, &s.state_dir, 0, 0, "DIR",
          "Directory that keeps epochs across restarts, not writable for others; without it a "
          "restart "

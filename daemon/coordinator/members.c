@@ -460,16 +460,33 @@ static struct moe_status check_address(const struct moe_membership *m,
     return moe_ok();
 }
 
-struct moe_status moe_membership__register(struct moe_membership *m, uint64_t stream,
-                                           const struct moe_membership_register *r)
+/* What the settings of the group ask of every worker. */
+static struct moe_status check_kind(const struct moe_membership *m,
+                                    const struct moe_membership_register *r)
 {
-    MOE_TRY(check_register(r));
-    MOE_TRY(check_version(m, r->version));
     if (r->trains && m->config.replicas > 1)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "a group with replicas (%u copies of each expert) does not train: start "
                          "the workers without --training, or the coordinator with --replicas 1",
                          m->config.replicas);
+    if (r->trains && m->config.partial)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "a group with views that may lack experts does not train: start the "
+                         "workers without --training, or the coordinator without --partial-views");
+    if (m->config.partial && !r->partial)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "the backend %.20s runs no steps without all experts: start the "
+                         "coordinator without --partial-views",
+                         r->backend);
+    return moe_ok();
+}
+
+struct moe_status moe_membership__register(struct moe_membership *m, uint64_t stream,
+                                           const struct moe_membership_register *r)
+{
+    MOE_TRY(check_register(r));
+    MOE_TRY(check_version(m, r->version));
+    MOE_TRY(check_kind(m, r));
     if (is_fenced(m, r))
         return stale_process();
     uint32_t slot = 0, other;

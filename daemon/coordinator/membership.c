@@ -49,8 +49,8 @@ static void restore_view(struct moe_membership *m)
     for (uint32_t s = 0; s < m->config.slots; s++)
         live |= (uint64_t)(m->saved.members[s].incarnation != 0) << s;
     if (m->saved.slots != m->config.slots ||
-        !moe_placement_covers(m->config.slots, m->config.replicas, live))
-        m->saved.view_epoch = 0; /* the size of the group has changed */
+        !(m->config.partial || moe_placement_covers(m->config.slots, m->config.replicas, live)))
+        m->saved.view_epoch = 0; /* the size of the group, or what it allows, has changed */
     if (m->saved.view_epoch == 0) {
         memset(m->saved.members, 0, sizeof m->saved.members);
         m->saved.slots = m->config.slots;

@@ -13,6 +13,8 @@
  *    live. The loss of one ends the epoch for all (ABORT);
  *  - a view forms of all slots, or of some if every expert has a copy on them. After the loss of a
  *    member that is at once. A group that had no view since the start waits a lease for the others;
+ *  - with `partial`, a view forms also without experts that were lost with their slots: at least
+ *    half of the slots form it, after a view that had all experts;
  *  - once a worker has taken an empty slot and has loaded, the view ends and one with it forms;
  *  - after a restart the log restores the view, and the first heartbeat of each member shows
  * whether it still belongs to the view;
@@ -46,6 +48,7 @@ struct moe_membership;
 struct moe_membership_config {
     uint32_t slots;    /* 1..MOE_PLACEMENT_SLOTS_MAX */
     uint32_t replicas; /* copies of each expert, 1..slots. Above 1, the group does not train */
+    bool partial;      /* views may lack experts. Then the group does not train */
     uint64_t lease_ns; /* a worker without a message for this long loses its slot; never sooner */
     uint64_t group_id; /* a random number above 0; used unless `saved` has one */
     uint64_t form_ns;  /* from the start of an epoch to READY of all; with replicas at most two
@@ -107,6 +110,7 @@ struct moe_membership_register { /* moe.v1.Register; strings are copied */
     const uint8_t *slot_token; /* [MOE_MEMBERSHIP_TOKEN_BYTES]; NULL: none was sent */
     uint32_t max_tokens_per_step, wanted_slot_plus_one;
     bool trains;
+    bool partial; /* its backend runs steps without some experts */
     const struct moe_membership_layer *layers;
     size_t layer_count;
     struct moe_membership_host host; /* texts may be NULL: not known */
@@ -289,6 +293,7 @@ struct moe_membership_group {
     uint64_t epoch; /* in force; 0 = none */
     uint64_t live;  /* bit s: slot s is in the view that forms, else in that in force; 0 = none */
     uint32_t slots, replicas, max_tokens_per_step;
+    bool partial, may_shrink; /* of the configuration; views may form without some slots */
     const char *model, *family, *backend, *fingerprint; /* "" until the first worker registered */
     const struct moe_membership_layer *layers;
     size_t layer_count;

@@ -199,8 +199,10 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
                                const char *why);
 /* True for slots of the epoch that forms, else of that in force. */
 bool moe_membership__takes_part(const struct moe_membership *m, uint32_t slot);
-/* With replicas: if the others have every expert, views form without `slots` for a while. Call it
- * before the epoch ends. */
+/* Views may form without some slots: there are replicas, or views may lack experts. */
+bool moe_membership__may_shrink(const struct moe_membership *m);
+/* In such a group: if the others suffice for a view, views form without `slots` for a while. Call
+ * it before the epoch ends. */
 void moe_membership__exclude(struct moe_membership *m, uint64_t slots);
 /* Slots that can take part in the next view. */
 uint64_t moe_membership__able_slots(const struct moe_membership *m);

@@ -115,6 +115,8 @@ void moe_membership_group(const struct moe_membership *m, struct moe_membership_
                                          .epoch = m->view_epoch,
                                          .slots = m->config.slots,
                                          .replicas = m->config.replicas,
+                                         .partial = m->config.partial,
+                                         .may_shrink = moe_membership__may_shrink(m),
                                          .model = m->model,
                                          .family = m->family,
                                          .backend = m->backend,

@@ -278,6 +278,7 @@ struct moe_status moe_coordinator_create(const struct moe_coordinator_config *co
     c->machine_config = (struct moe_membership_config){
         .slots = config->slots,
         .replicas = config->replicas,
+        .partial = config->partial,
         .lease_ns = config->lease_ms * MOE_NS_PER_MS,
         .form_ns = config->form_timeout_ms * MOE_NS_PER_MS,
         .shutdown_ns = SHUTDOWN_NS,

@@ -19,6 +19,7 @@ struct moe_coordinator_config {
     struct moe_guard *guard; /* who may do what; borrowed. NULL: every caller may do everything */
     uint32_t slots;
     uint32_t replicas; /* copies of each expert, 1..slots */
+    bool partial;      /* views may lack experts */
     uint32_t lease_ms;
     uint32_t form_timeout_ms;
     /* The file store: NULL = no durable state; epochs start at 1. With `etcd`: remembers the group

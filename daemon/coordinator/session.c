@@ -256,7 +256,8 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
     body.secret.len = sizeof c->secret;
     body.max_tokens_per_step = g.max_tokens_per_step;
     body.group_id = g.group_id;
-    body.may_shrink = g.replicas > 1;
+    body.may_shrink = g.may_shrink;
+    body.partial = g.partial;
     body.model = moe_coordinator__text(g.model);
     body.model_digest = moe_coordinator__text(moe_weights_digest(c->weights, g.fingerprint));
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
@@ -481,6 +482,7 @@ static void receive_register(struct moe_coordinator *c, struct session *s, uint6
                                          .max_tokens_per_step = r->max_tokens_per_step,
                                          .wanted_slot_plus_one = r->wanted_slot_plus_one,
                                          .trains = r->trains,
+                                         .partial = r->partial,
                                          .layers = layers,
                                          .layer_count = count};
     if (r->host != NULL)

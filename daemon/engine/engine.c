@@ -34,13 +34,20 @@ static bool match_other_epoch(const struct moe_work *w, uint64_t epoch)
     return w->epoch != 0 && w->epoch != epoch;
 }
 
+/* This worker will have no further view for it. */
+static bool is_held(const struct moe_work *w, uint64_t arg)
+{
+    (void)arg;
+    return w->home != NULL;
+}
+
 static struct moe_status stale_epoch(uint64_t epoch)
 {
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH, "the epoch is now %llu",
                      (unsigned long long)epoch);
 }
 
-static struct moe_status draining(void)
+struct moe_status moe_engine__draining(void)
 {
     return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_DRAINING, DRAINING_RETRY_MS,
                            "this worker is leaving");
@@ -383,7 +390,7 @@ static void *run_thread(void *arg)
         check_notifications(e);
         expire(e);
         if (e->quit)
-            fail_queued(e, draining());
+            fail_queued(e, moe_engine__draining());
         if (e->ended.head != NULL || e->ended_calls.head != NULL)
             report_ended(e);
         else if (may_begin(e))
@@ -516,6 +523,7 @@ void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, ui
     e->session = session;
     e->epoch = epoch;
     e->last_seq = 0;
+    moe_batcher_release(e->batcher); /* the new view may have their experts */
     e->bucket_max = max_tokens_per_step < e->config.max_tokens_per_step
                         ? max_tokens_per_step
                         : e->config.max_tokens_per_step;
@@ -550,7 +558,7 @@ static struct moe_status admit(const struct moe_engine *e, const struct moe_work
                                const struct moe_step_key *key) MOE_REQUIRES(e->lock)
 {
     if (e->refusing)
-        return draining();
+        return moe_engine__draining();
     MOE_TRY(e->suspended);
     if (!moe_batcher_has(e->batcher, key))
         return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND, "no MoE layer %u",
@@ -577,7 +585,7 @@ static void accept_work(struct moe_engine *e, struct moe_work *w, struct moe_ste
     w->step = (struct moe_step_result){.missing_slot = -1};
     w->step_tokens = w->steps = 0;
     w->retained_name = w->number = 0;
-    w->retained_here = w->cancelled = false;
+    w->retained_here = w->cancelled = w->lacks_experts = false;
     w->failure = moe_ok();
     if (w->times != NULL)
         w->times->count = 0;
@@ -634,6 +642,7 @@ bool moe_engine_drain(struct moe_engine *e, uint64_t deadline_ns)
 {
     moe_mutex_lock(&e->lock);
     e->refusing = true;
+    moe_engine__give_up_all(e, moe_batcher_evict(e->batcher, is_held, 0), moe_engine__draining());
     bool in_time = true;
     while (e->unfinished > 0 && in_time)
         in_time = moe_wait_until(&e->idle, &e->lock, deadline_ns);

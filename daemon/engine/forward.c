@@ -83,6 +83,39 @@ void moe_engine__hand_out(struct moe_engine *e, struct moe_step_slot *step_slot,
                         &step_slot->counts);
 }
 
+/* A request that waits for experts runs again as a whole, under the next view. The rest of it is
+ * not begun under this one. */
+static void lack_experts(struct moe_engine *e, struct moe_work *w) MOE_REQUIRES(e->lock)
+{
+    w->lacks_experts = true;
+    (void)moe_batcher_remove(e->batcher, w);
+}
+
+/* Some tokens of `w` are out of a step. */
+static void settle_or_hold(struct moe_engine *e, struct moe_work *w) MOE_REQUIRES(e->lock)
+{
+    if (!w->lacks_experts || moe_failed(&w->failure) || w->cancelled) {
+        if (w->cancelled && w->lacks_experts && !moe_failed(&w->failure))
+            w->failure = moe_error(MOE_CANCELLED, MOE_REASON_NONE, "cancelled");
+        moe_engine__settle(e, w);
+        return;
+    }
+    if (w->taken != w->finished)
+        return;
+    w->lacks_experts = false;
+    moe_engine__forget_steps(w);
+    if (e->refusing)
+        moe_engine__give_up(e, w, moe_engine__draining());
+    else
+        moe_batcher_hold(e->batcher, w);
+}
+
+static bool waits_for_experts(const struct moe_work *w, const struct moe_status *outcome)
+{
+    return outcome->reason == MOE_REASON_EXPERT_UNAVAILABLE &&
+           w->on_unavailable == MOE_ON_UNAVAILABLE_WAIT;
+}
+
 void moe_engine__finish_segments(struct moe_engine *e, const struct moe_step_slot *step_slot,
                                  const struct moe_step_result *result)
 {
@@ -94,11 +127,13 @@ void moe_engine__finish_segments(struct moe_engine *e, const struct moe_step_slo
         row += s->count;
         w->finished += s->count;
         add_result(w, step_slot, result);
-        if (moe_failed(&outcome)) {
+        if (waits_for_experts(w, &outcome))
+            lack_experts(e, w);
+        if (moe_failed(&outcome) && !w->lacks_experts) {
             (void)moe_batcher_remove(e->batcher, w);
             moe_engine__give_up(e, w, outcome);
         } else {
-            moe_engine__settle(e, w);
+            settle_or_hold(e, w);
         }
     }
     e->counters.tokens += step_slot->tokens;
@@ -120,11 +155,15 @@ void moe_engine__put_back(struct moe_engine *e, struct moe_step_slot *step_slot)
     for (size_t i = step_slot->segment_count; i-- > 0;) {
         const struct moe_segment *s = &step_slot->segments[i];
         struct moe_work *w = s->work;
-        if (!w->cancelled && !moe_failed(&w->failure)) {
+        if (!w->cancelled && !moe_failed(&w->failure) && !w->lacks_experts) {
             moe_batcher_put_back(e->batcher, s);
             continue;
         }
         w->finished += s->count;
+        if (w->lacks_experts) {
+            settle_or_hold(e, w);
+            continue;
+        }
         moe_engine__give_up(e, w, moe_error(MOE_CANCELLED, MOE_REASON_NONE, "cancelled"));
     }
 }

@@ -51,18 +51,22 @@ struct moe_status moe_engine__other_version(uint64_t version)
                      "the weights version is now %llu", (unsigned long long)version);
 }
 
+void moe_engine__forget_steps(struct moe_work *w)
+{
+    w->step = (struct moe_step_result){.missing_slot = -1};
+    w->steps = 0;
+    if (w->times != NULL)
+        w->times->count = 0;
+}
+
 static bool rewind_queue(struct moe_engine *e, size_t i, struct moe_step_key *key, uint32_t *tokens)
     MOE_REQUIRES(e->lock)
 {
     struct moe_work *w;
     if (!moe_batcher_rewind(e->batcher, i, key, tokens, &w))
         return false;
-    if (*tokens > 0) {
-        w->step = (struct moe_step_result){.missing_slot = -1};
-        w->steps = 0;
-        if (w->times != NULL)
-            w->times->count = 0;
-    }
+    if (*tokens > 0)
+        moe_engine__forget_steps(w);
     return true;
 }
 

@@ -173,6 +173,8 @@ void moe_engine__beat(struct moe_engine *e, uint64_t epoch);
 
 /* ------------------------------------------------------------------- requests.c */
 
+/* This worker takes no work: the refusal. */
+struct moe_status moe_engine__draining(void) MOE_CHECKED;
 /* Lists `w` as ended when none of its tokens wait or run. */
 void moe_engine__settle(struct moe_engine *e, struct moe_work *w) MOE_REQUIRES(e->lock);
 /* Ends a request that is not queued, with the first `reason` that it gets. */
@@ -181,6 +183,8 @@ void moe_engine__give_up(struct moe_engine *e, struct moe_work *w, struct moe_st
 /* The same for a list. */
 void moe_engine__give_up_all(struct moe_engine *e, struct moe_work *evicted,
                              struct moe_status reason) MOE_REQUIRES(e->lock);
+/* The request begins again. */
+void moe_engine__forget_steps(struct moe_work *w);
 bool moe_engine__wants_other_version(const struct moe_work *w, uint64_t version);
 struct moe_status moe_engine__other_version(uint64_t version);
 /* The weights' version has changed: requests pinned to another version end, requests with finished

@@ -166,6 +166,7 @@ void moe_step_slot_args(struct moe_step_slot *step_slot, const struct moe_layer_
 struct moe_status moe_step_slot_outcome(const struct moe_step_slot *step_slot,
                                         const struct moe_segment *segment, uint32_t row)
 {
+    bool partial = segment->work->on_unavailable == MOE_ON_UNAVAILABLE_PARTIAL;
     for (uint32_t i = 0; i < segment->count; i++) {
         uint32_t token = segment->first + i;
         switch ((enum moe_token_state)step_slot->token_state[row + i]) {
@@ -179,6 +180,11 @@ struct moe_status moe_step_slot_outcome(const struct moe_step_slot *step_slot,
         case MOE_TOKEN_BAD_WEIGHT:
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID,
                              "token %u: a routing weight is not finite", token);
+        case MOE_TOKEN_UNAVAILABLE:
+            if (partial)
+                break;
+            return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
+                             "token %u: one of its experts has no live copy", token);
         default:
             return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
                              "token %u: the backend reported an unknown state", token);

@@ -29,6 +29,7 @@ struct moe_group_identity {
     uint32_t max_tokens_per_step;
     uint32_t wanted_slot_plus_one; /* 0 = any */
     bool trains;
+    bool partial; /* its backend runs steps without some experts */
     const struct moe_session_host *host;
     const char *host_name; /* for people */
 };
@@ -66,6 +67,7 @@ struct moe_group_view {
     uint8_t secret[16];       /* of this epoch; see SequenceHello. Never logged */
     uint64_t group_id;        /* the same for all views of the group */
     bool may_shrink;          /* the group can go on without some members */
+    bool partial;             /* the members need not hold every expert */
     const char *model;        /* name for clients */
     const char *model_digest; /* in hexadecimal; "" = not known */
     struct moe_group_member members[MOE_MAX_SLOTS];

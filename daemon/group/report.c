@@ -53,6 +53,7 @@ void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_i
     r.max_tokens_per_step = id->max_tokens_per_step;
     r.wanted_slot_plus_one = wanted_slot_plus_one;
     r.trains = id->trains;
+    r.partial = id->partial;
     Moe__V1__Host host = MOE__V1__HOST__INIT;
     if (id->host != NULL) {
         host.id = (char *)id->host->id;

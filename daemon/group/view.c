@@ -192,6 +192,7 @@ static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Pre
         .max_tokens_per_step = bucket,
         .group_id = p->group_id,
         .may_shrink = p->may_shrink != 0,
+        .partial = p->partial != 0,
         .model = p->model,
         .model_digest = p->model_digest,
     };

@@ -29,9 +29,10 @@ struct table {
 };
 
 struct moe_batcher {
-    struct table *tables; /* in the order of adding; that of create is the first */
-    uint64_t tokens;      /* over all queues */
-    uint64_t next_expiry; /* <= every queued deadline; MOE_NEVER when none can expire */
+    struct table *tables;  /* in the order of adding; that of create is the first */
+    struct moe_queue held; /* set aside; each one has a `home` */
+    uint64_t tokens;       /* over all queues, and of those held */
+    uint64_t next_expiry;  /* <= every queued deadline; MOE_NEVER when none can expire */
 };
 
 static struct moe_status check_layers(const uint32_t *layers, size_t count)
@@ -183,6 +184,7 @@ static void unlink_work(struct moe_queue *q, struct moe_work *w)
     else
         q->tail = w->prev;
     w->prev = w->next = NULL;
+    w->home = NULL;
     w->queued = false;
 }
 
@@ -212,6 +214,7 @@ void moe_batcher_push(struct moe_batcher *b, const struct moe_step_key *key, str
     struct moe_queue *q = find_queue(b, key);
     MOE_INVARIANT(q != NULL && w->tokens > 0);
     w->taken = w->finished = 0;
+    w->home = NULL;
     link_tail(q, w);
     add_tokens(b, q, w->tokens);
     note_deadline(b, w);
@@ -277,6 +280,27 @@ bool moe_batcher_remove(struct moe_batcher *b, struct moe_work *w)
     return true;
 }
 
+void moe_batcher_hold(struct moe_batcher *b, struct moe_work *w)
+{
+    MOE_INVARIANT(!w->queued && w->queue != &b->held);
+    struct moe_queue *home = w->queue;
+    w->taken = w->finished = 0;
+    link_tail(&b->held, w);
+    w->home = home;
+    add_tokens(b, &b->held, w->tokens);
+    note_deadline(b, w);
+}
+
+void moe_batcher_release(struct moe_batcher *b)
+{
+    for (struct moe_work *w; (w = b->held.head) != NULL;) {
+        struct moe_queue *home = w->home;
+        (void)moe_batcher_remove(b, w);
+        link_tail(home, w);
+        add_tokens(b, home, w->tokens);
+    }
+}
+
 /* The `i`-th queue over all tables, and its key; NULL past the last. */
 static struct moe_queue *queue_at(const struct moe_batcher *b, size_t i, struct moe_step_key *key)
 {
@@ -293,25 +317,33 @@ static struct moe_queue *queue_at(const struct moe_batcher *b, size_t i, struct 
 
 /* -------------------------------------------------------------------- eviction */
 
+/* Appends what matches to the list at `end`; returns its new end. */
+static struct moe_work **evict_from(struct moe_batcher *b, const struct moe_queue *q,
+                                    moe_batcher_match match, uint64_t arg, struct moe_work **end)
+{
+    struct moe_work *next;
+    for (struct moe_work *w = q->head; w != NULL; w = next) {
+        next = w->next;
+        if (!match(w, arg)) {
+            note_deadline(b, w);
+            continue;
+        }
+        (void)moe_batcher_remove(b, w);
+        *end = w;
+        end = &w->next;
+    }
+    return end;
+}
+
 struct moe_work *moe_batcher_evict(struct moe_batcher *b, moe_batcher_match match, uint64_t arg)
 {
     struct moe_work *first = NULL, **end = &first;
     b->next_expiry = MOE_NEVER;
     struct moe_step_key key;
     const struct moe_queue *q;
-    for (size_t i = 0; (q = queue_at(b, i, &key)) != NULL; i++) {
-        struct moe_work *next;
-        for (struct moe_work *w = q->head; w != NULL; w = next) {
-            next = w->next;
-            if (!match(w, arg)) {
-                note_deadline(b, w);
-                continue;
-            }
-            (void)moe_batcher_remove(b, w);
-            *end = w;
-            end = &w->next;
-        }
-    }
+    for (size_t i = 0; (q = queue_at(b, i, &key)) != NULL; i++)
+        end = evict_from(b, q, match, arg, end);
+    (void)evict_from(b, &b->held, match, arg, end);
     return first;
 }
 

@@ -53,6 +53,12 @@ bool moe_batcher_take_whole(struct moe_batcher *b, const struct moe_step_key *ke
  * that were not removed meanwhile may go back. */
 void moe_batcher_put_back(struct moe_batcher *b, const struct moe_segment *segment);
 
+/* Sets a request aside until moe_batcher_release, whole: none of its tokens is queued or in a step.
+ * It is in no queue meanwhile, but evict, expire, remove and tokens see it. */
+void moe_batcher_hold(struct moe_batcher *b, struct moe_work *w);
+/* Appends every request that is held to the queue that it was in. */
+void moe_batcher_release(struct moe_batcher *b);
+
 /* Takes the remainder of `w` out of its queue. False when it was not queued. */
 bool moe_batcher_remove(struct moe_batcher *b, struct moe_work *w);
 

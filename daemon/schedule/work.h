@@ -38,7 +38,8 @@ struct moe_work {
     enum moe_dtype dtype;
     uint32_t tokens; /* T >= 1; split over steps where it exceeds the bucket */
     enum moe_routing_mode mode;
-    bool without_shared;     /* y without the shared expert; not with retain_session */
+    bool without_shared; /* y without the shared expert; not with retain_session */
+    enum moe_on_unavailable on_unavailable; /* without a view, a request waits in any case */
     const void *x;           /* [T,H] memory that steps take (backend's MOE_MEM_HOST) */
     const int32_t *ids_in;   /* [T,K] or NULL */
     const float *weights_in; /* [T,K] or NULL */
@@ -71,17 +72,20 @@ struct moe_work {
     uint64_t submitted_ns, started_ns, copy_in_ns, copy_out_ns;
     uint32_t step_tokens, steps;
     /* A token that is not MOE_TOKEN_OK fails the whole request: NONFINITE_LOGITS,
-     * EXPERT_INDEX_RANGE or ROUTING_INVALID. */
+     * EXPERT_INDEX_RANGE or ROUTING_INVALID. For MOE_TOKEN_UNAVAILABLE see on_unavailable. */
     void (*done)(struct moe_work *w, struct moe_status status);
     void *user;
     /* owned by the engine between submit and done */
     struct moe_work *next, *prev;
     struct moe_queue *queue;  /* the batcher's queue, present or last */
+    struct moe_queue *home;   /* the queue to go back to; NULL: it is not held */
     bool queued;              /* some of its tokens wait in that queue */
     uint32_t taken, finished; /* tokens handed to steps, tokens of ended steps */
     bool own_step;            /* waits, or has waited, for a separate step */
     uint64_t number;          /* see moe_call_descriptor; 0 = not announced */
     bool cancelled;
+    bool
+        lacks_experts; /* a token was MOE_TOKEN_UNAVAILABLE: it is held once its steps have ended */
     struct moe_status failure;
 };
 

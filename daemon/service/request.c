@@ -11,7 +11,14 @@
 
 typedef Moe__V1__ForwardStreamRequest Head;
 
-enum { FIELD_IDS = 12, FIELD_WEIGHTS = 13, FIELD_TOKEN_IDS = 14, FIELD_DATA = 15, FIELD_ID = 30 };
+enum {
+    FIELD_IDS = 12,
+    FIELD_WEIGHTS = 13,
+    FIELD_TOKEN_IDS = 14,
+    FIELD_DATA = 15,
+    FIELD_STATES = 17,
+    FIELD_ID = 30
+};
 static const uint32_t part_fields[] = {FIELD_IDS, FIELD_WEIGHTS, FIELD_TOKEN_IDS, FIELD_DATA};
 
 #define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
@@ -124,6 +131,28 @@ static struct moe_status check_parts(struct parse *p, const Head *h)
     return moe_request_route_nowhere(p->context->staging, r->spec, h->tokens, &r->ids, &r->weights);
 }
 
+static struct moe_status check_unavailable(struct parse *p, const Head *h)
+{
+    struct moe_work *w = &p->request->work;
+    switch (h->on_unavailable) {
+    case MOE__V1__ON_UNAVAILABLE__ON_UNAVAILABLE_UNSPECIFIED:
+    case MOE__V1__ON_UNAVAILABLE__ON_UNAVAILABLE_WAIT:
+        w->on_unavailable = MOE_ON_UNAVAILABLE_WAIT;
+        return moe_ok();
+    case MOE__V1__ON_UNAVAILABLE__ON_UNAVAILABLE_FAIL:
+        w->on_unavailable = MOE_ON_UNAVAILABLE_FAIL;
+        return moe_ok();
+    case MOE__V1__ON_UNAVAILABLE__ON_UNAVAILABLE_PARTIAL:
+        w->on_unavailable = MOE_ON_UNAVAILABLE_PARTIAL;
+        break;
+    default: return invalid(VALUE_INVALID, "there is no OnUnavailable %d", (int)h->on_unavailable);
+    }
+    return h->retain == NULL
+               ? moe_ok()
+               : moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                           "on_unavailable: a pass that is retained for Backward has all tokens");
+}
+
 static struct moe_status check_retain(struct parse *p, const Head *h)
 {
     const struct moe_request_context *c = p->context;
@@ -164,7 +193,7 @@ enum { ALIGN = 64 };
 
 /* Offsets into the results buffer; a part that is not needed has no bytes. */
 struct layout {
-    size_t y, ids_out, weights_out, ids_in, end;
+    size_t y, ids_out, weights_out, states, ids_in, end;
 };
 
 static bool append_part(size_t *end, size_t bytes, size_t *offset)
@@ -179,9 +208,12 @@ static struct moe_status lay_out(const struct parse *p, const Head *h, struct la
     size_t routing = h->return_routing || h->retain != NULL ? pairs : 0;
     size_t widened = p->ids_bytes != 0 && p->ids_bytes != pairs ? pairs : 0;
     size_t limit = p->context->info->max_message_bytes;
+    size_t states =
+        p->request->work.on_unavailable == MOE_ON_UNAVAILABLE_PARTIAL ? h->tokens : (size_t)0;
     *l = (struct layout){0};
     if (!append_part(&l->end, p->x_bytes, &l->y) || !append_part(&l->end, routing, &l->ids_out) ||
-        !append_part(&l->end, routing, &l->weights_out) || l->end > limit - MOE_REQUEST_HEAD_MAX)
+        !append_part(&l->end, routing, &l->weights_out) ||
+        !append_part(&l->end, states, &l->states) || l->end > limit - MOE_REQUEST_HEAD_MAX)
         return invalid(TOO_LARGE, "the answer would be larger than a message may be");
     return append_part(&l->end, widened, &l->ids_in) ? moe_ok() : invalid(TOO_LARGE, "too large");
 }
@@ -261,6 +293,8 @@ static struct moe_status prepare_work(struct parse *p, const Head *h)
         w->ids_out = (int32_t *)(void *)(base + l.ids_out);
         w->weights_out = (float *)(void *)(base + l.weights_out);
     }
+    if (w->on_unavailable == MOE_ON_UNAVAILABLE_PARTIAL)
+        w->token_state = base + l.states;
     if (l.ids_in != l.end) {
         int32_t *ids = (int32_t *)(void *)(base + l.ids_in);
         moe_request_widen_ids(ids, moe_buffer_data(r->ids),
@@ -304,6 +338,7 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
     MOE_TRY(check_shape(p, h));
     MOE_TRY(check_routing(p, h));
     MOE_TRY(check_parts(p, h));
+    MOE_TRY(check_unavailable(p, h));
     MOE_TRY(check_retain(p, h));
     MOE_TRY(check_state(p, h));
     return prepare_work(p, h);
@@ -457,6 +492,8 @@ void moe_request_answer(struct moe_request *r, uint8_t *head, struct moe_rpc_out
                  pairs * moe_request_id_bytes((int)answer.topk_ids_dtype));
         add_part(r, out, FIELD_WEIGHTS, w->weights_out, pairs * sizeof(float));
     }
+    if (w->token_state != NULL)
+        add_part(r, out, FIELD_STATES, w->token_state, w->tokens);
     add_part(r, out, FIELD_DATA, w->y,
              w->tokens * (size_t)r->spec->hidden * moe_dtype_bytes(w->dtype));
     fill_stages(r, &stages);

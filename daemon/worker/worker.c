@@ -391,6 +391,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .max_tokens_per_step = c->max_tokens_per_step,
                 .wanted_slot_plus_one = c->wanted_slot_plus_one,
                 .trains = w->train != NULL,
+                .partial = c->backend->partial,
                 .host = &w->host,
                 .host_name = w->host_name,
             },

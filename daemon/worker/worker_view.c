@@ -197,6 +197,7 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
         .max_top_k = w->widths.top_k,
         .max_experts = w->widths.experts,
         .training = w->train != NULL,
+        .partial = v->partial && w->config.backend->partial,
         .wait_budget_ms = w->config.wait_budget_ms,
         .settings = w->config.device.settings,
         .allgather = allgather,

@@ -6,8 +6,14 @@
 
 #include <string.h>
 
-/* The slots of all choices. Returns the token with an id out of range, or the number of tokens. The
- * local variables are for speed: stores through `out` could change what `in` points to. */
+static bool has_copy(const struct moe_placement *p, int32_t expert)
+{
+    return p->offset[expert] != p->offset[expert + 1];
+}
+
+/* The slots of all choices. Returns the token with an id out of range, or with an expert that has
+ * no copy, or the number of tokens. The local variables are for speed: stores through `out` could
+ * change what `in` points to. */
 static uint32_t choose_slots(const struct moe_dispatch_input *in,
                              const struct moe_dispatch_plan *out)
 {
@@ -29,6 +35,8 @@ static uint32_t choose_slots(const struct moe_dispatch_input *in,
             target[k] = MOE_PLAN_NO_SLOT;
             if (skip || id < 0 || id >= experts)
                 continue;
+            if (!has_copy(&place, id))
+                return t;
             uint32_t slot = moe_dispatch_target(&place, (uint32_t)id, t);
             target[k] = (uint16_t)slot;
             wanted |= UINT64_C(1) << (slot & 63);
@@ -40,12 +48,17 @@ static uint32_t choose_slots(const struct moe_dispatch_input *in,
     return tokens;
 }
 
-static struct moe_status out_of_range(const struct moe_dispatch_input *in, uint32_t t)
+static struct moe_status no_slot(const struct moe_dispatch_input *in, uint32_t t)
 {
-    int64_t limit = (int64_t)in->placement->experts + in->zero_experts;
+    int32_t experts = (int32_t)in->placement->experts;
+    int64_t limit = (int64_t)experts + in->zero_experts;
     const int32_t *id = in->ids + (size_t)t * in->top_k;
-    while (*id < limit)
+    while (*id < 0 || (*id < experts ? has_copy(in->placement, *id) : *id < limit))
         id++;
+    if (*id < limit)
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
+                         "token %u is routed to expert %d, which has no copy on a live slot", t,
+                         *id);
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE,
                      "token %u is routed to expert %d of %lld", t, *id, (long long)limit);
 }
@@ -97,7 +110,7 @@ struct moe_status moe_dispatch_plan(const struct moe_dispatch_input *in,
     memset(out->count, 0, slots * out->stride * sizeof *out->count);
     uint32_t planned = choose_slots(in, out);
     if (planned < in->tokens)
-        return out_of_range(in, planned);
+        return no_slot(in, planned);
     if (out->tokens_for != NULL)
         memset(out->tokens_for, 0, slots * sizeof *out->tokens_for);
     if (out->crossings != NULL)

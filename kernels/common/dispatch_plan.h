@@ -59,8 +59,8 @@ struct moe_dispatch_plan {
     uint32_t *crossings;  /* [D] tokens with a row in the domain; 0 for the source's own */
 };
 
-/* Errors: MOE_INVALID_ARGUMENT/EXPERT_INDEX_RANGE for an id of E + Z or more. Outputs are undefined
- * then. */
+/* Errors: MOE_INVALID_ARGUMENT/EXPERT_INDEX_RANGE for an id of E + Z or more,
+ * MOE_UNAVAILABLE/EXPERT_UNAVAILABLE for an expert without a copy. Outputs are undefined then. */
 struct moe_status moe_dispatch_plan(const struct moe_dispatch_input *in,
                                     const struct moe_dispatch_plan *out) MOE_CHECKED;
 

@@ -22,6 +22,9 @@ struct moe_status moe_session_check(const struct moe_session_config *c,
     if (c->slot >= c->slots || !(c->live >> c->slot & 1) || (c->live & ~slots) != 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "slot %u of %u does not fit the live slots", c->slot, c->slots);
+    if (c->partial && c->training)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "a session that trains needs all experts");
     if (c->epoch < 1 || c->epoch > (UINT64_C(1) << 40) - 2 || c->wait_budget_ms < 1 ||
         c->allgather == NULL)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
@@ -51,7 +54,7 @@ struct moe_status moe_session_check_gpus(uint64_t live, uint32_t slots,
     return moe_ok();
 }
 
-/* Every expert needs a copy on a live slot. */
+/* Every expert needs a copy on a live slot, unless the session is partial. */
 static struct moe_status check_placement(const struct moe_session_config *c,
                                          const struct moe_placement *p, uint32_t slot)
 {
@@ -59,7 +62,7 @@ static struct moe_status check_placement(const struct moe_session_config *c,
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
                          "the layer was placed for slot %u of %u, the session has slot %u of %u",
                          slot, p->slots, c->slot, c->slots);
-    for (uint32_t e = 0; e < p->experts; e++) {
+    for (uint32_t e = 0; !c->partial && e < p->experts; e++) {
         if ((moe_placement_slots_of(p, e) & c->live) == 0)
             return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
                              "expert %u has no copy on a live slot", e);

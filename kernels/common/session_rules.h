@@ -29,9 +29,9 @@ struct moe_status moe_session_check_gpus(uint64_t live, uint32_t slots,
                                          const struct moe_gpu_uuid *gpu) MOE_CHECKED;
 
 /* A layer with this placement for `slot` can run in the session with this bucket. Each of its
- * experts has a copy on a live slot. Apart from `tokens`, the result is the same on all slots.
- * Errors: MOE_INVALID_ARGUMENT with DTYPE_UNSUPPORTED, SHAPE_MISMATCH or TOKEN_LIMIT,
- * MOE_FAILED_PRECONDITION/SHAPE_MISMATCH, MOE_UNAVAILABLE/EXPERT_UNAVAILABLE. */
+ * experts has a copy on a live slot, or the session is partial. Apart from `tokens`, the result is
+ * the same on all slots. Errors: MOE_INVALID_ARGUMENT with DTYPE_UNSUPPORTED, SHAPE_MISMATCH or
+ * TOKEN_LIMIT, MOE_FAILED_PRECONDITION/SHAPE_MISMATCH, MOE_UNAVAILABLE/EXPERT_UNAVAILABLE. */
 struct moe_status moe_session_check_step(const struct moe_session_config *config,
                                          const struct moe_layer_spec *spec,
                                          const struct moe_placement *placement, uint32_t slot,

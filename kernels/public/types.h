@@ -26,6 +26,14 @@ enum moe_parts {
     MOE_PARTS_SHARED = 2, /* shared experts alone, their gate included; zeros without any */
 };
 
+/* What becomes of a forward pass when some of its tokens have an expert without a copy in the view
+ * in force; see OnUnavailable of types.proto. */
+enum moe_on_unavailable {
+    MOE_ON_UNAVAILABLE_WAIT = 0,    /* it waits for these experts, until its deadline */
+    MOE_ON_UNAVAILABLE_FAIL = 1,    /* it fails with UNAVAILABLE/EXPERT_UNAVAILABLE */
+    MOE_ON_UNAVAILABLE_PARTIAL = 2, /* the other tokens have their results */
+};
+
 /* bf16 <-> f32; to bf16 rounds to nearest even and keeps NaN a (canonical, positive) NaN. */
 static inline float moe_bf16_to_f32(uint16_t b)
 {

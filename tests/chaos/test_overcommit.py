@@ -37,7 +37,8 @@ class Limit:
             lines = [line.strip().split(":", 2) for line in file]
         own = {kind: path for _, kinds, path in lines for kind in kinds.split(",")}
         first = "cpu" in own
-        base = "/sys/fs/cgroup" + ("/cpu" if first else "") + own["cpu" if first else ""].rstrip("/")
+        root = "/sys/fs/cgroup/cpu" if first else "/sys/fs/cgroup"
+        base = root + own["cpu" if first else ""].rstrip("/")
         self.path = "%s/moed-test-%d-%s" % (base, os.getpid(), name)
         os.mkdir(self.path)
         quota = int(PERIOD_US * processors)

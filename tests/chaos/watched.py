@@ -89,7 +89,9 @@ class Caller:
 class Group:
     """A coordinator on host 0, and workers that the scene starts where it wants them."""
 
-    def __init__(self, net, workers, *extra, lease_ms=3000, insecure=True, replicas=1):
+    def __init__(self, net, workers, *extra, lease_ms=3000, insecure=True, replicas=1,
+                 family=FAMILY, coordinator=()):
+        self.family, self.coordinator = family, coordinator
         self.net, self.extra, self.insecure = net, extra, ["--insecure"] * insecure
         self.workers, self.lease_ms, self.replicas = workers, lease_ms, replicas
         self.directory = tempfile.mkdtemp(prefix="moed-chaos-")
@@ -114,7 +116,8 @@ class Group:
             COORDINATOR, "--listen", address + ":7700", "--control-listen", address + ":7701",
             "--workers", str(self.workers), "--replicas", str(self.replicas),
             "--lease-ms", str(self.lease_ms),
-            "--state-dir", os.path.join(self.directory, "state"), *self.insecure])
+            "--state-dir", os.path.join(self.directory, "state"), *self.insecure,
+            *self.coordinator])
 
     def start_worker(self, name, host, slot=64, environment=None):
         """Returns its endpoint."""
@@ -122,7 +125,7 @@ class Group:
         self.port += 2
         self.start(name, host, [
             WORKER, "--coordinator", self.net.address(0) + ":7701", "--listen", endpoint,
-            "--model", model_directory(FAMILY), "--backend", "cpu", "--threads", "1",
+            "--model", model_directory(self.family), "--backend", "cpu", "--threads", "1",
             "--worker-id", name, "--slot", str(slot), *self.insecure, *self.extra], environment)
         return endpoint
 

@@ -109,6 +109,69 @@ static bool copies_give_the_same_answers_without_a_slot(uint32_t slots)
     return run_group(slots, compute_with_copies);
 }
 
+/* Whether one of the token's experts is on the victim alone. */
+static bool needs_victim(const struct moe_step_args *a, uint32_t t)
+{
+    for (uint32_t k = 0; k < TOP_K; k++)
+        if (a->ids_out[t * TOP_K + k] / 2 == VICTIM)
+            return true;
+    return false;
+}
+
+/* Rows of y that need no lost expert have the bits of `want`, the others are zeros. Counts the
+ * others. */
+static bool partial_rows(const struct moe_step_args *a, const float *want, uint32_t *lost)
+{
+    static const float zeros[HIDDEN];
+    *lost = 0;
+    for (uint32_t t = 0; t < a->tokens; t++) {
+        bool needs = needs_victim(a, t);
+        const float *y = (const float *)a->y + t * HIDDEN;
+        *lost += needs;
+        if (a->token_state[t] != (needs ? MOE_TOKEN_UNAVAILABLE : MOE_TOKEN_OK) ||
+            memcmp(y, needs ? zeros : want + t * HIDDEN, sizeof zeros) != 0)
+            return false;
+    }
+    return true;
+}
+
+/* Without the victim, and without copies: each token has the same bits if its experts live. */
+static int compute_partially(struct member *m)
+{
+    static float want[TOKENS * HIDDEN];
+    struct session_fixture s;
+    struct moe_step_result result;
+    uint64_t all = m->live;
+    uint32_t lost;
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
+    EXPECT(good(run_step(s.session, &s.args, &result)));
+    memcpy(want, s.args.y, sizeof want);
+    leave_session(&s);
+    s.partial = true;
+    for (uint32_t round = 1; round <= 3; round++) {
+        m->live = all & ~(UINT64_C(1) << VICTIM);
+        if (m->slot != VICTIM) {
+            EXPECT(good(join_session(m, &s, 6 + 2 * round, LONG_MS, false)));
+            EXPECT(good(run_step(s.session, &s.args, &result)));
+            EXPECT(partial_rows(&s.args, want, &lost));
+            EXPECT(lost > 0 && (lost < s.args.tokens || m->slot == 0));
+            leave_session(&s);
+        }
+        raise_flag(m, round);
+        EXPECT(await_flag(m->board, 0, round));
+        m->live = all;
+        EXPECT(compute_in(m, &s, all, 7 + 2 * round, want) == 0);
+    }
+    EXPECT(is(join_session(m, &s, 20, LONG_MS, true), MOE_INVALID_ARGUMENT,
+              MOE_REASON_CONFIG_INVALID));
+    return close_fixture(&s);
+}
+
+static bool a_token_without_its_experts_costs_no_other(uint32_t slots)
+{
+    return !backend->partial || run_group(slots, compute_partially);
+}
+
 static int be_killed_or_survive(struct member *m)
 {
     struct session_fixture s;
@@ -238,6 +301,7 @@ static const struct scenario scenarios[] = {
     SCENARIO(abort_ends_present_and_later_waits),
     SCENARIO(a_killed_peer_costs_the_survivors_one_step_and_no_weights),
     SCENARIO(copies_give_the_same_answers_without_a_slot),
+    SCENARIO(a_token_without_its_experts_costs_no_other),
     SCENARIO(joining_and_leaving_leaks_nothing),
 };
 

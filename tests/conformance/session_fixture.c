@@ -139,6 +139,7 @@ struct moe_status join_session(struct member *m, struct session_fixture *s, uint
 {
     struct moe_session_config config = member_session(m, epoch, budget_ms);
     config.training = training;
+    config.partial = s->partial;
     return backend->session_join(s->device, &config, &s->session);
 }
 

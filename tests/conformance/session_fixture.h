@@ -45,6 +45,7 @@ struct session_fixture {
     struct moe_device *device;
     struct moe_layer *layer;
     struct moe_session *session;
+    bool partial;  /* of sessions that are joined from now on */
     void *tensors; /* MOE_MEM_HOST; those of `args`, and the two below */
     size_t bytes;
     float *dy, *dx;            /* [TOKENS, HIDDEN] */

@@ -48,6 +48,19 @@ class Calls(unittest.TestCase):
             self.assertEqual([each.layer for each in client.layers], [LAYER])
             self.assertEqual(client.layer(LAYER).hidden, HIDDEN)
 
+    def test_on_unavailable(self):
+        with fakes() as fake, moed.Client(fake.endpoint) as client:
+            with self.assertRaisesRegex(ValueError, "on_unavailable is"):
+                client.forward(LAYER, rows(1), on_unavailable="some")
+            with self.assertRaisesRegex(ValueError, "has all tokens"):
+                client.forward(LAYER, rows(1), on_unavailable="partial", retain=("s", 1))
+            client.forward(LAYER, rows(1), on_unavailable="fail")
+            self.assertEqual(fake.requests[-1].on_unavailable, types_pb2.ON_UNAVAILABLE_FAIL)
+            with self.assertRaises(moed.MoeError) as caught:  # it does not know the field
+                client.forward(LAYER, rows(1), on_unavailable="partial")
+            self.assertEqual(caught.exception.reason, "UNSUPPORTED")
+            self.assertEqual(fake.requests[-1].on_unavailable, types_pb2.ON_UNAVAILABLE_PARTIAL)
+
     def test_a_client_is_bound_to_one_model(self):
         with fakes() as fake, moed.Client(fake.endpoint, model="added") as client:
             self.assertEqual((client.info.model, client.models), ("added", ("fake", "added")))

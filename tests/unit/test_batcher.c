@@ -431,6 +431,40 @@ static void a_retained_request_is_taken_whole_by_its_number(void **state)
     moe_batcher_destroy(b);
 }
 
+static bool is_second(const struct moe_work *w, uint64_t arg)
+{
+    return w->tokens == arg;
+}
+
+static void held_requests_are_in_no_queue_until_they_are_released(void **state)
+{
+    (void)state;
+    struct moe_batcher *b = make();
+    struct moe_work w[4] = {request(3), request(2), request(4), request(1)};
+    struct moe_segment s[16];
+    uint32_t tokens;
+    w[2].deadline_ns = 50;
+    for (int i = 0; i < 3; i++)
+        moe_batcher_push(b, &key_f32, &w[i]);
+    assert_int_equal(moe_batcher_take(b, &key_f32, 16, s, &tokens), 3);
+    for (int i = 0; i < 3; i++)
+        moe_batcher_hold(b, &w[i]);
+    moe_batcher_push(b, &key_f32, &w[3]);
+    assert_int_equal(moe_batcher_tokens(b), 10);
+    assert_int_equal(moe_batcher_take(b, &key_f32, 16, s, &tokens), 1);
+    assert_ptr_equal(s[0].work, &w[3]);
+    assert_int_equal(moe_batcher_next_expiry(b), 50);
+    assert_ptr_equal(moe_batcher_expire(b, 50), &w[2]);
+    assert_ptr_equal(moe_batcher_evict(b, is_second, 2), &w[1]);
+    assert_false(moe_batcher_remove(b, &w[1]));
+    moe_batcher_release(b);
+    assert_int_equal(moe_batcher_take(b, &key_f32, 16, s, &tokens), 1);
+    assert_ptr_equal(s[0].work, &w[0]);
+    assert_int_equal(s[0].count, 3);
+    assert_int_equal(moe_batcher_tokens(b), 0);
+    moe_batcher_destroy(b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -440,6 +474,7 @@ int main(void)
         cmocka_unit_test(returned_segments_are_taken_first_again),
         cmocka_unit_test(removed_and_expired_requests_are_not_taken),
         cmocka_unit_test(a_retained_request_is_taken_whole_by_its_number),
+        cmocka_unit_test(held_requests_are_in_no_queue_until_they_are_released),
         cmocka_unit_test(no_token_is_lost_doubled_or_reordered),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

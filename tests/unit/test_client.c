@@ -529,6 +529,7 @@ static void wrong_arguments_are_refused_before_anything_is_sent(void **state)
     const struct moe_client_forward good = r->f;
     static const int32_t beyond[3 * FAKE_TOP_K] = {0, 1, 2, FAKE_EXPERTS, 3, 4};
     static const int32_t below[3 * FAKE_TOP_K] = {0, 1, 2, 3, -2, 4};
+    static uint8_t states[FAKE_MAX_TOKENS];
 
 #define REFUSED(change, code, reason)                                                              \
     do {                                                                                           \
@@ -549,14 +550,22 @@ static void wrong_arguments_are_refused_before_anything_is_sent(void **state)
     REFUSED(r->f.topk_ids_in = beyond, MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE);
     REFUSED(r->f.topk_ids_in = below, MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE);
     REFUSED(r->f.parts = (enum moe_parts)3, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
-    REFUSED(r->f.reserved = 1, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
+    REFUSED(r->f.on_unavailable = (enum moe_on_unavailable)3, MOE_INVALID_ARGUMENT,
+            MOE_REASON_VALUE_INVALID);
+    REFUSED(r->f.on_unavailable = MOE_ON_UNAVAILABLE_PARTIAL, MOE_INVALID_ARGUMENT,
+            MOE_REASON_SHAPE_MISMATCH);
+    REFUSED((r->f.on_unavailable = MOE_ON_UNAVAILABLE_PARTIAL, r->f.token_states = states,
+             r->f.retain_session = "s", r->f.retain_micro_batch_id = 1),
+            MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED);
     REFUSED(r->f.parts = MOE_PARTS_SHARED, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
     REFUSED((r->f.parts = MOE_PARTS_ROUTED, r->f.retain_session = "s"), MOE_UNIMPLEMENTED,
             MOE_REASON_UNSUPPORTED);
     assert_int_equal(fake_calls(fakes), 0);
-    /* The fake worker is of a release that does not know parts. */
+    /* The fake worker is of a release that knows neither parts nor token states. */
     REFUSED(r->f.parts = MOE_PARTS_ROUTED, MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED);
-    assert_int_equal(fake_calls(fakes), 1);
+    REFUSED((r->f.on_unavailable = MOE_ON_UNAVAILABLE_PARTIAL, r->f.token_states = states),
+            MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED);
+    assert_int_equal(fake_calls(fakes), 2);
 #undef REFUSED
 
     r->f = good;

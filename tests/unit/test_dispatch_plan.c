@@ -252,6 +252,28 @@ static void an_id_out_of_range_is_refused(void **state)
     assert_int_equal(p.target[0], MOE_PLAN_NO_SLOT);
 }
 
+static void an_expert_without_a_copy_is_refused(void **state)
+{
+    (void)state;
+    static struct scene s;
+    static struct planned p;
+    seed_random();
+    random_group(&s);
+    random_placement(&s);
+    random_tokens(&s);
+    for (uint32_t e = 0; e <= s.placement.experts; e++)
+        s.offset[e] = 0;
+    s.in.tokens = s.in.top_k = 1;
+    s.ids[0] = 0;
+    s.in.token_state = s.state;
+    s.state[0] = MOE_TOKEN_OK;
+    struct moe_dispatch_plan out = {.target = p.target, .count = p.count, .stride = EXPERTS};
+    assert_refused(moe_dispatch_plan(&s.in, &out), MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE);
+    s.state[0] = MOE_TOKEN_UNAVAILABLE;
+    assert_ok(moe_dispatch_plan(&s.in, &out));
+    assert_int_equal(p.target[0], MOE_PLAN_NO_SLOT);
+}
+
 /* DeepSeek-V3: 7168 columns of bf16, eight routes. */
 static void bytes_of_rows_and_sums(void **state)
 {
@@ -272,6 +294,7 @@ int main(void)
         cmocka_unit_test(the_legs_of_a_small_group),
         cmocka_unit_test(rows_reach_the_slots_that_compute_them_once),
         cmocka_unit_test(an_id_out_of_range_is_refused),
+        cmocka_unit_test(an_expert_without_a_copy_is_refused),
         cmocka_unit_test(bytes_of_rows_and_sums),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -16,6 +16,8 @@ enum end {
     END_LOST,             /* slot 2 did not answer */
     END_NEVER,            /* until aborted */
     END_REFUSED,          /* at once, by step_enqueue */
+    END_LACKING,          /* successfully, but tokens with an odd index lack an expert */
+    END_LACKING_LATE,     /* the same, after the following step was enqueued */
 };
 
 struct moe_step {
@@ -85,9 +87,27 @@ static struct moe_status script_enqueue(struct moe_session *session,
 static bool has_ended(const struct moe_step *step)
 {
     switch (backend.script[step->number]) {
-    case END_WHEN_NEXT_BEGINS: return backend.aborted || backend.enqueued > step->number + 1;
+    case END_WHEN_NEXT_BEGINS:
+    case END_LACKING_LATE: return backend.aborted || backend.enqueued > step->number + 1;
     case END_NEVER: return backend.aborted;
     default: return true;
+    }
+}
+
+static void lack_experts(const struct moe_step_args *a)
+{
+    uint32_t row = 0;
+    for (uint32_t part = 0; part < step_parts(a); part++) {
+        const struct moe_step_segment rows = step_part(a, part);
+        for (uint32_t t = 0; t < rows.tokens; t++, row++) {
+            bool odd = (int)((const float *)rows.x)[t * HIDDEN] / 10 % 2 == 1;
+            if (odd)
+                memset((float *)rows.y + t * HIDDEN, 0, HIDDEN * sizeof(float));
+            if (odd)
+                a->token_state[row] = MOE_TOKEN_UNAVAILABLE;
+            if (rows.token_state != NULL)
+                rows.token_state[t] = a->token_state[row];
+        }
     }
 }
 
@@ -108,6 +128,9 @@ static struct moe_status end_step(struct moe_step *step, struct moe_step_result 
     }
     if (a->tokens > 0)
         memset(a->token_state, MOE_TOKEN_OK, a->tokens);
+    if (backend.script[step->number] == END_LACKING ||
+        backend.script[step->number] == END_LACKING_LATE)
+        lack_experts(a);
     return moe_ok();
 }
 
@@ -170,6 +193,7 @@ static struct {
     float x[REQUESTS_MAX][64 * HIDDEN], y[REQUESTS_MAX][64 * HIDDEN];
     struct moe_status status[REQUESTS_MAX];
     int done[REQUESTS_MAX], order[REQUESTS_MAX], done_count;
+    uint64_t deadline_ns; /* of the next request; 0 = MOE_NEVER */
 } test;
 
 static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
@@ -234,7 +258,7 @@ static int close_engine(void **state)
 }
 
 /* x of request i is i * 1000 + token * 10 + column. */
-static void submit(int i, uint32_t tokens)
+static void submit_with(int i, uint32_t tokens, enum moe_on_unavailable policy, uint8_t *states)
 {
     for (uint32_t e = 0; e < tokens * HIDDEN; e++)
         test.x[i][e] = (float)(i * 1000) + (float)(e / HIDDEN * 10 + e % HIDDEN);
@@ -244,10 +268,17 @@ static void submit(int i, uint32_t tokens)
         .tokens = tokens,
         .x = test.x[i],
         .y = test.y[i],
-        .deadline_ns = MOE_NEVER,
+        .deadline_ns = test.deadline_ns != 0 ? test.deadline_ns : MOE_NEVER,
+        .on_unavailable = policy,
+        .token_state = states,
         .done = on_done,
     };
     assert_ok(moe_engine_submit(test.engine, &test.work[i]));
+}
+
+static void submit(int i, uint32_t tokens)
+{
+    submit_with(i, tokens, MOE_ON_UNAVAILABLE_WAIT, NULL);
 }
 
 static void begin_view(int view)
@@ -518,6 +549,91 @@ static void destroying_the_engine_ends_a_hanging_step(void **state)
         assert_refused(test.status[i], MOE_UNAVAILABLE, MOE_REASON_DRAINING);
 }
 
+/* One step has a request of each policy, and one that needs no lost expert. */
+static void each_policy_gets_its_answer_from_one_step(void **state)
+{
+    (void)state;
+    uint8_t states[3] = {9, 9, 9};
+    backend.script[0] = END_LACKING;
+    submit_with(0, 2, MOE_ON_UNAVAILABLE_WAIT, NULL);
+    submit_with(1, 2, MOE_ON_UNAVAILABLE_FAIL, NULL);
+    submit_with(2, 3, MOE_ON_UNAVAILABLE_PARTIAL, states);
+    submit_with(3, 1, MOE_ON_UNAVAILABLE_WAIT, NULL);
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    wait_done(3);
+    assert_int_equal(test.done[0], 0);
+    assert_refused(test.status[1], MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE);
+    assert_ok(test.status[2]);
+    for (uint32_t t = 0; t < 3; t++) {
+        assert_int_equal(states[t], t == 1 ? MOE_TOKEN_UNAVAILABLE : MOE_TOKEN_OK);
+        for (uint32_t c = 0; c < HIDDEN; c++) {
+            const uint32_t e = t * HIDDEN + c;
+            assert_true(test.y[2][e] == (t == 1 ? 0 : test.x[2][e] + 1));
+        }
+    }
+    assert_answered(3);
+    give_ticket(1, 2, 8); /* what waits is in no queue of this view */
+    wait_reports(2);
+    assert_int_equal(backend.seen[1].tokens, 0);
+    moe_engine_stop_view(test.engine);
+    announced_tokens = 0;
+    begin_view(1);
+    assert_int_equal(announced_tokens, 2);
+    give_ticket(2, 1, 8);
+    wait_done(4);
+    assert_answered(0);
+    assert_int_equal(test.work[0].steps, 1);
+}
+
+/* Its rest is not begun under a view without its experts, whichever of its steps ends first, and
+ * then it runs as a whole. */
+static void a_split_request_waits_as_a_whole(void **state)
+{
+    (void)state;
+    backend.script[0] = END_LACKING_LATE;
+    backend.script[1] = END_NEVER;
+    submit(0, 20);
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    give_ticket(1, 2, 8);
+    wait_until(&backend.enqueued, 2, &backend.lock);
+    wait_reports(1);
+    moe_engine_stop_view(test.engine);
+    assert_int_equal(test.done_count, 0);
+    announced_tokens = 0;
+    begin_view(1);
+    assert_int_equal(announced_tokens, 20);
+    for (uint64_t seq = 1; seq <= 3; seq++)
+        give_ticket(2, seq, 8);
+    wait_done(1);
+    assert_answered(0);
+    assert_int_equal(backend.enqueued, 5);
+}
+
+static void a_request_that_waits_for_experts_can_end(void **state)
+{
+    (void)state;
+    backend.script[0] = END_LACKING;
+    test.deadline_ns = moe_clock_ns() + 50 * MOE_NS_PER_MS;
+    submit(0, 2);
+    test.deadline_ns = 0;
+    submit(1, 2);
+    submit(2, 2);
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    wait_done(1);
+    assert_refused(test.status[0], MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE);
+    struct moe_engine_counters c;
+    moe_engine_read_counters(test.engine, &c);
+    assert_int_equal(c.queued_tokens, 4); /* they count as waiting */
+    moe_engine_cancel(test.engine, &test.work[1]);
+    wait_done(2);
+    assert_refused(test.status[1], MOE_CANCELLED, MOE_REASON_NONE);
+    assert_true(moe_engine_drain(test.engine, MOE_NEVER));
+    assert_refused(test.status[2], MOE_UNAVAILABLE, MOE_REASON_DRAINING);
+}
+
 #define with_engine(name) cmocka_unit_test_setup_teardown(name, open_engine, close_engine)
 
 int main(void)
@@ -532,6 +648,9 @@ int main(void)
         with_engine(stopping_a_view_aborts_its_steps_without_reporting_them),
         with_engine(a_request_cancelled_in_a_step_ends_with_the_step),
         with_engine(destroying_the_engine_ends_a_hanging_step),
+        with_engine(each_policy_gets_its_answer_from_one_step),
+        with_engine(a_split_request_waits_as_a_whole),
+        with_engine(a_request_that_waits_for_experts_can_end),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

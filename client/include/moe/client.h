@@ -169,7 +169,13 @@ struct moe_client_forward {
      * retained for Backward. A worker of a release before this field fails the call with
      * MOE_UNIMPLEMENTED/UNSUPPORTED, unless the field is MOE_PARTS_BOTH. */
     enum moe_parts parts;
-    uint32_t reserved; /* 0 */
+    /* request: for groups with --partial-views. MOE_ON_UNAVAILABLE_PARTIAL needs token_states, and
+     * excludes retain_session. A call that fails with EXPERT_UNAVAILABLE is not retried. */
+    enum moe_on_unavailable on_unavailable;
+    /* answer, of MOE_ON_UNAVAILABLE_PARTIAL: [T] 0 = y has the token's result; 4 (TokenState of
+     * types.proto) = one of its experts has no copy, and its row of y is zeros. NULL = not wanted.
+     */
+    uint8_t *token_states;
 };
 
 /* Blocks until y is complete. */

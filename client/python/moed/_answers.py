@@ -64,17 +64,19 @@ class ServerInfo:
 @renamed_fields(saved="retained", saved_activations="retained_activations")
 @_record_of_arrays
 class ForwardResult:
-    """Answer of Client.forward with return_routing.
+    """Answer of Client.forward with return_routing, or with on_unavailable="partial".
 
     y                     [T,H], kind and dtype of x
-    topk_ids              [T,K] int32, in the router's order
-    topk_weights          [T,K] float32
+    topk_ids              [T,K] int32, in the router's order; None without return_routing
+    topk_weights          [T,K] float32; the same
     epoch                 of the view that computed it
     weights_version       version of the weights
     stages                dict: nanoseconds on the server by stage ("queue_ns", ...,
                           "server_ns"), and "step_tokens", "steps"
     retained              the worker has retained the pass for Client.backward
     retained_activations  and its device retains gate and up, as long as it has room
+    available             [T] bool, with on_unavailable="partial": False where an expert of the
+                          token has no copy now; its row of y is zeros. None otherwise
     """
 
     y: np.ndarray
@@ -85,6 +87,7 @@ class ForwardResult:
     stages: dict
     retained: bool = False
     retained_activations: bool = False
+    available: np.ndarray = None
 
 
 @_record

@@ -244,7 +244,7 @@ class Client(TrainingCalls):
     @renamed(save="retain")
     def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
                 timeout=None, epoch=0, weights_version=0, retain=None, patient=None,
-                model_digest=None, parts="both"):
+                model_digest=None, parts="both", on_unavailable="wait"):
         """The output of one MoE layer.
 
         layer         a Layer, or its index in the model
@@ -261,6 +261,10 @@ class Client(TrainingCalls):
                       do. False: give up after 4 attempts. None: True if `retain` is given
         parts         "routed": y without shared experts. "shared": shared experts alone, zeros if a
                       layer has none, and without routing. Neither can be retained for Backward
+        on_unavailable
+                      for groups with --partial-views, if experts of some tokens have no copy now.
+                      "wait": until they have one, or `timeout`. "fail": raise EXPERT_UNAVAILABLE.
+                      "partial": a ForwardResult of the other tokens; its `available` tells them
 
         x, topk_ids and topk_weights are numpy arrays, torch tensors, or other tensors with
         __dlpack__ in the host's memory. Torch tensors of other devices go through the host.
@@ -275,9 +279,13 @@ class Client(TrainingCalls):
         patient = retain is not None if patient is None else patient
         if retain is not None and parts != "both":
             raise ValueError("parts: a pass that is retained for Backward computes both")
+        if retain is not None and on_unavailable == "partial":
+            raise ValueError("on_unavailable: a pass that is retained for Backward has all tokens")
+        policy = _wire.policy_number(on_unavailable)
         batch = self._batch(layer, x, topk_ids, topk_weights, return_routing, parts)
         timeout = self._timeout if timeout is None else timeout
-        if self._lane is not None and retain is None and model_digest in (None, self._model_digest):
+        native = self._lane is not None and retain is None and not policy
+        if native and model_digest in (None, self._model_digest):
             begun = time.monotonic()
             try:
                 return self._lane.forward(batch, return_routing, timeout, epoch, weights_version)
@@ -286,7 +294,7 @@ class Client(TrainingCalls):
                     raise
             timeout = max(begun + timeout - time.monotonic(), 0)
         return self._forward(batch, return_routing, timeout, epoch, weights_version, retain,
-                             patient, model_digest)
+                             patient, model_digest, policy)
 
     def submit(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
                timeout=None, epoch=0, weights_version=0, parts="both"):
@@ -320,16 +328,17 @@ class Client(TrainingCalls):
         return None if self._connection is None else self._connection.make_queue()
 
     def _forward(self, batch, return_routing, timeout, epoch, weights_version, retain=None,
-                 patient=False, model_digest=None):
+                 patient=False, model_digest=None, policy=0):
         """A forward pass through grpcio."""
         request = expert_pb2.ForwardRequest(
-            model=self._model, epoch=epoch, weights_version=weights_version,
+            model=self._model, epoch=epoch, weights_version=weights_version, on_unavailable=policy,
             model_digest=self._model_digest if model_digest is None else model_digest)
         if retain is not None:
             request.retain.session, request.retain.micro_batch_id = retain
         self._fill(request, batch, return_routing)
         answer = self._call(request, timeout, home=retain is not None, patient=patient)
-        return _wire.result(answer, batch, return_routing)
+        return _wire.result(answer, batch, return_routing,
+                            policy == _wire.policy_number("partial"))
 
     def _batch(self, layer, x, topk_ids, topk_weights, return_routing, parts):
         """The checked arguments of a forward pass. Refuses more tokens than the server accepts."""
@@ -372,7 +381,8 @@ class Client(TrainingCalls):
                     raise
             if self._is_closed:
                 raise _errors.closed("client")
-            retry.wait_or_raise(failure, worker.endpoint)
+            retry.wait_or_raise(failure, worker.endpoint,
+                                once=failure.reason == "EXPERT_UNAVAILABLE")
 
     def stream(self):
         """A Stream to one worker: less cost per call, no retries. A context manager."""

@@ -36,6 +36,18 @@ _WIRE_PARTS = (types_pb2.LAYER_PARTS_UNSPECIFIED, types_pb2.LAYER_PARTS_ROUTED,
                types_pb2.LAYER_PARTS_SHARED)
 
 
+_WIRE_POLICIES = {"wait": types_pb2.ON_UNAVAILABLE_UNSPECIFIED,
+                  "fail": types_pb2.ON_UNAVAILABLE_FAIL,
+                  "partial": types_pb2.ON_UNAVAILABLE_PARTIAL}
+
+
+def policy_number(policy):
+    """The OnUnavailable of Client.forward's on_unavailable."""
+    if policy not in _WIRE_POLICIES:
+        raise ValueError("on_unavailable is 'wait', 'fail' or 'partial', not %r" % (policy,))
+    return _WIRE_POLICIES[policy]
+
+
 def parts_number(parts, with_routing):
     """The index in PARTS. `with_routing`: topk_ids are given or asked for."""
     if parts not in PARTS:
@@ -100,13 +112,24 @@ def stages(answer):
             for field in answer.stages.DESCRIPTOR.fields}
 
 
-def result(answer, batch, return_routing):
+def read_available(answer, x):
+    """[T] bool from token_states. Raises MoeError for a worker that does not know them."""
+    if not answer.token_states:
+        raise MoeError(grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED",
+                       "this worker's release answers no part of a request")
+    return array(answer.token_states, np.uint8, (x.shape[0], 1), "token_states")[:, 0] == 0
+
+
+def result(answer, batch, return_routing, partial=False):
     """The result of Client.forward, from an answer to a Batch."""
     check_parts(answer, batch)
     y = batch.give(read_y(answer, batch.x))
-    if not return_routing:
+    if not return_routing and not partial:
         return y
-    ids, weights = read_routing(answer, batch.x)
-    return ForwardResult(y, batch.give_routing(ids), batch.give_routing(weights), answer.epoch,
-                         answer.weights_version, stages(answer), answer.retained,
-                         answer.retained_activations)
+    ids = weights = available = None
+    if return_routing:
+        ids, weights = map(batch.give_routing, read_routing(answer, batch.x))
+    if partial:
+        available = batch.give_routing(read_available(answer, batch.x))
+    return ForwardResult(y, ids, weights, answer.epoch, answer.weights_version, stages(answer),
+                         answer.retained, answer.retained_activations, available)

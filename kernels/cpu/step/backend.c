@@ -67,6 +67,7 @@ const struct moe_backend moe_backend_cpu = {
     .mem_release = moe_cpu_mem_release,
     .layer_create = moe_cpu_layer_create,
     .layer_upload = moe_cpu_layer_upload,
+    .partial = true,
     .layer_finish = moe_cpu_layer_finish,
     .layer_destroy = moe_cpu_layer_destroy,
     .session_join = moe_cpu_session_join,

@@ -182,6 +182,19 @@ static struct moe_status run_gate_up(struct moe_session *s, const struct moe_ste
     return st;
 }
 
+/* Tokens with an expert that has no live copy get no row. Their ids stay as chosen. */
+static void mark_unavailable(const struct moe_session *s, const struct moe_step_args *a)
+{
+    const struct moe_placement *p = &a->layer->active;
+    const uint32_t top_k = a->layer->spec.router.top_k;
+    for (uint32_t t = 0; s->config.partial && t < a->tokens; t++)
+        for (uint32_t k = 0; a->token_state[t] == MOE_TOKEN_OK && k < top_k; k++) {
+            int32_t id = a->ids_out[(size_t)t * top_k + k];
+            if (id >= 0 && id < (int32_t)p->experts && p->offset[id] == p->offset[id + 1])
+                a->token_state[t] = MOE_TOKEN_UNAVAILABLE;
+        }
+}
+
 static struct moe_status run_stages(struct moe_session *s, const struct moe_step_args *a,
                                     struct moe_step_result *r, struct step_memory *m)
 {
@@ -191,6 +204,7 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     MOE_TRY(moe_cpu_session_usable(s));
     MOE_TRY(moe_cpu_router_forward(layer, a->dtype, a->tokens, a->x, a->mode, a->ids_in,
                                    a->weights_in, a->ids_out, a->weights_out, a->token_state));
+    mark_unavailable(s, a);
     moe_cpu_step_lap(r, MOE_STAGE_ROUTER, &since);
 
     struct moe_cpu_batch batch = {.layer = layer,

@@ -95,9 +95,12 @@ struct moe_session_config {
     uint32_t max_tokens;  /* largest bucket: tokens of one slot in a step */
     uint32_t max_hidden;  /* over all layers of this session */
     uint32_t max_top_k;
-    uint32_t max_experts;    /* routed */
-    bool training;           /* backward passes will run: windows hold x, dy and fp32 gradients */
-    uint32_t wait_budget_ms; /* per wait on a peer */
+    uint32_t max_experts; /* routed */
+    bool training;        /* backward passes will run: windows hold x, dy and fp32 gradients */
+    /* Experts may have no copy on a live slot: tokens with one of them are MOE_TOKEN_UNAVAILABLE.
+     * Needs moe_backend.partial; not with `training`. */
+    bool partial;
+    uint32_t wait_budget_ms;                    /* per wait on a peer */
     const struct moe_backend_setting *settings; /* used only inside session_join; NULL = none */
     /* [slots], used only inside session_join; NULL = all on this host. */
     const struct moe_session_host *hosts;
@@ -131,6 +134,7 @@ enum moe_token_state {
     MOE_TOKEN_NONFINITE_LOGITS = 1, /* a router logit is NaN or infinite */
     MOE_TOKEN_BAD_EXPERT = 2,       /* a given id is < -1 or >= E + Z */
     MOE_TOKEN_BAD_WEIGHT = 3,       /* a given weight is NaN or infinite */
+    MOE_TOKEN_UNAVAILABLE = 4, /* an expert has no copy on a live slot; partial sessions only */
 };
 
 enum moe_stage {
@@ -263,6 +267,7 @@ struct moe_backend {
     const struct moe_backend_option *options; /* NULL = it has none */
     /* NULL if this backend cannot train. */
     const struct moe_training *training;
+    bool partial; /* its sessions may be partial: see moe_session_config */
 
     /* Whether this host has such a device. On CUDA it starts the driver in this process: a child
      * that is forked later cannot use it. Errors: MOE_FAILED_PRECONDITION/UNSUPPORTED, with what is
