@@ -34,7 +34,7 @@ FAMILY = "qwen3_moe"
 OK, FAILED, USAGE, UNHEALTHY, NOT_FOUND, UNREACHABLE, PERMISSION, CONFLICT = range(8)
 COMMANDS = ("up", "down", "status", "wait", "get", "describe", "health", "top", "placement",
             "diag", "drain", "cordon",
-            "uncordon", "replace", "load", "unload", "forward",
+            "uncordon", "replace", "restart", "rebalance", "load", "unload", "forward",
             "bench", "training", "model", "context", "log-level", "version")
 
 PTRACE_SEIZE, PTRACE_DETACH, PTRACE_O_TRACEEXIT, WALL = 0x4206, 17, 1 << 6, 0x40000000

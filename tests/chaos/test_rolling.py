@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`moectl restart --rolling`: four workers with two copies of each expert restart one after another
+under the load of four clients. No call fails, every answer has the same bits, and each process is a
+new one. A group without copies is refused, unless --force; then its clients wait.
+
+  test_rolling.py BUILD MODELS [--long]
+
+Prints the time of each worker and the worst gap between two answers of a client. `--long`: three
+times.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import unittest
+
+LONG = "--long" in sys.argv and sys.argv.remove("--long") is None
+
+from watched import Here, model_directory, wait_until  # noqa: E402
+from group import BUILD, moectl  # noqa: E402
+
+import moed  # noqa: E402
+import numpy as np  # noqa: E402
+
+FAMILY, LAYER, WORKERS, CLIENTS, TOKENS = "mixtral", 0, 4, 4, 16
+EXPERTS, PLACES = 8, 4  # of a layer; of a slot, with two copies
+CEILING_S = 1.0  # of a gap, on a busy machine
+LONG_S = 60
+
+
+class Client(threading.Thread):
+    """Calls all workers in turn. A call that a leaving worker refuses is tried at another one, as
+    clients do."""
+
+    def __init__(self, endpoint, x, want):
+        super().__init__(daemon=True)
+        self.client = moed.Client(endpoint, spread=True, timeout=LONG_S)
+        self.x, self.want = x, want
+        self.done, self.failures, self.wrong, self.going = [time.monotonic()], [], 0, True
+        self.start()
+
+    def run(self):
+        while self.going:
+            try:
+                y = self.client.forward(LAYER, self.x, patient=True)
+            except moed.MoeError as error:
+                self.failures.append(str(error))
+                continue
+            self.done.append(time.monotonic())
+            self.wrong += not np.array_equal(y, self.want)
+
+    def stop(self):
+        self.going = False
+        self.join()
+        self.client.close()
+
+
+class Rolling(unittest.TestCase):
+    def setUp(self):
+        self.state = tempfile.mkdtemp(prefix="moed-rolling-")
+        self.addCleanup(shutil.rmtree, self.state, True)
+        self.enterContext(Here())
+
+    def run_moectl(self, command, *more):
+        return moectl(command, *more, "--state-dir", self.state, check=False)
+
+    def up(self, *more):
+        done = self.run_moectl("up", "--model", model_directory(FAMILY), "--workers", str(WORKERS),
+                               "--backend", "cpu", "--threads", "1", "--port", "0", "--detach",
+                               *more)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.addCleanup(self.run_moectl, "down")
+        return [line.split()[-1] for line in done.stdout.splitlines() if ":" in line]
+
+    def processes(self):
+        with open(os.path.join(self.state, "group.json")) as file:
+            return [p["pid"] for p in json.load(file)["processes"]]
+
+    def epoch(self):
+        return int(json.loads(self.run_moectl("status", "-o", "json").stdout)["epoch"])
+
+    def restart(self, endpoint, x, want, *more):
+        """Returns the clients after the restart."""
+        clients = [Client(endpoint, x, want) for _ in range(CLIENTS)]
+        wait_until(lambda: all(len(c.done) > 5 for c in clients), LONG_S)
+        before = self.processes()
+        done = self.run_moectl("restart", "--rolling", "-o", "json", *more)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        counts = [len(c.done) for c in clients]
+        wait_until(lambda: all(len(c.done) > n + 5 for c, n in zip(clients, counts)), LONG_S)
+        for client in clients:
+            client.stop()
+        after = self.processes()
+        self.assertEqual(after[0], before[0])
+        self.assertTrue(all(a != b for a, b in zip(after[1:], before[1:])), (before, after))
+        slots = json.loads(done.stdout)["slots"]
+        self.assertEqual([s["slot"] for s in slots], list(range(WORKERS)))
+        gap = max(b - a for c in clients for a, b in zip(c.done, c.done[1:]))
+        failures = [text for c in clients for text in c.failures]
+        print("  %d answers, %d failed, worst gap %.0f ms; a worker took %s s" % (
+            sum(len(c.done) for c in clients), len(failures), 1e3 * gap,
+            ", ".join("%.1f" % s["seconds"] for s in slots)))
+        self.assertEqual(failures, [])
+        self.assertEqual(sum(c.wrong for c in clients), 0)
+        return gap
+
+    def begin(self, *more):
+        endpoint = self.up(*more)[0]
+        x = np.random.default_rng(3)
+        with moed.Client(endpoint) as client:
+            x = x.standard_normal((TOKENS, client.find_layer(LAYER).hidden), np.float32)
+            return endpoint, x, client.forward(LAYER, x)
+
+    def check_plan(self):
+        """`moectl rebalance --dry-run` of a group that has computed rows."""
+        self.assertEqual(self.run_moectl("rebalance").returncode, 2)
+        done = self.run_moectl("rebalance", "--dry-run", "--spare", "1", "-o", "json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        plan = json.loads(done.stdout)
+        layer = plan["layers"][LAYER]
+        self.assertGreater(layer["rows"], 0)
+        self.assertGreaterEqual(layer["maxOverMean"], 1)
+        self.assertTrue(1 <= layer["plannedMaxOverMean"] <= WORKERS)
+        held = [set(slot["experts"]) for slot in layer["slots"]]
+        self.assertEqual([len(experts) for experts in held], [PLACES + 1] * WORKERS)
+        self.assertEqual(set().union(*held), set(range(EXPERTS)))
+        print("  max/mean rows %.3f, planned %.3f, %d copies added" % (
+            plan["maxOverMean"], plan["plannedMaxOverMean"], plan["copiesAdded"]))
+        self.assertIn("fewer rows", self.run_moectl("rebalance", "--dry-run").stdout)
+
+    def test_with_copies(self):
+        group = self.begin("--replicas", "2")
+        self.check_plan()
+        gaps = []
+        while not gaps or (len(gaps) < 3 and (LONG or gaps[-1] >= CEILING_S)):
+            gaps.append(self.restart(*group))
+        self.assertLess(min(gaps), CEILING_S)
+
+    def test_without_copies(self):
+        group = self.begin()
+        epoch, processes = self.epoch(), self.processes()
+        done = self.run_moectl("restart", "--rolling")
+        self.assertEqual(done.returncode, 7)
+        self.assertIn("each expert has one copy", done.stderr)
+        self.assertEqual(self.run_moectl("restart").returncode, 2)
+        self.assertEqual(self.run_moectl("cordon", "1", "--reason", "test").returncode, 0)
+        done = self.run_moectl("restart", "--rolling", "--force")
+        self.assertIn("slot 1 is cordoned", done.stderr)
+        self.assertEqual(self.run_moectl("uncordon", "1", "--reason", "test").returncode, 0)
+        self.assertEqual((self.epoch(), self.processes()), (epoch, processes))
+        self.restart(*group, "--force")
+
+
+if __name__ == "__main__":
+    assert os.path.isdir(BUILD)
+    unittest.main(verbosity=2)
