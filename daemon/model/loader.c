@@ -11,8 +11,8 @@
 #include "base/cores.h"
 #include "base/size.h"
 #include "base/thread_pool.h"
+#include "moe/numbers.h"
 #include "quant/decode.h"
-#include "quant/numbers.h"
 
 #include <stdlib.h>
 #include <string.h>

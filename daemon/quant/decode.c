@@ -2,8 +2,8 @@
 /* One loop for each way of packing. Scales are read once for each block of a row. */
 #include "quant/decode.h"
 
+#include "moe/numbers.h"
 #include "moe/types.h"
-#include "quant/numbers.h"
 
 #include <math.h>
 #include <string.h>

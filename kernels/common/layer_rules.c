@@ -103,6 +103,49 @@ struct moe_status moe_layer_check(const struct moe_layer_spec *spec,
     return check_placement(spec, placement, slot);
 }
 
+static struct moe_status check_format(const struct moe_weight_format *f, const char *whose,
+                                      bool (*computes)(const struct moe_weight_format *))
+{
+    if (f->encoding == MOE_ENC_NONE)
+        return moe_ok();
+    REQUIRE((unsigned)f->encoding < MOE_ENC_COUNT && (unsigned)f->scale < MOE_SCALE_COUNT,
+            "unknown number format of %s experts", whose);
+    REQUIRE(!f->zero_points || f->encoding == MOE_ENC_INT4, "zero points of %s experts in %s",
+            whose, moe_encoding_traits(f->encoding).name);
+    if (computes != NULL && computes(f))
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                     "this backend cannot compute with %s experts in %s as they are", whose,
+                     moe_encoding_traits(f->encoding).name);
+}
+
+struct moe_status moe_layer_check_formats(const struct moe_layer_spec *spec,
+                                          bool (*computes)(const struct moe_weight_format *))
+{
+    MOE_TRY(check_format(&spec->routed_format, "routed", computes));
+    return check_format(&spec->shared_format, "shared", computes);
+}
+
+struct moe_status moe_layer_check_packed(const struct moe_layer_spec *spec, enum moe_weight weight,
+                                         const struct moe_packed_matrix *m)
+{
+    size_t rows, columns;
+    const struct moe_weight_format *f =
+        weight < MOE_WEIGHT_COUNT ? moe_weight_format_of(spec, weight) : NULL;
+    if (f == NULL)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                         "%s: this layer has none that is quantised", moe_weight_name(weight));
+    moe_weight_shape(spec, weight, &rows, &columns);
+    if (rows == 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID, "%s: this layer has none",
+                         weight_names[weight]);
+    if (m->elements == NULL || m->scales == NULL || (m->zeros != NULL) != f->zero_points)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                         "%s: elements, scales or zero points are missing or unexpected",
+                         weight_names[weight]);
+    return moe_ok();
+}
+
 struct moe_status moe_layer_check_tensor(const struct moe_layer_spec *spec, enum moe_weight weight,
                                          enum moe_dtype dtype, size_t bytes)
 {
@@ -112,6 +155,9 @@ struct moe_status moe_layer_check_tensor(const struct moe_layer_spec *spec, enum
     if (dtype != MOE_DTYPE_F32 && dtype != MOE_DTYPE_BF16)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
                          "%s: neither F32 nor BF16", weight_names[weight]);
+    if (moe_weight_format_of(spec, weight) != NULL)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                         "%s: quantised in this layer's spec", weight_names[weight]);
     size_t rows, columns, want;
     moe_weight_shape(spec, weight, &rows, &columns);
     if (rows == 0)

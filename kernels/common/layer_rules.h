@@ -6,6 +6,7 @@
 
 #include "base/status.h"
 #include "moe/layer_spec.h"
+#include "moe/packed_matrix.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -16,8 +17,20 @@ extern "C" {
 struct moe_status moe_layer_check(const struct moe_layer_spec *spec,
                                   const struct moe_placement *placement, uint32_t slot) MOE_CHECKED;
 
+/* The formats of the spec are valid, and `computes` (moe/backend.h; NULL: nothing) takes them.
+ * Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID, MOE_FAILED_PRECONDITION/UNSUPPORTED. */
+struct moe_status
+moe_layer_check_formats(const struct moe_layer_spec *spec,
+                        bool (*computes)(const struct moe_weight_format *)) MOE_CHECKED;
+
+/* `m` has the parts that a matrix of the weight's format has. Errors: MOE_INVALID_ARGUMENT with
+ * TENSOR_INVALID; so for a weight that has no format. */
+struct moe_status moe_layer_check_packed(const struct moe_layer_spec *spec, enum moe_weight weight,
+                                         const struct moe_packed_matrix *m) MOE_CHECKED;
+
 /* `bytes` of `dtype` is the size of `weight` (for experts: of one expert) of such a layer.
- * Errors: MOE_INVALID_ARGUMENT with TENSOR_INVALID or DTYPE_UNSUPPORTED. */
+ * Errors: MOE_INVALID_ARGUMENT with TENSOR_INVALID (also for a weight with a format) or
+ * DTYPE_UNSUPPORTED. */
 struct moe_status moe_layer_check_tensor(const struct moe_layer_spec *spec, enum moe_weight weight,
                                          enum moe_dtype dtype, size_t bytes) MOE_CHECKED;
 

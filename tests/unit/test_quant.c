@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The room of quantised formats by itself: numbers, shapes, values and lists of modules, against
  * values by hand. Whole checkpoints are in test_quantised.c. */
+#include "moe/numbers.h"
 #include "quant/decode.h"
 #include "quant/modules.h"
-#include "quant/numbers.h"
 #include "support/check.h"
 
 #include <math.h>

@@ -96,6 +96,7 @@ struct moe_status moe_cuda_layer_create(struct moe_device *device,
                                         struct moe_layer **out)
 {
     MOE_TRY(moe_layer_check(spec, placement, slot));
+    MOE_TRY(moe_layer_check_formats(spec, NULL));
     if (spec->experts > MOE_CUDA_MAX_EXPERTS || placement->slots > MOE_CUDA_MAX_SLOTS)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "%u experts on %u slots: a group of GPUs has at most %d slots, and %d "

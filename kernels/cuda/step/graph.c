@@ -39,6 +39,15 @@ static void put_router(struct writer *w, const struct moe_router_spec *r)
     put(w, r->zero_experts);
 }
 
+static void put_format(struct writer *w, const struct moe_weight_format *f)
+{
+    put(w, f->encoding);
+    put(w, f->block_rows);
+    put(w, f->block_columns);
+    put(w, f->scale);
+    put(w, (uint32_t)f->zero_points | (uint32_t)f->global_divides << 1);
+}
+
 /* All but the layer's index. */
 static void put_spec(struct writer *w, const struct moe_layer_spec *s)
 {
@@ -54,8 +63,11 @@ static void put_spec(struct writer *w, const struct moe_layer_spec *s)
         (uint32_t)s->gate_up_bias | (uint32_t)s->down_bias << 1 | (uint32_t)s->shared_gated << 2);
     put(w, s->shared_intermediate);
     put(w, s->shared_activation);
+    put_format(w, &s->routed_format);
+    put_format(w, &s->shared_format);
 }
-_Static_assert(sizeof(struct moe_layer_spec) == 88, "a new field of the spec belongs into the key");
+_Static_assert(sizeof(struct moe_layer_spec) == 128,
+               "a new field of the spec belongs into the key");
 
 void moe_cuda_graph_key_of(const struct moe_layer *layer, enum moe_dtype dtype, uint32_t bucket,
                            bool retains, struct moe_cuda_graph_key *out)

@@ -24,6 +24,7 @@
 
 #include "base/status.h"
 #include "moe/layer_spec.h"
+#include "moe/packed_matrix.h"
 #include "moe/weight_source.h"
 
 struct moe_device;
@@ -326,6 +327,16 @@ struct moe_backend {
     struct moe_status (*layer_fetch)(struct moe_layer *, enum moe_weight, uint32_t expert,
                                      enum moe_dtype, const struct moe_weight_source *,
                                      size_t bytes);
+    /* Whether layers may have matrices of this format, which stay quantised in memory. Pure; any
+     * thread. NULL: of none. layer_create refuses a spec with another format:
+     * MOE_FAILED_PRECONDITION/UNSUPPORTED. */
+    bool (*computes)(const struct moe_weight_format *);
+    /* Uploads a matrix that has a format in the layer's spec, in the form of moe/packed_matrix.h.
+     * The caller may reuse the memory on return. layer_upload and layer_fetch refuse such a matrix,
+     * and this call any other. The values are checked elsewhere: scales are finite and not zero,
+     * and elements may be NaN. NULL if `computes` is NULL. */
+    struct moe_status (*layer_upload_packed)(struct moe_layer *, enum moe_weight, uint32_t expert,
+                                             const struct moe_packed_matrix *);
     struct moe_status (*layer_finish)(struct moe_layer *);
     void (*layer_destroy)(struct moe_layer *);
 

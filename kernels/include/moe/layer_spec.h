@@ -25,6 +25,7 @@
 #define MOE_LAYER_SPEC_H
 
 #include "moe/types.h"
+#include "moe/weight_format.h"
 
 #include <stdbool.h>
 
@@ -86,6 +87,10 @@ struct moe_layer_spec {
         shared_intermediate; /* I of the shared expert, 0 = none; several count as a wide one */
     bool shared_gated;       /* its output is multiplied by sigmoid(shared_gate . x) */
     enum moe_activation shared_activation; /* with the same limit and alpha */
+    /* Of gate, up and down. MOE_ENC_NONE: F32 or BF16, as they are uploaded. Other formats:
+     * quantised matrices, which the backend keeps and computes with as they are
+     * (moe/packed_matrix.h). */
+    struct moe_weight_format routed_format, shared_format;
 };
 
 /* Expert -> slots with a copy. Slot lists are ascending; the first is the primary. A row of an
@@ -119,6 +124,18 @@ enum moe_weight {
 static inline bool moe_weight_is_expert(enum moe_weight w)
 {
     return w >= MOE_WEIGHT_GATE && w <= MOE_WEIGHT_DOWN_BIAS;
+}
+
+/* The format of a quantised matrix of this layer; NULL for weights that are F32 or BF16. */
+static inline const struct moe_weight_format *moe_weight_format_of(const struct moe_layer_spec *s,
+                                                                   enum moe_weight w)
+{
+    const struct moe_weight_format *f = NULL;
+    if (w >= MOE_WEIGHT_GATE && w <= MOE_WEIGHT_DOWN)
+        f = &s->routed_format;
+    else if (w >= MOE_WEIGHT_SHARED_GATE && w <= MOE_WEIGHT_SHARED_DOWN)
+        f = &s->shared_format;
+    return f != NULL && f->encoding != MOE_ENC_NONE ? f : NULL;
 }
 
 /* Rows and columns of a weight of this layer (columns = 1 for a vector of `rows`); rows = 0 if the

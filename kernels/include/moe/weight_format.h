@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The number format of stored weights: plain data.
  *
- * `moe_dtype` says what tokens, answers and the weights of a backend have. A weight format says
+ * `moe_dtype` says what tokens, answers and weights without a format have. A weight format says
  * what a quantised matrix [rows, columns] of a checkpoint holds: elements of few bits, with a scale
  * for each block of them. A block never crosses the matrix: those at its lower and right edge may
  * be smaller. The value of an element is
@@ -32,7 +32,7 @@ enum moe_scale_type {
     MOE_SCALE_BF16,
     MOE_SCALE_F16,
     MOE_SCALE_E8M0, /* 2^(byte - 127); 255 is NaN */
-    MOE_SCALE_E4M3, /* F8E4M3, times one F32 of the whole matrix */
+    MOE_SCALE_E4M3, /* F8E4M3, times (or divided by) one F32 of the whole matrix */
     MOE_SCALE_COUNT
 };
 
@@ -40,7 +40,8 @@ struct moe_weight_format {
     enum moe_encoding encoding;
     uint32_t block_rows, block_columns; /* elements that share a scale; 0: all of the matrix */
     enum moe_scale_type scale;
-    bool zero_points; /* INT4: each block has a zero point, 0..15 */
+    bool zero_points;    /* INT4: each block has a zero point, 0..16 */
+    bool global_divides; /* MOE_SCALE_E4M3: the scale is scale / global, not scale * global */
 };
 
 struct moe_encoding_traits {
@@ -52,13 +53,14 @@ struct moe_encoding_traits {
 
 static inline struct moe_encoding_traits moe_encoding_traits(enum moe_encoding e)
 {
-    static const struct moe_encoding_traits traits[MOE_ENC_COUNT] = {
-        [MOE_ENC_NONE] = {"none", 0, 0},
-        [MOE_ENC_F8E4M3] = {"F8E4M3", 8, 448},
-        [MOE_ENC_E2M1] = {"E2M1", 4, 6},
-        [MOE_ENC_INT4] = {"INT4", 4, 16},
-    };
-    return traits[(unsigned)e < MOE_ENC_COUNT ? e : MOE_ENC_NONE];
+    static const struct moe_encoding_traits none = {"none", 0, 0}, f8e4m3 = {"F8E4M3", 8, 448},
+                                            e2m1 = {"E2M1", 4, 6}, int4 = {"INT4", 4, 16};
+    switch (e) {
+    case MOE_ENC_F8E4M3: return f8e4m3;
+    case MOE_ENC_E2M1: return e2m1;
+    case MOE_ENC_INT4: return int4;
+    default: return none;
+    }
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Narrow number formats to single precision. All conversions are exact. */
-#ifndef MOE_QUANT_NUMBERS_H
-#define MOE_QUANT_NUMBERS_H
+#ifndef MOE_NUMBERS_H
+#define MOE_NUMBERS_H
 
 #include <stdint.h>
 #include <string.h>
