@@ -26,6 +26,19 @@ bool moe_train_is_adapted(const struct moe_trainer_config *config, enum moe_weig
     return config->lora_rank > 0 && (config->lora_targets & target) != 0;
 }
 
+/* Quantised matrices cannot learn: only their adapters can. */
+static struct moe_status check_formats(const struct moe_layer_spec *spec,
+                                       const struct moe_trainer_config *c)
+{
+    bool experts = c->lora_rank == 0 && !(c->frozen >> MOE_PARAMS_EXPERTS & 1);
+    bool shared = !(c->frozen >> MOE_PARAMS_SHARED & 1);
+    REQUIRE(!experts || moe_weight_format_of(spec, MOE_WEIGHT_GATE) == NULL,
+            "quantised experts train adapters only");
+    REQUIRE(!shared || moe_weight_format_of(spec, MOE_WEIGHT_SHARED_GATE) == NULL,
+            "a quantised shared expert does not train");
+    return moe_ok();
+}
+
 struct moe_status moe_trainer_check(const struct moe_layer_spec *spec,
                                     const struct moe_trainer_config *c)
 {
@@ -33,6 +46,7 @@ struct moe_status moe_trainer_check(const struct moe_layer_spec *spec,
             "unknown optimizer %d", (int)c->optimizer);
     REQUIRE((c->frozen & ~(uint32_t)ALL_GROUPS) == 0, "unknown parameter groups to freeze");
     REQUIRE((c->lora_targets & ~(uint32_t)ALL_TARGETS) == 0, "unknown targets of adapters");
+    MOE_TRY(check_formats(spec, c));
     if (c->lora_rank == 0)
         return moe_ok();
     uint32_t max_rank = spec->hidden < spec->intermediate ? spec->hidden : spec->intermediate;

@@ -18,6 +18,10 @@ struct moe_status moe_oracle_create(const struct moe_layer_spec *spec,
 struct moe_status moe_oracle_upload(struct moe_oracle_layer *layer, enum moe_weight weight,
                                     uint32_t expert, enum moe_dtype dtype, const void *data,
                                     size_t bytes) MOE_CHECKED;
+/* The same as moe_backend.layer_upload_packed: the layer has the values of the matrix. */
+struct moe_status moe_oracle_upload_packed(struct moe_oracle_layer *layer, enum moe_weight weight,
+                                           uint32_t expert,
+                                           const struct moe_packed_matrix *m) MOE_CHECKED;
 void moe_oracle_destroy(struct moe_oracle_layer *layer); /* NULL is ignored */
 
 /* One gate/up pair after its biases. */

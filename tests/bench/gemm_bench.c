@@ -2,13 +2,16 @@
 /* Speed of the expert networks on the CPU: gate_up and down of one expert (or of eight) with cold
  * weights, for every instruction set that this processor has.
  *
- *   gemm_bench [THREADS [SECONDS_PER_LINE [INSTRUCTION_SET]]]
+ *   gemm_bench [THREADS [SECONDS_PER_LINE [INSTRUCTION_SET [WEIGHTS]]]]
+ *
+ * WEIGHTS is one of bf16, f32, fp8, mxfp4, nvfp4, int4; without it, all.
  *
  * Every call takes the next expert of a pool that exceeds the caches, so weights come from memory,
  * as in service. Prints the best call of each line: on a shared machine the other calls measure the
  * other load. */
 #include "base/clock.h"
 #include "cpu/compute/layer.h"
+#include "support/packed.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,6 +27,19 @@ static const struct shape shapes[] = {
     {"Qwen3-30B-A3B", 2048, 768},
     {"DeepSeek-V3", 7168, 2048},
     {"Mixtral-8x7B", 4096, 14336},
+};
+
+static const struct weights {
+    const char *name;
+    enum moe_dtype dtype; /* not quantised */
+    struct moe_weight_format format;
+} kinds[] = {
+    {"bf16", MOE_DTYPE_BF16, {.encoding = MOE_ENC_NONE}},
+    {"f32", MOE_DTYPE_F32, {.encoding = MOE_ENC_NONE}},
+    {"fp8", MOE_DTYPE_NONE, {MOE_ENC_F8E4M3, 128, 128, MOE_SCALE_F32, false, false}},
+    {"mxfp4", MOE_DTYPE_NONE, {MOE_ENC_E2M1, 1, 32, MOE_SCALE_E8M0, false, false}},
+    {"nvfp4", MOE_DTYPE_NONE, {MOE_ENC_E2M1, 1, 16, MOE_SCALE_E4M3, false, false}},
+    {"int4", MOE_DTYPE_NONE, {MOE_ENC_INT4, 1, 32, MOE_SCALE_BF16, false, false}},
 };
 
 static void require_ok(struct moe_status st)
@@ -54,11 +70,37 @@ static void *random_values(enum moe_dtype dtype, size_t n)
     return p;
 }
 
+static void upload_plain(struct moe_layer *layer, enum moe_dtype dtype, size_t count)
+{
+    void *data = random_values(dtype, count);
+    for (uint32_t e = 0; e < layer->local_experts; e++)
+        for (enum moe_weight w = MOE_WEIGHT_GATE; w <= MOE_WEIGHT_DOWN; w++)
+            require_ok(
+                moe_cpu_layer_upload(layer, w, e, dtype, data, count * moe_dtype_bytes(dtype)));
+    free(data);
+}
+
+static void upload_packed(struct moe_layer *layer)
+{
+    for (enum moe_weight w = MOE_WEIGHT_GATE; w <= MOE_WEIGHT_DOWN; w++) {
+        struct rng r = {1};
+        size_t rows, columns;
+        moe_weight_shape(&layer->spec, w, &rows, &columns);
+        struct random_packed p =
+            random_packed(&r, &layer->spec.routed_format, rows, columns, 0.01f);
+        for (uint32_t e = 0; e < layer->local_experts; e++)
+            require_ok(moe_cpu_layer_upload_packed(layer, w, e, &p.matrix));
+        free_packed(&p);
+    }
+}
+
 static struct moe_layer *make_layer(struct moe_device *device, const struct shape *shape,
-                                    enum moe_dtype dtype, uint32_t *experts)
+                                    const struct weights *kind, uint32_t *experts)
 {
     size_t count = (size_t)shape->hidden * shape->intermediate;
-    size_t bytes = count * moe_dtype_bytes(dtype);
+    bool packed = kind->dtype == MOE_DTYPE_NONE;
+    size_t bytes = packed ? count * moe_encoding_traits(kind->format.encoding).bits / 8
+                          : count * moe_dtype_bytes(kind->dtype);
     *experts = (uint32_t)(POOL_BYTES / (3 * bytes)) + 1;
     if (*experts < GROUP)
         *experts = GROUP;
@@ -67,6 +109,7 @@ static struct moe_layer *make_layer(struct moe_device *device, const struct shap
         .experts = *experts,
         .intermediate = shape->intermediate,
         .router = {.top_k = 1, .groups = 1, .topk_group = 1, .group_best = 1, .scale = 1},
+        .routed_format = kind->format,
     };
     uint32_t offset[MOE_MAX_EXPERTS + 1];
     uint16_t slot[MOE_MAX_EXPERTS] = {0};
@@ -75,12 +118,11 @@ static struct moe_layer *make_layer(struct moe_device *device, const struct shap
     struct moe_placement placement = {.experts = *experts, .slots = 1, offset, slot};
     struct moe_layer *layer;
     require_ok(moe_cpu_layer_create(device, &spec, &placement, 0, &layer));
-    void *data = random_values(dtype, count);
-    for (uint32_t e = 0; e < *experts; e++)
-        for (enum moe_weight w = MOE_WEIGHT_GATE; w <= MOE_WEIGHT_DOWN; w++)
-            require_ok(moe_cpu_layer_upload(layer, w, e, dtype, data, bytes));
-    free(data);
-    data = random_values(MOE_DTYPE_F32, (size_t)*experts * shape->hidden);
+    if (packed)
+        upload_packed(layer);
+    else
+        upload_plain(layer, kind->dtype, count);
+    void *data = random_values(MOE_DTYPE_F32, (size_t)*experts * shape->hidden);
     require_ok(moe_cpu_layer_upload(layer, MOE_WEIGHT_ROUTER, 0, MOE_DTYPE_F32, data,
                                     (size_t)*experts * shape->hidden * sizeof(float)));
     free(data);
@@ -166,12 +208,14 @@ int main(int argc, char **argv)
         require_ok(moe_cpu_device_open_isa(&config, isa[i], &device));
         moe_cpu_device_info(device, &info);
         for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
-            for (enum moe_dtype dtype = MOE_DTYPE_BF16; dtype >= MOE_DTYPE_F32; dtype--) {
+            for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
                 uint32_t experts;
-                struct moe_layer *layer = make_layer(device, &shapes[s], dtype, &experts);
+                if (argc > 4 && strcmp(argv[4], kinds[k].name) != 0)
+                    continue;
+                struct moe_layer *layer = make_layer(device, &shapes[s], &kinds[k], &experts);
                 printf("%s; %s, hidden %u, intermediate %u, %s weights of %u experts\n", info.name,
-                       shapes[s].model, shapes[s].hidden, shapes[s].intermediate,
-                       dtype == MOE_DTYPE_BF16 ? "bf16" : "f32", experts);
+                       shapes[s].model, shapes[s].hidden, shapes[s].intermediate, kinds[k].name,
+                       experts);
                 for (size_t r = 0; r < sizeof row_counts / sizeof *row_counts; r++)
                     bench_line(layer, &shapes[s], 1, row_counts[r], seconds);
                 bench_line(layer, &shapes[s], GROUP, 1, seconds);

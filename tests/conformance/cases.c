@@ -158,6 +158,49 @@ static void draw_weights(struct rng *r, struct test_case *c)
         make_ties(r, c);
 }
 
+/* One weight of all experts; its values replace the ones that were drawn. */
+static void quantise(struct rng *r, struct test_case *c, enum moe_weight w)
+{
+    const struct moe_weight_format *f = moe_weight_format_of(&c->spec, w);
+    size_t rows, columns;
+    moe_weight_shape(&c->spec, w, &rows, &columns);
+    if (f == NULL || rows == 0)
+        return;
+    uint32_t entries = entries_of(c, w);
+    float *values = must_alloc(entries * rows * columns * sizeof *values);
+    free(c->weight[w]);
+    c->weight[w] = values;
+    c->weight_dtype[w] = MOE_DTYPE_F32;
+    c->packed[w] = must_alloc(entries * sizeof *c->packed[w]);
+    for (uint32_t e = 0; e < entries; e++) {
+        struct moe_packed_sizes sizes;
+        MOE_INVARIANT(moe_packed_sizes(f, rows, columns, &sizes));
+        c->packed[w][e] = random_packed(r, f, rows, columns, 1.0f / sqrtf((float)columns));
+        for (size_t i = 0; i < rows * columns; i++)
+            *values++ =
+                moe_packed_value(f, &sizes, &c->packed[w][e].matrix, i / columns, i % columns);
+    }
+}
+
+static void draw_format(struct rng *r, bool (*computes)(const struct moe_weight_format *),
+                        struct moe_weight_format *out)
+{
+    struct moe_weight_format f = random_format(r, MOE_ENC_F8E4M3 + rng_below(r, 3));
+    if (computes != NULL && computes(&f) && rng_chance(r, 70))
+        *out = f;
+}
+
+void case_quantise(struct test_case *c, bool (*computes)(const struct moe_weight_format *))
+{
+    struct rng r = {.state = c->seed * 41 + 5};
+    if (rng_chance(&r, 50))
+        return;
+    draw_format(&r, computes, &c->spec.routed_format);
+    draw_format(&r, computes, &c->spec.shared_format);
+    for (uint32_t w = 0; w < MOE_WEIGHT_COUNT; w++)
+        quantise(&r, c, (enum moe_weight)w);
+}
+
 const void *case_weight(const struct test_case *c, enum moe_weight w, uint32_t expert,
                         size_t *bytes)
 {
@@ -345,8 +388,12 @@ struct test_case *case_draw(uint64_t seed, uint32_t slots, enum case_skew skew)
 
 void case_free(struct test_case *c)
 {
-    for (uint32_t w = 0; w < MOE_WEIGHT_COUNT; w++)
+    for (uint32_t w = 0; w < MOE_WEIGHT_COUNT; w++) {
+        for (uint32_t e = 0; c->packed[w] != NULL && e < entries_of(c, (enum moe_weight)w); e++)
+            free_packed(&c->packed[w][e]);
+        free(c->packed[w]);
         free(c->weight[w]);
+    }
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
         free(c->input[s].x);
         free(c->input[s].mode);
@@ -371,6 +418,10 @@ void case_describe(const struct test_case *c, uint32_t slots, char *text, size_t
                  r->group_best, (int)s->weighting, (int)s->activation, (double)s->swiglu_limit,
                  s->gate_up_bias, s->down_bias, s->shared_intermediate,
                  s->shared_gated ? " gated" : "", c->bucket, c->offset[s->experts], (int)c->skew);
+    if (s->routed_format.encoding != MOE_ENC_NONE && n > 0 && (size_t)n < cap)
+        n += snprintf(text + n, cap - (size_t)n, " (experts %s)", format_text(&s->routed_format));
+    if (s->shared_format.encoding != MOE_ENC_NONE && n > 0 && (size_t)n < cap)
+        n += snprintf(text + n, cap - (size_t)n, " (shared %s)", format_text(&s->shared_format));
     for (uint32_t i = 0; i < slots && n > 0 && (size_t)n < cap; i++)
         n += snprintf(text + n, cap - (size_t)n, " %u", c->input[i].tokens);
 }

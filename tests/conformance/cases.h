@@ -5,6 +5,7 @@
 #define MOE_TEST_CASES_H
 
 #include "group.h"
+#include "support/packed.h"
 
 enum { CASE_MAX_TOKENS = 300, CASE_MAX_EXPERTS = 64, CASE_MAX_HIDDEN = 600 };
 
@@ -38,12 +39,23 @@ struct test_case {
     enum case_skew skew;
     uint32_t bucket;
     enum moe_dtype weight_dtype[MOE_WEIGHT_COUNT];
-    void *weight[MOE_WEIGHT_COUNT]; /* [entries, rows, columns]; NULL if the layer has none */
+    void *weight[MOE_WEIGHT_COUNT]; /* [entries, rows, columns]; NULL if the layer has none. Of a
+                                       quantised weight: its values in F32 */
+    struct random_packed *packed[MOE_WEIGHT_COUNT]; /* [entries], of a quantised weight */
     struct case_input input[MOE_MAX_SLOTS];
 };
 
 struct test_case *case_draw(uint64_t seed, uint32_t slots, enum case_skew skew);
+/* In some cases: makes the experts' matrices quantised, in formats that `computes` takes (NULL: in
+ * none). The case's other draws stay as they are. */
+void case_quantise(struct test_case *c, bool (*computes)(const struct moe_weight_format *));
 void case_free(struct test_case *c);
+
+/* The cases that --training trains with adapters. */
+static inline bool adapters_alone(const struct test_case *c)
+{
+    return c->seed % 4 == 0;
+}
 
 /* Describes the case in one line. */
 void case_describe(const struct test_case *c, uint32_t slots, char *text, size_t cap);

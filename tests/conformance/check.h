@@ -16,6 +16,7 @@ struct tally {
     /* Cases with rows here and backward passes on tensor cores: their number, and the last of them
      * plus one. */
     uint64_t tensor_cases, last_tensor_case;
+    uint64_t packed;   /* quantised matrices, of all slots */
     uint64_t retained; /* cases in which this slot retained steps for their backward passes */
     uint64_t bits;     /* a hash of all y of whole steps */
     /* Training: a hash of dx, gradients and aux loss of passes, and of values after steps. */

@@ -10,13 +10,15 @@ static struct moe_trainer_config draw_config(const struct subject *s)
     const struct moe_layer_spec *spec = &s->c->spec;
     struct rng r = {.state = s->c->seed * 3};
     uint32_t least = spec->hidden < spec->intermediate ? spec->hidden : spec->intermediate;
-    return (struct moe_trainer_config){.optimizer = rng_chance(&r, 70) ? MOE_OPTIMIZER_ADAMW
-                                                                       : MOE_OPTIMIZER_SGD,
-                                       .frozen = rng_below(&r, 8) & ~(1u << MOE_PARAMS_EXPERTS),
-                                       .lora_rank = rng_range(&r, 1, least < 8 ? least : 8),
-                                       .lora_alpha = 0.5f + (float)rng_below(&r, 8),
-                                       .lora_targets = rng_range(&r, 1, 7),
-                                       .lora_seed = rng_next(&r)};
+    bool shared = moe_weight_format_of(spec, MOE_WEIGHT_SHARED_GATE) == NULL; /* may learn */
+    uint32_t never = 1u << MOE_PARAMS_EXPERTS | (shared ? 0 : 1u << MOE_PARAMS_SHARED);
+    return (struct moe_trainer_config){
+        .optimizer = rng_chance(&r, 70) ? MOE_OPTIMIZER_ADAMW : MOE_OPTIMIZER_SGD,
+        .frozen = (rng_below(&r, 8) & ~never) | (shared ? 0 : 1u << MOE_PARAMS_SHARED),
+        .lora_rank = rng_range(&r, 1, least < 8 ? least : 8),
+        .lora_alpha = 0.5f + (float)rng_below(&r, 8),
+        .lora_targets = rng_range(&r, 1, 7),
+        .lora_seed = rng_next(&r)};
 }
 
 static const struct parameter *part_of(const struct trained *t, const struct parameter *p,
@@ -91,12 +93,14 @@ static void absolute(size_t n, double *v)
         v[i] = fabs(v[i]);
 }
 
-/* The resident weight is W0 + alpha / r B A, rounded once to its dtype. */
+/* The resident weight is W0 + alpha / r B A, rounded once to its dtype: BF16 if W0 is quantised.
+ * Then `base`, the resident weight at the beginning, is W0 rounded. */
 static bool merged_is_right(const struct trained *t, const struct parameter *p, const float *base,
                             const float *now)
 {
     const struct parameter *a = part_of(t, p, MOE_PART_LORA_A);
     const struct parameter *b = part_of(t, p, MOE_PART_LORA_B);
+    bool quantised = moe_weight_format_of(&t->s->c->spec, p->key.weight) != NULL;
     if (a == NULL)
         return memcmp(base + p->offset, now + p->offset, p->n * sizeof *now) == 0 ||
                wrong(t->s, "a weight without adapter moved");
@@ -112,11 +116,11 @@ static bool merged_is_right(const struct trained *t, const struct parameter *p, 
                           w0, da, db, size);
     bool good = true;
     for (size_t i = 0; i < p->n && good; i++) {
-        double got = (double)now[p->offset + i], unit = 0x1p-8;
+        double got = (double)now[p->offset + i], unit = 0x1p-8, rest = quantised ? 0x1p-8 : 1e-6;
         /* A matrix that is stored together with an F32 matrix is F32. */
-        if (t->s->c->weight_dtype[p->key.weight] == MOE_DTYPE_F32)
+        if (t->s->c->weight_dtype[p->key.weight] == MOE_DTYPE_F32 && !quantised)
             unit = 1e-6;
-        if (!(fabs(got - want[i]) <= unit * fabs(want[i]) + 1e-6 * size[i]))
+        if (!(fabs(got - want[i]) <= unit * fabs(want[i]) + rest * size[i]))
             good = wrong(t->s, "merged weight %d is %g, not %g", (int)p->key.weight, got, want[i]);
     }
     free(w0);

@@ -134,10 +134,13 @@ bool check_base(struct trained *t, const float *base)
             continue;
         }
         good = went_well(t->s, "W0", st);
-        for (size_t j = 0; j < p->n && good; j++)
-            good = data[j] == base[p->offset + j] ||
-                   wrong(t->s, "W0 of weight %d is %g, not %g", (int)p->key.weight, (double)data[j],
-                         (double)base[p->offset + j]);
+        bool quantised = moe_weight_format_of(&t->s->c->spec, p->key.weight) != NULL;
+        for (size_t j = 0; j < p->n && good; j++) {
+            double want = quantised ? case_weight_at(t->s->c, p->key.weight, p->key.expert, j)
+                                    : (double)base[p->offset + j];
+            good = (double)data[j] == want || wrong(t->s, "W0 of weight %d is %g, not %g",
+                                                    (int)p->key.weight, (double)data[j], want);
+        }
         st = t->table->trainer_write(t->trainer, &key, data, p->n * sizeof *data);
         good = good && (st.code == MOE_INVALID_ARGUMENT || wrong(t->s, "W0 was written"));
         free(data);

@@ -386,7 +386,7 @@ bool check_training(struct subject *s)
                                                                          : MOE_OPTIMIZER_SGD};
     struct trained t;
     struct expected e = {0};
-    if (s->c->seed % 4 == 0)
+    if (adapters_alone(s->c))
         return check_lora(s);
     if (s->c->seed % 5 == 0 && !check_frozen_from_the_beginning(s))
         return false;

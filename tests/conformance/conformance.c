@@ -69,6 +69,22 @@ static struct moe_status upload(struct subject *s, enum moe_weight w, uint32_t e
                : s->backend->layer_upload(s->layer, w, e, d, data, bytes);
 }
 
+/* To the oracle, and to the backend if it is `local`. */
+static bool upload_entry(struct subject *s, enum moe_weight w, uint32_t e, bool local)
+{
+    const struct test_case *c = s->c;
+    size_t bytes;
+    const void *data = case_weight(c, w, e, &bytes);
+    enum moe_dtype d = c->weight_dtype[w];
+    if (moe_weight_format_of(&c->spec, w) == NULL)
+        return went_well(s, "oracle", moe_oracle_upload(s->oracle, w, e, d, data, bytes)) &&
+               (!local || went_well(s, "upload", upload(s, w, e, d, data, bytes)));
+    const struct moe_packed_matrix *m = &c->packed[w][e].matrix;
+    s->tally->packed++;
+    return went_well(s, "oracle", moe_oracle_upload_packed(s->oracle, w, e, m)) &&
+           (!local || went_well(s, "upload", s->backend->layer_upload_packed(s->layer, w, e, m)));
+}
+
 bool upload_all(struct subject *s)
 {
     const struct test_case *c = s->c;
@@ -76,15 +92,10 @@ bool upload_all(struct subject *s)
         enum moe_weight w = (enum moe_weight)i;
         uint32_t entries = moe_weight_is_expert(w) ? c->spec.experts : 1;
         for (uint32_t e = 0; e < entries && c->weight[w] != NULL; e++) {
-            size_t bytes;
-            const void *data = case_weight(c, w, e, &bytes);
-            enum moe_dtype d = c->weight_dtype[w];
             bool local = entries == 1 && !moe_weight_is_expert(w);
             for (uint32_t j = c->offset[e]; !local && j < c->offset[e + 1]; j++)
                 local = c->slot[j] == s->member->slot;
-            if (!went_well(s, "oracle", moe_oracle_upload(s->oracle, w, e, d, data, bytes)))
-                return false;
-            if (local && !went_well(s, "upload", upload(s, w, e, d, data, bytes)))
+            if (!upload_entry(s, w, e, local))
                 return false;
         }
     }
@@ -95,6 +106,8 @@ static bool run_case(struct subject *s, const struct plan *plan, uint64_t number
 {
     struct test_case *c =
         case_draw(case_seed(plan->seed, number), s->member->slots, skew_of(plan, number));
+    if (!plan->training || adapters_alone(c)) /* quantised weights do not learn */
+        case_quantise(c, s->backend->computes);
     s->c = c;
     s->in = &c->input[s->member->slot];
     s->layer = NULL;
@@ -182,12 +195,14 @@ static bool open_device(struct subject *s, const struct plan *plan)
 static void report(const struct subject *s)
 {
     const struct tally *t = s->tally;
-    printf("%s, slot %u of %u: %llu cases, %llu tokens (%llu refused, %llu near ties), %llu rows, "
-           "worst error of y: f32 %.1e, bf16 %.1e, rows over %s, bits of y %016llx\n",
-           s->backend->name, s->member->slot, s->member->slots, (unsigned long long)t->cases,
-           (unsigned long long)t->tokens, (unsigned long long)t->refused,
-           (unsigned long long)t->swaps, (unsigned long long)t->rows, t->worst[MOE_DTYPE_F32],
-           t->worst[MOE_DTYPE_BF16], t->transport, (unsigned long long)t->bits);
+    printf(
+        "%s, slot %u of %u: %llu cases, %llu tokens (%llu refused, %llu near ties), %llu rows, "
+        "%llu quantised matrices, worst error of y: f32 %.1e, bf16 %.1e, rows over %s, bits of y "
+        "%016llx\n",
+        s->backend->name, s->member->slot, s->member->slots, (unsigned long long)t->cases,
+        (unsigned long long)t->tokens, (unsigned long long)t->refused, (unsigned long long)t->swaps,
+        (unsigned long long)t->rows, (unsigned long long)t->packed, t->worst[MOE_DTYPE_F32],
+        t->worst[MOE_DTYPE_BF16], t->transport, (unsigned long long)t->bits);
 }
 
 static void report_training(const struct tally *t)
@@ -216,6 +231,8 @@ static int run_member(struct member *m)
     if (good && tally.swaps * 200 > tally.tokens + 1000)
         good = wrong(&s, "too many choices differ from the oracle's: %llu of %llu",
                      (unsigned long long)tally.swaps, (unsigned long long)tally.tokens);
+    if (good && tally.packed == 0 && plan->cases >= 100 && plan->backend->computes != NULL)
+        good = wrong(&s, "no case had quantised matrices");
     report(&s);
     if (plan->training)
         report_training(&tally);

@@ -8,8 +8,33 @@
 #define MOE_CPU_ISA_H
 
 #include "common/training_rules.h"
+#include "moe/packed_matrix.h"
 
 enum { MOE_CPU_MAX_PANEL = 32 };
+
+/* A quantised matrix in panels (packed.h). A panel has, from its start:
+ *
+ *   scales    [blocks] F32, if all its rows share them; else [blocks][panel] of type `scale`
+ *   zeros     [blocks][panel] bytes, if `zero_points`
+ *   elements  [words][panel] uint16: two bytes of one row of elements, so two inputs of F8E4M3 or
+ *             four of E2M1 and INT4. Zero after the last input and in rows past the matrix's end
+ *
+ * An input's weight is scale * (element - zero point), rounded once: its F32 value exactly. */
+struct moe_cpu_packed {
+    enum moe_encoding encoding; /* MOE_ENC_NONE: the matrix is not quantised */
+    enum moe_scale_type scale;
+    bool shared_scales, zero_points, global_divides;
+    float global;
+    uint32_t block;             /* inputs of a block; the last may have fewer */
+    size_t scales_at, zeros_at; /* bytes from the panel's start */
+    size_t elements_at;         /* the same; a multiple of 64 */
+};
+
+/* Inputs in one uint16 of a row. */
+static inline uint32_t moe_cpu_word_inputs(enum moe_encoding e)
+{
+    return e == MOE_ENC_F8E4M3 ? 2 : 4;
+}
 
 struct moe_cpu_isa {
     const char *name; /* "avx512", for people */
@@ -24,6 +49,13 @@ struct moe_cpu_isa {
     /* The same added to y: the sum over k first, then the addition. */
     void (*panel_f32_add)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
                           float *y, size_t y_stride);
+
+    /* panel_f32 with a panel of a quantised matrix: the same bits as with its values in F32. */
+    void (*panel_packed)(const struct moe_cpu_packed *packed, uint32_t rows, const float *x,
+                         size_t x_stride, const void *panel, uint32_t k, float *y, size_t y_stride);
+    /* to [n][panel] = the weights of inputs first .. first + n - 1; `first` is a multiple of 4. */
+    void (*unpack)(const struct moe_cpu_packed *packed, const void *panel, uint32_t first,
+                   uint32_t n, float *to);
 
     /* to[i] = scale * from[i]; `from` is F32 or BF16. */
     void (*widen)(enum moe_dtype dtype, size_t n, const void *from, float scale, float *to);

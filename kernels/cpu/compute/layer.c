@@ -4,6 +4,7 @@
 
 #include "base/size.h"
 #include "common/layer_rules.h"
+#include "cpu/compute/packed.h"
 
 #include <stdlib.h>
 
@@ -50,6 +51,7 @@ struct moe_status moe_cpu_layer_create(struct moe_device *device, const struct m
                                        struct moe_layer **out)
 {
     MOE_TRY(moe_layer_check(spec, placement, slot));
+    MOE_TRY(moe_layer_check_formats(spec, moe_cpu_computes));
     struct moe_layer *layer = calloc(1, sizeof *layer);
     if (layer == NULL)
         return out_of_memory();
@@ -108,13 +110,18 @@ void moe_cpu_layer_activate(struct moe_layer *layer, uint64_t live)
 
 /* --------------------------------------------------------------------- weights */
 
-static struct moe_status check_upload(const struct moe_layer *layer, enum moe_weight w,
-                                      enum moe_dtype dtype, size_t bytes)
+/* The entry of a weight that was not uploaded yet. */
+static struct moe_status find_room(const struct moe_layer *layer, enum moe_weight w,
+                                   uint32_t expert, uint32_t *entry)
 {
     if (layer->finished)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_INVALID,
                          "%s: the layer is finished", moe_weight_name(w));
-    return moe_layer_check_tensor(&layer->spec, w, dtype, bytes);
+    MOE_TRY(moe_layer_find_entry(&layer->spec, layer->slot, layer->local_index, w, expert, entry));
+    if (layer->uploaded[w][*entry])
+        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_TENSOR_INVALID, "%s: uploaded twice",
+                         moe_weight_name(w));
+    return moe_ok();
 }
 
 static void take_bias(float *to, size_t n, enum moe_dtype dtype, const void *data)
@@ -135,12 +142,8 @@ struct moe_status moe_cpu_layer_upload(struct moe_layer *layer, enum moe_weight 
                                        size_t bytes)
 {
     uint32_t entry;
-    MOE_TRY(check_upload(layer, weight, dtype, bytes));
-    MOE_TRY(moe_layer_find_entry(&layer->spec, layer->slot, layer->local_index, weight, expert,
-                                 &entry));
-    if (layer->uploaded[weight][entry])
-        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_TENSOR_INVALID, "%s: uploaded twice",
-                         moe_weight_name(weight));
+    MOE_TRY(moe_layer_check_tensor(&layer->spec, weight, dtype, bytes));
+    MOE_TRY(find_room(layer, weight, expert, &entry));
     size_t rows, columns;
     moe_weight_shape(&layer->spec, weight, &rows, &columns);
     if (moe_weight_is_bias(weight)) {
@@ -152,6 +155,22 @@ struct moe_status moe_cpu_layer_upload(struct moe_layer *layer, enum moe_weight 
                                     exact ? MOE_DTYPE_F32 : dtype, data,
                                     &layer->matrix[weight][entry]));
     }
+    layer->uploaded[weight][entry] = true;
+    return moe_ok();
+}
+
+struct moe_status moe_cpu_layer_upload_packed(struct moe_layer *layer, enum moe_weight weight,
+                                              uint32_t expert, const struct moe_packed_matrix *data)
+{
+    uint32_t entry;
+    size_t rows, columns;
+    MOE_TRY(moe_layer_check_packed(&layer->spec, weight, data));
+    MOE_TRY(find_room(layer, weight, expert, &entry));
+    moe_weight_shape(&layer->spec, weight, &rows, &columns);
+    const struct moe_weight_format *format = moe_weight_format_of(&layer->spec, weight);
+    MOE_INVARIANT(format != NULL);
+    MOE_TRY(moe_cpu_matrix_pack_quantised(layer->device, (uint32_t)rows, (uint32_t)columns, format,
+                                          data, &layer->matrix[weight][entry]));
     layer->uploaded[weight][entry] = true;
     return moe_ok();
 }

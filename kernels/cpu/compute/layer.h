@@ -52,6 +52,9 @@ struct moe_status moe_cpu_layer_create(struct moe_device *device, const struct m
 struct moe_status moe_cpu_layer_upload(struct moe_layer *layer, enum moe_weight weight,
                                        uint32_t expert, enum moe_dtype dtype, const void *data,
                                        size_t bytes) MOE_CHECKED;
+struct moe_status moe_cpu_layer_upload_packed(struct moe_layer *layer, enum moe_weight weight,
+                                              uint32_t expert,
+                                              const struct moe_packed_matrix *data) MOE_CHECKED;
 struct moe_status moe_cpu_layer_finish(struct moe_layer *layer) MOE_CHECKED;
 void moe_cpu_layer_destroy(struct moe_layer *layer); /* NULL is ignored */
 

@@ -67,21 +67,31 @@ static void pack_panel(void *ctx, uint32_t p)
             floats[r] = load_f32(rows + r * row_bytes, k, job->from);
 }
 
+struct moe_status moe_cpu_matrix_shape(struct moe_device *device, uint32_t out, uint32_t in,
+                                       enum moe_dtype dtype, struct moe_cpu_matrix *matrix)
+{
+    uint32_t width = moe_cpu_device_isa(device)->panel;
+    struct moe_cpu_matrix m = {.out = out, .in = in, .dtype = dtype};
+    m.panels = (out + width - 1) / width;
+    size_t packed = dtype == MOE_DTYPE_BF16 ? ((size_t)in + 1) / 2 : in;
+    if (!moe_size_mul3(packed, width, 4, &m.panel_bytes) ||
+        !moe_size_mul(m.panel_bytes, m.panels, &m.bytes))
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "a %u x %u matrix is too large", out, in);
+    *matrix = m;
+    return moe_ok();
+}
+
 struct moe_status moe_cpu_matrix_pack(struct moe_device *device, uint32_t out, uint32_t in,
                                       enum moe_dtype from, enum moe_dtype store_as,
                                       const void *data, struct moe_cpu_matrix *matrix)
 {
     MOE_INVARIANT(store_as == MOE_DTYPE_F32 || store_as == from);
-    uint32_t width = moe_cpu_device_isa(device)->panel;
-    struct moe_cpu_matrix m = {.out = out, .in = in, .dtype = store_as};
-    m.panels = (out + width - 1) / width;
-    size_t packed = store_as == MOE_DTYPE_BF16 ? ((size_t)in + 1) / 2 : in;
-    if (!moe_size_mul3(packed, width, 4, &m.panel_bytes) ||
-        !moe_size_mul(m.panel_bytes, m.panels, &m.bytes))
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                         "a %u x %u matrix is too large", out, in);
+    struct moe_cpu_matrix m;
+    MOE_TRY(moe_cpu_matrix_shape(device, out, in, store_as, &m));
     MOE_TRY(moe_cpu_mem_alloc(device, MOE_MEM_DEVICE, m.bytes, &m.data));
-    struct pack_job job = {.matrix = &m, .data = data, .from = from, .width = width};
+    struct pack_job job = {
+        .matrix = &m, .data = data, .from = from, .width = moe_cpu_device_isa(device)->panel};
     moe_cpu_parallel(device, m.panels, pack_panel, &job);
     *matrix = m;
     return moe_ok();
@@ -99,7 +109,9 @@ void moe_cpu_matrix_renew(struct moe_device *device, const struct moe_cpu_matrix
 
 /* ---------------------------------------------------------------- reading, merging */
 
-/* Input k of the panel's lanes, as fp32. */
+enum { COLUMNS = 32 }; /* that are read at a time */
+
+/* Input k of the panel's lanes, as fp32; the matrix is not quantised. */
 static void load_column(const struct moe_cpu_matrix *m, uint32_t p, uint32_t k, uint32_t width,
                         float *lanes)
 {
@@ -114,6 +126,18 @@ static void load_column(const struct moe_cpu_matrix *m, uint32_t p, uint32_t k, 
         uint32_t bits = k & 1 ? packed[r] & UINT32_C(0xffff0000) : packed[r] << 16;
         memcpy(lanes + r, &bits, sizeof bits);
     }
+}
+
+/* Inputs k .. k + n - 1 of the panel's lanes, as fp32 [n][width]; k is a multiple of 4. */
+static void load_columns(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *m, uint32_t p,
+                         uint32_t k, uint32_t n, float *columns)
+{
+    if (m->dtype == MOE_DTYPE_NONE) {
+        isa->unpack(&m->packed, (const char *)m->data + (size_t)p * m->panel_bytes, k, n, columns);
+        return;
+    }
+    for (uint32_t i = 0; i < n; i++)
+        load_column(m, p, k + i, isa->panel, columns + (size_t)i * isa->panel);
 }
 
 static void store_column(const struct moe_cpu_matrix *m, uint32_t p, uint32_t k, uint32_t width,
@@ -139,7 +163,7 @@ static uint32_t lanes_of(const struct moe_cpu_matrix *m, uint32_t p, uint32_t wi
 
 struct read_job {
     const struct moe_cpu_matrix *matrix;
-    uint32_t width;
+    const struct moe_cpu_isa *isa;
     float *data;
 };
 
@@ -147,26 +171,28 @@ static void read_panel(void *ctx, uint32_t p)
 {
     const struct read_job *job = ctx;
     const struct moe_cpu_matrix *m = job->matrix;
-    float lane[MOE_CPU_MAX_PANEL], *data = job->data + (size_t)p * job->width * m->in;
-    uint32_t lanes = lanes_of(m, p, job->width);
-    for (uint32_t k = 0; k < m->in; k++) {
-        load_column(m, p, k, job->width, lane);
-        for (uint32_t r = 0; r < lanes; r++)
-            data[(size_t)r * m->in + k] = lane[r];
+    uint32_t width = job->isa->panel, lanes = lanes_of(m, p, width);
+    float column[COLUMNS * MOE_CPU_MAX_PANEL], *data = job->data + (size_t)p * width * m->in;
+    for (uint32_t k = 0; k < m->in; k += COLUMNS) {
+        uint32_t n = m->in - k < COLUMNS ? m->in - k : COLUMNS;
+        load_columns(job->isa, m, p, k, n, column);
+        for (uint32_t i = 0; i < n; i++)
+            for (uint32_t r = 0; r < lanes; r++)
+                data[(size_t)r * m->in + k + i] = column[i * width + r];
     }
 }
 
 void moe_cpu_matrix_read(struct moe_device *device, const struct moe_cpu_matrix *matrix,
                          float *data)
 {
-    struct read_job job = {matrix, moe_cpu_device_isa(device)->panel, data};
+    struct read_job job = {matrix, moe_cpu_device_isa(device), data};
     moe_cpu_parallel(device, matrix->panels, read_panel, &job);
 }
 
 void moe_cpu_matrix_read_serial(struct moe_device *device, const struct moe_cpu_matrix *matrix,
                                 float *data)
 {
-    struct read_job job = {matrix, moe_cpu_device_isa(device)->panel, data};
+    struct read_job job = {matrix, moe_cpu_device_isa(device), data};
     for (uint32_t p = 0; p < matrix->panels; p++)
         read_panel(&job, p);
 }
@@ -192,7 +218,8 @@ void moe_cpu_matrix_block(const struct moe_cpu_isa *isa, const struct moe_cpu_ma
                           uint32_t row, uint32_t rows, uint32_t column, float *block)
 {
     const uint32_t width = isa->panel;
-    float lane[MOE_CPU_MAX_PANEL];
+    float lane[MOE_CPU_MAX_PANEL * MOE_CPU_MAX_PANEL];
+    uint32_t left = column < m->in ? m->in - column : 0, n = left < width ? left : width;
     for (uint32_t first = 0; first < rows; first += width) {
         uint32_t lanes = rows - first < width ? rows - first : width;
         float *to = block + (size_t)first * width;
@@ -200,19 +227,17 @@ void moe_cpu_matrix_block(const struct moe_cpu_isa *isa, const struct moe_cpu_ma
             widen_pairs(m, (row + first) / width, lanes, column, width, to);
             continue;
         }
-        for (uint32_t c = 0; c < width; c++) {
-            memset(lane, 0, sizeof lane);
-            if (column + c < m->in)
-                load_column(m, (row + first) / width, column + c, width, lane);
-            for (uint32_t r = 0; r < lanes; r++)
-                to[r * width + c] = lane[r];
-        }
+        load_columns(isa, m, (row + first) / width, column, n, lane);
+        for (uint32_t r = 0; r < lanes; r++)
+            for (uint32_t c = 0; c < width; c++)
+                to[r * width + c] = c < n ? lane[c * width + r] : 0.0f;
     }
 }
 
 struct merge_job {
     const struct moe_cpu_matrix *matrix, *base;
-    uint32_t width, rank;
+    const struct moe_cpu_isa *isa;
+    uint32_t rank;
     float scale;
     const float *a, *b;
 };
@@ -221,8 +246,8 @@ static void merge_panel(void *ctx, uint32_t p)
 {
     const struct merge_job *job = ctx;
     const struct moe_cpu_matrix *m = job->matrix;
-    float b[MOE_CPU_MAX_RANK * MOE_CPU_MAX_PANEL], lane[MOE_CPU_MAX_PANEL];
-    uint32_t width = job->width, lanes = lanes_of(m, p, width);
+    float b[MOE_CPU_MAX_RANK * MOE_CPU_MAX_PANEL], column[COLUMNS * MOE_CPU_MAX_PANEL];
+    uint32_t width = job->isa->panel, lanes = lanes_of(m, p, width);
     for (uint32_t j = 0; j < job->rank; j++)
         for (uint32_t r = 0; r < width; r++)
             b[j * width + r] = r < lanes ? job->b[((size_t)p * width + r) * job->rank + j] : 0.0f;
@@ -233,7 +258,10 @@ static void merge_panel(void *ctx, uint32_t p)
             for (uint32_t r = 0; r < width; r++)
                 sum[r] += a * b[j * width + r];
         }
-        load_column(job->base, p, k, width, lane);
+        if (k % COLUMNS == 0)
+            load_columns(job->isa, job->base, p, k, m->in - k < COLUMNS ? m->in - k : COLUMNS,
+                         column);
+        float *lane = column + k % COLUMNS * width;
         for (uint32_t r = 0; r < width; r++)
             lane[r] += job->scale * sum[r];
         store_column(m, p, k, width, lanes, lane);
@@ -244,10 +272,11 @@ void moe_cpu_matrix_merge(struct moe_device *device, const struct moe_cpu_matrix
                           const struct moe_cpu_matrix *base, float scale, uint32_t rank,
                           const float *a, const float *b)
 {
-    MOE_INVARIANT(rank <= MOE_CPU_MAX_RANK && base->bytes == matrix->bytes);
+    MOE_INVARIANT(rank <= MOE_CPU_MAX_RANK && base->out == matrix->out && base->in == matrix->in);
+    MOE_INVARIANT(matrix->dtype != MOE_DTYPE_NONE);
     struct merge_job job = {.matrix = matrix,
                             .base = base,
-                            .width = moe_cpu_device_isa(device)->panel,
+                            .isa = moe_cpu_device_isa(device),
                             .rank = rank,
                             .scale = scale,
                             .a = a,
@@ -268,6 +297,8 @@ void moe_cpu_matrix_panel(const struct moe_cpu_isa *isa, const struct moe_cpu_ma
     const void *panel = (const char *)matrix->data + (size_t)p * matrix->panel_bytes;
     if (matrix->dtype == MOE_DTYPE_BF16)
         isa->panel_bf16(rows, x, x_stride, panel, matrix->in, y, y_stride);
+    else if (matrix->dtype == MOE_DTYPE_NONE)
+        isa->panel_packed(&matrix->packed, rows, x, x_stride, panel, matrix->in, y, y_stride);
     else
         isa->panel_f32(rows, x, x_stride, panel, matrix->in, y, y_stride);
 }

@@ -4,7 +4,7 @@
  * A matrix [out, in] is cut into panels of `isa->panel` output rows; the last panel is padded with
  * zeros. A BF16 panel is [ceil(in / 2)][panel][2] of bf16. So one uint32 has two neighbouring
  * inputs of one output, and a shift or a mask widens them to fp32; an odd `in` ends with a zero. An
- * F32 panel is [in][panel]. */
+ * F32 panel is [in][panel]. isa.h has the panels of quantised matrices. */
 #ifndef MOE_CPU_MATRIX_H
 #define MOE_CPU_MATRIX_H
 
@@ -21,7 +21,8 @@ struct moe_cpu_matrix {
     size_t panel_bytes;
     uint32_t out, in;
     uint32_t panels;
-    enum moe_dtype dtype;
+    enum moe_dtype dtype;         /* MOE_DTYPE_NONE: quantised */
+    struct moe_cpu_packed packed; /* of a quantised matrix */
 };
 
 /* Packs `data` (row-major, dtype `from`, any alignment) for the device's kernels. `store_as`: the
@@ -29,10 +30,16 @@ struct moe_cpu_matrix {
 struct moe_status moe_cpu_matrix_pack(struct moe_device *device, uint32_t out, uint32_t in,
                                       enum moe_dtype from, enum moe_dtype store_as,
                                       const void *data, struct moe_cpu_matrix *matrix) MOE_CHECKED;
-/* Packs new values [out, in], rounded to the matrix's dtype, over the old ones. */
+/* An empty matrix of this form, without memory: `data` is NULL. Errors: OUT_OF_MEMORY (too large).
+ */
+struct moe_status moe_cpu_matrix_shape(struct moe_device *device, uint32_t out, uint32_t in,
+                                       enum moe_dtype dtype,
+                                       struct moe_cpu_matrix *matrix) MOE_CHECKED;
+/* Packs new values [out, in], rounded to the matrix's dtype, over the old ones. It is not
+ * quantised. */
 void moe_cpu_matrix_renew(struct moe_device *device, const struct moe_cpu_matrix *matrix,
                           const float *data);
-/* The same with base + scale * B A, summed in fp32: `base` is a matrix of the same form, A [rank,
+/* The same with base + scale * B A, summed in fp32: `base` has the same shape, A [rank,
  * in], B [out, rank], rank <= MOE_CPU_MAX_RANK. */
 void moe_cpu_matrix_merge(struct moe_device *device, const struct moe_cpu_matrix *matrix,
                           const struct moe_cpu_matrix *base, float scale, uint32_t rank,

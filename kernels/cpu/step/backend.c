@@ -2,6 +2,7 @@
 /* The CPU backend's table. Parts that are callable alone are built here from the functions of a
  * step. */
 #include "cpu/compute/options.h"
+#include "cpu/compute/packed.h"
 #include "cpu/exchange/ep.h"
 #include "cpu/exchange/session.h"
 #include "cpu/step/join.h"
@@ -68,6 +69,8 @@ const struct moe_backend moe_backend_cpu = {
     .layer_create = moe_cpu_layer_create,
     .layer_upload = moe_cpu_layer_upload,
     .partial = true,
+    .computes = moe_cpu_computes,
+    .layer_upload_packed = moe_cpu_layer_upload_packed,
     .layer_finish = moe_cpu_layer_finish,
     .layer_destroy = moe_cpu_layer_destroy,
     .session_join = moe_cpu_session_join,

@@ -43,20 +43,38 @@ static void carve_param(const struct moe_trainer *t, struct carver *c, struct mo
         p->moment2 = carve(c, p->n, sizeof(float), p->entries);
 }
 
-/* W0 of every local expert, in the layout of the resident weight. */
+/* W0 of every local expert, and the resident weight with the adapter. One of them has its memory
+ * here: W0 in the layout of the resident weight, or, if W0 is quantised, the resident weight in
+ * BF16. W0 keeps the layer's memory then, and gives it back (free_base). */
 static void carve_base(struct moe_trainer *t, struct carver *c, enum moe_weight w)
 {
     uint32_t entries = t->layer->local_experts;
     struct moe_cpu_matrix *base = carve(c, sizeof *base, 1, entries);
     t->base[w] = base;
     for (uint32_t i = 0; i < entries; i++) {
-        const struct moe_cpu_matrix *resident = &t->layer->matrix[w][i];
-        void *data = carve(c, resident->bytes, 1, 1);
+        struct moe_cpu_matrix *resident = &t->layer->matrix[w][i], merged = *resident;
+        bool quantised = resident->dtype == MOE_DTYPE_NONE;
+        if (quantised) {
+            struct moe_status st = moe_cpu_matrix_shape(t->layer->device, resident->out,
+                                                        resident->in, MOE_DTYPE_BF16, &merged);
+            c->overflow |= moe_failed(&st);
+        }
+        merged.data = carve(c, merged.bytes, 1, 1);
         if (c->block == NULL)
             continue;
-        base[i] = *resident;
-        base[i].data = data;
+        base[i] = quantised ? *resident : merged;
+        if (quantised)
+            *resident = merged;
     }
+}
+
+/* Gives the layer its quantised weights back. */
+static void free_base(struct moe_trainer *t)
+{
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
+        for (uint32_t i = 0; t->base[w] != NULL && i < t->layer->local_experts; i++)
+            if (t->base[w][i].dtype == MOE_DTYPE_NONE)
+                t->layer->matrix[w][i] = t->base[w][i];
 }
 
 /* Lays out all arrays for t->layer and t->config. */
@@ -120,7 +138,16 @@ static void init_lora(struct moe_trainer *t, const struct moe_cpu_param *p, uint
         a[i] = moe_lora_initial(t->config.lora_seed, t->layer->spec.layer, expert, p->what.weight,
                                 i, p->what.columns);
     const struct moe_cpu_matrix *base = &t->base[p->what.weight][entry];
-    memcpy(base->data, t->layer->matrix[p->what.weight][entry].data, base->bytes);
+    if (base->dtype != MOE_DTYPE_NONE)
+        memcpy(base->data, t->layer->matrix[p->what.weight][entry].data, base->bytes);
+}
+
+/* The resident weights of a quantised W0, when A and B have values. */
+static void init_merged(struct moe_trainer *t, enum moe_weight w)
+{
+    for (uint32_t e = 0; e < t->layer->local_experts; e++)
+        if (t->base[w][e].dtype == MOE_DTYPE_NONE)
+            moe_cpu_trainer_renew(t, w, e);
 }
 
 /* The block is zero: B, gradients and moments need no store. */
@@ -135,6 +162,9 @@ static void init_values(struct moe_trainer *t)
             else if (p->what.part == MOE_PART_LORA_A)
                 init_lora(t, p, e);
     }
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
+        if (t->base[w] != NULL)
+            init_merged(t, w);
 }
 
 struct moe_status moe_cpu_trainer_create(struct moe_layer *layer,
@@ -170,6 +200,7 @@ void moe_cpu_trainer_destroy(struct moe_trainer *t)
     if (t == NULL)
         return;
     t->layer->has_trainer = false;
+    free_base(t);
     moe_activation_cache_drop(moe_cpu_device_activation_cache(t->layer->device), t->layer, 0);
     moe_cpu_mem_free(t->layer->device, MOE_MEM_DEVICE, t->block, t->bytes);
     free(t);
@@ -262,6 +293,29 @@ static void write_resident(struct moe_trainer *t, enum moe_weight w, uint32_t en
     moe_cpu_trainer_renew(t, w, entry);
 }
 
+/* A quantised weight does not change: only what it has can be written. */
+static struct moe_status check_same(struct moe_trainer *t, const struct moe_train_key *key,
+                                    uint32_t entry, const float *data, size_t bytes)
+{
+    const struct moe_cpu_matrix *base = t->base[key->weight] != NULL
+                                            ? &t->base[key->weight][entry]
+                                            : &t->layer->matrix[key->weight][entry];
+    float *own = malloc(bytes + 1);
+    if (own == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "no memory to compare weights");
+    moe_cpu_matrix_read_serial(t->layer->device, base, own);
+    size_t same = 0, count = bytes / sizeof *data;
+    while (same < count && moe_f32_to_bf16(own[same]) == moe_f32_to_bf16(data[same]))
+        same++;
+    free(own);
+    if (same == count)
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH,
+                     "%s of expert %u is quantised, and cannot become other values",
+                     moe_weight_name(key->weight), key->expert);
+}
+
 struct moe_status moe_cpu_trainer_write(struct moe_trainer *t, const struct moe_train_key *key,
                                         const float *data, size_t bytes)
 {
@@ -270,6 +324,8 @@ struct moe_status moe_cpu_trainer_write(struct moe_trainer *t, const struct moe_
     MOE_TRY(moe_train_find(&t->layer->spec, &t->config, key, bytes, &at));
     MOE_TRY(moe_train_check_writable(key));
     MOE_TRY(find_entry(t->layer, key, &entry));
+    if (at.param < 0 && moe_weight_format_of(&t->layer->spec, key->weight) != NULL)
+        return check_same(t, key, entry, data, bytes);
     if (key->tensor == MOE_TRAIN_VALUE)
         moe_activation_cache_drop(moe_cpu_device_activation_cache(t->layer->device), t->layer, 0);
     if (at.param < 0) {

@@ -43,12 +43,13 @@ static inline size_t moe_format_blocks(size_t elements, uint32_t block)
     return block == 0 ? elements != 0 : elements / block + (elements % block != 0);
 }
 
-/* False if a size overflows. The format is not MOE_ENC_NONE. */
+/* False, and all zero, if a size overflows. The format is not MOE_ENC_NONE. */
 static inline bool moe_packed_sizes(const struct moe_weight_format *f, size_t rows, size_t columns,
                                     struct moe_packed_sizes *out)
 {
     struct moe_packed_sizes s;
     size_t blocks;
+    memset(out, 0, sizeof *out);
     s.row_bytes = moe_encoding_traits(f->encoding).bits == 4 ? columns / 2 + columns % 2 : columns;
     s.scale_rows = moe_format_blocks(rows, f->block_rows);
     s.scale_columns = moe_format_blocks(columns, f->block_columns);
@@ -73,8 +74,8 @@ static inline size_t moe_packed_block(const struct moe_weight_format *f, size_t 
 }
 
 /* Number `i` of an array of scales, with `global`. */
-static inline float moe_scale_to_f32(const struct moe_weight_format *f, const void *scales, size_t i,
-                                     float global)
+static inline float moe_scale_to_f32(const struct moe_weight_format *f, const void *scales,
+                                     size_t i, float global)
 {
     const char *bytes = (const char *)scales + i * moe_scale_bytes(f->scale);
     uint16_t half;

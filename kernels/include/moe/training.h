@@ -194,7 +194,8 @@ struct moe_training {
      * also updates the resident weight (rounded to its dtype; merged for an adapter). Errors:
      * MOE_NOT_FOUND for a tensor that this trainer does not have (another slot's expert, moments of
      * a frozen weight, W0 without an adapter), MOE_INVALID_ARGUMENT for a wrong size and for
-     * writing W0.
+     * writing W0. A quantised weight takes only the values that it has, or these in BF16:
+     * MOE_FAILED_PRECONDITION/MODEL_MISMATCH.
      *
      * Only between steps; a backward pass lasts until step_wait has returned its result. The
      * exception is a read of any tensor but a gradient: one thread of the whole device may run it

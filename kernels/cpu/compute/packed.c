@@ -1,0 +1,159 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Packs quantised matrices (packed.h). Elements stay as they are; two bytes of a row move together.
+ */
+#include "cpu/compute/packed.h"
+
+#include "base/size.h"
+#include "cpu/compute/device.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+enum { ALIGN = 64 };
+
+bool moe_cpu_computes(const struct moe_weight_format *f)
+{
+    switch (f->encoding) {
+    case MOE_ENC_F8E4M3:
+    case MOE_ENC_E2M1:
+    case MOE_ENC_INT4: return f->block_columns % moe_cpu_word_inputs(f->encoding) == 0;
+    default: return false;
+    }
+}
+
+struct pack_job {
+    const struct moe_cpu_matrix *matrix;
+    const struct moe_weight_format *format;
+    const struct moe_packed_matrix *from;
+    struct moe_packed_sizes sizes;
+    uint32_t width;  /* output rows of a panel */
+    atomic_bool odd; /* an element or a scale that the kernels cannot take */
+};
+
+/* The kernels multiply scales by up to 2^24. */
+static bool fits(float scale)
+{
+    return isfinite(scale * 0x1p24f);
+}
+
+static void pack_elements(struct pack_job *job, uint32_t p, uint32_t lanes, char *panel)
+{
+    size_t row_bytes = job->sizes.row_bytes;
+    const uint8_t *rows = (const uint8_t *)job->from->elements + (size_t)p * job->width * row_bytes;
+    uint16_t *words = (void *)(panel + job->matrix->packed.elements_at);
+    bool bytes = job->format->encoding == MOE_ENC_F8E4M3, nan = false;
+    for (size_t at = 0; at < row_bytes; at += 2, words += job->width)
+        for (uint32_t r = 0; r < lanes; r++) {
+            const uint8_t *from = rows + r * row_bytes + at;
+            uint8_t second = at + 1 < row_bytes ? from[1] : 0;
+            words[r] = (uint16_t)(from[0] | second << 8);
+            nan |= bytes && ((from[0] & 0x7f) == 0x7f || (second & 0x7f) == 0x7f);
+        }
+    if (nan)
+        atomic_store_explicit(&job->odd, true, memory_order_relaxed);
+}
+
+static void pack_levels(struct pack_job *job, uint32_t p, uint32_t lanes, char *panel)
+{
+    const struct moe_cpu_packed *packed = &job->matrix->packed;
+    const struct moe_packed_matrix *from = job->from;
+    size_t count = job->sizes.scale_columns, each = moe_scale_bytes(packed->scale);
+    char *scales = panel + packed->scales_at, *zeros = panel + packed->zeros_at;
+    for (uint32_t r = 0; r < lanes; r++) {
+        size_t first = moe_packed_block(job->format, count, (size_t)p * job->width + r, 0);
+        for (size_t b = 0; b < count; b++) {
+            float f = moe_scale_to_f32(job->format, from->scales, first + b, from->global);
+            if (!fits(f))
+                atomic_store_explicit(&job->odd, true, memory_order_relaxed);
+            if (packed->shared_scales)
+                memcpy(scales + b * sizeof f, &f, sizeof f);
+            else
+                memcpy(scales + (b * job->width + r) * each,
+                       (const char *)from->scales + (first + b) * each, each);
+            if (packed->zero_points)
+                zeros[b * job->width + r] = (char)from->zeros[first + b];
+        }
+    }
+}
+
+static void pack_panel(void *ctx, uint32_t p)
+{
+    struct pack_job *job = ctx;
+    const struct moe_cpu_matrix *m = job->matrix;
+    char *panel = (char *)m->data + (size_t)p * m->panel_bytes;
+    uint32_t lanes = moe_cpu_min(job->width, m->out - p * job->width);
+    pack_levels(job, p, lanes, panel);
+    pack_elements(job, p, lanes, panel);
+}
+
+/* Fills the layout of `m`; false if a size overflows. */
+static bool lay_out(const struct moe_weight_format *f, const struct moe_packed_sizes *sizes,
+                    uint32_t width, struct moe_cpu_matrix *m)
+{
+    size_t scales, zeros, words = sizes->row_bytes / 2 + sizes->row_bytes % 2, elements;
+    struct moe_cpu_packed *p = &m->packed;
+    p->encoding = f->encoding;
+    p->scale = f->scale;
+    p->shared_scales = f->block_rows % width == 0; /* also one block of all rows */
+    p->zero_points = f->zero_points;
+    p->global_divides = f->global_divides;
+    p->block = f->block_columns == 0 ? m->in : f->block_columns;
+    size_t each = p->shared_scales ? sizeof(float) : width * moe_scale_bytes(f->scale);
+    if (!moe_size_mul(sizes->scale_columns, each, &scales) ||
+        !moe_size_mul(sizes->scale_columns, f->zero_points ? width : 0, &zeros) ||
+        !moe_size_mul3(words, width, 2, &elements))
+        return false;
+    p->scales_at = 0;
+    p->zeros_at = scales;
+    return moe_size_add(scales, zeros, &p->elements_at) &&
+           moe_size_round_up(p->elements_at, ALIGN, &p->elements_at) &&
+           moe_size_add(p->elements_at, elements, &m->panel_bytes) &&
+           moe_size_round_up(m->panel_bytes, ALIGN, &m->panel_bytes) &&
+           moe_size_mul(m->panel_bytes, m->panels, &m->bytes);
+}
+
+static struct moe_status too_large(uint32_t out, uint32_t in)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                     "a %u x %u matrix is too large", out, in);
+}
+
+static struct moe_status pack_values(struct moe_device *device, const struct pack_job *job,
+                                     uint32_t out, uint32_t in, struct moe_cpu_matrix *matrix)
+{
+    size_t bytes;
+    if (!moe_size_mul3(out, in, sizeof(float), &bytes))
+        return too_large(out, in);
+    float *values = malloc(bytes);
+    if (values == NULL)
+        return too_large(out, in);
+    for (size_t r = 0; r < out; r++)
+        for (size_t c = 0; c < in; c++)
+            values[r * in + c] = moe_packed_value(job->format, &job->sizes, job->from, r, c);
+    struct moe_status st =
+        moe_cpu_matrix_pack(device, out, in, MOE_DTYPE_F32, MOE_DTYPE_F32, values, matrix);
+    free(values);
+    return st;
+}
+
+struct moe_status moe_cpu_matrix_pack_quantised(struct moe_device *device, uint32_t out,
+                                                uint32_t in, const struct moe_weight_format *format,
+                                                const struct moe_packed_matrix *data,
+                                                struct moe_cpu_matrix *matrix)
+{
+    uint32_t width = moe_cpu_device_isa(device)->panel;
+    struct moe_cpu_matrix m = {.out = out, .in = in, .panels = moe_cpu_ceil_div(out, width)};
+    struct pack_job job = {.matrix = &m, .format = format, .from = data, .width = width};
+    if (!moe_packed_sizes(format, out, in, &job.sizes) || !lay_out(format, &job.sizes, width, &m))
+        return too_large(out, in);
+    m.packed.global = data->global;
+    MOE_TRY(moe_cpu_mem_alloc(device, MOE_MEM_DEVICE, m.bytes, &m.data));
+    moe_cpu_parallel(device, m.panels, pack_panel, &job);
+    if (!job.odd) {
+        *matrix = m;
+        return moe_ok();
+    }
+    moe_cpu_matrix_free(device, &m);
+    return pack_values(device, &job, out, in, matrix);
+}

@@ -1,0 +1,197 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Promises of quantised matrices on the CPU: every format gives the bits of its values in F32, for
+ * any number of rows, on every instruction set. */
+#include "cpu/compute/packed.h"
+#include "kernels_fixture.h"
+#include "support/packed.h"
+
+static const struct moe_cpu_isa *const *isas;
+static uint32_t isa_count;
+
+/* A matrix twice: quantised, and its values in F32. */
+struct pair {
+    struct moe_device *device;
+    const struct moe_cpu_isa *isa;
+    struct moe_weight_format format;
+    struct random_packed source;
+    uint32_t out, in;
+    float *values;
+    struct moe_cpu_matrix packed, plain;
+};
+
+static void pack_pair(struct pair *p)
+{
+    struct moe_packed_sizes sizes;
+    assert_true(moe_packed_sizes(&p->format, p->out, p->in, &sizes));
+    p->values = malloc((size_t)p->out * p->in * sizeof *p->values);
+    assert_non_null(p->values);
+    for (size_t r = 0; r < p->out; r++)
+        for (size_t c = 0; c < p->in; c++)
+            p->values[r * p->in + c] =
+                moe_packed_value(&p->format, &sizes, &p->source.matrix, r, c);
+    assert_true(moe_cpu_computes(&p->format));
+    assert_ok(moe_cpu_matrix_pack_quantised(p->device, p->out, p->in, &p->format, &p->source.matrix,
+                                            &p->packed));
+    assert_ok(moe_cpu_matrix_pack(p->device, p->out, p->in, MOE_DTYPE_F32, MOE_DTYPE_F32, p->values,
+                                  &p->plain));
+}
+
+static struct pair random_pair(uint32_t number)
+{
+    struct rng r = {random_bits()};
+    struct pair p = {.isa = isas[number % isa_count]};
+    p.device = open_device(p.isa, random_between(1, 3));
+    p.format = random_format(&r, MOE_ENC_F8E4M3 + number / isa_count % 3);
+    p.out = random_between(1, 300);
+    p.in = random_between(1, 300);
+    p.source = random_packed(&r, &p.format, p.out, p.in, 1);
+    pack_pair(&p);
+    return p;
+}
+
+static void free_pair(struct pair *p)
+{
+    moe_cpu_matrix_free(p->device, &p->packed);
+    moe_cpu_matrix_free(p->device, &p->plain);
+    moe_cpu_device_close(p->device);
+    free_packed(&p->source);
+    free(p->values);
+}
+
+static void check_bits(const struct pair *p, const char *what, const float *got, const float *want,
+                       size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (memcmp(got + i, want + i, sizeof *got) != 0)
+            fail_msg("%s, %u x %u, %s: %s %zu is %a, not %a", p->isa->name, p->out, p->in,
+                     format_text(&p->format), what, i, (double)got[i], (double)want[i]);
+}
+
+static void check_products(const struct pair *p, uint32_t rows)
+{
+    uint32_t width = p->isa->panel;
+    float *x = random_tensor(MOE_DTYPE_F32, (size_t)rows * p->in, 1);
+    float *got = calloc((size_t)rows * width, sizeof *got);
+    float *want = calloc((size_t)rows * width, sizeof *want);
+    assert_true(got != NULL && want != NULL);
+    for (uint32_t panel = 0; panel < p->packed.panels; panel++) {
+        moe_cpu_matrix_panel(p->isa, &p->packed, panel, rows, x, p->in, got, width);
+        moe_cpu_matrix_panel(p->isa, &p->plain, panel, rows, x, p->in, want, width);
+        uint32_t lanes = p->out - panel * width < width ? p->out - panel * width : width;
+        for (uint32_t r = 0; r < rows; r++)
+            check_bits(p, "product", got + r * width, want + r * width, lanes);
+    }
+    free(x);
+    free(got);
+    free(want);
+}
+
+static void every_format_gives_the_bits_of_its_values_in_f32(void **state)
+{
+    (void)state;
+    for (uint32_t c = 0; c < 240; c++) {
+        struct pair p = random_pair(c);
+        assert_int_equal(p.packed.dtype, MOE_DTYPE_NONE);
+        check_products(&p, random_between(1, 4)); /* weights are used as they are widened */
+        check_products(&p, random_between(5, 90));
+        free_pair(&p);
+    }
+}
+
+static void values_are_read_back_exactly(void **state)
+{
+    (void)state;
+    for (uint32_t c = 0; c < 120; c++) {
+        struct pair p = random_pair(c);
+        uint32_t width = p.isa->panel, row = random_below(p.packed.panels) * width;
+        uint32_t column = random_below((p.in + width - 1) / width) * width;
+        uint32_t rows = random_between(1, p.out - row < width ? p.out - row : width);
+        float *got = malloc((size_t)p.out * p.in * sizeof *got);
+        assert_non_null(got);
+        moe_cpu_matrix_read(p.device, &p.packed, got);
+        check_bits(&p, "value", got, p.values, (size_t)p.out * p.in);
+        float block[MOE_CPU_MAX_PANEL * MOE_CPU_MAX_PANEL], plain[sizeof block / sizeof *block];
+        moe_cpu_matrix_block(p.isa, &p.packed, row, rows, column, block);
+        moe_cpu_matrix_block(p.isa, &p.plain, row, rows, column, plain);
+        check_bits(&p, "element of a block", block, plain, (size_t)rows * width);
+        free(got);
+        free_pair(&p);
+    }
+}
+
+static void packed_panels_take_few_bytes_more_than_the_file(void **state)
+{
+    (void)state;
+    static const struct moe_weight_format formats[] = {
+        {MOE_ENC_F8E4M3, 128, 128, MOE_SCALE_F32, false, false},
+        {MOE_ENC_E2M1, 1, 32, MOE_SCALE_E8M0, false, false},
+        {MOE_ENC_E2M1, 1, 16, MOE_SCALE_E4M3, false, false},
+        {MOE_ENC_INT4, 1, 32, MOE_SCALE_BF16, false, false},
+        {MOE_ENC_INT4, 1, 128, MOE_SCALE_F16, true, false},
+    };
+    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
+        struct rng r = {random_bits()};
+        struct pair p = {.isa = isas[isa_count - 1], .format = formats[i], .out = 256, .in = 512};
+        struct moe_packed_sizes sizes;
+        p.device = open_device(p.isa, 1);
+        p.source = random_packed(&r, &p.format, p.out, p.in, 1);
+        pack_pair(&p);
+        assert_true(moe_packed_sizes(&p.format, p.out, p.in, &sizes));
+        if (p.packed.bytes > sizes.bytes + sizes.bytes / 50)
+            fail_msg("%s: %zu bytes in panels, %zu in the file", format_text(&p.format),
+                     p.packed.bytes, sizes.bytes);
+        free_pair(&p);
+    }
+}
+
+/* The kernels take neither; such a matrix is kept in F32. */
+static void nan_and_huge_scales_keep_their_values(void **state)
+{
+    (void)state;
+    for (uint32_t c = 0; c < isa_count * 2; c++) {
+        struct rng r = {random_bits()};
+        struct pair p = {.isa = isas[c / 2],
+                         .format = {.encoding = MOE_ENC_F8E4M3, .block_rows = 1},
+                         .out = 40,
+                         .in = 33};
+        p.device = open_device(p.isa, 1);
+        p.source = random_packed(&r, &p.format, p.out, p.in, 1);
+        ((float *)p.source.scales)[7] = c % 2 ? ldexpf(1, 115) : 1;
+        ((uint8_t *)p.source.elements)[7 * p.in + 5] = c % 2 ? 0x08 : 0xff;
+        pack_pair(&p);
+        assert_int_equal(p.packed.dtype, MOE_DTYPE_F32);
+        float got[40 * 33];
+        moe_cpu_matrix_read(p.device, &p.packed, got);
+        for (size_t i = 0; i < 40 * 33; i++)
+            assert_true(got[i] == p.values[i] || (isnan(got[i]) && isnan(p.values[i])));
+        assert_true(c % 2 ? got[7 * 33 + 5] == ldexpf(1, 109) : isnan(got[7 * 33 + 5]));
+        free_pair(&p);
+    }
+}
+
+static void formats_that_no_word_holds_are_not_computed(void **state)
+{
+    (void)state;
+    struct moe_weight_format f = {.encoding = MOE_ENC_F8E4M3, .block_rows = 1, .block_columns = 3};
+    assert_false(moe_cpu_computes(&f));
+    f.block_columns = 2;
+    assert_true(moe_cpu_computes(&f));
+    f.encoding = MOE_ENC_INT4;
+    assert_false(moe_cpu_computes(&f));
+    f.encoding = MOE_ENC_NONE;
+    assert_false(moe_cpu_computes(&f));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(every_format_gives_the_bits_of_its_values_in_f32),
+        cmocka_unit_test(values_are_read_back_exactly),
+        cmocka_unit_test(packed_panels_take_few_bytes_more_than_the_file),
+        cmocka_unit_test(nan_and_huge_scales_keep_their_values),
+        cmocka_unit_test(formats_that_no_word_holds_are_not_computed),
+    };
+    seed_random();
+    isas = moe_cpu_isa_list(&isa_count);
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
