@@ -457,7 +457,9 @@ struct moe_membership_layer moe_coordinator__read_layer(const Moe__V1__LayerInfo
                                          .top_k = l->top_k,
                                          .intermediate = l->intermediate,
                                          .zero_experts = l->zero_experts,
-                                         .shared_intermediate = l->shared_intermediate};
+                                         .shared_intermediate = l->shared_intermediate,
+                                         .routed_encoding = (uint32_t)l->routed_encoding,
+                                         .shared_encoding = (uint32_t)l->shared_encoding};
 }
 
 static void receive_register(struct moe_coordinator *c, struct session *s, uint64_t now,

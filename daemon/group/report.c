@@ -15,6 +15,11 @@ static void send_message(struct moe_rpc_stream *stream, const Moe__V1__SessionRe
         moe_log_debug("coordinator: %s", st.text);
 }
 
+_Static_assert((int)MOE_ENC_F8E4M3 == (int)MOE__V1__WEIGHT_ENCODING__WEIGHT_ENCODING_F8E4M3 &&
+                   (int)MOE_ENC_E2M1 == (int)MOE__V1__WEIGHT_ENCODING__WEIGHT_ENCODING_E2M1 &&
+                   (int)MOE_ENC_INT4 == (int)MOE__V1__WEIGHT_ENCODING__WEIGHT_ENCODING_INT4,
+               "encodings are sent as they are");
+
 void moe_report_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out)
 {
     moe__v1__layer_info__init(out);
@@ -25,6 +30,8 @@ void moe_report_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out
     out->intermediate = spec->intermediate;
     out->zero_experts = spec->router.zero_experts;
     out->shared_intermediate = spec->shared_intermediate;
+    out->routed_encoding = (Moe__V1__WeightEncoding)spec->routed_format.encoding;
+    out->shared_encoding = (Moe__V1__WeightEncoding)spec->shared_format.encoding;
 }
 
 void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_identity *id,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Loads the weights of one layer in canonical form, for the experts of one slot. A backend that
- * reads for itself gets only the place of weights that need no conversion.
+ * reads for itself gets only the place of weights that need no conversion. Quantised weights are
+ * decoded, or packed for a backend that keeps them.
  *
  * Walks over the pieces of layout.h in one fixed order. Reads each byte range once into a staging
  * buffer, allocated once per call, and gathers or decodes the canonical weight if the range is not
@@ -82,6 +83,9 @@ struct plan {
     uint64_t read_bytes;
     uint64_t given_bytes;              /* of all weights, in canonical form */
     size_t raw_bytes[MOE_QUANT_PARTS]; /* largest range of each part */
+    bool keeps_packed;                 /* matrices with a format in the spec are not decoded */
+    const struct moe_layer_spec *spec;
+    struct moe_packed_sizes packed; /* largest arrays of these */
     size_t out_bytes;    /* largest canonical weight that needs gathering or conversion */
     size_t row_bytes;    /* of DECODED_ROWS decoded rows */
     bool read_here_only; /* raw_bytes counts only weights that need either */
@@ -98,12 +102,31 @@ static bool delivered_as_read(const struct moe_piece *p)
     return p->at.tensor->dtype != MOE_ST_F16 && moe_piece_is_plain(p);
 }
 
+static size_t larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+static struct moe_status plan_packed(struct plan *plan, const struct moe_weight_format *f,
+                                     const struct moe_piece *p)
+{
+    struct moe_packed_sizes s, *most = &plan->packed;
+    if (!moe_packed_sizes(f, p->rows, p->columns, &s))
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "a weight is too large");
+    plan->given_bytes += s.bytes;
+    most->elements = larger(most->elements, s.elements);
+    most->scales = larger(most->scales, s.scales);
+    most->zeros = larger(most->zeros, s.zeros);
+    return moe_ok();
+}
+
 static struct moe_status plan_piece(void *ctx, enum moe_weight weight, uint32_t expert,
                                     const struct moe_piece *p)
 {
     struct plan *plan = ctx;
     size_t out, rows;
-    (void)weight;
+    const struct moe_weight_format *format =
+        plan->keeps_packed ? moe_weight_format_of(plan->spec, weight) : NULL;
     (void)expert;
     if (!moe_size_mul3(p->rows, p->columns, moe_dtype_bytes(output_dtype(p)), &out) ||
         !moe_size_mul3(DECODED_ROWS, p->columns, sizeof(float), &rows) || p->bytes > SIZE_MAX)
@@ -114,11 +137,13 @@ static struct moe_status plan_piece(void *ctx, enum moe_weight weight, uint32_t 
         plan->raw_bytes[p->part] = (size_t)p->bytes;
     if (p->part != MOE_QUANT_DATA)
         return moe_ok();
+    if (p->quant != NULL && rows > plan->row_bytes)
+        plan->row_bytes = rows;
+    if (format != NULL)
+        return plan_packed(plan, format, p);
     plan->given_bytes += out;
     if (!delivered_as_read(p) && out > plan->out_bytes)
         plan->out_bytes = out;
-    if (p->quant != NULL && rows > plan->row_bytes)
-        plan->row_bytes = rows;
     return moe_ok();
 }
 
@@ -134,7 +159,7 @@ uint64_t moe_model_layer_bytes(const struct moe_model *m, size_t i, const uint32
 uint64_t moe_model_layer_memory(const struct moe_model *m, size_t i, const uint32_t *experts,
                                 size_t expert_count)
 {
-    struct plan plan = {0};
+    struct plan plan = {.keeps_packed = true, .spec = moe_model_layer(m, i)};
     struct moe_status st =
         moe_model__visit_layer(m, i, true, experts, expert_count, plan_piece, &plan);
     return moe_failed(&st) ? 0 : plan.given_bytes;
@@ -145,6 +170,8 @@ uint64_t moe_model_layer_memory(const struct moe_model *m, size_t i, const uint3
 struct load {
     moe_weight_sink sink;
     moe_weight_source_sink source_sink; /* NULL: this file reads all weights */
+    moe_packed_sink packed_sink;        /* NULL: all quantised weights are decoded */
+    const struct moe_layer_spec *spec;
     void *sink_ctx;
     moe_load_progress progress;
     void *progress_ctx;
@@ -156,10 +183,11 @@ struct load {
     char *parts[MOE_QUANT_PARTS]; /* as read; that of MOE_QUANT_DATA is not used */
     struct moe_piece
         pieces[MOE_QUANT_PARTS];  /* in `parts`; no tensor: the weight has no such part */
-    struct moe_thread_pool *pool; /* decodes; NULL: no weight is quantised */
+    struct moe_thread_pool *pool; /* decodes or packs; NULL: no weight is quantised */
     struct moe_thread_pool_batch batch;
-    float *rows;      /* of each thread: [DECODED_ROWS, columns] */
-    size_t row_bytes; /* of one thread */
+    struct moe_quant_arrays packed; /* room for the largest packed matrix */
+    float *rows;                    /* of each thread: [DECODED_ROWS, columns] */
+    size_t row_bytes;               /* of one thread */
 };
 
 static inline __attribute__((always_inline)) void
@@ -252,7 +280,9 @@ static struct moe_status pass_source(struct load *l, enum moe_weight weight, uin
 /* A job of the pool; an item is DECODED_ROWS rows. */
 struct decode_job {
     const struct moe_quant_matrix *matrix;
-    uint16_t *out;
+    uint16_t *out;                          /* NULL: the rows are packed */
+    const struct moe_weight_format *format; /* of packed rows, with their sizes */
+    const struct moe_packed_sizes *sizes;
 };
 
 static struct moe_status decode_rows(void *ctx, uint32_t thread, const void *job, uint32_t item)
@@ -261,34 +291,69 @@ static struct moe_status decode_rows(void *ctx, uint32_t thread, const void *job
     const struct decode_job *j = job;
     const struct moe_quant_matrix *m = j->matrix;
     size_t first = (size_t)item * DECODED_ROWS, left = m->rows - first;
+    size_t count = left < DECODED_ROWS ? left : DECODED_ROWS;
     float *rows = (float *)(void *)((char *)l->rows + thread * l->row_bytes);
-    moe_quant_decode_bf16(m, first, left < DECODED_ROWS ? left : DECODED_ROWS, rows,
-                          j->out + first * m->columns);
+    if (j->out == NULL)
+        moe_quant_pack(m, j->format, j->sizes, first, count, &l->packed);
+    else
+        moe_quant_decode_bf16(m, first, count, rows, j->out + first * m->columns);
     return moe_ok();
 }
 
-/* Decodes the weight with its last piece `p`, and forgets its parts. */
-static struct moe_status decode(struct load *l, const struct moe_piece *p)
+static struct moe_status run_job(struct load *l, const struct decode_job *job)
+{
+    size_t items = (job->matrix->rows + DECODED_ROWS - 1) / DECODED_ROWS;
+    MOE_TRY(moe_thread_pool_submit(l->pool, &l->batch, job, sizeof *job, (uint32_t)items));
+    return moe_thread_pool_wait(l->pool, &l->batch);
+}
+
+/* The quantised weight with its last piece `p`, checked; forgets its parts. */
+static struct moe_status collect(struct load *l, const struct moe_piece *p,
+                                 struct moe_quant_matrix *m)
 {
     enum moe_quant_part wrong = MOE_QUANT_DATA;
-    struct moe_quant_matrix m = {.quant = p->quant,
-                                 .rows = p->rows,
-                                 .columns = p->columns,
-                                 .first_row = p->base,
-                                 .row_step = p->row_step};
+    *m = (struct moe_quant_matrix){.quant = p->quant,
+                                   .rows = p->rows,
+                                   .columns = p->columns,
+                                   .first_row = p->base,
+                                   .row_step = p->row_step};
     for (int part = MOE_QUANT_DATA + 1; part < MOE_QUANT_PARTS; part++)
-        m.part[part] = l->pieces[part].at.tensor != NULL ? l->parts[part] : NULL;
-    m.part[MOE_QUANT_DATA] = l->raw[l->turn];
+        m->part[part] = l->pieces[part].at.tensor != NULL ? l->parts[part] : NULL;
+    m->part[MOE_QUANT_DATA] = l->raw[l->turn];
     const struct moe_tensor *scale = l->pieces[MOE_QUANT_SCALE].at.tensor;
-    MOE_INVARIANT(moe_quant_scale_type(moe_st_dtype_name(scale->dtype), &m.scale));
-    struct moe_status st = moe_quant_check(&m, &wrong);
+    MOE_INVARIANT(moe_quant_scale_type(moe_st_dtype_name(scale->dtype), &m->scale));
+    struct moe_status st = moe_quant_check(m, &wrong);
     if (moe_failed(&st))
         return moe_error_context(st, "tensor %.120s", l->pieces[wrong].at.tensor->name);
     memset(l->pieces, 0, sizeof l->pieces);
-    const struct decode_job job = {&m, (uint16_t *)(void *)l->out};
-    size_t items = (p->rows + DECODED_ROWS - 1) / DECODED_ROWS;
-    MOE_TRY(moe_thread_pool_submit(l->pool, &l->batch, &job, sizeof job, (uint32_t)items));
-    return moe_thread_pool_wait(l->pool, &l->batch);
+    return moe_ok();
+}
+
+static struct moe_status decode(struct load *l, const struct moe_piece *p)
+{
+    struct moe_quant_matrix m;
+    MOE_TRY(collect(l, p, &m));
+    const struct decode_job job = {.matrix = &m, .out = (uint16_t *)(void *)l->out};
+    return run_job(l, &job);
+}
+
+static struct moe_status give_packed(struct load *l, enum moe_weight weight, uint32_t expert,
+                                     const struct moe_weight_format *f, const struct moe_piece *p)
+{
+    struct moe_quant_matrix m;
+    struct moe_packed_matrix packed;
+    struct moe_packed_sizes sizes;
+    MOE_TRY(collect(l, p, &m));
+    MOE_INVARIANT(moe_packed_sizes(f, m.rows, m.columns, &sizes)); /* plan_packed has seen it */
+    if (!moe_quant_is_packed(&m, f, &packed)) {
+        const struct decode_job job = {.matrix = &m, .format = f, .sizes = &sizes};
+        MOE_TRY(run_job(l, &job));
+        packed = (struct moe_packed_matrix){.elements = l->packed.elements,
+                                            .scales = l->packed.scales,
+                                            .zeros = f->zero_points ? l->packed.zeros : NULL,
+                                            .global = moe_quant_global(&m)};
+    }
+    return l->packed_sink(l->sink_ctx, weight, expert, &packed);
 }
 
 static struct moe_status load_piece(void *ctx, enum moe_weight weight, uint32_t expert,
@@ -307,6 +372,10 @@ static struct moe_status load_piece(void *ctx, enum moe_weight weight, uint32_t 
     }
     if (delivered_as_read(p))
         return l->sink(l->sink_ctx, weight, expert, dtype, l->raw[l->turn], bytes);
+    const struct moe_weight_format *f =
+        l->packed_sink != NULL ? moe_weight_format_of(l->spec, weight) : NULL;
+    if (f != NULL)
+        return give_packed(l, weight, expert, f, p);
     if (p->quant != NULL)
         MOE_TRY(decode(l, p));
     else
@@ -348,8 +417,21 @@ static struct moe_status start_decoding(struct load *l, size_t row_bytes)
     return moe_thread_pool_create("moe-decode", threads, decode_rows, l, &l->pool);
 }
 
+static struct moe_status allocate_packed(struct load *l, const struct moe_packed_sizes *s)
+{
+    if (s->elements == 0)
+        return moe_ok();
+    l->packed = (struct moe_quant_arrays){malloc(s->elements), malloc(s->scales + 1),
+                                          s->zeros != 0 ? malloc(s->zeros) : NULL};
+    if (l->packed.elements == NULL || l->packed.scales == NULL ||
+        (s->zeros != 0 && l->packed.zeros == NULL))
+        return no_memory();
+    return moe_ok();
+}
+
 static struct moe_status allocate(struct load *l, const struct plan *plan)
 {
+    MOE_TRY(allocate_packed(l, &plan->packed));
     size_t raw = plan->raw_bytes[MOE_QUANT_DATA] + 1;
     l->raw[0] = malloc(raw);
     l->raw[1] = l->digester != NULL ? malloc(raw) : NULL;
@@ -371,6 +453,9 @@ static void release(struct load *l)
     free(l->raw[1]);
     free(l->out);
     free(l->rows);
+    free(l->packed.elements);
+    free(l->packed.scales);
+    free(l->packed.zeros);
     for (int part = 0; part < MOE_QUANT_PARTS; part++)
         free(l->parts[part]);
 }
@@ -379,22 +464,27 @@ struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, cons
                                        size_t expert_count, moe_weight_sink sink, void *ctx,
                                        moe_load_progress progress, void *progress_ctx)
 {
-    return moe_model_stream_layer(m, i, experts, expert_count, sink, NULL, ctx, NULL, progress,
-                                  progress_ctx);
+    return moe_model_stream_layer(m, i, experts, expert_count, sink, NULL, NULL, ctx, NULL,
+                                  progress, progress_ctx);
 }
 
 struct moe_status moe_model_stream_layer(const struct moe_model *m, size_t i,
                                          const uint32_t *experts, size_t expert_count,
                                          moe_weight_sink sink, moe_weight_source_sink source_sink,
-                                         void *ctx, struct moe_digester *digester,
-                                         moe_load_progress progress, void *progress_ctx)
+                                         moe_packed_sink packed_sink, void *ctx,
+                                         struct moe_digester *digester, moe_load_progress progress,
+                                         void *progress_ctx)
 {
-    struct plan plan = {.read_here_only = source_sink != NULL};
+    struct plan plan = {.read_here_only = source_sink != NULL,
+                        .keeps_packed = packed_sink != NULL,
+                        .spec = moe_model_layer(m, i)};
     MOE_TRY(moe_model__visit_layer(m, i, true, experts, expert_count, plan_piece, &plan));
     if (digester != NULL)
         moe_digester__begin(digester, i);
     struct load l = {.sink = sink,
                      .source_sink = source_sink,
+                     .packed_sink = packed_sink,
+                     .spec = plan.spec,
                      .sink_ctx = ctx,
                      .progress = progress,
                      .progress_ctx = progress_ctx,

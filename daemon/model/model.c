@@ -6,6 +6,7 @@
 
 #include "model/json_file.h"
 #include "model/model_internal.h"
+#include "quant/decode.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -246,4 +247,73 @@ const char *moe_model_quantisation(const struct moe_model *m)
             return q->scheme->name;
     }
     return NULL;
+}
+
+/* ---- quantised matrices that stay as they are ---- */
+
+/* The types of scales in the files of some matrices. */
+struct scales {
+    bool any, several;
+    enum moe_scale_type type;
+};
+
+static struct moe_status note_scale(void *ctx, enum moe_weight weight, uint32_t expert,
+                                    const struct moe_piece *p)
+{
+    struct scales *s = ctx;
+    enum moe_scale_type type;
+    (void)weight;
+    (void)expert;
+    if (p->part != MOE_QUANT_SCALE)
+        return moe_ok();
+    MOE_INVARIANT(moe_quant_scale_type(moe_st_dtype_name(p->at.tensor->dtype), &type));
+    s->several |= s->any && s->type != type;
+    s->any = true;
+    s->type = type;
+    return moe_ok();
+}
+
+/* The format of three matrices from `first` on, of all experts. */
+static struct moe_status find_format(const struct moe_model *m, const struct moe_layer_spec *spec,
+                                     enum moe_weight first,
+                                     bool (*computes)(const struct moe_weight_format *),
+                                     struct moe_weight_format *out)
+{
+    const struct moe_quant *quant = moe_layout_quant(&m->layout, spec, first);
+    struct scales scales = {0};
+    *out = (struct moe_weight_format){.encoding = MOE_ENC_NONE};
+    if (quant == NULL || computes == NULL)
+        return moe_ok();
+    for (unsigned w = first; w < first + 3u; w++)
+        for (uint32_t e = 0; e < (moe_weight_is_expert(first) ? spec->experts : 1); e++)
+            MOE_TRY(moe_layout_visit(&m->layout, spec, (enum moe_weight)w, e, note_scale, &scales));
+    struct moe_weight_format f = moe_quant_packed_format(quant, scales.type, scales.several);
+    if (computes(&f))
+        *out = f;
+    return moe_ok();
+}
+
+struct moe_status moe_model_keep_quantised(struct moe_model *m,
+                                           bool (*computes)(const struct moe_weight_format *))
+{
+    for (size_t i = 0; i < m->config.layer_count; i++) {
+        struct moe_layer_spec *spec = &m->config.layers[i];
+        MOE_TRY(find_format(m, spec, MOE_WEIGHT_GATE, computes, &spec->routed_format));
+        if (spec->shared_intermediate != 0)
+            MOE_TRY(find_format(m, spec, MOE_WEIGHT_SHARED_GATE, computes, &spec->shared_format));
+    }
+    return moe_ok();
+}
+
+bool moe_model_decodes(const struct moe_model *m)
+{
+    static const enum moe_weight of[] = {MOE_WEIGHT_GATE, MOE_WEIGHT_SHARED_GATE};
+    for (size_t i = 0; i < m->config.layer_count; i++) {
+        const struct moe_layer_spec *spec = &m->config.layers[i];
+        for (size_t w = 0; w < (spec->shared_intermediate != 0 ? 2 : 1); w++)
+            if (moe_layout_quant(&m->layout, spec, of[w]) != NULL &&
+                moe_weight_format_of(spec, of[w]) == NULL)
+                return true;
+    }
+    return false;
 }

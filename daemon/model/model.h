@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "model/digest_table.h"
 #include "moe/layer_spec.h"
+#include "moe/packed_matrix.h"
 #include "moe/weight_source.h"
 
 struct moe_model;
@@ -34,6 +35,16 @@ const char *moe_model_fingerprint(const struct moe_model *m);
 /* The scheme of quantised experts, for people: "FP8 in blocks". NULL: no matrix is quantised. */
 const char *moe_model_quantisation(const struct moe_model *m);
 
+/* Keeps quantised matrices as they are in the formats that `computes` accepts (moe/backend.h): the
+ * specs get these formats, and moe_model_stream_layer gives such matrices to `packed_sink`. Without
+ * this call, or with NULL, all matrices are decoded. Call it before anyone reads a spec. Errors: as
+ * moe_model_open. */
+struct moe_status
+moe_model_keep_quantised(struct moe_model *m,
+                         bool (*computes)(const struct moe_weight_format *)) MOE_CHECKED;
+/* Whether quantised matrices of routed or of shared experts are decoded, in any layer. */
+bool moe_model_decodes(const struct moe_model *m);
+
 /* MoE layers, ascending by spec.layer. */
 size_t moe_model_layer_count(const struct moe_model *m);
 const struct moe_layer_spec *moe_model_layer(const struct moe_model *m, size_t i);
@@ -50,6 +61,10 @@ typedef struct moe_status (*moe_weight_source_sink)(void *ctx, enum moe_weight w
                                                     const struct moe_weight_source *source,
                                                     size_t bytes);
 
+/* Receives a matrix that has a format in its spec; the arrays are valid during the call. */
+typedef struct moe_status (*moe_packed_sink)(void *ctx, enum moe_weight weight, uint32_t expert,
+                                             const struct moe_packed_matrix *matrix);
+
 /* Progress: bytes read from disk in this call, or passed to a moe_weight_source_sink. Called after
  * each weight. */
 typedef void (*moe_load_progress)(void *ctx, uint64_t read_bytes);
@@ -59,13 +74,14 @@ typedef void (*moe_load_progress)(void *ctx, uint64_t read_bytes);
 uint64_t moe_model_layer_bytes(const struct moe_model *m, size_t i, const uint32_t *experts,
                                size_t expert_count);
 
-/* Bytes of the same weights in canonical form; 0 as above. */
+/* Bytes of the same weights as they are given to the sinks: packed, where the spec has a format,
+ * and else in canonical form; 0 as above. */
 uint64_t moe_model_layer_memory(const struct moe_model *m, size_t i, const uint32_t *experts,
                                 size_t expert_count);
 
 /* Reads the weights of layer `i` that one slot needs, router, biases and shared experts included,
  * and only the rows of `experts` (ascending global ids) out of fused tensors. `sink` gets each
- * weight of the spec exactly once (experts: once per listed expert). */
+ * weight of the spec exactly once (experts: once per listed expert), decoded if it is quantised. */
 struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, const uint32_t *experts,
                                        size_t expert_count, moe_weight_sink sink, void *ctx,
                                        moe_load_progress progress, void *progress_ctx) MOE_CHECKED;
@@ -85,14 +101,15 @@ struct moe_status moe_digester_finish(struct moe_digester *d,
                                       struct moe_digest_table *table) MOE_CHECKED;
 
 /* The same for a backend that reads for itself: `source_sink` gets the source of weights that are
- * in canonical form in the file. Other weights are read, gathered or converted, and go to `sink`.
+ * in canonical form in the file. `packed_sink` gets matrices that have a format in the spec; NULL:
+ * they are decoded. Other weights are read, gathered or converted, and go to `sink`.
  * `digester` hashes the bytes of all of them as they are read; NULL = none.
  */
 struct moe_status moe_model_stream_layer(const struct moe_model *m, size_t i,
                                          const uint32_t *experts, size_t expert_count,
                                          moe_weight_sink sink, moe_weight_source_sink source_sink,
-                                         void *ctx, struct moe_digester *digester,
-                                         moe_load_progress progress,
+                                         moe_packed_sink packed_sink, void *ctx,
+                                         struct moe_digester *digester, moe_load_progress progress,
                                          void *progress_ctx) MOE_CHECKED;
 
 #endif

@@ -277,6 +277,16 @@ static struct moe_status fetch(void *ctx, enum moe_weight weight, uint32_t exper
                                    bytes);
 }
 
+/* moe_packed_sink */
+static struct moe_status upload_packed(void *ctx, enum moe_weight weight, uint32_t expert,
+                                       const struct moe_packed_matrix *matrix)
+{
+    struct moe_loader *l = ctx;
+    if (atomic_load(&l->cancelled))
+        return load_cancelled();
+    return l->backend->layer_upload_packed(l->layers[l->current_layer], weight, expert, matrix);
+}
+
 /* Adds the layer's digests to `digests`. */
 static struct moe_status load_layer(struct moe_loader *l, size_t i,
                                     struct moe_digest_table *digests)
@@ -287,8 +297,9 @@ static struct moe_status load_layer(struct moe_loader *l, size_t i,
     MOE_TRY(l->backend->layer_create(l->device, l->specs[i], &l->table.placements[i], l->table.slot,
                                      &l->layers[i]));
     MOE_TRY(moe_model_stream_layer(l->model, i, experts, count, upload,
-                                   l->backend->layer_fetch != NULL ? fetch : NULL, l, l->digester,
-                                   on_progress, l));
+                                   l->backend->layer_fetch != NULL ? fetch : NULL,
+                                   l->backend->layer_upload_packed != NULL ? upload_packed : NULL,
+                                   l, l->digester, on_progress, l));
     l->layer_base += moe_model_layer_bytes(l->model, i, experts, count);
     MOE_TRY(l->backend->layer_finish(l->layers[i]));
     return moe_digester_finish(l->digester, digests);

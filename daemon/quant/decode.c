@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One loop for each way of packing. Scales are read once for each block of a row. */
+/* Two loops for each way of packing: to values, and to rows of packed elements. Scales are read
+ * once for each block of a row. */
 #include "quant/decode.h"
 
 #include "moe/numbers.h"
@@ -209,6 +210,13 @@ static struct level level_of(const struct moe_quant_matrix *m, size_t group, siz
     return l;
 }
 
+/* Where the elements and zero points of row `n` are in a word that has eight rows. */
+static uint32_t place_of(const struct moe_quant_matrix *m, size_t n)
+{
+    static const uint8_t awq[WORD] = {0, 4, 1, 5, 2, 6, 3, 7};
+    return m->quant->scheme->packing == MOE_PACKED_AWQ ? awq[n % WORD] : (uint32_t)(n % WORD);
+}
+
 static float value_in(uint32_t word, uint32_t place, struct level l)
 {
     return (float)((int)(word >> 4 * place & 15) - l.zero) * l.scale;
@@ -220,7 +228,7 @@ static void decode_gptq(const struct moe_quant_matrix *m, size_t first, size_t c
     for (size_t k = 0; k < m->columns; k += WORD)
         for (size_t r = 0; r < count; r++) {
             size_t n = first + r;
-            struct level l = level_of(m, k / block_columns(m), n, n % WORD);
+            struct level l = level_of(m, k / block_columns(m), n, place_of(m, n));
             uint32_t word = word_at(m->part[MOE_QUANT_DATA], k / WORD * m->rows + n);
             for (uint32_t i = 0; i < WORD; i++)
                 to[r * m->columns + k + i] = value_in(word, i, l);
@@ -230,11 +238,10 @@ static void decode_gptq(const struct moe_quant_matrix *m, size_t first, size_t c
 /* A word has elements of eight rows. */
 static void decode_awq(const struct moe_quant_matrix *m, size_t first, size_t count, float *to)
 {
-    static const uint8_t places[WORD] = {0, 4, 1, 5, 2, 6, 3, 7};
     size_t step = block_columns(m);
     for (size_t r = 0; r < count; r++) {
         size_t n = first + r, words = m->rows / WORD;
-        uint32_t place = places[n % WORD];
+        uint32_t place = place_of(m, n);
         struct level l = {0};
         for (size_t k = 0; k < m->columns; k++) {
             if (k % step == 0)
@@ -262,4 +269,92 @@ void moe_quant_decode_bf16(const struct moe_quant_matrix *m, size_t first, size_
     moe_quant_decode(m, first, count, values);
     for (size_t i = 0; i < count * m->columns; i++)
         to[i] = moe_f32_to_bf16(values[i]);
+}
+
+/* ---- packed ---- */
+
+struct moe_weight_format moe_quant_packed_format(const struct moe_quant *q,
+                                                 enum moe_scale_type scale, bool several)
+{
+    struct moe_weight_format f = q->format;
+    f.scale = several ? MOE_SCALE_F32 : scale;
+    f.global_divides = q->scheme->global_divides && f.scale == MOE_SCALE_E4M3;
+    return f;
+}
+
+float moe_quant_global(const struct moe_quant_matrix *m)
+{
+    float global = 1;
+    if (m->part[MOE_QUANT_GLOBAL] != NULL)
+        memcpy(&global, m->part[MOE_QUANT_GLOBAL], sizeof global);
+    return global;
+}
+
+bool moe_quant_is_packed(const struct moe_quant_matrix *m, const struct moe_weight_format *f,
+                         struct moe_packed_matrix *out)
+{
+    bool four = moe_encoding_traits(f->encoding).bits == 4;
+    if (m->quant->scheme->packing != MOE_PACKED_ROWS || m->scale != f->scale || m->first_row != 0 ||
+        m->row_step != 1 || f->zero_points || (four && m->columns % 2 != 0))
+        return false;
+    *out = (struct moe_packed_matrix){.elements = m->part[MOE_QUANT_DATA],
+                                      .scales = m->part[MOE_QUANT_SCALE],
+                                      .global = moe_quant_global(m)};
+    return true;
+}
+
+/* Scale and zero point of a block of row `r`. */
+static void pack_level(const struct moe_quant_matrix *m, const struct moe_weight_format *f,
+                       size_t r, size_t block, size_t at, const struct moe_quant_arrays *to)
+{
+    size_t row = m->first_row + r * m->row_step, from = block_row(m, row) * blocks_of(m) + block;
+    size_t each = moe_scale_bytes(f->scale);
+    uint32_t zero = 8;
+    if (m->quant->scheme->packing == MOE_PACKED_ROWS) {
+        zero = zero_of_row(m, row, block);
+    } else {
+        from = block * m->rows + r;
+        zero = (uint32_t)level_of(m, block, r, place_of(m, r)).zero;
+    }
+    if (m->scale == f->scale) {
+        memcpy(to->scales + at * each, (const char *)m->part[MOE_QUANT_SCALE] + from * each, each);
+    } else { /* F32 */
+        float s = scale_at(m, from);
+        memcpy(to->scales + at * each, &s, sizeof s);
+    }
+    if (to->zeros != NULL)
+        to->zeros[at] = (uint8_t)zero;
+}
+
+static void pack_elements(const struct moe_quant_matrix *m, size_t row_bytes, size_t r, uint8_t *to)
+{
+    const uint8_t *data = m->part[MOE_QUANT_DATA];
+    switch (m->quant->scheme->packing) {
+    case MOE_PACKED_GPTQ:
+        for (size_t w = 0; w < m->columns / WORD; w++)
+            memcpy(to + 4 * w, data + 4 * (w * m->rows + r), 4);
+        return;
+    case MOE_PACKED_AWQ:
+        memset(to, 0, row_bytes);
+        for (size_t k = 0; k < m->columns; k++) {
+            uint32_t word = word_at(data, k * (m->rows / WORD) + r / WORD);
+            to[k / 2] |= (uint8_t)((word >> 4 * place_of(m, r) & 15) << 4 * (k % 2));
+        }
+        return;
+    case MOE_PACKED_ROWS: break;
+    }
+    memcpy(to, data + (m->first_row + r * m->row_step) * row_bytes, row_bytes);
+}
+
+void moe_quant_pack(const struct moe_quant_matrix *m, const struct moe_weight_format *f,
+                    const struct moe_packed_sizes *sizes, size_t first, size_t count,
+                    const struct moe_quant_arrays *to)
+{
+    for (size_t r = first; r < first + count; r++) {
+        bool first_of_block = f->block_rows == 0 ? r == 0 : r % f->block_rows == 0;
+        size_t at = moe_packed_block(f, sizes->scale_columns, r, 0);
+        pack_elements(m, sizes->row_bytes, r, to->elements + r * sizes->row_bytes);
+        for (size_t b = 0; first_of_block && b < sizes->scale_columns; b++)
+            pack_level(m, f, r, b, at + b, to);
+    }
 }

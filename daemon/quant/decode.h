@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The values of a quantised matrix, from the bytes of its parts. Pure: no I/O, any thread.
+/* The values of a quantised matrix, or the form that backends take, from the bytes of its parts.
+ * Pure: no I/O, any thread.
  *
  * Arithmetic is single precision: the scale first (with the scale of the matrix, if there is one),
  * then element times scale, each rounded to nearest even. The bytes are little-endian, as in the
@@ -7,6 +8,7 @@
 #ifndef MOE_QUANT_DECODE_H
 #define MOE_QUANT_DECODE_H
 
+#include "moe/packed_matrix.h"
 #include "quant/scheme.h"
 
 #include <stddef.h>
@@ -34,5 +36,28 @@ void moe_quant_decode(const struct moe_quant_matrix *m, size_t first, size_t cou
 /* The same, rounded to BF16 (nearest even); `values` [count, columns] is scratch. */
 void moe_quant_decode_bf16(const struct moe_quant_matrix *m, size_t first, size_t count,
                            float *values, uint16_t *to);
+
+/* ---- packed: moe/packed_matrix.h ---- */
+
+/* The format of packed matrices of a scheme with scales of this type in the file. If the files of a
+ * layer have several types, `several`, it is F32. */
+struct moe_weight_format moe_quant_packed_format(const struct moe_quant *q,
+                                                 enum moe_scale_type scale, bool several);
+
+/* True if the parts are the arrays of a packed matrix of format `f` already: `*out` points there.
+ */
+bool moe_quant_is_packed(const struct moe_quant_matrix *m, const struct moe_weight_format *f,
+                         struct moe_packed_matrix *out);
+
+/* Arrays of a packed matrix, with the sizes of moe_packed_sizes. */
+struct moe_quant_arrays {
+    uint8_t *elements, *scales, *zeros; /* zeros: NULL without zero points */
+};
+/* Fills rows [first, first + count), with their scales and zero points. Values do not change. */
+void moe_quant_pack(const struct moe_quant_matrix *m, const struct moe_weight_format *f,
+                    const struct moe_packed_sizes *sizes, size_t first, size_t count,
+                    const struct moe_quant_arrays *to);
+/* The scale of the whole matrix, as moe_packed_matrix.global. */
+float moe_quant_global(const struct moe_quant_matrix *m);
 
 #endif

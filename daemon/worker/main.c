@@ -29,8 +29,8 @@ enum { ANY_SLOT = MOE_MAX_SLOTS, REPORT_MS = 1000 };
 #define ECHO_NS (100 * MOE_NS_PER_MS)
 
 struct settings {
-    const char *model, *coordinator, *listen, *control_listen, *admin_listen, *advertise, *backend,
-        *worker_id;
+    const char *model, *weights, *coordinator, *listen, *control_listen, *admin_listen, *advertise,
+        *backend, *worker_id;
     uint64_t device, threads, slot;
     uint64_t max_message_bytes, max_bytes_in_flight;
     uint64_t max_tokens_per_request, max_tokens_per_step, max_queued_tokens;
@@ -357,6 +357,7 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     struct moe_worker_config config = {
         .device = {.ordinal = (int)s->device, .threads = (uint32_t)s->threads},
         .model = s->model,
+        .decode_weights = strcmp(s->weights, "bf16") == 0,
         .coordinator = s->coordinator,
         .listen = s->listen,
         .control_listen = s->control_listen,
@@ -423,6 +424,7 @@ out:
 static struct settings settings = {
     .listen = "127.0.0.1:0",
     .backend = "auto",
+    .weights = "resident",
     .slot = ANY_SLOT,
     .max_message_bytes = UINT64_C(128) << 20,
     .max_bytes_in_flight = UINT64_C(1) << 30,
@@ -458,6 +460,9 @@ static const struct moe_option first_options[] = {
      "Address to give to clients; default: the address of --listen"},
     {"backend", 'b', MOE_OPTION_CHOICE, &settings.backend, 0, 0, "cpu|cuda|auto",
      "Device type; auto = cuda if a GPU is there, else cpu"},
+    {"weights", 0, MOE_OPTION_CHOICE, &settings.weights, 0, 0, "resident|bf16",
+     "Quantised experts stay as the checkpoint has them where the backend computes with them, or "
+     "become BF16 while they are loaded; the same on all workers"},
 };
 
 static const struct moe_option device_options[] = {

@@ -178,10 +178,32 @@ static void ended(void *ctx, struct moe_status why)
 
 /* -------------------------------------------------------------------------- starting */
 
+/* How quantised experts lie in memory, and what decoding costs. */
+static void log_quantisation(const struct moe_worker *w)
+{
+    static const uint32_t first = 0; /* all experts are alike */
+    const char *scheme = moe_model_quantisation(w->model);
+    if (scheme == NULL)
+        return;
+    if (!moe_model_decodes(w->model)) {
+        moe_log_info("quantised experts (%s) stay as they are", scheme);
+        return;
+    }
+    uint64_t read = moe_model_layer_bytes(w->model, 0, &first, 1);
+    uint64_t kept = moe_model_layer_memory(w->model, 0, &first, 1);
+    moe_log_info("quantised experts (%s) are decoded to BF16 while they are loaded, %s: they take "
+                 "%.1f times the memory, and steps read as much more",
+                 scheme,
+                 w->config.decode_weights ? "as --weights bf16 says"
+                                          : "as this backend does not compute with them",
+                 read == 0 ? 0 : (double)kept / (double)read);
+}
+
 static struct moe_status open_model(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
     MOE_TRY(moe_error_context(moe_model_open(c->model, &w->model), "%.100s", c->model));
+    MOE_TRY(moe_model_keep_quantised(w->model, c->decode_weights ? NULL : c->backend->computes));
     MOE_TRY(c->backend->device_open(&c->device, &w->device));
     MOE_TRY(moe_loader_create(c->backend, w->device, w->model, NULL, &w->loader));
     struct moe_device_info info;
@@ -189,9 +211,7 @@ static struct moe_status open_model(struct moe_worker *w)
     moe_log_info("%s (%s), %zu MoE layers, on %s: %s", moe_model_name(w->model),
                  moe_model_family(w->model), moe_loader_layer_count(w->loader), c->backend->name,
                  info.name);
-    if (moe_model_quantisation(w->model) != NULL)
-        moe_log_info("quantised experts (%s) are decoded to BF16 while they are loaded",
-                     moe_model_quantisation(w->model));
+    log_quantisation(w);
     return moe_ok();
 }
 

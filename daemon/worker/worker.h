@@ -20,6 +20,7 @@ struct moe_worker_config {
     const char *backend_asked, *cuda_module, *cuda_problem;
     struct moe_device_config device; /* its settings are the sessions' too */
     const char *model;               /* directory */
+    bool decode_weights;             /* quantised experts become BF16 while they are loaded */
     const char *coordinator;         /* "host:port,..."; see struct moe_group_config */
     const char *listen;              /* "host:port"; port 0 = any */
     const char *control_listen;      /* "host:port" for peers; NULL = host of `listen`, any port */

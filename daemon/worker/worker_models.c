@@ -74,6 +74,7 @@ struct moe_status moe_worker__create_models(struct moe_worker *w)
     const struct moe_models_config models = {
         .backend = w->config.backend,
         .device = w->device,
+        .decode_weights = w->config.decode_weights,
         .engine = w->engine,
         .default_model = moe_model_name(w->model),
         .default_layers = moe_loader_layer_count(w->loader),

@@ -60,8 +60,8 @@ static uint64_t load_layer(const struct moe_model *m, size_t i, struct moe_devic
     const struct moe_placement p = place(spec, &l);
     struct moe_layer *layer;
     must(cpu->layer_create(device, spec, &p, 0, &layer));
-    must(
-        moe_model_stream_layer(m, i, l.experts, spec->experts, upload, NULL, layer, d, NULL, NULL));
+    must(moe_model_stream_layer(m, i, l.experts, spec->experts, upload, NULL, NULL, layer, d, NULL,
+                                NULL));
     must(cpu->layer_finish(layer));
     if (d != NULL)
         must(moe_digester_finish(d, t));

@@ -100,6 +100,13 @@ static struct moe_status upload(void *ctx, enum moe_weight weight, uint32_t expe
     return b->backend->layer_upload(b->layer, weight, expert, dtype, data, bytes);
 }
 
+static struct moe_status upload_packed(void *ctx, enum moe_weight weight, uint32_t expert,
+                                       const struct moe_packed_matrix *matrix)
+{
+    struct golden_bench *b = ctx;
+    return b->backend->layer_upload_packed(b->layer, weight, expert, matrix);
+}
+
 void golden_load_layer(struct golden_bench *b, const struct moe_model *m, size_t i)
 {
     uint32_t local[MOE_MAX_EXPERTS], n = 0;
@@ -110,7 +117,7 @@ void golden_load_layer(struct golden_bench *b, const struct moe_model *m, size_t
         if (b->homes.slot[e] == b->slot)
             local[n++] = e;
     must(b->backend->layer_create(b->device, b->spec, &placement, b->slot, &b->layer));
-    must(moe_model_load_layer(m, i, local, n, upload, b, NULL, NULL));
+    must(moe_model_stream_layer(m, i, local, n, upload, NULL, upload_packed, b, NULL, NULL, NULL));
     must(b->backend->layer_finish(b->layer));
 }
 

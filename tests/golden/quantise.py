@@ -481,13 +481,13 @@ def deepseek_v4(block, shared):
     return block
 
 
-def quantised(block, scheme, shared_scheme):
-    """The block with dequantised weights, and the tensors of each matrix."""
+def quantised(block, scheme, shared_scheme, rounded):
+    """The block with dequantised weights, rounded by `rounded`, and the tensors of each matrix."""
     out, tensors = dict(block, experts=[]), {}
     def take(where, w, quantise):
         made, values = quantise(w)
         tensors[where] = made
-        return through_bf16(values).astype(np.float64)
+        return rounded(values).astype(np.float64)
     for e, w in enumerate(block["experts"]):
         out["experts"].append({**w, **{p: take((e, p), w[p], scheme) for p in PARTS}})
     if "shared" in block and shared_scheme is not None:
@@ -567,7 +567,9 @@ def make(models, target, name):
     if name.endswith("deepseek_v4"):
         block = deepseek_v4(block, read_block(models, base, 1)["experts"][0])
         config = block["config"]
-    exact, made = quantised(block, scheme, scheme if shared == "same" else shared)
+    shared = scheme if shared == "same" else shared
+    decoded, made = quantised(block, scheme, shared, through_bf16)
+    exact, _ = quantised(block, scheme, shared, np.float32)
     directory = os.path.join(target, name)
     os.makedirs(directory, exist_ok=True)
     config["quantization_config"] = quantisation
@@ -579,9 +581,11 @@ def make(models, target, name):
     random, golden = np.random.default_rng(7), {}
     for tokens in (1, 37):
         x = through_bf16(random.standard_normal((tokens, config["hidden_size"])))
-        y, unquantised = compute(exact, x), compute(block, x)
+        y, unquantised = compute(decoded, x), compute(block, x)
         golden["layer%d.T%d.x" % (layer, tokens)] = ("F32", x)
         golden["layer%d.T%d.y" % (layer, tokens)] = ("F32", y.astype(np.float32))
+        golden["layer%d.T%d.exact" % (layer, tokens)] = (
+            "F32", compute(exact, x).astype(np.float32))
     write_file(os.path.join(directory, "golden.safetensors"), golden)
     print("%-26s %.1e from the unquantised model" % (
         name, np.linalg.norm(y - unquantised) / np.linalg.norm(unquantised)))

@@ -44,7 +44,8 @@ static void add_digests(const struct moe_model *m, size_t i, const uint32_t *exp
     struct moe_digester *d;
     assert_ok(moe_digester_create(m, 2, &d));
     assert_ok(moe_model_stream_layer(m, i, experts, count, fixture_ignore,
-                                     piece != NULL ? read_pieces : NULL, piece, d, NULL, NULL));
+                                     piece != NULL ? read_pieces : NULL, NULL, piece, d, NULL,
+                                     NULL));
     assert_ok(moe_digester_finish(d, t));
     moe_digester_destroy(d);
 }

@@ -38,7 +38,7 @@ static void load(const struct moe_model *m, size_t layer, const uint32_t *expert
         moe_model_load_layer(m, layer, experts, count, deliveries_sink, d, deliveries_progress, d));
     assert_int_equal(d->read_bytes, moe_model_layer_bytes(m, layer, experts, count));
     assert_ok(moe_model_stream_layer(m, layer, experts, count, deliveries_sink, read_and_deliver,
-                                     &other, NULL, deliveries_progress, &other));
+                                     NULL, &other, NULL, deliveries_progress, &other));
     assert_int_equal(other.read_bytes, d->read_bytes);
     uint64_t given = 0;
     for (size_t i = 0; i < d->count; i++)

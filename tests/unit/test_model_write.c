@@ -104,8 +104,8 @@ static void add_read(const struct moe_model *m, struct moe_digest_table *all)
         uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(m, i)->experts;
         for (uint32_t e = 0; e < n; e++)
             experts[e] = e;
-        assert_ok(
-            moe_model_stream_layer(m, i, experts, n, fixture_ignore, NULL, NULL, d, NULL, NULL));
+        assert_ok(moe_model_stream_layer(m, i, experts, n, fixture_ignore, NULL, NULL, NULL, d,
+                                         NULL, NULL));
         assert_ok(moe_digester_finish(d, all));
     }
     moe_digester_destroy(d);

@@ -482,8 +482,8 @@ static struct moe_digest_table *digests(const struct fixture *f)
         uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(m, i)->experts;
         for (uint32_t e = 0; e < n; e++)
             experts[e] = e;
-        assert_ok(
-            moe_model_stream_layer(m, i, experts, n, fixture_ignore, NULL, NULL, d, NULL, NULL));
+        assert_ok(moe_model_stream_layer(m, i, experts, n, fixture_ignore, NULL, NULL, NULL, d,
+                                         NULL, NULL));
         assert_ok(moe_digester_finish(d, t));
     }
     assert_true(moe_digest_table_is_complete(t));

@@ -1,0 +1,148 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Quantised checkpoints of every scheme in the form that backends take: the values are those that
+ * decoding gives, and the memory is that of the file. */
+#include "model_fixture.h"
+#include "support/golden.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static bool every_format(const struct moe_weight_format *f)
+{
+    return f->encoding != MOE_ENC_NONE;
+}
+
+static bool no_integers(const struct moe_weight_format *f)
+{
+    return f->encoding != MOE_ENC_INT4;
+}
+
+/* A model twice: as it is, and decoded. */
+struct pair {
+    struct moe_model *packed, *plain;
+    size_t layer;
+    struct deliveries decoded;
+    uint64_t bytes;   /* given, of the packed layer */
+    uint32_t packets; /* packed matrices */
+};
+
+static struct moe_status check_packed(void *ctx, enum moe_weight weight, uint32_t expert,
+                                      const struct moe_packed_matrix *m)
+{
+    struct pair *p = ctx;
+    const struct moe_layer_spec *spec = moe_model_layer(p->packed, p->layer);
+    const struct moe_weight_format *f = moe_weight_format_of(spec, weight);
+    const struct delivery *want = deliveries_find(&p->decoded, weight, expert);
+    struct moe_packed_sizes sizes;
+    size_t rows, columns;
+    moe_weight_shape(spec, weight, &rows, &columns);
+    assert_non_null(f);
+    assert_true(moe_packed_sizes(f, rows, columns, &sizes));
+    assert_int_equal(m->zeros != NULL, f->zero_points);
+    for (size_t r = 0; r < rows; r++)
+        for (size_t c = 0; c < columns; c++) {
+            uint16_t got = moe_f32_to_bf16(moe_packed_value(f, &sizes, m, r, c)), decoded;
+            memcpy(&decoded, (const char *)want->data + 2 * (r * columns + c), sizeof decoded);
+            if (got != decoded)
+                fail_msg("%s: weight %d of expert %u at %zu, %zu: %g, decoded %g",
+                         moe_model_name(p->packed), (int)weight, expert, r, c,
+                         (double)moe_bf16_to_f32(got), (double)moe_bf16_to_f32(decoded));
+        }
+    p->bytes += sizes.bytes;
+    p->packets++;
+    return moe_ok();
+}
+
+static struct moe_status count_plain(void *ctx, enum moe_weight weight, uint32_t expert,
+                                     enum moe_dtype dtype, const void *data, size_t bytes)
+{
+    struct pair *p = ctx;
+    (void)expert;
+    (void)dtype;
+    (void)data;
+    assert_null(moe_weight_format_of(moe_model_layer(p->packed, p->layer), weight));
+    p->bytes += bytes;
+    return moe_ok();
+}
+
+static void check_layer(struct pair *p)
+{
+    uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(p->plain, p->layer)->experts;
+    for (uint32_t e = 0; e < n; e++)
+        experts[e] = e;
+    p->decoded = (struct deliveries){0};
+    p->bytes = 0;
+    assert_ok(moe_model_load_layer(p->plain, p->layer, experts, n, deliveries_sink, &p->decoded,
+                                   NULL, NULL));
+    assert_ok(moe_model_stream_layer(p->packed, p->layer, experts, n, count_plain, NULL,
+                                     check_packed, p, NULL, NULL, NULL));
+    assert_int_equal(p->bytes, moe_model_layer_memory(p->packed, p->layer, experts, n));
+    assert_true(moe_model_layer_memory(p->plain, p->layer, experts, n) > p->bytes);
+    deliveries_free(&p->decoded);
+}
+
+static void open_pair(struct pair *p, const char *directory,
+                      bool (*computes)(const struct moe_weight_format *))
+{
+    *p = (struct pair){0};
+    assert_ok(moe_model_open(directory, &p->packed));
+    assert_ok(moe_model_open(directory, &p->plain));
+    assert_ok(moe_model_keep_quantised(p->packed, computes));
+    assert_true(moe_model_decodes(p->plain));
+}
+
+static void close_pair(struct pair *p)
+{
+    moe_model_close(p->packed);
+    moe_model_close(p->plain);
+}
+
+static void packed_values_are_the_decoded_ones_in_every_scheme(void **state)
+{
+    (void)state;
+    struct golden_models models;
+    golden_models_list(MOE_QUANTISED_DIR, &models);
+    assert_true(models.count >= 18);
+    for (size_t i = 0; i < models.count; i++) {
+        char path[512];
+        struct pair p;
+        snprintf(path, sizeof path, MOE_QUANTISED_DIR "/%s", models.names[i]);
+        open_pair(&p, path, every_format);
+        assert_false(moe_model_decodes(p.packed));
+        for (p.layer = 0; p.layer < moe_model_layer_count(p.packed); p.layer++)
+            check_layer(&p);
+        assert_true(p.packets > 0);
+        close_pair(&p);
+    }
+}
+
+static void formats_that_a_backend_lacks_are_decoded(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *path;
+        bool kept;
+    } cases[] = {{MOE_QUANTISED_DIR "/int4_kimi_k2", false},
+                 {MOE_QUANTISED_DIR "/mxfp4_gpt_oss", true}};
+    for (size_t i = 0; i < 2; i++) {
+        struct pair p;
+        open_pair(&p, cases[i].path, no_integers);
+        assert_int_equal(moe_model_decodes(p.packed), !cases[i].kept);
+        assert_int_equal(moe_model_layer(p.packed, 0)->routed_format.encoding,
+                         cases[i].kept ? MOE_ENC_E2M1 : MOE_ENC_NONE);
+        close_pair(&p);
+        open_pair(&p, cases[i].path, NULL);
+        assert_true(moe_model_decodes(p.packed));
+        close_pair(&p);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(packed_values_are_the_decoded_ones_in_every_scheme),
+        cmocka_unit_test(formats_that_a_backend_lacks_are_decoded),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
