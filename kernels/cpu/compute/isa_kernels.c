@@ -214,7 +214,7 @@ DEFINE_PANEL(panel_f32_add, block_f32_add)
  * 2^-8 times its value, four bits of E2M1 2^-14 times, and an integer 2^-24 times. F16 subnormals
  * make that right for every element. Conversion to F32 is exact, and scales carry the inverse
  * factor, so the product with the scale is rounded once, as moe/packed_matrix.h defines.
- * (packed.c keeps matrices whose scales would overflow, and those with NaN, in F32.) */
+ * (packed.c keeps a matrix in F32 if a scale would overflow or an element is NaN.) */
 
 enum {
     HALF_LANES = PANEL < 16 ? PANEL : 16, /* of a vector of uint16 */
