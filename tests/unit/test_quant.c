@@ -292,9 +292,47 @@ static void other_regular_expressions_are_refused_by_name(void **state)
     moe_modules_destroy(m);
 }
 
+/* ---- packed ---- */
+
+/* Scales of several types in one layer become F32; the values stay. */
+static void scales_of_several_types_are_packed_as_f32(void **state)
+{
+    (void)state;
+    static const uint8_t elements[2 * 8] = {0x12, 0x34, 0x56, 0x78, 0x9a, 0xbc, 0xde, 0xf0,
+                                            0x0f, 0x1e, 0x2d, 0x3c, 0x4b, 0x5a, 0x69, 0x78};
+    static const uint16_t scales[2] = {0x3c80, 0xbd01}; /* BF16 */
+    struct moe_quant q = quant(MOE_QUANT_INT4_PACKED, 1, 16);
+    const struct moe_quant_matrix m = {
+        .quant = &q,
+        .scale = MOE_SCALE_BF16,
+        .rows = 2,
+        .columns = 16,
+        .row_step = 1,
+        .part = {[MOE_QUANT_DATA] = elements, [MOE_QUANT_SCALE] = scales}};
+    struct moe_weight_format same = moe_quant_packed_format(&q, MOE_SCALE_BF16, false);
+    struct moe_weight_format f = moe_quant_packed_format(&q, MOE_SCALE_BF16, true);
+    struct moe_packed_matrix packed;
+    struct moe_packed_sizes sizes;
+    assert_int_equal(same.scale, MOE_SCALE_BF16);
+    assert_true(moe_quant_is_packed(&m, &same, &packed) && packed.elements == elements);
+    assert_int_equal(f.scale, MOE_SCALE_F32);
+    assert_false(moe_quant_is_packed(&m, &f, &packed));
+    uint8_t to_elements[16];
+    float to_scales[2], want[2 * 16];
+    assert_true(moe_packed_sizes(&f, 2, 16, &sizes) && sizes.elements == sizeof to_elements &&
+                sizes.scales == sizeof to_scales);
+    const struct moe_quant_arrays to = {to_elements, (uint8_t *)to_scales, NULL};
+    moe_quant_pack(&m, &f, &sizes, 0, 2, &to);
+    packed = (struct moe_packed_matrix){.elements = to_elements, .scales = to_scales};
+    moe_quant_decode(&m, 0, 2, want);
+    for (size_t i = 0; i < 2 * 16; i++)
+        assert_true(moe_packed_value(&f, &sizes, &packed, i / 16, i % 16) == want[i]);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(scales_of_several_types_are_packed_as_f32),
         cmocka_unit_test(every_e4m3_is_its_definition),
         cmocka_unit_test(every_e8m0_is_a_power_of_two),
         cmocka_unit_test(every_e2m1_is_in_the_table),
