@@ -166,7 +166,8 @@ void moe_step_slot_args(struct moe_step_slot *step_slot, const struct moe_layer_
 struct moe_status moe_step_slot_outcome(const struct moe_step_slot *step_slot,
                                         const struct moe_segment *segment, uint32_t row)
 {
-    bool partial = segment->work->on_unavailable == MOE_ON_UNAVAILABLE_PARTIAL;
+    const struct moe_work *work = segment->work; /* NULL: of a call, such as Backward */
+    bool partial = work != NULL && work->on_unavailable == MOE_ON_UNAVAILABLE_PARTIAL;
     for (uint32_t i = 0; i < segment->count; i++) {
         uint32_t token = segment->first + i;
         switch ((enum moe_token_state)step_slot->token_state[row + i]) {
