@@ -92,6 +92,52 @@ MOE_ENTRY_PROTOTYPE(text, describe, MOE_ENTRY_DESCRIBE)
     return text_of(st);
 }
 
+static struct moe_cuda_packed_weight packed(int packing, void *entry, uint32_t rows,
+                                            uint32_t columns, bool interleaved, uint32_t offset)
+{
+    return (struct moe_cuda_packed_weight){.packing = (enum moe_cuda_packing)packing,
+                                           .entry = entry,
+                                           .rows = rows,
+                                           .columns = columns,
+                                           .interleaved = interleaved,
+                                           .offset = offset};
+}
+
+static struct moe_weight_format format_of(int encoding, uint32_t block_rows, uint32_t block_columns,
+                                          int scale)
+{
+    return (struct moe_weight_format){.encoding = (enum moe_encoding)encoding,
+                                      .block_rows = block_rows,
+                                      .block_columns = block_columns,
+                                      .scale = (enum moe_scale_type)scale};
+}
+
+MOE_ENTRY_PROTOTYPE(text, packed_place, MOE_ENTRY_PACKED_PLACE)
+{
+    struct moe_cuda_packed_weight w = packed(packing, entry, rows, columns, interleaved, offset);
+    w.wrong = wrong;
+    return text_of(moe_cuda_packed_place(&w, src, 0, rows, stream));
+}
+
+MOE_ENTRY_PROTOTYPE(text, packed_scale, MOE_ENTRY_PACKED_SCALE)
+{
+    struct moe_cuda_packed_weight w = packed(packing, entry, rows, columns, interleaved, offset);
+    struct moe_weight_format format = format_of(encoding, block_rows, block_columns, scale);
+    w.wrong = wrong;
+    return text_of(moe_cuda_packed_scale(&w, &format, src, 0, block_rows == 0 ? 1 : rows, stream));
+}
+
+MOE_ENTRY_PROTOTYPE(int, packing_of, MOE_ENTRY_PACKING_OF)
+{
+    struct moe_weight_format format = format_of(encoding, block_rows, block_columns, scale);
+    return (int)moe_cuda_packing_of(&format);
+}
+
+MOE_ENTRY_PROTOTYPE(size_t, packed_bytes, MOE_ENTRY_PACKED_BYTES)
+{
+    return moe_cuda_packed_bytes((enum moe_cuda_packing)packing, rows, columns);
+}
+
 /* -------------------------------------------------------------------- choices */
 
 MOE_ENTRY_PROTOTYPE(int, choose_tile, MOE_ENTRY_CHOOSE_TILE)
@@ -99,6 +145,13 @@ MOE_ENTRY_PROTOTYPE(int, choose_tile, MOE_ENTRY_CHOOSE_TILE)
     struct moe_cuda_gemm_params params = {
         .bucket = bucket, .slots = slots, .top_k = top_k, .experts = experts, .n = n, .k = k};
     return (int)moe_cuda_choose_tile(&params);
+}
+
+MOE_ENTRY_PROTOTYPE(int, choose_packed_tile, MOE_ENTRY_CHOOSE_TILE)
+{
+    struct moe_cuda_gemm_params params = {
+        .bucket = bucket, .slots = slots, .top_k = top_k, .experts = experts, .n = n, .k = k};
+    return (int)moe_cuda_choose_packed_tile(&params);
 }
 
 MOE_ENTRY_PROTOTYPE(text, tile_name, MOE_ENTRY_TILE_NAME)
@@ -118,7 +171,12 @@ MOE_ENTRY_PROTOTYPE(int, constant, MOE_ENTRY_CONSTANT)
                  {"BF16", MOE_DTYPE_BF16},
                  {"SWIGLU", MOE_ACT_SWIGLU},
                  {"LATE", MOE_WEIGHT_OUTPUT_LATE},
-                 {"WEIGHTS_BYTES", sizeof(struct moe_cuda_ggemm_weights)}};
+                 {"F8E4M3", MOE_ENC_F8E4M3},
+                 {"E2M1", MOE_ENC_E2M1},
+                 {"SCALE_F32", MOE_SCALE_F32},
+                 {"SCALE_E8M0", MOE_SCALE_E8M0},
+                 {"WEIGHTS_BYTES", sizeof(struct moe_cuda_ggemm_weights)},
+                 {"WEIGHTS_DATA", offsetof(struct moe_cuda_ggemm_weights, data)}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
         if (strcmp(known[i].name, name) == 0)
             return known[i].value;

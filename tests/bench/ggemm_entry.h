@@ -21,6 +21,7 @@ typedef const char *text;
     X(int, tile)                                                                                   \
     X(bool, gated)                                                                                 \
     X(bool, back)                                                                                  \
+    X(int, packing)                                                                                \
     X(uint32_t, experts)                                                                           \
     X(uint32_t, row_capacity)                                                                      \
     X(uint32_t, n)                                                                                 \
@@ -69,6 +70,28 @@ typedef const char *text;
 /* out: host memory of WEIGHTS_BYTES (a constant) bytes */
 #define MOE_ENTRY_DESCRIBE(X, L)                                                                   \
     X(pointer, data) X(uint32_t, experts) X(uint32_t, rows) X(uint32_t, columns) L(pointer, out)
+/* Rows `first`, ... of one matrix, or of gate (interleaved, offset 0) or up (8). */
+#define MOE_ENTRY_PACKED_PLACE(X, L)                                                               \
+    X(int, packing)                                                                                \
+    X(pointer, entry)                                                                              \
+    X(uint32_t, rows)                                                                              \
+    X(uint32_t, columns)                                                                           \
+    X(bool, interleaved)                                                                           \
+    X(uint32_t, offset) X(pointer, wrong) X(pointer, src) L(pointer, stream)
+#define MOE_ENTRY_PACKED_SCALE(X, L)                                                               \
+    X(int, packing)                                                                                \
+    X(pointer, entry)                                                                              \
+    X(uint32_t, rows)                                                                              \
+    X(uint32_t, columns)                                                                           \
+    X(bool, interleaved)                                                                           \
+    X(uint32_t, offset)                                                                            \
+    X(int, encoding)                                                                               \
+    X(uint32_t, block_rows)                                                                        \
+    X(uint32_t, block_columns)                                                                     \
+    X(int, scale) X(pointer, wrong) X(pointer, src) L(pointer, stream)
+#define MOE_ENTRY_PACKING_OF(X, L)                                                                 \
+    X(int, encoding) X(uint32_t, block_rows) X(uint32_t, block_columns) L(int, scale)
+#define MOE_ENTRY_PACKED_BYTES(X, L) X(int, packing) X(size_t, rows) L(size_t, columns)
 #define MOE_ENTRY_CHOOSE_TILE(X, L)                                                                \
     X(uint32_t, bucket)                                                                            \
     X(uint32_t, slots) X(uint32_t, top_k) X(uint32_t, experts) X(uint32_t, n) L(uint32_t, k)
@@ -82,6 +105,11 @@ typedef const char *text;
     F(size_t, cublas_bytes, MOE_ENTRY_CUBLAS_BYTES)                                                \
     F(text, wgrad, MOE_ENTRY_WGRAD)                                                                \
     F(text, describe, MOE_ENTRY_DESCRIBE)                                                          \
+    F(text, packed_place, MOE_ENTRY_PACKED_PLACE)                                                  \
+    F(text, packed_scale, MOE_ENTRY_PACKED_SCALE)                                                  \
+    F(int, packing_of, MOE_ENTRY_PACKING_OF)                                                       \
+    F(size_t, packed_bytes, MOE_ENTRY_PACKED_BYTES)                                                \
+    F(int, choose_packed_tile, MOE_ENTRY_CHOOSE_TILE)                                              \
     F(int, choose_tile, MOE_ENTRY_CHOOSE_TILE)                                                     \
     F(text, tile_name, MOE_ENTRY_TILE_NAME)                                                        \
     F(int, constant, MOE_ENTRY_CONSTANT)

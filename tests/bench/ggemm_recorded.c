@@ -32,6 +32,7 @@ static struct moe_status record_ggemm(const struct moe_cuda_ggemm *g, const void
     int at = add_number(0, "tile", g->tile);
     at = add_number(at, "gated", g->gated);
     at = add_number(at, "back", g->back);
+    at = add_number(at, "packing", g->packing);
     at = add_number(at, "experts", g->experts);
     at = add_number(at, "row_capacity", g->row_capacity);
     at = add_number(at, "n", g->n);
@@ -102,6 +103,41 @@ struct moe_status moe_cuda_wgrad_enqueue(const struct moe_cuda_wgrad *w, struct 
     at = add_number(at, "accumulate", w->accumulate);
     at = add_pointer(at, "dw", w->dw);
     at = add_number(at, "processors", w->processors);
+    add_pointer(at, "stream", stream);
+    return moe_ok();
+}
+
+static int add_weight(const struct moe_cuda_packed_weight *w, const void *src)
+{
+    int at = add_number(0, "packing", w->packing);
+    at = add_pointer(at, "entry", w->entry);
+    at = add_number(at, "rows", w->rows);
+    at = add_number(at, "columns", w->columns);
+    at = add_number(at, "interleaved", w->interleaved);
+    at = add_number(at, "offset", w->offset);
+    at = add_pointer(at, "wrong", w->wrong);
+    return add_pointer(at, "src", src);
+}
+
+struct moe_status moe_cuda_packed_place(const struct moe_cuda_packed_weight *w, const void *src,
+                                        uint32_t first, uint32_t count, struct CUstream_st *stream)
+{
+    if (first != 0 || count != w->rows)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE, "not all rows");
+    add_pointer(add_weight(w, src), "stream", stream);
+    return moe_ok();
+}
+
+struct moe_status moe_cuda_packed_scale(const struct moe_cuda_packed_weight *w,
+                                        const struct moe_weight_format *format, const void *src,
+                                        uint32_t first, uint32_t count, struct CUstream_st *stream)
+{
+    if (first != 0 || count < w->rows)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE, "not all rows");
+    int at = add_number(add_weight(w, src), "encoding", format->encoding);
+    at = add_number(at, "block_rows", format->block_rows);
+    at = add_number(at, "block_columns", format->block_columns);
+    at = add_number(at, "scale", format->scale);
     add_pointer(at, "stream", stream);
     return moe_ok();
 }

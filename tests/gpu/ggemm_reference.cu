@@ -48,10 +48,13 @@ __host__ __device__ size_t out_stride(const moe_cuda_ggemm &g)
 __device__ double dot(const moe_cuda_ggemm &g, uint32_t row, size_t weight_row)
 {
     const auto *x = static_cast<const __nv_bfloat16 *>(g.x) + row * x_stride(g);
-    const auto *w = static_cast<const __nv_bfloat16 *>((*g.weights)->data) + weight_row * g.k;
+    const void *data = (*g.weights)->data;
+    const auto *w = static_cast<const __nv_bfloat16 *>(data) + weight_row * g.k;
+    const auto *values = static_cast<const float *>(data) + weight_row * g.k;
     double sum = 0;
     for (uint32_t i = 0; i < g.k; i++)
-        sum += double(__bfloat162float(x[i])) * double(__bfloat162float(w[i]));
+        sum += double(__bfloat162float(x[i])) *
+               double(g.packing != MOE_CUDA_PACKING_NONE ? values[i] : __bfloat162float(w[i]));
     return sum;
 }
 

@@ -3,6 +3,7 @@
  * measurements say it should be. */
 #include "cuda/plan/gemm_choice.h"
 #include "cuda/plan/limits.h"
+#include "cuda/plan/packing.h"
 
 #include <inttypes.h>
 #include <setjmp.h>
@@ -125,6 +126,53 @@ static void choice_is_monotonic_in_the_bucket(void **state)
     }
 }
 
+/* Packed weights have a tile for few rows and one for many. */
+static void packed_weights_have_two_tiles(void **state)
+{
+    (void)state;
+    struct moe_cuda_gemm_params f = deepseek_v3(128);
+    assert_int_equal(moe_cuda_expected_rows(&f), 16);
+    assert_int_equal(moe_cuda_choose_packed_tile(&f), MOE_CUDA_TILE_DECODE);
+    f.bucket = 4096;
+    assert_int_equal(moe_cuda_choose_packed_tile(&f), MOE_CUDA_TILE_EVEN);
+}
+
+static enum moe_cuda_packing packing(enum moe_encoding e, uint32_t rows, uint32_t columns,
+                                     enum moe_scale_type scale)
+{
+    struct moe_weight_format f = {
+        .encoding = e, .block_rows = rows, .block_columns = columns, .scale = scale};
+    return moe_cuda_packing_of(&f);
+}
+
+static void formats_have_the_packing_that_computes_them(void **state)
+{
+    (void)state;
+    enum moe_encoding f8 = MOE_ENC_F8E4M3;
+    assert_int_equal(packing(f8, 128, 128, MOE_SCALE_F32), MOE_CUDA_PACKING_F8_BLOCK);
+    assert_int_equal(packing(f8, 128, 128, MOE_SCALE_E8M0), MOE_CUDA_PACKING_F8_BLOCK);
+    assert_int_equal(packing(f8, 0, 0, MOE_SCALE_BF16), MOE_CUDA_PACKING_F8_BLOCK);
+    assert_int_equal(packing(f8, 1, 0, MOE_SCALE_F32), MOE_CUDA_PACKING_F8_ROW);
+    assert_int_equal(packing(f8, 1, 32, MOE_SCALE_E8M0), MOE_CUDA_PACKING_F8_E8M0);
+    assert_int_equal(packing(f8, 1, 32, MOE_SCALE_F32), MOE_CUDA_PACKING_NONE);
+    assert_int_equal(packing(f8, 1, 128, MOE_SCALE_E4M3), MOE_CUDA_PACKING_NONE);
+    assert_int_equal(packing(MOE_ENC_E2M1, 1, 32, MOE_SCALE_E8M0), MOE_CUDA_PACKING_E2M1_E8M0);
+    assert_int_equal(packing(MOE_ENC_E2M1, 1, 16, MOE_SCALE_E4M3), MOE_CUDA_PACKING_NONE);
+    assert_int_equal(packing(MOE_ENC_INT4, 1, 32, MOE_SCALE_BF16), MOE_CUDA_PACKING_NONE);
+    assert_int_equal(packing(MOE_ENC_NONE, 0, 0, MOE_SCALE_F32), MOE_CUDA_PACKING_NONE);
+}
+
+/* Blocks of 128 x 128, each with its scales. */
+static void packed_matrices_have_whole_blocks(void **state)
+{
+    (void)state;
+    enum moe_cuda_packing f8 = MOE_CUDA_PACKING_F8_BLOCK, f4 = MOE_CUDA_PACKING_E2M1_E8M0;
+    assert_int_equal(moe_cuda_packed_bytes(f8, 128, 128), 16384 + 64);
+    assert_int_equal(moe_cuda_packed_bytes(f8, 129, 257), 2 * 3 * (16384 + 64));
+    assert_int_equal(moe_cuda_packed_bytes(f4, 4096, 7168), 4096 * 7168 / 32 * 17);
+    assert_int_equal(moe_cuda_packed_bytes(f4, 0, 128), 0);
+}
+
 /* What the kernels are built on: K steps of 128 bytes, and instructions of 64 rows. */
 static void tiles_have_shapes_that_kernels_can_have(void **state)
 {
@@ -154,6 +202,9 @@ int main(void)
         cmocka_unit_test(layers_without_room_for_their_tables_are_found),
         cmocka_unit_test(choice_is_monotonic_in_the_bucket),
         cmocka_unit_test(tiles_have_shapes_that_kernels_can_have),
+        cmocka_unit_test(packed_weights_have_two_tiles),
+        cmocka_unit_test(formats_have_the_packing_that_computes_them),
+        cmocka_unit_test(packed_matrices_have_whole_blocks),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

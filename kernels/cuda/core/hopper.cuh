@@ -194,6 +194,26 @@ __device__ __forceinline__ void load_box3_once(void *to, const CUtensorMap *map,
                  : "memory");
 }
 
+/* Loads contiguous bytes: a multiple of 16, both ends 16-byte aligned; no map. */
+__device__ __forceinline__ void load_bytes(void *to, const void *from, uint64_t *barrier,
+                                           uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %3, [%2];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+/* The same, for data that is not read again soon. */
+__device__ __forceinline__ void load_bytes_once(void *to, const void *from, uint64_t *barrier,
+                                                uint32_t bytes, uint64_t policy)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1], %3, [%2], %4;" ::"r"(shared_address(to)),
+                 "l"(from), "r"(shared_address(barrier)), "r"(bytes), "l"(policy)
+                 : "memory");
+}
+
 /* Makes ordinary stores to shared memory visible to the store_box calls that follow. */
 __device__ __forceinline__ void stores_before_copies()
 {
@@ -272,6 +292,7 @@ template <int PENDING> __device__ __forceinline__ void multiply_wait()
 
 /* The instruction's text depends only on the number of columns and of accumulators, eight for every
  * 16 columns. Each macro adds one step to both lists. */
+#define MOE_NAMES_4   "%0, %1, %2, %3"
 #define MOE_NAMES_8   "%0, %1, %2, %3, %4, %5, %6, %7"
 #define MOE_NAMES_16  MOE_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define MOE_NAMES_24  MOE_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -291,6 +312,7 @@ template <int PENDING> __device__ __forceinline__ void multiply_wait()
 #define MOE_VALUES(i)                                                                              \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),    \
         "+f"(d[i + 6]), "+f"(d[i + 7])
+#define MOE_VALUES_4   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define MOE_VALUES_8   MOE_VALUES(0)
 #define MOE_VALUES_16  MOE_VALUES_8, MOE_VALUES(8)
 #define MOE_VALUES_24  MOE_VALUES_16, MOE_VALUES(16)
@@ -356,6 +378,38 @@ MOE_MULTIPLY(256, 128, "128", "129", "130");
 
 #undef MOE_MULTIPLY
 #undef MOE_MULTIPLY_START
+
+/* The same with `a` in registers. Two bf16 each: of thread t of warp w, row 16 w + t/4 and columns
+ * 2 (t%4) and the next in a[0], the row 8 below in a[1]; columns 8 further in a[2], a[3]. The
+ * registers must not change until the multiplication is complete. */
+template <uint32_t N> struct multiply_registers;
+
+#define MOE_MULTIPLY_REGISTERS(n, count, a0, a1, a2, a3, b_name, p_name)                           \
+    template <> struct multiply_registers<n> {                                                     \
+        template <uint32_t SIZE>                                                                   \
+        static __device__ __forceinline__ void start(float (&d)[SIZE], const uint32_t *a,          \
+                                                     uint64_t b, int accumulate)                   \
+        {                                                                                          \
+            static_assert(SIZE >= count, "accumulators");                                          \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" p_name ", 0;\n"                      \
+                         "wgmma.mma_async.sync.aligned.m64n" #n                                    \
+                         "k16.f32.bf16.bf16 {" MOE_NAMES_##count                                   \
+                         "}, {%" a0 ", %" a1 ", %" a2 ", %" a3 "}, %" b_name ", p, 1, 1, 0;\n}"    \
+                         : MOE_VALUES_##count                                                      \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));   \
+        }                                                                                          \
+    }
+
+MOE_MULTIPLY_REGISTERS(8, 4, "4", "5", "6", "7", "8", "9");
+MOE_MULTIPLY_REGISTERS(16, 8, "8", "9", "10", "11", "12", "13");
+MOE_MULTIPLY_REGISTERS(32, 16, "16", "17", "18", "19", "20", "21");
+MOE_MULTIPLY_REGISTERS(64, 32, "32", "33", "34", "35", "36", "37");
+MOE_MULTIPLY_REGISTERS(96, 48, "48", "49", "50", "51", "52", "53");
+MOE_MULTIPLY_REGISTERS(128, 64, "64", "65", "66", "67", "68", "69");
+MOE_MULTIPLY_REGISTERS(160, 80, "80", "81", "82", "83", "84", "85");
+MOE_MULTIPLY_REGISTERS(192, 96, "96", "97", "98", "99", "100", "101");
+
+#undef MOE_MULTIPLY_REGISTERS
 
 /* Keeps the compiler from moving a read of the accumulators before the preceding wait. */
 template <int N> __device__ __forceinline__ void multiply_done(float (&d)[N])

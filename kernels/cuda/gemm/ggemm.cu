@@ -7,6 +7,7 @@
 
 #include "cuda/core/load.h"
 #include "cuda/gemm/ggemm_even.cuh"
+#include "cuda/gemm/ggemm_packed_launch.cuh"
 #include "cuda/gemm/ggemm_pingpong.cuh"
 #include "cuda/gemm/ggemm_stream.cuh"
 #include "cuda/gemm/tensor_map.cuh"
@@ -86,6 +87,10 @@ moe_status check_shape(const moe_cuda_ggemm &g)
     if (g.gated && g.back)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: gate and up have no product with W");
+    if (g.packing >= MOE_CUDA_PACKING_COUNT ||
+        (g.packing != MOE_CUDA_PACKING_NONE && (g.back || g.pre != nullptr)))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "grouped GEMM: packed weights have only products with W^T");
     if (g.pre != nullptr && (!g.gated || g.out_dtype != MOE_DTYPE_BF16))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: only gate and up with bf16 results can be left");
@@ -110,13 +115,14 @@ void set_weighting(const moe_cuda_ggemm &g, ggemm::params *p)
 
 moe_status make_params(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::params *p)
 {
-    const instance &use = instances[tile];
-    const struct moe_cuda_tile_shape shape = moe_cuda_tile_shape(tile);
+    const bool packed = g.packing != MOE_CUDA_PACKING_NONE;
+    const uint32_t height = packed ? ggemm::packed_tile_rows(tile) : moe_cuda_tile_shape(tile).rows;
+    const uint32_t step = packed ? height / ggemm::packed_boxes(height) : instances[tile].row_step;
     const uint32_t weight_rows = g.gated ? 2 * g.n : g.n;
     const tensor_map::matrix x = {g.x, g.row_capacity, g.k, 1, g.x_stride};
     const tensor_map::matrix out = {g.out, g.row_capacity, g.n, 1, g.out_stride};
-    for (uint32_t i = 0; i < shape.rows / use.row_step; i++)
-        MOE_TRY(tensor_map::of_rows(&p->rows[i], x, (i + 1) * use.row_step, 2));
+    for (uint32_t i = 0; i < height / step; i++)
+        MOE_TRY(tensor_map::of_rows(&p->rows[i], x, (i + 1) * step, 2));
     if (g.out_dtype == MOE_DTYPE_BF16)
         MOE_TRY(tensor_map::of_rows(&p->out, out, ggemm::STORE_ROWS, 2));
     p->out_rows = g.out;
@@ -124,6 +130,7 @@ moe_status make_params(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::
     p->count = g.count;
     p->weights = g.weights;
     p->has_bias = g.has_bias;
+    p->out_f32 = g.out_dtype == MOE_DTYPE_F32;
     p->tile = tile;
     p->pre = g.pre;
     p->began = g.began;
@@ -180,16 +187,18 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "this grouped GEMM needs a Hopper GPU");
     MOE_TRY(check_shape(*g));
+    ggemm::params p = {};
+    MOE_TRY(make_params(*g, g->tile, &p));
+    const uint32_t all = uint32_t(processors);
+    const uint32_t ctas = g->processors == 0 || g->processors > all ? all : g->processors;
+    if (g->packing != MOE_CUDA_PACKING_NONE)
+        return ggemm::launch_packed(p, g->packing, g->tile, g->gated, ctas, stream);
     const instance &use = instances[g->tile];
     const form form = g->pre != nullptr ? RETAINED : g->gated ? GATED : g->back ? BACK : PLAIN;
     const kernel run = use.run[form][g->out_dtype == MOE_DTYPE_F32];
-    ggemm::params p = {};
-    MOE_TRY(make_params(*g, g->tile, &p));
     MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           int(use.shared_bytes))));
-    const uint32_t all = uint32_t(processors);
-    const uint32_t ctas = g->processors == 0 || g->processors > all ? all : g->processors;
     run<<<ctas, use.threads, use.shared_bytes, stream>>>(p);
     return MOE_LAUNCHED("grouped GEMM");
 }

@@ -13,6 +13,7 @@
 #define MOE_CUDA_GGEMM_H
 
 #include "base/status.h"
+#include "cuda/gemm/packed.h"
 #include "cuda/plan/gemm_choice.h"
 #include "cuda/plan/limits.h"
 #include "moe/layer_spec.h"
@@ -34,7 +35,7 @@ struct moe_cuda_ggemm_weights {
     struct moe_cuda_tensor_map map[MOE_CUDA_TILE_COUNT]; /* of `data`, in the boxes of each tile */
     struct moe_cuda_tensor_map back;                     /* for products with W, not W^T */
     const void *data;     /* bf16 [experts, n, k]; gated: [experts, 2n, k], with rows gate 0-7, up
-                             0-7, gate 8-15, ... */
+                             0-7, gate 8-15, ...; or packed (packed.h), without maps */
     const float *bias;    /* [experts, n], or NULL; gated: the gate's; both biases or none */
     const float *up_bias; /* gated: [experts, n] */
     uint64_t unused[13];  /* keeps neighbours in an array aligned */
@@ -55,10 +56,12 @@ struct moe_cuda_ggemm {
     bool gated;                   /* gate and up with activation, or plain */
     bool back; /* plain only: x W[e] instead of x W[e]^T, for the gradient of the rows; the weights
                   are then [experts, k, n], as stored */
-    uint32_t experts;      /* local ones, 1.. the most of the tile */
-    uint32_t row_capacity; /* rows of x and out */
-    uint32_t n;            /* columns of out, a multiple of 8; the weights have n rows, gated: 2n */
-    uint32_t k;            /* a multiple of 8 */
+    enum moe_cuda_packing packing; /* of the weights. Packed ones: no `back`, no `pre`, and a tile
+                                      for few rows or for many, which give the same bits */
+    uint32_t experts;              /* local ones, 1.. the most of the tile */
+    uint32_t row_capacity;         /* rows of x and out */
+    uint32_t n; /* columns of out, a multiple of 8; the weights have n rows, gated: 2n */
+    uint32_t k; /* a multiple of 8 */
 
     /* Expert e owns rows start[e] .. start[e] + count[e] - 1 of x, row_weight and out. They lie
      * below row_capacity and do not overlap. No other row of out is written; the values of other

@@ -44,9 +44,12 @@ struct params {
     uint32_t out_n; /* n; or n / 2 where gate and up become one */
     uint32_t out_stride;
     bool has_bias;
-    const moe_cuda_ggemm_pre *pre; /* only for kernels that store gate and up */
-    uint64_t *began;               /* receives the kernel's start time, or NULL */
-    float limit;                   /* of the activation; see ggemm_epilogue.cuh */
+    /* Only for kernels with packed weights; others know the first one when they are compiled. */
+    bool out_f32;
+    uint32_t packed_scale_bytes, packed_row_shift; /* of a block (packed_layout.cuh) */
+    const moe_cuda_ggemm_pre *pre;                 /* only for kernels that store gate and up */
+    uint64_t *began;                               /* receives the kernel's start time, or NULL */
+    float limit;                                   /* of the activation; see ggemm_epilogue.cuh */
     struct moe_activation_shape activation;
 };
 

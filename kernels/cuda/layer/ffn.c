@@ -37,6 +37,13 @@ enum moe_dtype moe_cuda_ffn_out_dtype(const struct moe_layer *layer, enum moe_dt
     return moe_cuda_ffn_hidden_dtype(layer, dtype);
 }
 
+static enum moe_cuda_gemm_tile choose_tile(const struct moe_cuda_gemm_params *params,
+                                           const struct moe_cuda_matrix *m)
+{
+    return m->packing != MOE_CUDA_PACKING_NONE ? moe_cuda_choose_packed_tile(params)
+                                               : moe_cuda_choose_tile(params);
+}
+
 static enum moe_cuda_gemm_tile tile_of(const struct moe_layer *layer,
                                        const struct moe_cuda_batch_rows *b,
                                        const struct moe_cuda_matrix *m)
@@ -47,7 +54,7 @@ static enum moe_cuda_gemm_tile tile_of(const struct moe_layer *layer,
                                           .experts = layer->spec.experts,
                                           .n = m->rows,
                                           .k = m->columns};
-    return moe_cuda_choose_tile(&params);
+    return choose_tile(&params, m);
 }
 
 /* Where a product stores its start time. */
@@ -86,6 +93,7 @@ static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
     return (struct moe_cuda_ggemm){.tile = tile_of(layer, b, m),
                                    .gated = is_gated(which),
+                                   .packing = m->packing,
                                    .experts = b->rows.local_experts,
                                    .row_capacity = b->capacity,
                                    .n = width_of(layer, which),
@@ -213,8 +221,9 @@ shared_product(const struct moe_layer *layer, const struct moe_cuda_shared *s,
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
     struct moe_cuda_gemm_params params = {
         .bucket = s->bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
-    struct moe_cuda_ggemm g = {.tile = moe_cuda_choose_tile(&params),
+    struct moe_cuda_ggemm g = {.tile = choose_tile(&params, m),
                                .gated = is_gated(which),
+                               .packing = m->packing,
                                .experts = 1,
                                .row_capacity = s->capacity,
                                .n = width_of(layer, which),

@@ -174,8 +174,11 @@ struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e, cudaStr
     a.activation = routed ? d->spec.activation : d->spec.shared_activation;
     a.weight = routed && d->spec.weighting == MOE_WEIGHT_INPUT ? e->weight : nullptr;
     a.has_bias = routed && d->spec.gate_up_bias;
-    MOE_SIMT_DISPATCH(e->in_dtype, d->matrix[a.which].dtype, launch_gate_up, a, blocks_of(e),
-                      stream);
+    if (d->matrix[a.which].packing != MOE_CUDA_PACKING_NONE)
+        MOE_SIMT_DISPATCH_PACKED(e->in_dtype, launch_gate_up, a, blocks_of(e), stream);
+    else
+        MOE_SIMT_DISPATCH(e->in_dtype, d->matrix[a.which].dtype, launch_gate_up, a, blocks_of(e),
+                          stream);
     return MOE_LAUNCHED("gate and up");
 }
 
@@ -190,7 +193,11 @@ struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e, cudaStream
     a.width = d->spec.hidden;
     a.weight = routed && d->spec.weighting == MOE_WEIGHT_INPUT ? nullptr : e->weight;
     a.has_bias = routed && d->spec.down_bias;
-    MOE_SIMT_DISPATCH(e->in_dtype, d->matrix[a.which].dtype, launch_down, a, blocks_of(e), stream);
+    if (d->matrix[a.which].packing != MOE_CUDA_PACKING_NONE)
+        MOE_SIMT_DISPATCH_PACKED(e->in_dtype, launch_down, a, blocks_of(e), stream);
+    else
+        MOE_SIMT_DISPATCH(e->in_dtype, d->matrix[a.which].dtype, launch_down, a, blocks_of(e),
+                          stream);
     return MOE_LAUNCHED("down");
 }
 
@@ -281,6 +288,8 @@ struct moe_status moe_cuda_load_ffn_exact(void)
     MOE_TRY((load_pair<float, __nv_bfloat16>()));
     MOE_TRY((load_pair<__nv_bfloat16, float>()));
     MOE_TRY((load_pair<__nv_bfloat16, __nv_bfloat16>()));
+    MOE_TRY((load_pair<float, moe_simt::packed_weights>()));
+    MOE_TRY((load_pair<__nv_bfloat16, moe_simt::packed_weights>()));
     return moe_cuda_load(shared_weights_kernel<float>, shared_weights_kernel<__nv_bfloat16>,
                          convert_kernel<float, __nv_bfloat16>, convert_kernel<__nv_bfloat16, float>,
                          add_kernel);

@@ -40,6 +40,8 @@ static struct moe_status shape_matrix(struct moe_layer *layer, enum moe_cuda_mat
     m->entries = rows == 0 ? 0 : entries_of(layer, w);
     m->rows = (uint32_t)rows;
     m->columns = (uint32_t)columns;
+    const struct moe_weight_format *format = moe_weight_format_of(&layer->spec, w);
+    m->packing = format != NULL ? moe_cuda_packing_of(format) : MOE_CUDA_PACKING_NONE;
     return moe_ok();
 }
 
@@ -96,7 +98,7 @@ struct moe_status moe_cuda_layer_create(struct moe_device *device,
                                         struct moe_layer **out)
 {
     MOE_TRY(moe_layer_check(spec, placement, slot));
-    MOE_TRY(moe_layer_check_formats(spec, NULL));
+    MOE_TRY(moe_layer_check_formats(spec, moe_cuda_layer_computes));
     if (spec->experts > MOE_CUDA_MAX_EXPERTS || placement->slots > MOE_CUDA_MAX_SLOTS)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "%u experts on %u slots: a group of GPUs has at most %d slots, and %d "
@@ -142,6 +144,7 @@ void moe_cuda_layer_destroy(struct moe_layer *layer)
     for (uint32_t m = 0; m < MOE_CUDA_MATRICES; m++)
         moe_cuda_mem_free(device, MOE_MEM_DEVICE, layer->desc.matrix[m].data,
                           layer->desc.matrix[m].bytes);
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, layer->wrong, sizeof *layer->wrong);
     moe_cuda_mem_free(device, MOE_MEM_DEVICE, layer->tables, layer->tables_bytes);
     moe_cuda_buffer_free(device, &layer->params);
     moe_placement_free(&layer->placement);
@@ -279,6 +282,111 @@ struct moe_status moe_cuda_layer_fetch(struct moe_layer *layer, enum moe_weight 
     return upload(layer, weight, expert, dtype, &elsewhere, bytes);
 }
 
+/* ------------------------------------------------------------ quantised weights */
+
+bool moe_cuda_layer_computes(const struct moe_weight_format *format)
+{
+    return moe_cuda_packing_of(format) != MOE_CUDA_PACKING_NONE;
+}
+
+/* Device memory of zeros: a block's elements beyond the matrix stay so. */
+static struct moe_status alloc_zeros(struct moe_layer *layer, size_t bytes, void **out)
+{
+    MOE_TRY(moe_cuda_mem_alloc(layer->device, MOE_MEM_DEVICE, bytes, out));
+    struct moe_status st = MOE_CUDA(cudaMemsetAsync(*out, 0, bytes, layer->device->upload));
+    if (!moe_failed(&st))
+        st = MOE_CUDA(cudaStreamSynchronize(layer->device->upload));
+    if (moe_failed(&st)) {
+        moe_cuda_mem_free(layer->device, MOE_MEM_DEVICE, *out, bytes);
+        *out = NULL;
+    }
+    return st;
+}
+
+static struct moe_status alloc_packed(struct moe_layer *layer, struct moe_cuda_matrix *m)
+{
+    void *p;
+    MOE_TRY(moe_cuda_device_use(layer->device));
+    if (layer->wrong == NULL) {
+        MOE_TRY(alloc_zeros(layer, sizeof *layer->wrong, &p));
+        layer->wrong = p;
+    }
+    if (m->data != NULL)
+        return moe_ok();
+    /* layer_create checked that fp32 would not overflow. */
+    size_t bytes = m->entries * moe_cuda_packed_bytes(m->packing, m->rows, m->columns);
+    MOE_TRY(alloc_zeros(layer, bytes, &p));
+    m->data = p;
+    m->bytes = bytes;
+    return moe_ok();
+}
+
+/* Puts `rows` of `bytes` each: elements, or scales of a format. */
+static struct moe_status put_packed(struct moe_layer *layer, const struct moe_cuda_packed_weight *p,
+                                    const struct moe_weight_format *scales, size_t rows,
+                                    size_t bytes, const void *data)
+{
+    struct moe_cuda_weight w = {.rows = rows, .columns = bytes, .packed = p, .scales = scales};
+    return moe_cuda_weights_put(layer->device, &w, data);
+}
+
+static struct moe_status place_packed(struct moe_layer *layer, enum moe_weight weight,
+                                      uint32_t entry, const struct moe_packed_matrix *from)
+{
+    const struct moe_weight_format *f = moe_weight_format_of(&layer->spec, weight);
+    enum moe_cuda_rows order;
+    struct moe_cuda_matrix *m = &layer->desc.matrix[moe_cuda_layer_matrix(weight, &order)];
+    struct moe_packed_sizes sizes;
+    size_t rows, columns;
+    moe_weight_shape(&layer->spec, weight, &rows, &columns);
+    if (!moe_packed_sizes(f, rows, columns, &sizes))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "%s is too large",
+                         moe_weight_name(weight));
+    MOE_TRY(alloc_packed(layer, m));
+    struct moe_cuda_packed_weight w = {
+        .packing = m->packing,
+        .entry = (char *)m->data + entry * moe_cuda_packed_bytes(m->packing, m->rows, m->columns),
+        .rows = (uint32_t)rows,
+        .columns = (uint32_t)columns,
+        .interleaved = order != MOE_CUDA_ROWS_PLAIN,
+        .offset = order == MOE_CUDA_ROWS_UP ? MOE_CUDA_INTERLEAVE : 0,
+        .wrong = layer->wrong};
+    MOE_TRY(put_packed(layer, &w, NULL, rows, sizes.row_bytes, from->elements));
+    return put_packed(layer, &w, f, sizes.scale_rows,
+                      sizes.scale_columns * moe_scale_bytes(f->scale), from->scales);
+}
+
+struct moe_status moe_cuda_layer_upload_packed(struct moe_layer *layer, enum moe_weight weight,
+                                               uint32_t expert, const struct moe_packed_matrix *m)
+{
+    uint32_t entry;
+    if (layer->finished)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_INVALID,
+                         "%s: the layer is finished", moe_weight_name(weight));
+    MOE_TRY(moe_layer_check_packed(&layer->spec, weight, m));
+    MOE_TRY(moe_layer_find_entry(&layer->spec, layer->slot, layer->local_index, weight, expert,
+                                 &entry));
+    if (layer->uploaded[weight][entry])
+        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_TENSOR_INVALID, "%s: uploaded twice",
+                         moe_weight_name(weight));
+    MOE_TRY(place_packed(layer, weight, entry, m));
+    layer->uploaded[weight][entry] = true;
+    return moe_ok();
+}
+
+/* Called when all uploads are in place. */
+static struct moe_status check_packed_values(struct moe_layer *layer)
+{
+    uint32_t wrong = 0;
+    if (layer->wrong != NULL)
+        MOE_TRY(moe_cuda_mem_copy(layer->device, &wrong, layer->wrong, sizeof wrong));
+    if (wrong == 0)
+        return moe_ok();
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                     "layer %u: an element of a quantised matrix is NaN, or a scale is above 2^65",
+                     layer->spec.layer);
+}
+
 /* --------------------------------------------------------------------- finish */
 
 /* Offsets of the tables in one allocation of at most a few kilobytes, so no size can overflow. */
@@ -375,12 +483,14 @@ static struct moe_status describe_products(struct moe_layer *layer)
     struct moe_cuda_layer_desc *d = &layer->desc;
     for (size_t i = 0; i < sizeof products / sizeof *products; i++) {
         const struct moe_cuda_matrix *m = &d->matrix[products[i]];
-        d->served[products[i]] = m->data != NULL && m->dtype == MOE_DTYPE_BF16 &&
+        bool packed = m->packing != MOE_CUDA_PACKING_NONE;
+        d->served[products[i]] = m->data != NULL && (packed || m->dtype == MOE_DTYPE_BF16) &&
+                                 !(packed && layer->device->cublas != NULL) &&
                                  serves(layer, product_columns(layer, products[i]), m->columns);
         if (!d->served[products[i]])
             continue;
         d->product[products[i]].data = m->data;
-        if (layer->device->cublas == NULL)
+        if (layer->device->cublas == NULL && !packed)
             MOE_TRY(moe_cuda_ggemm_describe(m->data, m->entries, m->rows, m->columns,
                                             &d->product[products[i]]));
     }
@@ -398,6 +508,7 @@ struct moe_status moe_cuda_layer_finish(struct moe_layer *layer)
         return moe_ok();
     MOE_TRY(moe_cuda_device_use(layer->device));
     MOE_TRY(moe_cuda_weights_finish(layer->device, &layer->coming));
+    MOE_TRY(check_packed_values(layer));
     MOE_TRY(split_router(layer));
     MOE_TRY(describe_products(layer));
     MOE_TRY(MOE_CUDA(cudaStreamSynchronize(layer->device->upload)));

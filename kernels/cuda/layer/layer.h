@@ -3,9 +3,10 @@
  * slot's experts. Read-only after moe_cuda_layer_finish.
  *
  * Weights keep the dtype they came in: BF16 with BF16 tokens runs on tensor cores, every other
- * combination in exact fp32. Gate and up are one matrix; its rows alternate in blocks of
- * MOE_CUDA_INTERLEAVE: gate 0-7, up 0-7, gate 8-15, ... So one tile holds both inputs of an
- * activation. */
+ * combination in exact fp32. Quantised matrices stay quantised (cuda/plan/packing.h): on Hopper
+ * BF16 tokens run on tensor cores, everything else in exact fp32. Gate and up are one matrix; its
+ * rows alternate in blocks of MOE_CUDA_INTERLEAVE: gate 0-7, up 0-7, gate 8-15, ... So one tile
+ * holds both inputs of an activation. */
 #ifndef MOE_CUDA_LAYER_H
 #define MOE_CUDA_LAYER_H
 
@@ -13,6 +14,7 @@
 #include "cuda/core/device.h"
 #include "cuda/gemm/ggemm.h"
 #include "cuda/layer/matrix.h"
+#include "moe/packed_matrix.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -73,7 +75,8 @@ struct moe_layer {
     struct moe_cuda_buffer params;               /* for parts that wait; see step_params.h */
     void *tables;                                /* device memory of the placement and on_device */
     size_t tables_bytes;
-    bool *uploaded[MOE_WEIGHT_COUNT];    /* [entries] */
+    bool *uploaded[MOE_WEIGHT_COUNT]; /* [entries] */
+    uint32_t *wrong; /* device: a packed weight had a value that it cannot hold; NULL: none yet */
     struct moe_thread_pool_batch coming; /* uploads still running */
 };
 
@@ -85,6 +88,11 @@ struct moe_status moe_cuda_layer_create(struct moe_device *device,
 struct moe_status moe_cuda_layer_upload(struct moe_layer *layer, enum moe_weight weight,
                                         uint32_t expert, enum moe_dtype dtype, const void *data,
                                         size_t bytes) MOE_CHECKED;
+/* Pure. */
+bool moe_cuda_layer_computes(const struct moe_weight_format *format);
+struct moe_status moe_cuda_layer_upload_packed(struct moe_layer *layer, enum moe_weight weight,
+                                               uint32_t expert,
+                                               const struct moe_packed_matrix *m) MOE_CHECKED;
 struct moe_status moe_cuda_layer_fetch(struct moe_layer *layer, enum moe_weight weight,
                                        uint32_t expert, enum moe_dtype dtype,
                                        const struct moe_weight_source *source,

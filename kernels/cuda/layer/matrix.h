@@ -3,6 +3,7 @@
 #ifndef MOE_CUDA_MATRIX_H
 #define MOE_CUDA_MATRIX_H
 
+#include "cuda/plan/packing.h"
 #include "moe/types.h"
 
 #include <stddef.h>
@@ -10,11 +11,12 @@
 
 enum { MOE_CUDA_INTERLEAVE = 8 };
 
-/* [entries][rows][columns] row-major in device memory, 4096-aligned. Expert matrices have one entry
- * per local expert, the others one entry. */
+/* [entries][rows][columns] row-major in device memory, 4096-aligned; or packed. Expert matrices
+ * have one entry per local expert, the others one entry. */
 struct moe_cuda_matrix {
     void *data;           /* NULL before the first upload, and for matrices that the layer lacks */
-    enum moe_dtype dtype; /* of all entries; F32 once an F32 tensor has arrived */
+    enum moe_dtype dtype; /* of all entries; F32 once an F32 tensor has arrived; packed: NONE */
+    enum moe_cuda_packing packing; /* quantised weights that stay so; else NONE */
     uint32_t entries;
     uint32_t rows;    /* includes zero padding */
     uint32_t columns; /* never padded */

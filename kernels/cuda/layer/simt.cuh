@@ -12,9 +12,11 @@
 #ifndef MOE_CUDA_SIMT_CUH
 #define MOE_CUDA_SIMT_CUH
 
+#include "cuda/gemm/packed_layout.cuh"
 #include "cuda/layer/matrix.h"
 
 #include <cuda_bf16.h>
+#include <type_traits>
 
 namespace moe_simt
 {
@@ -82,23 +84,63 @@ static __device__ inline void load4(const T *row, uint32_t column, uint32_t colu
         v[i] = column + i < columns ? (float)row[column + i] : 0.0f;
 }
 
+/* Rows of a matrix, from `first` on. */
+template <typename T> struct matrix_rows {
+    const T *first;
+    uint32_t columns;
+
+    __device__ void load(uint32_t row, uint32_t column, uint32_t end, float *v) const
+    {
+        load4(first + (size_t)row * columns, column, end, v);
+    }
+};
+
+struct packed_weights; /* as the type of weights: moe_cuda_matrix.packing tells */
+
+template <> struct matrix_rows<packed_weights> {
+    const uint8_t *entry;
+    enum moe_cuda_packing packing;
+    uint32_t first, columns;
+
+    __device__ void load(uint32_t row, uint32_t column, uint32_t end, float *v) const
+    {
+        for (uint32_t i = 0; i < 4; i++)
+            v[i] = column + i < end
+                       ? packed::value(packing, entry, first + row, column + i, columns)
+                       : 0.0f;
+    }
+};
+
+template <typename W>
+static __device__ inline matrix_rows<W> weight_rows(const moe_cuda_matrix &m, const tile &t)
+{
+    if constexpr (std::is_same<W, packed_weights>::value) {
+        const size_t bytes = (size_t)((m.rows + packed::ROWS - 1) / packed::ROWS) *
+                             ((m.columns + packed::COLUMNS - 1) / packed::COLUMNS) *
+                             packed::block_bytes(m.packing);
+        return {(const uint8_t *)m.data + t.entry * bytes, m.packing, t.column, m.columns};
+    } else {
+        return {(const W *)m.data + ((size_t)t.entry * m.rows + t.column) * m.columns, m.columns};
+    }
+}
+
 struct shared {
     alignas(16) float x[DEPTH][PITCH], w[DEPTH][PITCH];
 };
 
 /* acc[i][j] += x[row + 4 ty + i] . w[column + 4 tx + j]. All threads of the block call it. */
 template <typename X, typename W>
-static __device__ inline void multiply(const X *x, uint32_t x_rows, const W *w, uint32_t w_rows,
+static __device__ inline void multiply(const X *x, uint32_t x_rows, W w, uint32_t w_rows,
                                        uint32_t columns, shared &s,
                                        float acc[PER_THREAD][PER_THREAD])
 {
     const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     const uint32_t r = threadIdx.x / 4, c = threadIdx.x % 4 * 4; /* this thread's loads */
     const X *x_row = x + (size_t)(r < x_rows ? r : 0) * columns;
-    const W *w_row = w + (size_t)(r < w_rows ? r : 0) * columns;
+    const uint32_t w_row = r < w_rows ? r : 0, w_columns = r < w_rows ? columns : 0;
     float xv[4], wv[4];
     load4(x_row, c, r < x_rows ? columns : 0, xv);
-    load4(w_row, c, r < w_rows ? columns : 0, wv);
+    w.load(w_row, c, w_columns, wv);
     for (uint32_t k = 0; k < columns; k += DEPTH) {
         __syncthreads();
 #pragma unroll
@@ -108,7 +150,7 @@ static __device__ inline void multiply(const X *x, uint32_t x_rows, const W *w, 
         }
         __syncthreads();
         load4(x_row, k + DEPTH + c, r < x_rows ? columns : 0, xv);
-        load4(w_row, k + DEPTH + c, r < w_rows ? columns : 0, wv);
+        w.load(w_row, k + DEPTH + c, w_columns, wv);
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             float4 a = *(const float4 *)&s.x[d][4 * ty], b = *(const float4 *)&s.w[d][4 * tx];
@@ -137,10 +179,9 @@ static __device__ inline void product(const groups &g, const void *x, const moe_
             continue;
         t.column = (uint32_t)(i / row_tiles) * TILE;
         float acc[PER_THREAD][PER_THREAD] = {};
-        const W *w = (const W *)m.data + ((size_t)t.entry * m.rows + t.column) * m.columns;
         uint32_t w_rows = m.rows - t.column;
-        multiply((const X *)x + t.row * m.columns, t.rows, w, w_rows < TILE ? w_rows : TILE,
-                 m.columns, s, acc);
+        multiply((const X *)x + t.row * m.columns, t.rows, weight_rows<W>(m, t),
+                 w_rows < TILE ? w_rows : TILE, m.columns, s, acc);
         epilogue(t, acc);
     }
 }
@@ -158,6 +199,15 @@ static __device__ inline void product(const groups &g, const void *x, const moe_
             launch<__nv_bfloat16, float>(__VA_ARGS__);                                             \
         else                                                                                       \
             launch<__nv_bfloat16, __nv_bfloat16>(__VA_ARGS__);                                     \
+    } while (0)
+
+/* The same for packed weights. */
+#define MOE_SIMT_DISPATCH_PACKED(x_dtype, launch, ...)                                             \
+    do {                                                                                           \
+        if ((x_dtype) == MOE_DTYPE_F32)                                                            \
+            launch<float, moe_simt::packed_weights>(__VA_ARGS__);                                  \
+        else                                                                                       \
+            launch<__nv_bfloat16, moe_simt::packed_weights>(__VA_ARGS__);                          \
     } while (0)
 
 #endif

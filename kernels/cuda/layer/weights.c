@@ -45,7 +45,7 @@ _Static_assert(sizeof(struct job) <= MOE_THREAD_POOL_JOB_BYTES, "a job of the po
 
 static size_t element_bytes(const struct job *o)
 {
-    return moe_dtype_bytes(o->w.from);
+    return o->w.packed != NULL ? 1 : moe_dtype_bytes(o->w.from);
 }
 
 /* Elements of one contiguous block of an interleaved weight. */
@@ -57,7 +57,7 @@ static size_t block_elements(const struct moe_cuda_weight *w)
 /* Whether the copy engine alone can place the weight. */
 static bool goes_straight(const struct moe_cuda_weight *w)
 {
-    return w->from == w->to &&
+    return w->packed == NULL && w->from == w->to &&
            (w->order == MOE_CUDA_ROWS_PLAIN ||
             block_elements(w) * moe_dtype_bytes(w->from) <= MOE_CUDA_PIECE_BYTES);
 }
@@ -67,12 +67,19 @@ static size_t ratio_up(size_t a, size_t b)
     return (a + b - 1) / b;
 }
 
-/* Elements per piece: as many as fit, or fewer, so that each thread gets some. Interleaved rows:
- * whole blocks. */
+/* Elements that must stay together: blocks of interleaved rows, rows of packed weights. */
+static size_t unit_elements(const struct moe_cuda_weight *w)
+{
+    if (w->packed != NULL)
+        return w->columns;
+    return w->order != MOE_CUDA_ROWS_PLAIN && goes_straight(w) ? block_elements(w) : 1;
+}
+
+/* Elements per piece: as many as fit, or fewer, so that each thread gets some; whole units. */
 static size_t piece_elements(const struct moe_cuda_weight *w, uint32_t shares)
 {
-    size_t unit = w->order != MOE_CUDA_ROWS_PLAIN && goes_straight(w) ? block_elements(w) : 1;
-    size_t unit_bytes = unit * moe_dtype_bytes(w->from);
+    size_t unit = unit_elements(w);
+    size_t unit_bytes = unit * (w->packed != NULL ? 1 : moe_dtype_bytes(w->from));
     size_t limit = MOE_CUDA_PIECE_BYTES / unit_bytes, least = ratio_up(LEAST_BYTES, unit_bytes);
     size_t share = ratio_up(ratio_up(w->rows * w->columns, unit), shares);
     share = share > least ? share : least;
@@ -97,6 +104,14 @@ static struct moe_status copy_interleaved(const struct job *o, const char *from,
                                     cudaMemcpyHostToDevice, stream));
 }
 
+static struct moe_status place_packed(const struct moe_cuda_weight *w, const void *src,
+                                      uint32_t first, uint32_t count, cudaStream_t stream)
+{
+    return w->scales != NULL
+               ? moe_cuda_packed_scale(w->packed, w->scales, src, first, count, stream)
+               : moe_cuda_packed_place(w->packed, src, first, count, stream);
+}
+
 /* Sends elements [first, first + n) from pinned memory. `landing`: for data to convert. */
 static struct moe_status send(const struct job *o, const void *pinned, void *landing, size_t first,
                               size_t n, cudaStream_t stream)
@@ -108,6 +123,9 @@ static struct moe_status send(const struct job *o, const void *pinned, void *lan
         return MOE_CUDA(cudaMemcpyAsync((char *)o->w.dst + first * each, pinned, n * each,
                                         cudaMemcpyHostToDevice, stream));
     MOE_TRY(MOE_CUDA(cudaMemcpyAsync(landing, pinned, n * each, cudaMemcpyHostToDevice, stream)));
+    if (o->w.packed != NULL)
+        return place_packed(&o->w, landing, (uint32_t)(first / o->w.columns),
+                            (uint32_t)(n / o->w.columns), stream);
     return moe_cuda_weights_place(&o->w, landing, first, n, stream);
 }
 

@@ -15,6 +15,7 @@
 
 #include "base/thread_pool.h"
 #include "cuda/core/device.h"
+#include "cuda/gemm/packed.h"
 #include "cuda/layer/matrix.h"
 
 #ifdef __cplusplus
@@ -33,6 +34,10 @@ struct moe_cuda_weight {
     enum moe_dtype from, to;
     enum moe_cuda_rows order;
     size_t rows, columns;
+    /* Not NULL: `rows` of `columns` bytes are elements of a packed weight, or, with a format, its
+     * scales; dst, from, to and order are unused. Both must stay until the weight is in place. */
+    const struct moe_cuda_packed_weight *packed;
+    const struct moe_weight_format *scales;
 };
 
 /* The threads and their memory; for device_open and device_close. */

@@ -10,7 +10,8 @@ enum {
     DECODE_MAX_ROWS = 64, /* one tile of 64 rows: only the bytes of weights matter */
     EVEN_MAX_ROWS =
         768, /* above, an expert's loss of half a tile of 128 costs less than even tiles */
-    EVEN_MIN_K = 1025, /* below, storing a tile costs more than rounding up */
+    PACKED_FEW_ROWS = 24, /* a tile of 32 rows: most experts need one */
+    EVEN_MIN_K = 1025,    /* below, storing a tile costs more than rounding up */
 };
 
 struct moe_cuda_tile_shape moe_cuda_tile_shape(enum moe_cuda_gemm_tile tile)
@@ -50,4 +51,10 @@ enum moe_cuda_gemm_tile moe_cuda_choose_tile(const struct moe_cuda_gemm_params *
     bool even = rows <= EVEN_MAX_ROWS && params->k >= EVEN_MIN_K;
     return even || params->experts > MOE_CUDA_PINGPONG_EXPERTS ? MOE_CUDA_TILE_EVEN
                                                                : MOE_CUDA_TILE_PINGPONG;
+}
+
+enum moe_cuda_gemm_tile moe_cuda_choose_packed_tile(const struct moe_cuda_gemm_params *params)
+{
+    return moe_cuda_expected_rows(params) <= PACKED_FEW_ROWS ? MOE_CUDA_TILE_DECODE
+                                                             : MOE_CUDA_TILE_EVEN;
 }

@@ -42,6 +42,9 @@ uint32_t moe_cuda_expected_rows(const struct moe_cuda_gemm_params *params);
 /* A tile that can have all experts of the layer, so that every slot chooses alike. */
 enum moe_cuda_gemm_tile moe_cuda_choose_tile(const struct moe_cuda_gemm_params *params);
 
+/* The same for packed weights: DECODE for few rows, else EVEN. Both give the same bits. */
+enum moe_cuda_gemm_tile moe_cuda_choose_packed_tile(const struct moe_cuda_gemm_params *params);
+
 #ifdef __cplusplus
 }
 #endif

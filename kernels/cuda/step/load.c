@@ -21,8 +21,10 @@ struct moe_status moe_cuda_load_all(int arch)
     MOE_TRY(moe_cuda_load_train_router());
     MOE_TRY(moe_cuda_load_train_state());
     MOE_TRY(moe_cuda_load_ggemm_cublas());
+    MOE_TRY(moe_cuda_load_packed());
     if (arch == HOPPER) {
         MOE_TRY(moe_cuda_load_ggemm());
+        MOE_TRY(moe_cuda_load_ggemm_packed());
         MOE_TRY(moe_cuda_load_ggemm_wgrad());
     }
     return moe_cuda_load_ep_combine();

@@ -280,6 +280,11 @@ struct moe_status moe_cuda_trainer_create(struct moe_layer *layer,
     if (!layer->finished || layer->trained)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                          "layer %u is not finished, or has a trainer already", layer->spec.layer);
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
+        if (moe_weight_format_of(&layer->spec, w) != NULL)
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                             "layer %u: quantised experts do not train on GPUs as they are",
+                             layer->spec.layer);
     MOE_TRY(make_plan(layer, config, &p));
     MOE_TRY(moe_cuda_device_use(layer->device));
     struct moe_trainer *t = calloc(1, sizeof *t);

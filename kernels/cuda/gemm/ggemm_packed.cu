@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Instances and launches of the grouped GEMM with packed weights; see ggemm_packed.cuh. */
+#include "cuda/gemm/ggemm_packed.cuh"
+
+#include "cuda/core/load.h"
+#include "cuda/gemm/ggemm_packed_launch.cuh"
+
+namespace
+{
+
+typedef void (*kernel)(const ggemm::params);
+
+struct instance {
+    kernel run[2]; /* [gated] */
+    uint32_t threads;
+    size_t shared_bytes;
+};
+
+template <class F> constexpr instance make()
+{
+    static_assert(sizeof(ggemm::packed_shared<F>) <= 227 * 1024 && F::STAGES >= 3,
+                  "a CTA of sm_90 can have no more");
+    return {{ggemm::packed_kernel<F, false>, ggemm::packed_kernel<F, true>},
+            F::THREADS,
+            sizeof(ggemm::packed_shared<F>)};
+}
+
+struct heights {
+    instance few, many;
+};
+
+template <moe_cuda_packing P> constexpr heights make_both()
+{
+    constexpr uint32_t CONSUMERS = packed::has_8_bits(P) ? 2 : 4; /* of few rows */
+    return {make<ggemm::packed_form<P, ggemm::PACKED_FEW, CONSUMERS>>(),
+            make<ggemm::packed_form<P, ggemm::PACKED_MANY, 2>>()};
+}
+
+/* Scales of rows and of 8 rows have the same kernels. */
+const heights instances[MOE_CUDA_PACKING_COUNT] = {
+    {},
+    make_both<MOE_CUDA_PACKING_F8_BLOCK>(),
+    make_both<MOE_CUDA_PACKING_F8_BLOCK>(),
+    make_both<MOE_CUDA_PACKING_F8_E8M0>(),
+    make_both<MOE_CUDA_PACKING_E2M1_E8M0>(),
+};
+
+} // namespace
+
+moe_status ggemm::launch_packed(params &p, moe_cuda_packing packing, moe_cuda_gemm_tile tile,
+                                bool gated, uint32_t blocks, CUstream_st *stream)
+{
+    const heights &both = instances[packing];
+    const instance &use = packed_tile_rows(tile) == PACKED_FEW ? both.few : both.many;
+    const kernel run = use.run[gated];
+    p.packed_scale_bytes = packed::scale_bytes(packing);
+    p.packed_row_shift = packed::row_shift(packing);
+    MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          int(use.shared_bytes))));
+    run<<<blocks, use.threads, use.shared_bytes, stream>>>(p);
+    return MOE_LAUNCHED("grouped GEMM with packed weights");
+}
+
+extern "C" moe_status moe_cuda_load_ggemm_packed(void)
+{
+    for (const heights &both : instances)
+        if (both.few.run[0] != nullptr)
+            MOE_TRY(moe_cuda_load(both.few.run[0], both.few.run[1], both.many.run[0],
+                                  both.many.run[1]));
+    return moe_ok();
+}

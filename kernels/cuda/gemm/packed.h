@@ -1,0 +1,51 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Places quantised weights in device memory in the order in which the tensor cores take them.
+ *
+ * In a block of a packed matrix (cuda/plan/packing.h) elements lie in the order in which threads
+ * hold the first operand of a multiplication: one 16-byte load has what a thread needs for 32
+ * columns (8-bit elements) or 64 (4-bit). Every 32-bit word has elements of one row only, so gate
+ * and up can be placed one after the other. */
+#ifndef MOE_CUDA_PACKED_H
+#define MOE_CUDA_PACKED_H
+
+#include "base/status.h"
+#include "cuda/plan/packing.h"
+#include "moe/packed_matrix.h"
+
+#include <stddef.h>
+
+struct CUstream_st;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* One weight of an entry: all of its rows, or gate or up. */
+struct moe_cuda_packed_weight {
+    enum moe_cuda_packing packing;
+    void *entry; /* device, 16-byte aligned */
+    uint32_t rows, columns;
+    bool interleaved; /* row i is stored as row i / 8 * 16 + i % 8 + offset, else as row i */
+    uint32_t offset;  /* gate 0, up 8 */
+    uint32_t *wrong;  /* device; becomes 1 if a block cannot hold an element (NaN) or a scale (a
+                         power of two above 2^65) */
+};
+
+/* Enqueues: places `count` rows from row `first` on. src: device, 4-byte aligned; rows of elements
+ * as in moe/packed_matrix.h. */
+struct moe_status moe_cuda_packed_place(const struct moe_cuda_packed_weight *w, const void *src,
+                                        uint32_t first, uint32_t count,
+                                        struct CUstream_st *stream) MOE_CHECKED;
+
+/* Enqueues: places `count` rows of scales from row `first` on. src: device, as in
+ * moe/packed_matrix.h, of this format. */
+struct moe_status moe_cuda_packed_scale(const struct moe_cuda_packed_weight *w,
+                                        const struct moe_weight_format *format, const void *src,
+                                        uint32_t first, uint32_t count,
+                                        struct CUstream_st *stream) MOE_CHECKED;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

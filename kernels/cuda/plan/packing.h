@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* How quantised weights lie in device memory: a pure function of their format, and the sizes.
+ *
+ * A packed matrix is [entries][tiles of 128 rows][steps of 128 columns] of blocks. A block holds
+ * the elements of its 128 x 128 weights and then their scales, so that one bulk copy loads all that
+ * a step of a product needs (cuda/gemm/packed.h). Elements beyond the matrix are zeros. */
+#ifndef MOE_CUDA_PACKING_H
+#define MOE_CUDA_PACKING_H
+
+#include "moe/weight_format.h"
+
+#include <stddef.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum moe_cuda_packing {
+    MOE_CUDA_PACKING_NONE, /* bf16 or fp32, not packed */
+    /* E4M3. An fp32 scale for 128 columns multiplies the product of these columns, in fp32. */
+    MOE_CUDA_PACKING_F8_BLOCK, /* 8 rows share a scale */
+    MOE_CUDA_PACKING_F8_ROW,   /* each row has its own */
+    /* A scale 2^(byte - 127) for 32 columns of a row multiplies the elements in bf16, which is
+     * exact for scales up to 2^65. */
+    MOE_CUDA_PACKING_F8_E8M0,
+    MOE_CUDA_PACKING_E2M1_E8M0,
+    MOE_CUDA_PACKING_COUNT
+};
+
+enum { MOE_CUDA_PACKED_ROWS = 128, MOE_CUDA_PACKED_COLUMNS = 128 }; /* of a block */
+
+/* The packing for matrices of this format; NONE if there is none. */
+enum moe_cuda_packing moe_cuda_packing_of(const struct moe_weight_format *format);
+
+/* Bytes of a block, and of one entry with its padding; `rows` as stored. */
+size_t moe_cuda_packed_block_bytes(enum moe_cuda_packing packing);
+size_t moe_cuda_packed_bytes(enum moe_cuda_packing packing, size_t rows, size_t columns);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

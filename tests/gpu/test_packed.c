@@ -1,0 +1,520 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Promises of products with weights that stay quantised (kernels/cuda/gemm/packed.h), for every
+ * packing: results as in double precision with the values that daemon/quant's interface defines,
+ * equal bits for a row alone, among 64 and among thousands, no writes outside the experts' rows.
+ * The layer's parts are checked the same way, also with F32 tokens. Without a Hopper GPU the tests
+ * are skipped, with a message. */
+#include "ggemm_fixture.h"
+#include "ggemm_reference.h"
+
+#include "cuda/plan/limits.h"
+#include "cuda/step/backend.h"
+#include "moe/backend.h"
+
+#include <cuda_runtime_api.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const struct moe_weight_format formats[] = {
+    {.encoding = MOE_ENC_F8E4M3, .block_rows = 128, .block_columns = 128, .scale = MOE_SCALE_F32},
+    {.encoding = MOE_ENC_F8E4M3, .block_rows = 128, .block_columns = 128, .scale = MOE_SCALE_BF16},
+    {.encoding = MOE_ENC_F8E4M3, .block_rows = 128, .block_columns = 128, .scale = MOE_SCALE_E8M0},
+    {.encoding = MOE_ENC_F8E4M3, .block_rows = 1, .block_columns = 0, .scale = MOE_SCALE_F32},
+    {.encoding = MOE_ENC_F8E4M3, .block_rows = 0, .block_columns = 0, .scale = MOE_SCALE_F32},
+    {.encoding = MOE_ENC_F8E4M3, .block_rows = 1, .block_columns = 32, .scale = MOE_SCALE_E8M0},
+    {.encoding = MOE_ENC_F8E4M3, .block_rows = 32, .block_columns = 32, .scale = MOE_SCALE_E8M0},
+    {.encoding = MOE_ENC_E2M1, .block_rows = 1, .block_columns = 32, .scale = MOE_SCALE_E8M0},
+};
+enum { FORMATS = sizeof formats / sizeof *formats };
+
+static const char *name_of(const struct moe_weight_format *f)
+{
+    static char text[64];
+    (void)snprintf(text, sizeof text, "%s %ux%u scale %d", moe_encoding_traits(f->encoding).name,
+                   f->block_rows, f->block_columns, (int)f->scale);
+    return text;
+}
+
+/* ------------------------------------------------------------ quantised matrices */
+
+/* One random matrix on the host, in the form of moe/packed_matrix.h. */
+struct quantised {
+    struct moe_packed_matrix m;
+    struct moe_packed_sizes sizes;
+    size_t rows, columns;
+    uint8_t *bytes;
+};
+
+static uint16_t cut_to_bf16(float v)
+{
+    uint32_t bits;
+    memcpy(&bits, &v, sizeof bits);
+    return (uint16_t)(bits >> 16);
+}
+
+/* Weights of about 0.1 to 1: the fast exponential has larger errors for larger gates. */
+static void random_scale(const struct moe_weight_format *f, uint8_t *to)
+{
+    float s = (float)(1 + random_below(1000)) * 1e-6f * (random_below(8) == 0 ? -1.0f : 1.0f);
+    uint16_t half = cut_to_bf16(s);
+    switch (f->scale) {
+    case MOE_SCALE_F32: memcpy(to, &s, sizeof s); break;
+    case MOE_SCALE_E8M0:
+        *to = (uint8_t)((f->encoding == MOE_ENC_E2M1 ? 118 : 112) + random_below(8));
+        break;
+    default: memcpy(to, &half, sizeof half); break;
+    }
+}
+
+static struct quantised random_matrix(const struct moe_weight_format *f, size_t rows,
+                                      size_t columns)
+{
+    struct quantised q = {.rows = rows, .columns = columns};
+    assert_true(moe_packed_sizes(f, rows, columns, &q.sizes));
+    q.bytes = malloc(q.sizes.bytes);
+    assert_non_null(q.bytes);
+    for (size_t i = 0; i < q.sizes.elements; i++) {
+        uint8_t b = (uint8_t)random_below(256);
+        bool nan = f->encoding == MOE_ENC_F8E4M3 && (b & 0x7f) == 0x7f;
+        q.bytes[i] = nan ? 0x80 : b;
+    }
+    uint8_t *scales = q.bytes + q.sizes.elements;
+    for (size_t i = 0; i < q.sizes.scales; i += moe_scale_bytes(f->scale))
+        random_scale(f, scales + i);
+    q.m = (struct moe_packed_matrix){.elements = q.bytes, .scales = scales, .global = 1};
+    return q;
+}
+
+static float value_of(const struct moe_weight_format *f, const struct quantised *q, size_t row,
+                      size_t column)
+{
+    return moe_packed_value(f, &q->sizes, &q->m, row, column);
+}
+
+static void *to_device(const void *data, size_t bytes)
+{
+    void *p = device_alloc(bytes > 0 ? bytes : 1, 0);
+    assert_int_equal(cudaMemcpy(p, data, bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    return p;
+}
+
+/* ---------------------------------------------------------------------- products */
+
+struct problem {
+    struct moe_cuda_ggemm g;
+    const struct moe_weight_format *format;
+    uint32_t start[MOE_CUDA_MAX_EXPERTS], count[MOE_CUDA_MAX_EXPERTS];
+    struct moe_cuda_ggemm_weights weights, plain; /* packed; fp32 values for the reference */
+    void *owned[16];
+    size_t owns, out_bytes;
+    uint32_t *wrong;
+};
+
+static void *own(struct problem *p, void *memory)
+{
+    assert_true(p->owns < sizeof p->owned / sizeof *p->owned);
+    p->owned[p->owns++] = memory;
+    return memory;
+}
+
+static void place(struct problem *p, char *entry, float *values, bool interleaved, uint32_t offset)
+{
+    uint32_t n = p->g.n, k = p->g.k;
+    struct quantised q = random_matrix(p->format, n, k);
+    struct moe_cuda_packed_weight w = {.packing = p->g.packing,
+                                       .entry = entry,
+                                       .rows = n,
+                                       .columns = k,
+                                       .interleaved = interleaved,
+                                       .offset = offset,
+                                       .wrong = p->wrong};
+    void *elements = to_device(q.m.elements, q.sizes.elements);
+    void *scales = to_device(q.m.scales, q.sizes.scales);
+    uint32_t half = n / 2; /* in two pieces, as large uploads are */
+    ok(moe_cuda_packed_place(&w, elements, 0, half, NULL));
+    ok(moe_cuda_packed_place(&w, (char *)elements + half * q.sizes.row_bytes, half, n - half,
+                             NULL));
+    ok(moe_cuda_packed_scale(&w, p->format, scales, 0, (uint32_t)q.sizes.scale_rows, NULL));
+    finish();
+    for (uint32_t r = 0; r < n; r++)
+        for (uint32_t c = 0; c < k; c++)
+            values[(size_t)(interleaved ? r / 8 * 16 + r % 8 + offset : r) * k + c] =
+                value_of(p->format, &q, r, c);
+    assert_int_equal(cudaFree(elements), cudaSuccess);
+    assert_int_equal(cudaFree(scales), cudaSuccess);
+    free(q.bytes);
+}
+
+/* Packed weights, and their values as fp32 behind `plain`. */
+static void make_weights(struct problem *p)
+{
+    uint32_t stored = p->g.gated ? 2 * p->g.n : p->g.n, k = p->g.k, experts = p->g.experts;
+    size_t entry = moe_cuda_packed_bytes(p->g.packing, stored, k);
+    size_t each = (size_t)stored * k;
+    char *packed = own(p, device_alloc(experts * entry, 0));
+    float *values = calloc(experts * each, sizeof *values);
+    assert_non_null(values);
+    for (uint32_t e = 0; e < experts; e++) {
+        place(p, packed + e * entry, values + e * each, p->g.gated, 0);
+        if (p->g.gated)
+            place(p, packed + e * entry, values + e * each, true, 8);
+    }
+    p->weights.data = packed;
+    p->plain.data = own(p, to_device(values, experts * each * sizeof *values));
+    free(values);
+}
+
+static const struct moe_cuda_ggemm_weights *const *describe(struct problem *p,
+                                                            const struct moe_cuda_ggemm_weights *w)
+{
+    void *there = own(p, to_device(w, sizeof *w));
+    return own(p, to_device(&there, sizeof there));
+}
+
+static const struct moe_cuda_ggemm_weights *const *make(struct problem *p)
+{
+    struct moe_cuda_ggemm *g = &p->g;
+    uint64_t seed = random_state;
+    g->packing = moe_cuda_packing_of(p->format);
+    assert_int_not_equal(g->packing, MOE_CUDA_PACKING_NONE);
+    p->wrong = own(p, device_alloc(sizeof *p->wrong, 0));
+    char *x = own(p, device_alloc((size_t)g->row_capacity * g->k * 2, 0xff));
+    for (uint32_t e = 0; e < g->experts; e++) /* all other rows are NaN */
+        assert_int_equal(ggemm_fill_bf16(x + (size_t)p->start[e] * g->k * 2,
+                                         (size_t)p->count[e] * g->k, seed + e, 2.0f),
+                         0);
+    float *weight = own(p, device_alloc(g->row_capacity * sizeof(float), 0));
+    float *bias = own(p, device_alloc((size_t)g->experts * g->n * sizeof(float), 0));
+    float *up_bias = own(p, device_alloc((size_t)g->experts * g->n * sizeof(float), 0));
+    assert_int_equal(ggemm_fill_f32(weight, g->row_capacity, seed + 7001, 1.0f), 0);
+    assert_int_equal(ggemm_fill_f32(bias, (size_t)g->experts * g->n, seed + 7002, 3.0f), 0);
+    assert_int_equal(ggemm_fill_f32(up_bias, (size_t)g->experts * g->n, seed + 7003, 3.0f), 0);
+    make_weights(p);
+    p->weights.bias = p->plain.bias = bias;
+    p->weights.up_bias = p->plain.up_bias = up_bias;
+    g->x = x;
+    g->row_weight = weight;
+    g->has_bias = true;
+    g->start = own(p, to_device(p->start, sizeof p->start));
+    g->count = own(p, to_device(p->count, sizeof p->count));
+    g->weights = describe(p, &p->weights);
+    p->out_bytes = (size_t)g->row_capacity * g->n * moe_dtype_bytes(g->out_dtype);
+    g->out = own(p, device_alloc(p->out_bytes + GUARD, 0xff));
+    return describe(p, &p->plain);
+}
+
+static void release(struct problem *p)
+{
+    for (size_t i = 0; i < p->owns; i++)
+        assert_int_equal(cudaFree(p->owned[i]), cudaSuccess);
+}
+
+static void multiply(struct problem *p, enum moe_cuda_gemm_tile tile)
+{
+    p->g.tile = tile;
+    assert_int_equal(cudaMemset(p->g.out, 0xff, p->out_bytes + GUARD), cudaSuccess);
+    ok(moe_cuda_ggemm_enqueue(&p->g, NULL));
+    finish();
+}
+
+static char *result(const struct problem *p)
+{
+    char *bytes = malloc(p->out_bytes + GUARD);
+    assert_non_null(bytes);
+    assert_int_equal(cudaMemcpy(bytes, p->g.out, p->out_bytes + GUARD, cudaMemcpyDeviceToHost), 0);
+    for (size_t i = 0; i < GUARD; i++)
+        assert_int_equal((uint8_t)bytes[p->out_bytes + i], 0xff);
+    return bytes;
+}
+
+static double error_of(struct problem *p, const struct moe_cuda_ggemm_weights *const *plain,
+                       double *want)
+{
+    struct moe_cuda_ggemm g = p->g;
+    struct ggemm_difference d;
+    g.weights = plain;
+    assert_int_equal(ggemm_reference(&g, want), 0);
+    assert_int_equal(ggemm_compare(&g, want, &d), 0);
+    assert_int_equal(d.stray, 0);
+    return d.worst;
+}
+
+static void random_case(const struct moe_weight_format *f, bool gated, enum moe_dtype out,
+                        double *worst)
+{
+    struct problem p = {.format = f,
+                        .g = {.gated = gated,
+                              .experts = 1 + random_below(5),
+                              .n = 8 * (1 + random_below(40)),
+                              .k = 8 * (1 + random_below(60)),
+                              .weighting = (enum moe_weighting)random_below(3),
+                              .activation = (enum moe_activation)random_below(MOE_ACT_COUNT),
+                              .limit = 1.5f,
+                              .alpha = 1.702f,
+                              .out_dtype = out}};
+    p.g.row_capacity = random_groups(p.g.experts, 300, random_below(2) == 0, p.start, p.count);
+    const struct moe_cuda_ggemm_weights *const *plain = make(&p);
+    double *want = device_alloc((size_t)p.g.row_capacity * p.g.n * sizeof(double), 0);
+    multiply(&p, MOE_CUDA_TILE_DECODE);
+    double few = error_of(&p, plain, want);
+    char *first = result(&p);
+    multiply(&p, MOE_CUDA_TILE_EVEN);
+    double many = error_of(&p, plain, want);
+    char *second = result(&p);
+    assert_memory_equal(first, second, p.out_bytes);
+    double bound = out == MOE_DTYPE_F32 ? 1e-4 : 4e-3;
+    if (few > bound || many > bound)
+        fail_msg("%s, gated %d, %u experts, %u rows, n %u, k %u, fp32 %d: errors %g, %g",
+                 name_of(f), gated, p.g.experts, p.g.row_capacity, p.g.n, p.g.k,
+                 out == MOE_DTYPE_F32, few, many);
+    *worst = fmax(*worst, fmax(few, many));
+    assert_int_equal(cudaFree(want), cudaSuccess);
+    free(first);
+    free(second);
+    release(&p);
+}
+
+static void any_shape_matches_double_precision(void **state)
+{
+    (void)state;
+    enum { CASES = 5 };
+    for (int i = 0; i < FORMATS; i++)
+        for (int gated = 0; gated < 2; gated++) {
+            double bf16 = 0, fp32 = 0;
+            for (int c = 0; c < CASES; c++) {
+                random_case(&formats[i], gated != 0, MOE_DTYPE_BF16, &bf16);
+                random_case(&formats[i], gated != 0, MOE_DTYPE_F32, &fp32);
+            }
+            printf("  %-28s %s: worst element of %d shapes, bf16 %.2e, fp32 %.2e\n",
+                   name_of(&formats[i]), gated ? "gated" : "plain", CASES, bf16, fp32);
+        }
+}
+
+/* One expert with 4,096 rows; then its last rows alone, with either tile. */
+static void a_row_has_the_same_bits_in_any_number_of_rows(void **state)
+{
+    (void)state;
+    enum { ROWS = 4096 };
+    static const uint32_t fewer[] = {1, 3, 8, 17, 33, 64, 65, 128, 200, 1000};
+    for (int i = 0; i < FORMATS; i++) {
+        struct problem p = {.format = &formats[i],
+                            .count = {ROWS},
+                            .g = {.gated = i % 2 == 0,
+                                  .experts = 1,
+                                  .row_capacity = ROWS,
+                                  .n = 264,
+                                  .k = 520,
+                                  .weighting = MOE_WEIGHT_OUTPUT_EARLY,
+                                  .activation = MOE_ACT_SWIGLU,
+                                  .out_dtype = MOE_DTYPE_BF16}};
+        (void)make(&p);
+        multiply(&p, MOE_CUDA_TILE_EVEN);
+        char *all = result(&p);
+        for (size_t c = 0; c < sizeof fewer / sizeof *fewer; c++) {
+            uint32_t start = ROWS - fewer[c];
+            assert_int_equal(cudaMemcpy((void *)p.g.start, &start, 4, cudaMemcpyHostToDevice), 0);
+            assert_int_equal(cudaMemcpy((void *)p.g.count, &fewer[c], 4, cudaMemcpyHostToDevice),
+                             0);
+            for (int tile = 0; tile < 2; tile++) {
+                multiply(&p, tile == 0 ? MOE_CUDA_TILE_DECODE : MOE_CUDA_TILE_EVEN);
+                char *part = result(&p);
+                size_t from = (size_t)start * p.g.n * 2;
+                assert_memory_equal(all + from, part + from, (size_t)fewer[c] * p.g.n * 2);
+                free(part);
+            }
+        }
+        free(all);
+        release(&p);
+    }
+}
+
+static void a_value_that_a_block_cannot_hold_is_reported(void **state)
+{
+    (void)state;
+    struct moe_weight_format f = formats[5];
+    struct quantised q = random_matrix(&f, 40, 96);
+    enum moe_cuda_packing packing = moe_cuda_packing_of(&f);
+    void *entry = device_alloc(moe_cuda_packed_bytes(packing, 40, 96), 0);
+    uint32_t *wrong = device_alloc(sizeof *wrong, 0), reported;
+    struct moe_cuda_packed_weight w = {
+        .packing = packing, .entry = entry, .rows = 40, .columns = 96, .wrong = wrong};
+    for (int c = 0; c < 3; c++) { /* sound; a NaN; a scale of 2^66 */
+        uint8_t *element = q.bytes + 7 * 96 + 31, *scale = q.bytes + q.sizes.elements + 11;
+        *element = c == 1 ? 0xff : 0x11;
+        *scale = c == 2 ? 127 + 66 : 127 + 65;
+        void *elements = to_device(q.m.elements, q.sizes.elements);
+        void *scales = to_device(q.m.scales, q.sizes.scales);
+        assert_int_equal(cudaMemset(wrong, 0, sizeof *wrong), cudaSuccess);
+        ok(moe_cuda_packed_place(&w, elements, 0, 40, NULL));
+        ok(moe_cuda_packed_scale(&w, &f, scales, 0, 40, NULL));
+        finish();
+        assert_int_equal(cudaMemcpy(&reported, wrong, sizeof reported, cudaMemcpyDeviceToHost), 0);
+        assert_int_equal(reported, c != 0);
+        assert_int_equal(cudaFree(elements), cudaSuccess);
+        assert_int_equal(cudaFree(scales), cudaSuccess);
+    }
+    assert_int_equal(cudaFree(entry), cudaSuccess);
+    assert_int_equal(cudaFree(wrong), cudaSuccess);
+    free(q.bytes);
+}
+
+/* ------------------------------------------------------------------------- layer */
+
+enum { HIDDEN = 136, INNER = 72, EXPERTS = 3, ALIGN = MOE_ROW_ALIGN };
+
+static const struct moe_backend *const backend = &moe_backend_cuda;
+
+struct layer_case {
+    struct quantised gate[EXPERTS], up[EXPERTS], down[EXPERTS];
+    struct moe_layer *layer;
+};
+
+static void upload(struct layer_case *c, struct moe_device *device,
+                   const struct moe_weight_format *f)
+{
+    uint32_t offset[EXPERTS + 1];
+    uint16_t slot[EXPERTS] = {0};
+    for (uint32_t e = 0; e <= EXPERTS; e++)
+        offset[e] = e;
+    struct moe_placement placement = {
+        .slots = 1, .experts = EXPERTS, .offset = offset, .slot = slot};
+    struct moe_layer_spec spec = {
+        .hidden = HIDDEN,
+        .intermediate = INNER,
+        .experts = EXPERTS,
+        .activation = MOE_ACT_SWIGLU,
+        .weighting = MOE_WEIGHT_OUTPUT_LATE,
+        .router = {.top_k = 1, .groups = 1, .topk_group = 1, .group_best = 1, .scale = 1},
+        .routed_format = *f};
+    ok(backend->layer_create(device, &spec, &placement, 0, &c->layer));
+    float *router = calloc(EXPERTS * HIDDEN, sizeof *router);
+    assert_non_null(router);
+    ok(backend->layer_upload(c->layer, MOE_WEIGHT_ROUTER, 0, MOE_DTYPE_F32, router,
+                             EXPERTS * HIDDEN * sizeof *router));
+    free(router);
+    for (uint32_t e = 0; e < EXPERTS; e++) {
+        c->gate[e] = random_matrix(f, INNER, HIDDEN);
+        c->up[e] = random_matrix(f, INNER, HIDDEN);
+        c->down[e] = random_matrix(f, HIDDEN, INNER);
+        ok(backend->layer_upload_packed(c->layer, MOE_WEIGHT_GATE, e, &c->gate[e].m));
+        ok(backend->layer_upload_packed(c->layer, MOE_WEIGHT_UP, e, &c->up[e].m));
+        ok(backend->layer_upload_packed(c->layer, MOE_WEIGHT_DOWN, e, &c->down[e].m));
+        struct moe_status twice =
+            backend->layer_upload_packed(c->layer, MOE_WEIGHT_DOWN, e, &c->down[e].m);
+        assert_int_equal(twice.code, MOE_ALREADY_EXISTS);
+    }
+    ok(backend->layer_finish(c->layer));
+}
+
+static double dot(const struct moe_weight_format *f, const struct quantised *q, size_t row,
+                  const float *x)
+{
+    double sum = 0;
+    for (size_t i = 0; i < q->columns; i++)
+        sum += (double)value_of(f, q, row, i) * (double)x[i];
+    return sum;
+}
+
+/* Relative error (Frobenius) of hidden and of out, each part with separate inputs. */
+static void check_parts(struct layer_case *c, const struct moe_weight_format *f,
+                        enum moe_dtype dtype, double bound)
+{
+    static const uint32_t counts[EXPERTS] = {5, 0, ALIGN + 1};
+    uint32_t start[EXPERTS + 1] = {0, ALIGN, ALIGN, 3 * ALIGN}, rows = 3 * ALIGN;
+    float *x = calloc((size_t)rows * HIDDEN, sizeof *x);
+    float *h = calloc((size_t)rows * INNER, sizeof *h);
+    float *hidden = malloc((size_t)rows * INNER * sizeof *hidden);
+    float *out = malloc((size_t)rows * HIDDEN * sizeof *out);
+    uint16_t *half = malloc((size_t)rows * HIDDEN * sizeof *half);
+    float *weight = malloc(rows * sizeof *weight);
+    assert_true(x && h && hidden && out && half && weight);
+    for (size_t i = 0; i < (size_t)rows * HIDDEN; i++) {
+        half[i] = cut_to_bf16((float)random_below(1000) / 500 - 1);
+        x[i] = moe_bf16_to_f32(half[i]);
+    }
+    for (size_t i = 0; i < (size_t)rows * INNER; i++)
+        h[i] = moe_bf16_to_f32(cut_to_bf16((float)random_below(1000) / 500 - 1));
+    for (uint32_t i = 0; i < rows; i++)
+        weight[i] = 0.5f;
+    struct moe_rows r = {.local_experts = EXPERTS,
+                         .start = to_device(start, sizeof start),
+                         .count = to_device(counts, sizeof counts),
+                         .x = dtype == MOE_DTYPE_F32
+                                  ? to_device(x, (size_t)rows * HIDDEN * sizeof *x)
+                                  : to_device(half, (size_t)rows * HIDDEN * sizeof *half),
+                         .weight = to_device(weight, rows * sizeof *weight)};
+    float *on_device = to_device(h, (size_t)rows * INNER * sizeof *h);
+    float *hidden_d = device_alloc((size_t)rows * INNER * sizeof *hidden, 0);
+    float *out_d = device_alloc((size_t)rows * HIDDEN * sizeof *out, 0);
+    ok(backend->gemm_gate_up(c->layer, dtype, &r, hidden_d));
+    ok(backend->gemm_down(c->layer, dtype, &r, on_device, out_d));
+    assert_int_equal(
+        cudaMemcpy(hidden, hidden_d, (size_t)rows * INNER * sizeof *hidden, cudaMemcpyDeviceToHost),
+        0);
+    assert_int_equal(
+        cudaMemcpy(out, out_d, (size_t)rows * HIDDEN * sizeof *out, cudaMemcpyDeviceToHost), 0);
+    double square[2] = {0, 0}, off[2] = {0, 0};
+    for (uint32_t e = 0; e < EXPERTS; e++)
+        for (uint32_t i = start[e]; i < start[e] + counts[e]; i++) {
+            for (uint32_t n = 0; n < INNER; n++) {
+                double g = dot(f, &c->gate[e], n, x + (size_t)i * HIDDEN);
+                double want = g / (1 + exp(-g)) * dot(f, &c->up[e], n, x + (size_t)i * HIDDEN);
+                double d = (double)hidden[(size_t)i * INNER + n] - want;
+                square[0] += want * want;
+                off[0] += d * d;
+            }
+            for (uint32_t n = 0; n < HIDDEN; n++) {
+                double want = 0.5 * dot(f, &c->down[e], n, h + (size_t)i * INNER);
+                double d = (double)out[(size_t)i * HIDDEN + n] - want;
+                square[1] += want * want;
+                off[1] += d * d;
+            }
+        }
+    double up = sqrt(off[0] / square[0]), down = sqrt(off[1] / square[1]);
+    printf("  %-28s %s tokens: gate and up %.2e, down %.2e\n", name_of(f),
+           dtype == MOE_DTYPE_F32 ? "F32 " : "BF16", up, down);
+    assert_true(up <= bound && down <= bound);
+    const void *device[] = {r.start, r.count, r.x, r.weight, on_device, hidden_d, out_d};
+    for (size_t i = 0; i < sizeof device / sizeof *device; i++)
+        assert_int_equal(cudaFree((void *)device[i]), cudaSuccess);
+    void *host[] = {x, h, hidden, out, half, weight};
+    for (size_t i = 0; i < sizeof host / sizeof *host; i++)
+        free(host[i]);
+}
+
+static void a_layer_computes_with_quantised_experts(void **state)
+{
+    (void)state;
+    struct moe_device *device;
+    struct moe_device_config config = {.ordinal = 0};
+    ok(backend->device_open(&config, &device));
+    for (int i = 0; i < FORMATS; i++) {
+        struct layer_case c = {0};
+        assert_true(backend->computes(&formats[i]));
+        upload(&c, device, &formats[i]);
+        check_parts(&c, &formats[i], MOE_DTYPE_BF16, 1e-2);
+        check_parts(&c, &formats[i], MOE_DTYPE_F32, 1e-5);
+        backend->layer_destroy(c.layer);
+        for (uint32_t e = 0; e < EXPERTS; e++) {
+            free(c.gate[e].bytes);
+            free(c.up[e].bytes);
+            free(c.down[e].bytes);
+        }
+    }
+    backend->device_close(device);
+}
+
+int main(int argc, char **argv)
+{
+    if (!ggemm_test_begin(argc, argv))
+        return SKIP_CODE;
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(any_shape_matches_double_precision),
+        cmocka_unit_test(a_row_has_the_same_bits_in_any_number_of_rows),
+        cmocka_unit_test(a_value_that_a_block_cannot_hold_is_reported),
+        cmocka_unit_test(a_layer_computes_with_quantised_experts),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
