@@ -178,6 +178,21 @@ static void ended(void *ctx, struct moe_status why)
 
 /* -------------------------------------------------------------------------- starting */
 
+/* Whether quantised matrices are decoded, whatever the backend computes with. */
+static bool decodes(const struct moe_worker_config *c)
+{
+    return c->decode_weights ||
+           (c->training && c->backend->training != NULL && !c->backend->training->quantised_base);
+}
+
+static const char *why_decoded(const struct moe_worker_config *c)
+{
+    if (c->decode_weights)
+        return "as --weights bf16 says";
+    return decodes(c) ? "as this backend does not train with them"
+                      : "as this backend does not compute with them";
+}
+
 /* How quantised experts lie in memory, and what decoding costs. */
 static void log_quantisation(const struct moe_worker *w)
 {
@@ -193,17 +208,14 @@ static void log_quantisation(const struct moe_worker *w)
     uint64_t kept = moe_model_layer_memory(w->model, 0, &first, 1);
     moe_log_info("quantised experts (%s) are decoded to BF16 while they are loaded, %s: they take "
                  "%.1f times the memory, and steps read as much more",
-                 scheme,
-                 w->config.decode_weights ? "as --weights bf16 says"
-                                          : "as this backend does not compute with them",
-                 read == 0 ? 0 : (double)kept / (double)read);
+                 scheme, why_decoded(&w->config), read == 0 ? 0 : (double)kept / (double)read);
 }
 
 static struct moe_status open_model(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
     MOE_TRY(moe_error_context(moe_model_open(c->model, &w->model), "%.100s", c->model));
-    MOE_TRY(moe_model_keep_quantised(w->model, c->decode_weights ? NULL : c->backend->computes));
+    MOE_TRY(moe_model_keep_quantised(w->model, decodes(c) ? NULL : c->backend->computes));
     MOE_TRY(c->backend->device_open(&c->device, &w->device));
     MOE_TRY(moe_loader_create(c->backend, w->device, w->model, NULL, &w->loader));
     struct moe_device_info info;

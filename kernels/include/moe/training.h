@@ -177,6 +177,9 @@ struct moe_optimizer_result {
 };
 
 struct moe_training {
+    bool quantised_base; /* adapters train on layers with quantised matrices. Otherwise
+                            trainer_create refuses such layers, and those that train are loaded with
+                            decoded weights */
     /* Allocates all memory of a trainer at once. MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY: nothing has
      * changed. Masters start as the resident weights, gradients and moments as zeros. LoRA's A is
      * uniform in +-1 / sqrt(in) (kaiming with a = sqrt(5), as PEFT does), B is zero. A comes from a
