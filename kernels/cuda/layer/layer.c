@@ -286,7 +286,7 @@ struct moe_status moe_cuda_layer_fetch(struct moe_layer *layer, enum moe_weight 
 
 bool moe_cuda_layer_computes(const struct moe_weight_format *format)
 {
-    return moe_cuda_packing_of(format) != MOE_CUDA_PACKING_NONE;
+    return moe_cuda_packing_of(format) != MOE_CUDA_PACKING_NONE && moe_cuda_ggemm_serves(8, 8);
 }
 
 /* Device memory of zeros: a block's elements beyond the matrix stay so. */
