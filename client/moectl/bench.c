@@ -11,9 +11,9 @@
  *
  * Through shared memory (--transport shm, cuda) the main thread submits the requests of all
  * clients, and looks for their ends. With cuda it looks in the order of submission. */
-#include "bench_cuda.h"
 #include "commands.h"
 #include "moe/regions.h"
+#include "moectl/group/cuda_calls.h"
 #include "moectl/group/link.h"
 #include "moectl/io/bench_report.h"
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* See bench_cuda.h. All functions are those of the shared libraries, also libmoeclient's: the copy
+/* See cuda_calls.h. All functions are those of the shared libraries, also libmoeclient's: the copy
  * of it inside moectl knows nothing of their sessions. */
-#include "bench_cuda.h"
+#include "moectl/group/cuda_calls.h"
 
 #include "base/library.h"
 #include "base/size.h"

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* moectl bench --transport cuda: requests of a CUDA stream (moe/client_cuda.h). Its libraries are
  * opened at run time, so moectl needs no CUDA. Times are those of the GPU's clock. */
-#ifndef MOECTL_BENCH_CUDA_H
-#define MOECTL_BENCH_CUDA_H
+#ifndef MOECTL_CUDA_CALLS_H
+#define MOECTL_CUDA_CALLS_H
 
 #include "moe/client_cuda.h"
 
