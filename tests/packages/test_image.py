@@ -73,13 +73,14 @@ exit ${result:-0}
 # A coordinator of the image, with its state in the etcd at $2; it listens on port $3.
 LEAD = """
 mount -t tmpfs -o mode=700,uid=65532,gid=65532 run "$1/run/moed"
+mount -t proc proc "$1/proc"
 mount --rbind /dev "$1/dev"
-inside() { env -i PATH=/usr/bin:/usr/sbin MOED_RUNTIME_DIR=/run/moed \\
-    chroot --userspec=65532:65532 "$@"; }
-inside "$1" /usr/bin/moe-coordinator --listen "127.0.0.1:$3" --store etcd --etcd "$2" \\
-    --etcd-prefix /moed/image --leader-lease-s 3 --workers 2 --replicas 2 &
+export PATH=/usr/bin:/usr/sbin:/bin:/sbin MOED_RUNTIME_DIR=/run/moed
+chroot --userspec=65532:65532 "$1" /usr/bin/moe-coordinator --listen "127.0.0.1:$3" --store etcd \\
+    --etcd "$2" --etcd-prefix /moed/image --leader-lease-s 3 --workers 2 --replicas 2 &
 for _ in $(seq 300); do
-    inside "$1" /usr/bin/moectl status --endpoint "127.0.0.1:$3" >"$4" 2>&1 || true
+    chroot --userspec=65532:65532 "$1" /usr/bin/moectl status \\
+        --endpoint "127.0.0.1:$3" >"$4" 2>&1 || true
     grep '^store *etcd' "$4" && break
     sleep 0.1
 done
