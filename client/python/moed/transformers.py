@@ -242,7 +242,8 @@ def _make_remote(model, client, routing, model_digest, remote):
             experts = each.module.experts
             for name in list(experts._parameters):
                 del experts._parameters[name]
-            experts._is_hf_initialized = True  # there is nothing to initialise
+            # There is nothing to initialise; Qwen-Omni's block would do it for its experts.
+            experts._is_hf_initialized = each.module._is_hf_initialized = True
             experts._moed = moe
     if routing == "client":
         model.set_experts_implementation("moed")
