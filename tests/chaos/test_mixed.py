@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults one after another, drawn by a seed: a worker of four is killed, stopped for some seconds, or
-drained, and is back before the next fault. Every expert has two copies. Eight clients, which spread
-their calls and retry as clients do, compare every answer.
+"""Faults one after another, drawn by a seed: a worker of four is killed, stopped for some seconds,
+or drained, and is back before the next fault. Every expert has two copies. Eight clients, which
+spread their calls and retry as clients do, compare every answer.
 
   test_mixed.py BUILD MODELS [--long]
 

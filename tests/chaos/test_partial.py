@@ -178,9 +178,10 @@ class Partial(unittest.TestCase):
             loop.stop()
         gap_back = max(loop.worst_gap(back) for loop in loops)
         failures = [text for loop in loops for text in loop.failures]
-        print("  killed: %d answers, %d failed, %d of 64 tokens without slot %d; worst gap %.0f ms, "
-              "when it is back %.0f ms" % (sum(len(loop.done) for loop in loops), len(failures),
-                                           available.sum(), VICTIM, 1e3 * gap, 1e3 * gap_back))
+        print("  killed: %d answers, %d failed, %d of 64 tokens without slot %d; "
+              "worst gap %.0f ms, when it is back %.0f ms" % (
+                  sum(len(loop.done) for loop in loops), len(failures), available.sum(), VICTIM,
+                  1e3 * gap, 1e3 * gap_back))
         self.assertEqual(failures, [], self.group.tail())
         self.assertEqual(sum(loop.wrong for loop in loops), 0)
         return gap

@@ -269,11 +269,12 @@ static void check_slots(struct world *w, bool restored)
         bool held = moe_membership_worker(w->machine, s, &a) && a.lease_remaining_ns > 0;
         uint64_t holder = held ? a.incarnation : 0;
         if (held && w->holders[s] != holder) {
+            bool same = w->last_holders[s] == holder; /* its lease had ended, and no tick came */
             w->tries = 0; /* a worker took the slot: attempts start again */
-            if (w->last_holders[s] != holder)
+            if (!same)
                 w->joined_ns = w->now_ns;
             w->last_holders[s] = holder;
-            check(w, restored || (w->cordoned & w->cordons_known & UINT64_C(1) << s) == 0,
+            check(w, restored || same || (w->cordoned & w->cordons_known & UINT64_C(1) << s) == 0,
                   "a cordoned slot gets no new worker");
         }
         w->holders[s] = holder;
