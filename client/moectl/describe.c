@@ -2,7 +2,7 @@
 /* moectl describe: all that is known about the group, one worker or one model, with its last
  * events. */
 #include "commands.h"
-#include "events.h"
+#include "moectl/group/events.h"
 #include "moectl/group/models.h"
 #include "moectl/io/proto_json.h"
 #include "moectl/io/yaml.h"

@@ -2,7 +2,7 @@
 /* moectl diag: all that a maintainer asks for, in one archive. Daemons that do not answer are named
  * in it. It has no tokens, keys, weights or activations. */
 #include "commands.h"
-#include "events.h"
+#include "moectl/group/events.h"
 #include "moectl/io/archive.h"
 #include "moectl/io/proto_json.h"
 #include "workers.h"

@@ -2,7 +2,7 @@
 /* moectl get: lists of workers, experts, models and events. With --watch it asks again every
  * second, and prints what has changed. */
 #include "commands.h"
-#include "events.h"
+#include "moectl/group/events.h"
 #include "moectl/group/models.h"
 #include "moectl/io/proto_json.h"
 #include "workers.h"

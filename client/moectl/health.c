@@ -2,7 +2,7 @@
 /* moectl health: checks with codes, for operators and monitoring. A check looks at one thing of one
  * daemon, or of the group, and never changes anything. */
 #include "commands.h"
-#include "events.h"
+#include "moectl/group/events.h"
 #include "moectl/group/models.h"
 #include "moectl/group/train_state.h"
 #include "moectl/io/proto_json.h"

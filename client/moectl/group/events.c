@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "events.h"
+#include "moectl/group/events.h"
 
 #include "moectl/io/proto_json.h"
 
