@@ -357,7 +357,6 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     struct moe_worker_config config = {
         .device = {.ordinal = (int)s->device, .threads = (uint32_t)s->threads},
         .model = s->model,
-        .decode_weights = strcmp(s->weights, "bf16") == 0,
         .coordinator = s->coordinator,
         .listen = s->listen,
         .control_listen = s->control_listen,
@@ -389,7 +388,10 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     };
     MOE_TRY(choose_backend(s->backend, &config));
     config.device.settings = settings_of(config.backend);
-    config.spin_ns = spin_of(s, strcmp(config.backend->name, "cuda") == 0);
+    bool on_gpu = strcmp(config.backend->name, "cuda") == 0;
+    config.spin_ns = spin_of(s, on_gpu);
+    config.decode_weights =
+        strcmp(s->weights, "bf16") == 0 || (on_gpu && strcmp(s->weights, "auto") == 0);
     configure_training(s, &config);
     if (interface.name[0] != '\0')
         config.network_address = interface.address;
@@ -424,7 +426,7 @@ out:
 static struct settings settings = {
     .listen = "127.0.0.1:0",
     .backend = "auto",
-    .weights = "resident",
+    .weights = "auto",
     .slot = ANY_SLOT,
     .max_message_bytes = UINT64_C(128) << 20,
     .max_bytes_in_flight = UINT64_C(1) << 30,
@@ -460,9 +462,10 @@ static const struct moe_option first_options[] = {
      "Address to give to clients; default: the address of --listen"},
     {"backend", 'b', MOE_OPTION_CHOICE, &settings.backend, 0, 0, "cpu|cuda|auto",
      "Device type; auto = cuda if a GPU is there, else cpu"},
-    {"weights", 0, MOE_OPTION_CHOICE, &settings.weights, 0, 0, "resident|bf16",
-     "Quantised experts stay as the checkpoint has them where the backend computes with them, or "
-     "become BF16 while they are loaded; the same on all workers"},
+    {"weights", 0, MOE_OPTION_CHOICE, &settings.weights, 0, 0, "auto|resident|bf16",
+     "Quantised experts: resident = as the checkpoint has them, where the backend computes with "
+     "them; bf16 = decoded while they are loaded; auto = resident on CPUs, bf16 on GPUs. The same "
+     "on all workers"},
 };
 
 static const struct moe_option device_options[] = {

@@ -188,7 +188,7 @@ static bool decodes(const struct moe_worker_config *c)
 static const char *why_decoded(const struct moe_worker_config *c)
 {
     if (c->decode_weights)
-        return "as --weights bf16 says";
+        return "as --weights says";
     return decodes(c) ? "as this backend does not train with them"
                       : "as this backend does not compute with them";
 }
