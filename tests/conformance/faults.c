@@ -154,7 +154,8 @@ static int compute_partially(struct member *m)
             EXPECT(good(join_session(m, &s, 6 + 2 * round, LONG_MS, false)));
             EXPECT(good(run_step(s.session, &s.args, &result)));
             EXPECT(partial_rows(&s.args, want, &lost));
-            EXPECT(lost > 0 && (lost < s.args.tokens || m->slot == 0));
+            /* Slot 0 has few tokens; in large groups others need the victim's experts rarely. */
+            EXPECT(m->slot == 0 ? lost > 0 : lost < s.args.tokens);
             leave_session(&s);
         }
         raise_flag(m, round);

@@ -6,7 +6,9 @@ the routed part with transformers' output less that, and the sum of the two with
 step do not influence each other.
 """
 
+import json
 import os
+import re
 import tempfile
 import threading
 import unittest
@@ -24,23 +26,41 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "shared_expert_gate": "gate"}
+# The talker of an Omni model is not served.
+SHARED = r"^(?!talker\.)(?:.*\.)?layers\.%d\.(?:.*\.)?shared_(?:mlp|experts?(?:_gate)?)\b"
+
+
 class Shared:
     """The shared expert of one layer in float64, from the model's files. None of the families has
-    biases or another activation than silu there."""
+    biases there."""
 
     def __init__(self, family, layer):
+        with open(os.path.join(model_directory(family), "config.json")) as file:
+            config = json.load(file)
+        config = config.get("text_config", config)
+        self.limit = config.get("swiglu_limit")
+        self.alpha = config.get("swiglu_alpha")
         tensors = moed.read_safetensors(os.path.join(model_directory(family), "model.safetensors"))
         self.weights = {}
         for name, value in tensors.items():
-            if ".layers.%d." % layer in name and ".shared_expert" in name:
-                key = name.split(".")[-2].replace("shared_expert_gate", "gate")
-                self.weights[key] = moed.f32(value).astype(np.float64)
+            if re.search(SHARED % layer, name):
+                key = name.split(".")[-2]
+                self.weights[NAMES.get(key, key)] = moed.f32(value).astype(np.float64)
+
+    def activation(self, gate, up):
+        if self.limit is None:
+            return silu(gate) * up
+        gate, up = np.minimum(gate, self.limit), np.clip(up, -self.limit, self.limit)
+        if self.alpha is None:
+            return silu(gate) * up
+        return gate / (1 + np.exp(-self.alpha * gate)) * (up + 1)
 
     def __call__(self, x):
         x, w = x.astype(np.float64), self.weights
         if not w:
             return np.zeros_like(x)
-        y = (silu(x @ w["gate_proj"].T) * (x @ w["up_proj"].T)) @ w["down_proj"].T
+        y = self.activation(x @ w["gate_proj"].T, x @ w["up_proj"].T) @ w["down_proj"].T
         return y / (1 + np.exp(-(x @ w["gate"].T))) if "gate" in w else y
 
 

@@ -107,9 +107,10 @@ static inline float moe_packed_value(const struct moe_weight_format *f,
 {
     size_t block = moe_packed_block(f, sizes->scale_columns, row, column);
     const uint8_t *bytes = (const uint8_t *)m->elements + row * sizes->row_bytes;
-    uint8_t bits = moe_encoding_traits(f->encoding).bits == 8
-                       ? bytes[column]
-                       : (uint8_t)(bytes[column / 2] >> 4 * (column % 2) & 15);
+    bool whole = moe_encoding_traits(f->encoding).bits == 8;
+    uint8_t bits = bytes[whole ? column : column / 2];
+    if (!whole)
+        bits = (uint8_t)(bits >> 4 * (column % 2) & 15);
     float scale = moe_scale_to_f32(f, m->scales, block, m->global);
     return moe_element_to_f32(f->encoding, bits, m->zeros != NULL ? m->zeros[block] : 8) * scale;
 }
