@@ -4,6 +4,7 @@ can kill and replace one."""
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -30,7 +31,21 @@ def dtype_of(x):
 
 
 def start(program, *arguments, environment=None, cwd=None):
-    """Starts a daemon, in folder `cwd`; returns it and its address. Adds `environment` to ours."""
+    """Starts a daemon, in folder `cwd`; returns it and its address. Adds `environment` to ours. A
+    daemon that listens again at its old address gets more tries: a connection of another test may
+    have that port for a moment."""
+    again = any(re.fullmatch(r"127\.0\.0\.1:[1-9]\d*", each) and option == "--listen"
+                for option, each in zip(arguments, arguments[1:]))
+    for left in range(5 if again else 1, 0, -1):
+        process, address = start_once(program, arguments, environment, cwd)
+        if address:
+            return process, address
+        time.sleep(1 if left > 1 else 0)
+    raise RuntimeError("%s did not start" % os.path.basename(program))
+
+
+def start_once(program, arguments, environment, cwd):
+    """As start. The address is empty if the daemon ended."""
     reader, writer = os.pipe()
     process = subprocess.Popen([program, "--ready-fd", str(writer), "--log-level",
                                 os.environ.get("MOE_TEST_LOG", "error"), *arguments],
@@ -42,7 +57,6 @@ def start(program, *arguments, environment=None, cwd=None):
     if not address:
         process.kill()
         process.wait()
-        raise RuntimeError("%s did not start" % os.path.basename(program))
     return process, address
 
 
