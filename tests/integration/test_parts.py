@@ -27,8 +27,9 @@ def silu(x):
 
 
 NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj", "shared_expert_gate": "gate"}
-# The talker of an Omni model is not served.
-SHARED = r"^(?!talker\.)(?:.*\.)?layers\.%d\.(?:.*\.)?shared_(?:mlp|experts?(?:_gate)?)\b"
+# The talker of an Omni model is not served, and Granite's shared_mlp is not in the MoE block.
+SHARED = (r"^(?!talker\.)(?:.*\.)?layers\.%d\.(?:.*\.)?"
+          r"(?:mlp\.shared_mlp|shared_experts?(?:_gate)?)\b")
 
 
 class Shared:
