@@ -64,6 +64,8 @@ struct moe_status moe_client_region_add(struct moe_client_session *s, const char
 struct moe_status moe_client_session_fill(const struct moe_client_session *s,
                                           const struct moe_client_session_forward *f,
                                           struct moe_ring_request *q) MOE_CHECKED;
+/* Takes an entry of the ring that the worker is done with. False if there is none. */
+bool moe_client_session_take(struct moe_client_session *s, uint32_t *entry) MOE_REQUIRES(s->lock);
 /* The status of a request that has ended; `d` NULL: the worker has said nothing of it. */
 struct moe_status moe_client_session_status(enum moe_code code,
                                             const struct moe_ring_details *d) MOE_CHECKED;

@@ -27,12 +27,10 @@ struct moe_status moe_region_adopt(struct moe_client_session *s, const char *nam
 
 static bool lend(struct moe_client_session *s, struct moe_client_entry *out)
 {
-    bool found = false;
+    uint32_t i;
     moe_mutex_lock(&s->lock);
-    for (uint32_t i = 0; i < MOE_RING_ENTRIES && !found; i++) {
-        if (s->taken[i] || !moe_ring_caller_is_free(&s->caller, i))
-            continue;
-        s->taken[i] = found = true;
+    bool found = moe_client_session_take(s, &i);
+    if (found) {
         /* A wait before the first submit ends at once, as a mistake. */
         __atomic_store_n(&s->caller.ring->ends[i], 1, __ATOMIC_RELEASE);
         out->entry = i;

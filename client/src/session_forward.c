@@ -78,16 +78,26 @@ struct moe_status moe_client_session_fill(const struct moe_client_session *s,
     return place(s, &f->weights, pairs, &q->tensors[MOE_RING_WEIGHTS_OUT]);
 }
 
+bool moe_client_session_take(struct moe_client_session *s, uint32_t *entry)
+{
+    for (uint32_t i = 0; i < MOE_RING_ENTRIES; i++) {
+        if (s->taken[i] || !moe_ring_caller_is_free(&s->caller, i))
+            continue;
+        s->taken[i] = true;
+        *entry = i;
+        return true;
+    }
+    return false;
+}
+
 /* Submits the request in an entry that the worker is done with. False if there is none. */
 static bool submit(struct moe_client_session *s, const struct moe_ring_request *q,
                    uint64_t *request)
 {
-    bool found = false;
+    uint32_t i;
     moe_mutex_lock(&s->lock);
-    for (uint32_t i = 0; i < MOE_RING_ENTRIES && !found; i++) {
-        if (s->taken[i] || !moe_ring_caller_is_free(&s->caller, i))
-            continue;
-        s->taken[i] = found = true;
+    bool found = moe_client_session_take(s, &i);
+    if (found) {
         atomic_fetch_add(&s->in_flight, 1);
         *request = (uint64_t)moe_ring_caller_submit(&s->caller, i, q) << 32 | i;
     }

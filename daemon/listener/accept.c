@@ -92,7 +92,7 @@ void moe_accept_retry(struct moe_listener *l, uint64_t now)
         moe_accept_watch(l);
 }
 
-/* False when nothing can be accepted for now. */
+/* Closes one waiting connection. False if none waits, or descriptors have run out. */
 static bool refuse_one(struct moe_listener *l, struct moe_listen_socket *s)
 {
     if (l->reserve >= 0)

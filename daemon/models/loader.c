@@ -413,6 +413,17 @@ const struct moe_digest_table *moe_loader_digests(const struct moe_loader *l)
     return l->digests;
 }
 
+struct moe_status moe_loader_pass_digests(const struct moe_loader *l, moe_group_part_fn add,
+                                          void *add_ctx)
+{
+    uint8_t part[MOE_GROUP_PART_BYTES];
+    struct moe_digest_cursor at = {0};
+    size_t length;
+    while ((length = moe_digest_table_pack(l->digests, &at, part, sizeof part)) > 0)
+        MOE_TRY(add(add_ctx, part, length));
+    return moe_ok();
+}
+
 const struct moe_placement *moe_loader_placements(const struct moe_loader *l)
 {
     return l->table.placements;

@@ -62,6 +62,10 @@ uint64_t moe_loader_placement_hash(const struct moe_loader *l);
 /* Digests of what was loaded (model/digest.h): of every layer the common unit and those of this
  * slot's experts. Empty while nothing is loaded; changes inside moe_loader_load only. */
 const struct moe_digest_table *moe_loader_digests(const struct moe_loader *l);
+/* Passes the same to `add`, in parts of at most MOE_GROUP_PART_BYTES, for the coordinator. Errors:
+ * those of `add`. */
+struct moe_status moe_loader_pass_digests(const struct moe_loader *l, moe_group_part_fn add,
+                                          void *add_ctx) MOE_CHECKED;
 /* [any thread] Bytes read so far, and in all. */
 void moe_loader_progress(const struct moe_loader *l, uint64_t *loaded, uint64_t *total);
 

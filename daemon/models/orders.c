@@ -271,13 +271,7 @@ static struct moe_status load(struct moe_models *m, struct entry *e,
 
 static struct moe_status pass_digests(void *ctx, moe_group_part_fn add, void *add_ctx)
 {
-    const struct moe_digest_table *digests = moe_loader_digests(ctx);
-    uint8_t part[MOE_GROUP_PART_BYTES];
-    struct moe_digest_cursor at = {0};
-    size_t length;
-    while ((length = moe_digest_table_pack(digests, &at, part, sizeof part)) > 0)
-        MOE_TRY(add(add_ctx, part, length));
-    return moe_ok();
+    return moe_loader_pass_digests(ctx, add, add_ctx);
 }
 
 static void run_load(void *ctx, void *argument)

@@ -123,13 +123,7 @@ struct moe_status moe_worker__load(void *ctx, const struct moe_group_assignment 
 struct moe_status moe_worker__digests(void *ctx, moe_group_part_fn add, void *add_ctx)
 {
     const struct moe_worker *w = ctx;
-    const struct moe_digest_table *digests = moe_loader_digests(w->loader);
-    uint8_t part[MOE_GROUP_PART_BYTES];
-    struct moe_digest_cursor at = {0};
-    size_t length;
-    while ((length = moe_digest_table_pack(digests, &at, part, sizeof part)) > 0)
-        MOE_TRY(add(add_ctx, part, length));
-    return moe_ok();
+    return moe_loader_pass_digests(w->loader, add, add_ctx);
 }
 
 static struct moe_status keep_view(struct moe_worker *w, const struct moe_group_view *v)

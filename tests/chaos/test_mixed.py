@@ -13,13 +13,12 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 import unittest
 
 LONG = "--long" in sys.argv and sys.argv.remove("--long") is None
 
-from watched import Group, Here, sleep_s, wait_until  # noqa: E402
+from watched import Group, Here, Loop, sleep_s, wait_until  # noqa: E402
 
 import moed  # noqa: E402
 import numpy as np  # noqa: E402
@@ -30,24 +29,7 @@ LATER_S = 60.0
 CALL_S = 30.0
 
 
-class Client(threading.Thread):
-    def __init__(self, endpoint, x, want):
-        super().__init__(daemon=True)
-        self.client = moed.Client(endpoint, spread=True, timeout=CALL_S)
-        self.x, self.want = x, want
-        self.done, self.failures, self.wrong, self.going = [time.monotonic()], [], 0, True
-        self.start()
-
-    def run(self):
-        while self.going:
-            try:
-                y = self.client.forward(LAYER, self.x, patient=True)
-            except moed.MoeError as error:
-                self.failures.append(str(error))
-                continue
-            self.done.append(time.monotonic())
-            self.wrong += not np.array_equal(y, self.want)
-
+class Client(Loop):
     def worst_gap(self, begin):
         late = [i for i, at in enumerate(self.done) if at > begin]
         first = max(late[0] - 1, 0) if late else len(self.done) - 1
@@ -101,7 +83,8 @@ class Mixed(unittest.TestCase):
             x = np.random.default_rng(3).standard_normal(
                 (TOKENS, client.find_layer(LAYER).hidden), np.float32)
             want = client.forward(LAYER, x)
-        clients = [Client(self.endpoints[0], x, want) for _ in range(CLIENTS)]
+        clients = [Client(moed.Client(self.endpoints[0], spread=True, timeout=CALL_S), LAYER, x,
+                          want) for _ in range(CLIENTS)]
         seen = {}
         end = time.monotonic() + SECONDS
         while time.monotonic() < end:
@@ -116,10 +99,7 @@ class Mixed(unittest.TestCase):
             gap = max(client.worst_gap(begun) for client in clients)
             seen[fault.__name__] = (count + 1, max(worst, gap))
         for client in clients:
-            client.going = False
-        for client in clients:
-            client.join()
-            client.client.close()
+            client.stop()
         failures = [text for client in clients for text in client.failures]
         wrong = sum(client.wrong for client in clients)
         print("  MOE_SEED=%d: %d answers, %d failed, %d wrong, last epoch %d" % (

@@ -20,7 +20,7 @@ import unittest
 
 LONG = "--long" in sys.argv and sys.argv.remove("--long") is None
 
-from watched import Group, Here, model_directory, wait_until  # noqa: E402
+from watched import Group, Here, Loop, model_directory, wait_until  # noqa: E402
 from group import moectl  # noqa: E402
 
 import grpc  # noqa: E402
@@ -34,37 +34,21 @@ CEILING_S = 1.0  # of a gap, on a busy machine
 SOON_S, LATER_S = 1.0, 60.0
 
 
-class Loop(threading.Thread):
-    """A client of one survivor that asks for whatever is there, without pause."""
+class Partly(Loop):
+    """A client of one survivor that asks for whatever is there."""
 
-    def __init__(self, endpoint, x, want):
-        super().__init__(daemon=True)
-        self.client = moed.Client(endpoint, spread=False)
-        self.x, self.want = x, want
-        self.done, self.failures, self.wrong = [time.monotonic()], [], 0
-        self.partial = 0
-        self.going = True
-        self.start()
+    partial = 0
 
-    def run(self):
-        while self.going:
-            try:
-                got = self.client.forward(LAYER, self.x, on_unavailable="partial")
-            except moed.MoeError as error:
-                self.failures.append(str(error))
-                continue
-            self.done.append(time.monotonic())
-            self.partial += not got.available.all()
-            self.wrong += not np.array_equal(got.y[got.available], self.want.y[got.available])
-            self.wrong += got.y[~got.available].any()
+    def ask(self):
+        return self.client.forward(self.layer, self.x, on_unavailable="partial")
+
+    def check(self, got):
+        self.partial += not got.available.all()
+        self.wrong += not np.array_equal(got.y[got.available], self.want.y[got.available])
+        self.wrong += got.y[~got.available].any()
 
     def worst_gap(self, begin):
         return max((b - a for a, b in zip(self.done, self.done[1:]) if b > begin), default=0.0)
-
-    def stop(self):
-        self.going = False
-        self.join()
-        self.client.close()
 
 
 class Partial(unittest.TestCase):
@@ -135,8 +119,8 @@ class Partial(unittest.TestCase):
             self.assertEqual(done.returncode, 2)
 
     def scene(self):
-        loops = [Loop(self.endpoints[s], self.x[64], self.full[64])
-                 for s in range(WORKERS) if s != VICTIM]
+        loops = [Partly(moed.Client(endpoint, spread=False), LAYER, self.x[64], self.full[64])
+                 for s, endpoint in enumerate(self.endpoints) if s != VICTIM]
         wait_until(lambda: all(len(loop.done) > 10 for loop in loops), LATER_S)
         lost = time.monotonic()
         victim = self.group.processes["w%d" % VICTIM]

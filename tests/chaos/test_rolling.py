@@ -14,13 +14,11 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
-import time
 import unittest
 
 LONG = "--long" in sys.argv and sys.argv.remove("--long") is None
 
-from watched import Here, model_directory, wait_until  # noqa: E402
+from watched import Here, Loop, model_directory, wait_until  # noqa: E402
 from group import BUILD, moectl  # noqa: E402
 
 import moed  # noqa: E402
@@ -30,33 +28,6 @@ FAMILY, LAYER, WORKERS, CLIENTS, TOKENS = "mixtral", 0, 4, 4, 16
 EXPERTS, PLACES = 8, 4  # of a layer; of a slot, with two copies
 CEILING_S = 1.0  # of a gap, on a busy machine
 LONG_S = 60
-
-
-class Client(threading.Thread):
-    """Calls all workers in turn. A call that a leaving worker refuses is tried at another one, as
-    clients do."""
-
-    def __init__(self, endpoint, x, want):
-        super().__init__(daemon=True)
-        self.client = moed.Client(endpoint, spread=True, timeout=LONG_S)
-        self.x, self.want = x, want
-        self.done, self.failures, self.wrong, self.going = [time.monotonic()], [], 0, True
-        self.start()
-
-    def run(self):
-        while self.going:
-            try:
-                y = self.client.forward(LAYER, self.x, patient=True)
-            except moed.MoeError as error:
-                self.failures.append(str(error))
-                continue
-            self.done.append(time.monotonic())
-            self.wrong += not np.array_equal(y, self.want)
-
-    def stop(self):
-        self.going = False
-        self.join()
-        self.client.close()
 
 
 class Rolling(unittest.TestCase):
@@ -85,7 +56,8 @@ class Rolling(unittest.TestCase):
 
     def restart(self, endpoint, x, want, *more):
         """Returns the clients after the restart."""
-        clients = [Client(endpoint, x, want) for _ in range(CLIENTS)]
+        clients = [Loop(moed.Client(endpoint, spread=True, timeout=LONG_S), LAYER, x, want)
+                   for _ in range(CLIENTS)]
         wait_until(lambda: all(len(c.done) > 5 for c in clients), LONG_S)
         before = self.processes()
         done = self.run_moectl("restart", "--rolling", "-o", "json", *more)

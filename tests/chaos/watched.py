@@ -17,6 +17,8 @@ sys.path.insert(0, os.path.join(HERE, "..", "integration"))
 sys.path.insert(0, os.path.join(HERE, "..", "support"))
 
 from group import BUILD, MODELS, model_directory, wait_until  # noqa: E402,F401
+import moed  # noqa: E402
+import numpy as np  # noqa: E402
 
 WORKER = os.path.join(BUILD, "daemon", "worker", "moe-worker")
 COORDINATOR = os.path.join(BUILD, "daemon", "coordinator", "moe-coordinator")
@@ -47,6 +49,38 @@ class Here:
             if process.poll() is None:
                 process.kill()
             process.wait()
+
+
+class Loop(threading.Thread):
+    """Asks for one layer without pause, and retries as clients do. Keeps the times of answers and
+    the texts of failures, and counts wrong answers. Owns the client."""
+
+    def __init__(self, client, layer, x, want):
+        super().__init__(daemon=True)
+        self.client, self.layer, self.x, self.want = client, layer, x, want
+        self.done, self.failures, self.wrong, self.going = [time.monotonic()], [], 0, True
+        self.start()
+
+    def ask(self):
+        return self.client.forward(self.layer, self.x, patient=True)
+
+    def check(self, y):
+        self.wrong += not np.array_equal(y, self.want)
+
+    def run(self):
+        while self.going:
+            try:
+                answer = self.ask()
+            except moed.MoeError as error:
+                self.failures.append(str(error))
+                continue
+            self.done.append(time.monotonic())
+            self.check(answer)
+
+    def stop(self):
+        self.going = False
+        self.join()
+        self.client.close()
 
 
 class Caller:

@@ -53,13 +53,6 @@ class Streams(unittest.TestCase):
         self.addCleanup(g.stop)
         return g
 
-    def worker(self, g):
-        for entry in g.description()["processes"]:
-            with open("/proc/%d/comm" % entry["pid"]) as file:
-                if file.read().strip() == "moe-worker":
-                    return entry["pid"]
-        raise AssertionError("there is no worker")
-
     def ended(self, g):
         """Requests through rings that the worker has ended."""
         with urllib.request.urlopen(g.page) as page:
@@ -116,7 +109,7 @@ class Streams(unittest.TestCase):
     def test_a_killed_worker_releases_the_graph(self):
         for way in self.ways:
             g = self.group()
-            pid = self.worker(g)
+            pid = g.worker_pids()[0]
             with self.start(g, way, "killed") as process:
                 self.assertEqual(process.stdout.readline(), "ready\n")
                 time.sleep(0.3)
@@ -133,7 +126,7 @@ class Streams(unittest.TestCase):
     def test_nothing_of_a_killed_client_stays(self):
         """Killed while its graphs run; the worker serves on and keeps no descriptor of it."""
         g = self.group()
-        pid = self.worker(g)
+        pid = g.worker_pids()[0]
         self.client(g, "sleep", "graph", "10")
         before = len(open_files(pid))
         for _ in range(5):

@@ -25,6 +25,7 @@ BACKEND = os.environ.get("MOE_TEST_BACKEND", "cpu")  # tests/gpu/run.sh sets cud
 DEVICES = int(os.environ.get("MOE_TEST_DEVICES", "64"))
 TRANSPORT = os.environ.get("MOE_TEST_TRANSPORT", "auto")  # "network" with GPUs
 MOECTL = os.path.join(BUILD, "client", "moectl", "moectl")
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
 sys.path.insert(0, os.path.join(BUILD, "python"))
 import moed  # noqa: E402 (from the build directory)
 
@@ -82,6 +83,14 @@ class Group:
     def description(self):
         with open(os.path.join(self.state, "group.json")) as file:
             return json.load(file)
+
+    def worker_pids(self):
+        found = []
+        for entry in self.description()["processes"]:
+            with open("/proc/%d/comm" % entry["pid"]) as file:
+                if file.read().strip() == "moe-worker":
+                    found.append(entry["pid"])
+        return found
 
     def stop(self):
         """Sends Ctrl-C. Returns the exit code of moectl up."""

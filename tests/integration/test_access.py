@@ -26,6 +26,7 @@ from group import (BACKEND, BUILD, MOECTL, group, main, model_directory, moed, o
                    wait_until)
 from google.protobuf import descriptor_pb2
 from moed._channel import local_socket
+from ports import free_ports
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "attack"))
 import h2  # noqa: E402
@@ -280,16 +281,10 @@ def raw_status(endpoint, path, values):
     return int(found.group(1)) if found else None, answer
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class AdminAddress(unittest.TestCase):
     def test_trainers_have_an_address_that_is_not_for_clients(self):
         with daemons() as d:
-            rules, admin = os.path.join(d.where, "access.json"), f"127.0.0.1:{free_port()}"
+            rules, admin = os.path.join(d.where, "access.json"), f"127.0.0.1:{free_ports(1)[0]}"
             write(rules, access_file())
             c = d.coordinator("--access-file", rules)
             checkpoints = os.path.join(d.where, "checkpoints")
@@ -341,7 +336,7 @@ class AdminAddress(unittest.TestCase):
             done = moectl("training", "save", name, *at)
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertIn(name, moectl("training", "list", *at).stdout)
-        control = f"127.0.0.1:{free_port()}"
+        control = f"127.0.0.1:{free_ports(1)[0]}"
         d.start("other", COORDINATOR, "--listen", "127.0.0.1:0", "--control-listen", control,
                 "--access-file", os.path.join(d.where, "access.json"))
         for words in (["status"], ["training"], ["bench", "--layer", "0"]):

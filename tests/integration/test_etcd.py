@@ -7,7 +7,6 @@ nothing changes. Links with TLS.
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 import unittest
@@ -16,9 +15,9 @@ from unittest import mock
 from group import MOECTL, main, wait_until
 from test_access import COORDINATOR
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
-from certificates import Certificates  # noqa: E402
-from etcd import Etcd, free_ports, require  # noqa: E402
+from certificates import Certificates
+from etcd import Etcd, require
+from ports import free_ports
 
 PREFIX = "/moed/one"
 LEADS = "this coordinator leads the group"

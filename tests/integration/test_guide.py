@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import unittest
 
@@ -18,9 +17,9 @@ import grpc
 
 from group import BUILD, MOECTL, golden_cases, main, moed, model_directory, wait_until
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
-import netns  # noqa: E402
-from etcd import Etcd, free_ports  # noqa: E402
+import netns
+from etcd import Etcd
+from ports import free_ports
 
 DEPLOY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "deploy")
 ROOT = os.path.dirname(os.path.abspath(DEPLOY))

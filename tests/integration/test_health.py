@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -20,6 +19,7 @@ import grpc
 import numpy as np
 
 from group import BUILD, freeze, main, model_directory, wait_until
+from ports import free_ports
 from training import COORDINATOR, WORKER, Trainer, start
 import wire
 from wire import expert, training
@@ -33,18 +33,12 @@ with open(os.path.join(BUILD, "CMakeCache.txt")) as cache:
     MODULES = re.search(r"(?m)^MOE_MODULE_FOLDER:\w+=(.*)$", cache.read()).group(1)
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 class Daemon:
     """A daemon with all its probes."""
 
     def __init__(self, program, *arguments, environment=None):
         for last in (False, False, False, True):  # another process may have taken the port
-            self.port = free_port()
+            self.port, = free_ports(1)
             try:
                 self.process, self.address = start(
                     program, "--metrics-listen", "127.0.0.1:%d" % self.port, "--health-step-ms",

@@ -19,12 +19,12 @@ import grpc
 import numpy as np
 
 from group import BUILD, Group, freeze, group, main, model_directory, open_files, wait_until
+from test_little_memory import is_sanitized
 from python_fakes import LAYER, HeldFake, rows, SEED
 
 import moed
 
-with open(os.path.join(BUILD, "CMakeCache.txt")) as cache:
-    SANITIZED = bool(re.search(r"(?m)^MOE_(SANITIZE|TSAN):BOOL=ON", cache.read()))
+SANITIZED = is_sanitized()
 if SANITIZED:  # the extension is not in the package; this process has the sanitizer's runtime
     moed.__path__.append(os.path.join(BUILD, "python_native"))
 
@@ -35,15 +35,6 @@ except ImportError:
 
 FAMILY = "mixtral"
 RNG = np.random.default_rng(SEED)
-
-
-def worker_pids(g):
-    found = []
-    for entry in g.description()["processes"]:
-        with open("/proc/%d/comm" % entry["pid"]) as file:
-            if file.read().strip() == "moe-worker":
-                found.append(entry["pid"])
-    return found
 
 
 def bits(array):
@@ -635,7 +626,7 @@ class Killed(unittest.TestCase):
     def test_a_killed_worker_ends_what_is_in_flight(self):
         g = Group(model_directory(FAMILY), 1)
         try:
-            pid = worker_pids(g)[0]
+            pid = g.worker_pids()[0]
             codes = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 
             async def run():

@@ -18,12 +18,12 @@ import grpc
 import numpy as np
 
 from group import BUILD, Group, freeze, group, main, model_directory, open_files, wait_until
+from test_little_memory import is_sanitized
 from python_fakes import SEED
 
 import moed
 
-with open(os.path.join(BUILD, "CMakeCache.txt")) as cache:
-    SANITIZED = bool(re.search(r"(?m)^MOE_(SANITIZE|TSAN):BOOL=ON", cache.read()))
+SANITIZED = is_sanitized()
 if SANITIZED:  # as in test_python_native.py
     moed.__path__.append(os.path.join(BUILD, "python_native"))
 
@@ -35,14 +35,6 @@ except ImportError:
 FAMILY = "mixtral"
 IN_FLIGHT = 64
 RNG = np.random.default_rng(SEED)
-
-
-def worker_pid(g):
-    for entry in g.description()["processes"]:
-        with open("/proc/%d/comm" % entry["pid"]) as file:
-            if file.read().strip() == "moe-worker":
-                return entry["pid"]
-    raise AssertionError("there is no worker")
 
 
 def mappings(pid="self"):
@@ -148,7 +140,7 @@ class SharedMemory(unittest.TestCase):
         with self.client.open_regions() as regions:
             x, y = self.filled(regions, 3)
             want = self.oracle.forward(self.layer.layer, x)
-            pid = worker_pid(self.g)
+            pid = self.g.worker_pids()[0]
             freeze(pid)
             try:
                 request = regions.submit(self.layer.layer, x, y)
@@ -247,7 +239,7 @@ class SharedMemory(unittest.TestCase):
         wait_until(lambda: mappings() == before and len(open_files(os.getpid())) <= files, 10)
 
     def test_memory_is_given_back(self):
-        pid = worker_pid(self.g)
+        pid = self.g.worker_pids()[0]
         with self.client.open_regions() as regions:
             for _ in range(100):  # together more than the limit of 64M
                 big = regions.allocate((1 << 20,))
@@ -358,7 +350,7 @@ class Ends(unittest.TestCase):
                     x = regions.allocate((2, hidden))
                     outputs = [regions.allocate((2, hidden)) for _ in range(8)]
                     regions.forward(0, x, outputs[0])
-                    pid = worker_pid(g)
+                    pid = g.worker_pids()[0]
                     freeze(pid)
                     requests = [regions.submit(0, x, y) for y in outputs]
                     self.assertFalse(any(each.done() for each in requests))

@@ -61,7 +61,7 @@ class Schedules(unittest.TestCase):
 
     def test_nothing_of_random_clients_stays_and_no_byte_is_wrong(self):
         with group("mixtral", 1, "--worker-config", self.settings.name) as g:
-            pid = self.worker(g)
+            pid = g.worker_pids()[0]
             sizes, first = [], 0
             for i in range(ROUNDS):
                 count = RUNS // ROUNDS
@@ -82,13 +82,6 @@ class Schedules(unittest.TestCase):
                     first, len(open_files(pid)), sizes[-1] / MIB, gpu_memory()))
         if not is_sanitized():
             self.assertLess(sizes[-1] - sizes[0], GROWTH)
-
-    def worker(self, g):
-        for entry in g.description()["processes"]:
-            with open("/proc/%d/comm" % entry["pid"]) as file:
-                if file.read().strip() == "moe-worker":
-                    return entry["pid"]
-        raise AssertionError("no worker")
 
     def settled_files(self, pid):
         """Descriptors once the last client's connections are closed."""

@@ -53,18 +53,6 @@ class Regions(unittest.TestCase):
     def group(self, workers=1):
         return group(FAMILY, workers, "--worker-config", self.settings.name)
 
-    def workers(self, g):
-        """Pids."""
-        found = []
-        for entry in g.description()["processes"]:
-            with open("/proc/%d/comm" % entry["pid"]) as file:
-                if file.read().strip() == "moe-worker":
-                    found.append(entry["pid"])
-        return found
-
-    def worker(self, g):
-        return self.workers(g)[0]
-
     def sockets(self, pid):
         """Connections to the socket for shared memory, as the kernel counts the worker's."""
         return sum(target.startswith("socket:") for target in open_files(pid).values())
@@ -81,7 +69,7 @@ class Regions(unittest.TestCase):
             self.settings.write("client-memory-socket = %s\n" % path)
             self.settings.flush()
             g = Group(model_directory(FAMILY), 1, "--worker-config", self.settings.name)
-            os.kill(self.worker(g), signal.SIGKILL)
+            os.kill(g.worker_pids()[0], signal.SIGKILL)
             g.stop()
             self.assertTrue(os.path.exists(path))
             with self.group() as g:
@@ -145,7 +133,7 @@ class Regions(unittest.TestCase):
 
     def test_nothing_of_a_killed_client_stays(self):
         with self.group() as g:
-            pid = self.worker(g)
+            pid = g.worker_pids()[0]
             for state, mappings in (("session", 1), ("region", 2), ("busy", 2),
                                     ("device", 2)):
                 for _ in range(3):
@@ -170,7 +158,7 @@ class Regions(unittest.TestCase):
 
     def once(self, g, timeout_ms, act):
         """Stops the worker, submits a request, calls `act(pid)`. Returns code and times."""
-        pid = self.worker(g)
+        pid = g.worker_pids()[0]
         client = ready(start(g.endpoint, "once", str(timeout_ms)))
         freeze(pid)
         client.stdin.write("go\n")
@@ -186,7 +174,7 @@ class Regions(unittest.TestCase):
         with self.group() as g:
             def late_ms():
                 code, _, begin, after = self.once(g, 1000, lambda pid: None)
-                os.kill(self.worker(g), signal.SIGCONT)
+                os.kill(g.worker_pids()[0], signal.SIGCONT)
                 self.assertEqual(code, "DEADLINE_EXCEEDED")
                 self.assertGreaterEqual(after - begin, 1000 * 1000000)
                 return (after - begin) / 1e6 - 1000
@@ -215,7 +203,7 @@ class Regions(unittest.TestCase):
             g = Group(model_directory(FAMILY), 2, "--worker-config", self.settings.name)
             try:
                 client = ready(start(g.endpoint, "once", "1500"))
-                other = [pid for pid in self.workers(g) if shared_files(pid) == (0, 0)]
+                other = [pid for pid in g.worker_pids() if shared_files(pid) == (0, 0)]
                 self.assertEqual(len(other), 1)
                 os.kill(other[0], signal.SIGKILL)
                 client.stdin.write("go\n")

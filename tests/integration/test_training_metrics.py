@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ import numpy as np
 
 from group import BUILD, main, moectl, wait_until
 import moed
+from ports import free_ports
 from test_checkpoints import Client, LORA
 import training as daemons
 from training import TrainingGroup, refusal, training_group
@@ -172,12 +172,6 @@ class Listing(MetricsCase):
             self.assertEqual(caught.exception.message, "checkpoint lora: " + text)
 
 
-def free_port():
-    with socket.socket() as s:  # a free port for /metrics
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @contextlib.contextmanager
 def logged(path):
     """Daemons that start meanwhile log to `path`, at level info."""
@@ -223,7 +217,7 @@ class LogAndSeries(MetricsCase):
 
     def test_logs_and_metrics_report_training(self):
         """One worker: settings, a Save, one that fails, a Load, a step that was skipped."""
-        port = free_port()
+        port, = free_ports(1)  # for /metrics
         with logged(self.log), self.group(1, *LORA, "--freeze", "router", "--metrics-listen",
                                           "127.0.0.1:%d" % port) as g:
             client = Client(g)
@@ -291,7 +285,7 @@ class LogAndSeries(MetricsCase):
 
     def test_logs_report_the_number_of_lost_steps(self):
         """The remaining workers log it, and so does the new one."""
-        port = free_port()
+        port, = free_ports(1)  # for /metrics
         with logged(self.log):
             with self.group(2, "--metrics-listen", "127.0.0.1:0") as g:
                 client = Client(g)
@@ -336,7 +330,7 @@ class LogAndSeries(MetricsCase):
             self.assertTrue(all("WARN" in line.upper() for line in lines))
 
     def test_a_group_that_does_not_train_has_no_training_metrics(self):
-        port = free_port()
+        port, = free_ports(1)  # for /metrics
         with contextlib.closing(Stopped(FAMILY, 1, "--metrics-listen", "127.0.0.1:%d" % port)):
             names = self.series(port)
         self.assertIn('moe_requests_total{rpc="Forward",code="OK"}', names)

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,22 +26,13 @@ if shutil.which("prometheus") is None:
 import check  # noqa: E402
 import training  # noqa: E402
 from group import main, wait_until  # noqa: E402
+from ports import free_ports  # noqa: E402
 from test_checkpoints import Client  # noqa: E402
 
 FAMILY = "deepseek_v3"
 LIMIT_S = 120  # of each wait; far more than it takes
 # Nothing is refused here, and there is no TLS.
 EMPTY = {"Refusals, by reason", "Certificate expires in"}
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 class Group(training.TrainingGroup):

@@ -5,7 +5,8 @@
   no include climbs ("../")
   no circle of files: a file is a source with its header; headers without sources
   belong to the files that include them, so a circle counts where two or more sources are in it
-  gRPC's headers only in daemon/rpc, CUDA's and NCCL's only in kernels/cuda and client/cuda
+  gRPC's headers only in daemon/rpc, CUDA's and NCCL's only in kernels/cuda, client/cuda and the
+  example of a frontend with a GPU
   every room has a README.md, and the files in its tables exist"""
 import collections
 import pathlib

@@ -13,10 +13,11 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
+
+from ports import free_ports
 
 SKIPPED = 77
 START_S = 60
@@ -35,16 +36,6 @@ def require():
     if reason is not None:
         print("skipped: " + reason)
         sys.exit(SKIPPED)
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 class Etcd:

@@ -319,14 +319,7 @@ static PyObject *client_make(PyTypeObject *type, PyObject *args, PyObject *kwarg
     PyThreadState *state = PyEval_SaveThread();
     struct moe_status st = moe_client_connect(&config, &c->handle);
     PyEval_RestoreThread(state);
-    if (!moe_failed(&st))
-        return (PyObject *)c;
-    PyObject *failure = moe_native_failure(&st);
-    if (failure != NULL)
-        PyErr_SetObject(PyExc_RuntimeError, failure);
-    Py_XDECREF(failure);
-    Py_DECREF(c);
-    return NULL;
+    return moe_native_made((PyObject *)c, &st);
 }
 
 /* Calls, streams and sessions hold a reference, so none is left. */
@@ -394,14 +387,7 @@ static PyObject *stream_make(PyTypeObject *type, PyObject *args, PyObject *kwarg
     PyThreadState *state = PyEval_SaveThread();
     struct moe_status st = moe_client_stream_open(s->client->handle, &s->handle);
     PyEval_RestoreThread(state);
-    if (!moe_failed(&st))
-        return (PyObject *)s;
-    PyObject *failure = moe_native_failure(&st);
-    if (failure != NULL)
-        PyErr_SetObject(PyExc_RuntimeError, failure);
-    Py_XDECREF(failure);
-    Py_DECREF(s);
-    return NULL;
+    return moe_native_made((PyObject *)s, &st);
 }
 
 /* Calls hold a reference, so none is left. */

@@ -15,6 +15,18 @@ PyObject *moe_native_failure(const struct moe_status *st)
                         : NULL;
 }
 
+PyObject *moe_native_made(PyObject *self, const struct moe_status *st)
+{
+    if (!moe_failed(st))
+        return self;
+    PyObject *failure = moe_native_failure(st);
+    if (failure != NULL)
+        PyErr_SetObject(PyExc_RuntimeError, failure);
+    Py_XDECREF(failure);
+    Py_DECREF(self);
+    return NULL;
+}
+
 void moe_native_free(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);

@@ -70,6 +70,8 @@ void moe_native_call_free(struct call *call);
 PyObject *moe_native_call_outcome(const struct call *call);
 /* (code, reason, text, retry_after_ms); NULL with an exception. */
 PyObject *moe_native_failure(const struct moe_status *st);
+/* A new object if `st` says that it has opened. Otherwise drops it: NULL with an exception. */
+PyObject *moe_native_made(PyObject *self, const struct moe_status *st);
 /* Frees an object of a heap type. */
 void moe_native_free(PyObject *self);
 /* Reads an unsigned integer argument of at most `max`; false with an exception. */

@@ -285,14 +285,7 @@ static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyThreadState *state = PyEval_SaveThread();
     struct moe_status st = moe_session_open(s->client->handle, &config, &s->handle);
     PyEval_RestoreThread(state);
-    if (!moe_failed(&st))
-        return (PyObject *)s;
-    PyObject *failure = moe_native_failure(&st);
-    if (failure != NULL)
-        PyErr_SetObject(PyExc_RuntimeError, failure);
-    Py_XDECREF(failure);
-    Py_DECREF(s);
-    return NULL;
+    return moe_native_made((PyObject *)s, &st);
 }
 
 /* Regions and calls hold a reference, so no call of the session runs. */
