@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { CALL_LIMIT_MS = 5000, POLL_MS = 50, PROBE_MS = 200, NAMES_BYTES = 200, GRACE_MS = 1000 };
+enum { CALL_LIMIT_MS = 5000, POLL_MS = 50, PROBE_MS = 2000, NAMES_BYTES = 200, GRACE_MS = 1000 };
 
 struct down {
     struct moectl_common common;

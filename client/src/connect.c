@@ -363,9 +363,13 @@ struct moe_status moe_client_connect(const struct moe_client_config *config,
                                      struct moe_client **out)
 {
     MOE_TRY(check_config(config));
+    /* First, so that a child of fork is refused before it takes a lock or starts a thread. */
+    MOE_TRY(moe_error_context(moe_rpc_library_ref(), "%s", config->endpoint));
     struct moe_client *c = calloc(1, sizeof *c);
-    if (c == NULL)
+    if (c == NULL) {
+        moe_rpc_library_unref();
         return out_of_memory();
+    }
     moe_mutex_init(&c->lock);
     pthread_cond_init(&c->idle, NULL);
     fill_defaults(c, config);
@@ -411,6 +415,7 @@ void moe_client_close(struct moe_client *c)
     pthread_cond_destroy(&c->idle);
     moe_mutex_destroy(&c->lock);
     free(c);
+    moe_rpc_library_unref();
 }
 
 const struct moe_client_info *moe_client_get_info(const struct moe_client *c)

@@ -31,15 +31,6 @@ enum {
         10000, /* ... and the time to answer one, before the connection closes */
 };
 
-/* ---------------------------------------------------------------- library (library.c) */
-
-/* Every server and client has one reference to the library. The last unref shuts it down and waits
- * for the end of the shutdown, at most 20 s.
- * Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY (memory or threads are too few to start it),
- * MOE_FAILED_PRECONDITION/UNSUPPORTED (a child of fork while its parent uses it). */
-struct moe_status moe_rpc_library_ref(void) MOE_CHECKED;
-void moe_rpc_library_unref(void);
-
 /* The core takes a pointer from one thread to another, under locks that ThreadSanitizer
  * does not see: these tell it. What came before MOE_RPC_HAND_OVER(p) on one thread is seen behind
  * MOE_RPC_TAKE_OVER(p) on another. Nothing in other builds. */

@@ -145,4 +145,11 @@ void moe_rpc_tune_allocator(void);
  * strategy), MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
 struct moe_status moe_rpc_force_polling(void) MOE_CHECKED;
 
+/* The core as a library. Every server and client has a reference to it; so may others that use it
+ * several times. The last unref shuts it down and waits for the end of the shutdown, at most 20 s.
+ * Any thread. Errors: MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY (memory or threads are too few to start
+ * it), MOE_FAILED_PRECONDITION/UNSUPPORTED (a child of fork while its parent uses it). */
+struct moe_status moe_rpc_library_ref(void) MOE_CHECKED;
+void moe_rpc_library_unref(void);
+
 #endif
