@@ -127,7 +127,9 @@ struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_re
         keep_state(t, r);
     moe_mutex_unlock(&t->lock);
     struct moe_status st = r->restart ? restart(t, r) : moe_ok();
-    moe_train_note_problem(t, moe_failed(&st) ? st.text : "");
+    /* After a restart here, another slot may still fail: what the last attempt met stays known. */
+    if (moe_failed(&st) || !r->restart)
+        moe_train_note_problem(t, moe_failed(&st) ? st.text : "");
     moe_mutex_lock(&t->lock);
     /* A target that came after the exchange of digests is for the next time. */
     bool used = r->restart && strcmp(t->target, r->checkpoint) == 0;

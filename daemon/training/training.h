@@ -71,10 +71,11 @@ void moe_train_read_digest(struct moe_train *t, struct moe_train_digest *out);
 /* [any thread] The next recovery goes to this checkpoint, not to the last one; "" = the model as
  * loaded. The target is dropped when a view is in force. */
 void moe_train_set_recovery_target(struct moe_train *t, const char *checkpoint);
-/* Why the group does not continue, for a reason found outside this room. */
+/* Why the group does not continue, for a reason found outside this room; "": it continues. */
 void moe_train_note_problem(struct moe_train *t, const char *why);
 /* Takes the chosen state. For a restart the layers are those of the model as loaded, and attached;
- * then this reads the checkpoint. After a failure the state is inconsistent. */
+ * then this reads the checkpoint. After a failure the state is inconsistent. After a restart, the
+ * caller ends the old problem by moe_train_note_problem once all slots have succeeded. */
 struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_recovery *r,
                                   uint32_t slot, uint32_t slots, uint64_t live) MOE_CHECKED;
 /* The view that forms takes the training directory (moe_checkpoint_raise_fence, lowest slot), and

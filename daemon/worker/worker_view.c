@@ -278,8 +278,10 @@ static struct moe_status agree_on_training(struct moe_worker *w, const struct mo
         return taken;
     MOE_TRY(exchanged);
     MOE_TRY(moe_train_choose_recovery(digests, v->live, &again));
-    if (!again.restart)
+    if (!again.restart) {
+        moe_train_note_problem(w->train, "");
         return moe_ok();
+    }
     struct moe_status st = recovery_error(digests, v->live, &decision);
     moe_train_note_problem(w->train, st.text);
     return st;
