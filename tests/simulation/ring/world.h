@@ -119,7 +119,7 @@ void settle(struct job *j);
 /* The view of the group ends, and its steps with it. A new one may form once no step is left. */
 void end_view(void);
 bool may_form(void);
-/* The daemon lets go of a client; and unmaps one region that nobody uses, in two acts. */
+/* The daemon lets go of a client; and unmaps one region that is not in use, in two acts. */
 void leave(uint32_t client);
 void unmap(void);
 
