@@ -53,7 +53,7 @@ NOT_HERE = {
     "/etc/credstore/moed.token-file           /etc/credstore/moed.access-file":
         "names of files, no commands",
     "systemctl stop moe-coordinator": "needs a booted systemd: nightly_boot stops and starts units",
-    "python3 -m pip install huggingface_hub":
+    "python3 -m venv hub && hub/bin/pip install huggingface_hub":
         "its first two lines download 14 GB from the Hub; the others run",
 }
 

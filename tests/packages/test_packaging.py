@@ -80,7 +80,7 @@ class Guide(unittest.TestCase):
         known = set(re.findall(r"--([a-z][a-z-]+)", text))
         for name, page in self.pages.items():
             used = {each for each in re.findall(r"`[^`]*`|^    .*$", page, re.MULTILINE)
-                    if not each.strip(" `").startswith(("huggingface", "python3"))}
+                    if not each.strip(" `").startswith(("hub/bin/", "python3"))}
             options = {o for each in used for o in re.findall(r"--([a-z][a-z-]+[a-z])", each)}
             self.assertLessEqual(options - {"tls"}, known, name)
 
