@@ -7,8 +7,10 @@ daemons.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import unittest
 
 import rendered
@@ -168,6 +170,30 @@ class Layouts(unittest.TestCase):
         ids = access["identities"]["spiffe://moed/workers"]["worker_ids"]
         self.assertEqual(sorted(ids), sorted(
             pod.name for pod, each in rendered.containers(objects) if each["name"] == "worker"))
+
+    def test_the_examples_of_the_page_render(self):
+        """Own settings on top of a layout, next to a checkout, and a claim for the model."""
+        with open(os.path.join(rendered.FOLDER, "README.md"), encoding="utf8") as file:
+            claim, own = re.findall(r"(?ms)^```yaml\n(.*?)^```", file.read())
+        with tempfile.TemporaryDirectory(prefix="moed-own-") as folder:
+            shutil.copytree(rendered.FOLDER, os.path.join(folder, "moed", "deploy", "kubernetes"))
+            for name, text in (("kustomization.yaml", own), ("worker.conf", "threads = 8\n"),
+                               ("coordinator.conf", "workers = 8\n")):
+                with open(os.path.join(folder, name), "w", encoding="utf8") as file:
+                    file.write(text)
+            objects = rendered.render(folder)
+        workers = rendered.find(objects, "StatefulSet", "moed-worker")["spec"]
+        container, = workers["template"]["spec"]["containers"]
+        self.assertEqual((workers["replicas"], container["image"]),
+                         (8, "registry.example/moed:0.2.0-cuda"))
+        self.assertEqual(container["resources"]["limits"],
+                         {"memory": "32Gi", "nvidia.com/gpu": 1})
+        self.assertEqual(rendered.find(objects, "ConfigMap")["data"]["worker.conf"],
+                         "threads = 8\n")
+        names = {volume["persistentVolumeClaim"]["claimName"]
+                 for volume in workers["template"]["spec"]["volumes"]
+                 if "persistentVolumeClaim" in volume}
+        self.assertEqual(names, {rendered.yaml.safe_load(claim)["metadata"]["name"]})
 
 
 if __name__ == "__main__":
