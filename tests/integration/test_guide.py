@@ -232,15 +232,24 @@ class Troubleshooting(Case):
         with open(os.path.join(self.folder, "moed", "group.json"), encoding="ascii") as file:
             return json.load(file)["processes"]
 
-    def rows(self):
+    def page(self):
         with open(os.path.join(DEPLOY, self.PAGE), encoding="utf8") as file:
-            table = re.findall(r"(?m)^\| (.+?) \| (.+?) \| (.+?) \|$", file.read())
+            return file.read()
+
+    def columns(self, screen):
+        """The heads of the columns of `moectl top`."""
+        return re.search(r"(?m)^ *(SLOT  STATE .*)$", screen).group(1).split()
+
+    def rows(self):
+        table = re.findall(r"(?m)^\| (.+?) \| (.+?) \| (.+?) \|$", self.page())
         return {name: does for names, _, does in table for name in names.split(", ")}
 
     def test_by_error_reason(self):
         rows = self.rows()
         os.makedirs(os.path.join(self.folder, "moed"), mode=0o700)
         self.run_block("moectl up --model %s --workers 2 --detach --port 0" % MODEL)
+        self.assertEqual(self.columns(self.run_block("moectl top --once")),
+                         self.columns(self.page()), "the page shows another moectl top")
         os.kill(self.group()[2]["pid"], signal.SIGKILL)
         wait_until(lambda: "DEGRADED" in self.run_block("moectl status", None))
         first, = blocks(self.PAGE)
