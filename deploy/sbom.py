@@ -5,8 +5,8 @@
     sbom.py VERSION TIME FOLDER
 
 FOLDER has the artefacts that release.sh makes; TIME is that of the commit, in seconds. Writes
-FOLDER/moed-VERSION.spdx.json: each artefact with its checksum, the packages that a Debian package
-depends on, and the libraries of Debian that are in the image."""
+FOLDER/moed-VERSION.spdx.json: each artefact with its checksum, the packages that a package of
+Debian or the wheel depends on, and the libraries of Debian that are in the image."""
 
 import datetime
 import hashlib
@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 
 LIBRARIES = "usr/share/doc/moed/libraries"
 DEBIAN = "Organization: Debian"
@@ -60,6 +61,24 @@ def dependencies(path):
                    for d in said.split(",") if d.strip()})
 
 
+def requirements(path):
+    """Packages of PyPI that a wheel needs. It names no versions, or least ones."""
+    with zipfile.ZipFile(path) as wheel:
+        name, = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+        lines = wheel.read(name).decode().splitlines()
+    found = []
+    for line in lines:
+        match = re.match(r"Requires-Dist: ([\w.-]+)([^;]*)$", line)  # with `;`: an extra
+        if match:
+            each = package(match.group(1), "", "NOASSERTION", "NOASSERTION", externalRefs=[
+                {"referenceCategory": "PACKAGE-MANAGER", "referenceType": "purl",
+                 "referenceLocator": "pkg:pypi/" + match.group(1)}])
+            each["SPDXID"] = identifier("pypi", match.group(1))
+            del each["versionInfo"]
+            found.append(each)
+    return found
+
+
 def libraries(path):
     """The lines of the image's list."""
     with tarfile.open(path) as outer:
@@ -86,6 +105,8 @@ def main(version, seconds, folder):
         parts, relation = [], "DEPENDS_ON"
         if name.endswith(".deb"):
             parts = [of_debian(d, "") for d in dependencies(path)]
+        elif name.endswith(".whl"):
+            parts = requirements(path)
         elif name.endswith(".oci.tar"):
             parts, relation = [of_debian(*line) for line in libraries(path)], "CONTAINS"
         for part in parts:

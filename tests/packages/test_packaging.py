@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of deploy/debian agree with the tree; man pages, completions and references of
-settings agree with the programs.
+settings agree with the programs; the list of a release's parts (SBOM) is whole.
 
     test_packaging.py BUILD
 """
 
+import io
+import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import tempfile
 import unittest
+import zipfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 DEBIAN = os.path.join(ROOT, "deploy", "debian")
@@ -134,6 +138,56 @@ class Manual(unittest.TestCase):
             lines = read(BUILD, "deploy", name).replace("\\-", "-")
             for command in set(commands) - ({"help"} if name == "moectl.1" else set()):
                 self.assertRegex(lines, "(?m)^%s( |$)" % re.escape(line % command), name)
+
+
+class Parts(unittest.TestCase):
+    """deploy/sbom.py, with artefacts that hold what it reads of real ones."""
+
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory(prefix="moed-parts-")
+        self.addCleanup(folder.cleanup)
+        self.folder = os.path.join(folder.name, "out")
+        root = os.path.join(folder.name, "root")
+        os.makedirs(self.folder)
+        os.makedirs(os.path.join(root, "DEBIAN"))
+        with open(os.path.join(root, "DEBIAN", "control"), "w", encoding="utf-8") as file:
+            file.write("Package: moed\nVersion: 0\nArchitecture: all\nMaintainer: m <m@m.example>\n"
+                       "Depends: libc6 (>= 2.36), python3 | python3-minimal\nDescription: test\n")
+        subprocess.run(["dpkg-deb", "--build", root, os.path.join(self.folder, "moed.deb")],
+                       check=True, stdout=subprocess.PIPE)
+        with zipfile.ZipFile(os.path.join(self.folder, "moed.whl"), "w") as wheel:
+            wheel.writestr("moed.dist-info/METADATA", "Requires-Dist: numpy>=1.21\n"
+                           "Requires-Dist: torch; extra == 'torch'\n")
+        layer = self.archive("usr/share/doc/moed/libraries",
+                             b"libssl3 3.0+b1 openssl 3.0\n")
+        with open(os.path.join(self.folder, "moed.oci.tar"), "wb") as file:
+            file.write(self.archive("./blobs/sha256/1", layer))
+
+    def archive(self, name, data):
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+        return buffer.getvalue()
+
+    def test_each_artefact_has_its_parts(self):
+        subprocess.run([sys.executable, "-B", os.path.join(ROOT, "deploy", "sbom.py"), "9.9", "0",
+                        self.folder], check=True)
+        document = json.loads(read(self.folder, "moed-9.9.spdx.json"))
+        names = {each["SPDXID"]: each["name"] for each in document["packages"]}
+        found = {(names.get(r["spdxElementId"]), r["relationshipType"],
+                  names[r["relatedSpdxElement"]]) for r in document["relationships"]}
+        artefacts = ("moed.deb", "moed.whl", "moed.oci.tar")
+        self.assertEqual(found, {*((None, "DESCRIBES", name) for name in artefacts),
+                                 ("moed.deb", "DEPENDS_ON", "libc6"),
+                                 ("moed.deb", "DEPENDS_ON", "python3"),
+                                 ("moed.whl", "DEPENDS_ON", "numpy"),
+                                 ("moed.oci.tar", "CONTAINS", "libssl3")})
+        self.assertEqual(len(names), len(document["packages"]), "two parts have one SPDXID")
+        text = json.dumps(document)
+        self.assertIn("pkg:deb/debian/libssl3@3.0%2Bb1", text)
+        self.assertIn("pkg:pypi/numpy", text)
 
 
 class Settings(unittest.TestCase):
