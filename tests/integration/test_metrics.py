@@ -4,6 +4,8 @@ labels; and what they say after some calls. The group trains, traces and uses TL
 
 import os
 import re
+import shutil
+import subprocess
 import urllib.request
 
 import numpy as np
@@ -28,11 +30,14 @@ def documented(room):
     return found
 
 
+def page_of(port):
+    return urllib.request.urlopen("http://127.0.0.1:%d/metrics" % port, timeout=20).read().decode()
+
+
 def scrape(port):
     """{(name, sorted labels as text): value} of a daemon."""
-    page = urllib.request.urlopen("http://127.0.0.1:%d/metrics" % port, timeout=20).read()
     found = {}
-    for line in page.decode().splitlines():
+    for line in page_of(port).splitlines():
         if not line.startswith("#"):
             name, labels, value = SERIES.match(line).groups()
             found[name, labels or ""] = float(value)
@@ -73,6 +78,15 @@ class Metrics(Case):
                              "60")
         self.assertEqual(waited.returncode, 0, waited.stderr + self.d.text())
 
+    def lint(self, port):
+        """Prometheus' own program finds nothing to say about the page."""
+        if shutil.which("promtool") is None:
+            print("promtool is missing (package prometheus)")
+            return
+        done = subprocess.run(["promtool", "check", "metrics"], input=page_of(port), text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.assertEqual((done.returncode, done.stdout), (0, ""))
+
     def compare(self, series, *rooms):
         said = {}
         for room in rooms:
@@ -102,6 +116,8 @@ class Metrics(Case):
         w0, w1 = (scrape(port) for port in ports)
         self.compare(w0, "worker", *SHARED)
         self.compare(scrape(self.port(self.coordinator)), "coordinator", *SHARED)
+        for port in (ports[0], self.port(self.coordinator)):
+            self.lint(port)
 
         self.assertEqual(w0["moe_tokens_total", ""], tokens)
         self.assertEqual(w0["moe_refused_total", 'reason="NONFINITE_LOGITS"'], 1)
