@@ -5,7 +5,8 @@
 #   deploy/install-packages.sh [--yes] [--log FILE] build|run|test|format|clang|nightly|package ...
 #
 # Prints the packages that it will install. On a terminal it asks first, unless --yes is given. With
-# --log the output of the package manager goes to FILE.
+# --log the output of the package manager goes to FILE. It names packages that this distribution lacks,
+# and goes on: what needs one of them says so.
 set -eu
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -31,6 +32,25 @@ for purpose in $purposes; do
 done
 [ -n "$missing" ] || exit 0
 
+# Leaves out what this distribution lacks. Says so on 3, which no log takes.
+exec 3>&2
+drop_unknown() {
+    known=
+    for package in $missing; do
+        if apt-cache show "$package" >/dev/null 2>&1; then
+            known="$known $package"
+        else
+            echo "This distribution has no package $package." >&3
+        fi
+    done
+    missing=$known
+}
+# Before the first `apt-get update` all are unknown.
+if ls /var/lib/apt/lists/*_Packages* >/dev/null 2>&1; then
+    drop_unknown
+    [ -n "$missing" ] || exit 0
+fi
+
 echo "Packages to install:$missing" >&2
 if [ "$yes" = no ] && [ -t 0 ]; then
     printf 'Install them now? [y/N] ' >&2
@@ -45,8 +65,10 @@ if [ "$(id -u)" -ne 0 ]; then
 fi
 export DEBIAN_FRONTEND=noninteractive
 install_missing() {
+    $sudo apt-get update -qq || return 1
+    drop_unknown
     # shellcheck disable=SC2086 # intended: one argument per package
-    $sudo apt-get update -qq && $sudo apt-get install -y -qq --no-install-recommends $missing
+    [ -z "$missing" ] || $sudo apt-get install -y -qq --no-install-recommends $missing
 }
 if [ -z "$log" ]; then
     install_missing >&2

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Third-party clients: stubs from reflection only, the public health protocol, and the health
-checking of gRPC's client library."""
+checking of gRPC's client library. Ends with 77 without the public protos (package grpc-proto, which
+Debian 13 lacks)."""
 
 import base64
 import json
@@ -216,4 +217,7 @@ class ThirdPartyClients(unittest.TestCase):
 
 
 if __name__ == "__main__":
+    if not os.path.isdir(PUBLIC_PROTOS):
+        print("skipped: %s is not here" % PUBLIC_PROTOS)
+        sys.exit(77)
     main()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of the Debian packages in clean trees of Debian: built, judged by lintian, installed
 in a booted tree, started, checked with a golden model, upgraded from the version before under load,
-purged with nothing left.
+purged with nothing left. If package.sh made those with CUDA, they are installed too, without any
+package of NVIDIA.
 
     test_packages.py GOLDEN_MODELS SUITE [PACKAGES]
 
@@ -27,6 +28,7 @@ SUITE = sys.argv[2]
 BEFORE, BEFORE_RELEASE = "cfbd6dcd933cda84c1c14a83d0ebab62579f1d9a", "0.1.0"
 NAMES = ("moed", "moectl", "libmoeclient-dev", "python3-moed")
 # Those with CUDA are there if package.sh made them (--cuda).
+CUDA_NAMES = ("moed-cuda", "libmoeclient-cuda1")
 LIBRARIES = ("libmoeclient1", "libmoeclient-dev", "libmoeclient-cuda1", "libmoeclient-cuda-dev")
 PROGRAM = """#include <stdio.h>
 int main(void)
@@ -204,6 +206,12 @@ def refuse_before(host):
           "a worker of the release before is refused by the names of both")
 
 
+def moectl(host, arguments):
+    """As the daemons' user; also what it prints when it fails."""
+    return host.shell("runuser -u moed -- env MOED_RUNTIME_DIR=/run/moed moectl %s --endpoint "
+                      "127.0.0.1:7700" % arguments, check=False)
+
+
 def use(host):
     """What a user does with the packages."""
     for way in ("native", "grpc"):
@@ -211,11 +219,26 @@ def use(host):
                           "/srv/model" % way)
         check("at most 1e-05: yes" in said,
               "quickstart's check passes against the installed group, by the transport " + way)
-    said = host.shell("runuser -u moed -- env MOED_RUNTIME_DIR=/run/moed moectl status "
-                      "--endpoint 127.0.0.1:7700")
-    check("SERVING" in said, "moectl shows the group")
+    check("SERVING" in moectl(host, "status"), "moectl shows the group")
     check("backend_cuda.so is not installed" in log_of(host, "moe-worker@0"),
           "the log says that moed-cuda is missing")
+
+
+def use_cuda(host, names):
+    """A host that lacks NVIDIA's libraries serves by its CPUs, and says what it lacks."""
+    host.shell("apt-get install -y -qq --no-install-recommends " + " ".join(names))
+    before = len(views(host))
+    host.shell("systemctl restart moe-worker@0 moe-worker@1")
+    check(wait_for(lambda: len(views(host)) > before and "SERVING" in moectl(host, "status")),
+          "with moed-cuda the group serves by its CPUs")
+    lacks = re.compile(r"lib\w+\.so\.\d+: cannot open shared object file")
+    said = lacks.search(log_of(host, "moe-worker@0"))
+    check(said, "the log says what is missing: %s" % (said and said.group()))
+    said = moectl(host, "health")
+    check("BACKEND" in said and lacks.search(said), "so does moectl health")
+    said = host.shell("moe-worker --backend cuda --model /srv/model --coordinator 127.0.0.1:7700",
+                      check=False)
+    check("--backend cuda: " in said and lacks.search(said), "so does a start with --backend cuda")
 
 
 def life(builder, folder):
@@ -224,6 +247,7 @@ def life(builder, folder):
     if not sys.argv[3:4]:
         build(builder, output)
     new = packages_of(output, "moed")
+    cuda = [name for name in CUDA_NAMES if packages_of(output, name)]
     compile_client(builder, folder, output)
     old = build_before(builder, folder, new[0])
     host = tree.Booted(tree.base(SUITE), folder)
@@ -231,9 +255,9 @@ def life(builder, folder):
         run("chroot", host.tree, "apt-get", "update", "-qq")
         run("chroot", host.tree, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install",
             "-y", "-qq", "--no-install-recommends", "systemd", "systemd-sysv", "dbus")
-        host.publish([p for name in NAMES + ("libmoeclient1",)
+        host.publish([p for name in (*NAMES, "libmoeclient1", *cuda)
                       for p in packages_of(output, name)])
-        host.install_dependencies(*NAMES)
+        host.install_dependencies(*NAMES, *cuda)
         host.boot()
         clean = files_of(host)
         host.publish([old])
@@ -245,7 +269,9 @@ def life(builder, folder):
         upgrade(host)
         refuse_before(host)
         use(host)
-        host.shell("apt-get purge -y -qq %s libmoeclient1" % " ".join(NAMES))
+        if cuda:
+            use_cuda(host, cuda)
+        host.shell("apt-get purge -y -qq " + " ".join((*NAMES, "libmoeclient1", *cuda)))
         left, gone = files_of(host) - clean, clean - files_of(host)
         check(not left and not gone, "a purge leaves nothing: %s" % (sorted(left) + sorted(gone)))
     finally:
