@@ -135,12 +135,53 @@ static struct moe_status load_group(struct moe_coordinator *c)
     return make_machines(c, &saved, &models);
 }
 
+/* The failure is for want of an answer. */
+static bool is_away(const struct moe_coordinator *c, const struct moe_status *st)
+{
+    struct moe_etcd_report r;
+    moe_etcd_report(c->etcd, &r);
+    return st->code == MOE_UNAVAILABLE && r.error[0] != '\0';
+}
+
+/* Wrong settings end the start, as soon as etcd answers. Before that, this process takes no part in
+ * the election: its prefix may be that of another group. */
+static struct moe_status check_settings(struct moe_coordinator *c)
+{
+    struct moe_membership_saved saved;
+    struct moe_added_saved models;
+    bool stale;
+    struct moe_status st = read_group(c, &saved, &models, &stale);
+    c->unchecked = moe_failed(&st) && is_away(c, &st);
+    return c->unchecked ? moe_ok() : st;
+}
+
+static const struct moe_loop_place reading = {
+    .what = "reading the group's state from etcd", .code = "DISK_SLOW", .outside = true};
+
+/* etcd was away at the start. */
+static void check_late(struct moe_coordinator *c)
+{
+    struct moe_etcd_report r;
+    moe_etcd_report(c->etcd, &r);
+    if (r.away || r.error[0] != '\0')
+        return;
+    moe_loop_enter(c->turn.data, &reading);
+    c->refused = check_settings(c);
+    moe_loop_leave(c->turn.data);
+    if (c->unchecked)
+        return;
+    if (moe_failed(&c->refused)) {
+        c->exited = true;
+        return;
+    }
+    moe_log_info("etcd answers: this coordinator takes part in the election");
+    moe_etcd_hold(c->etcd, false);
+}
+
 /* ------------------------------------------------------------------ leading */
 
 static void begin_leading(struct moe_coordinator *c)
 {
-    static const struct moe_loop_place reading = {
-        .what = "reading the group's state from etcd", .code = "DISK_SLOW", .outside = true};
     put_idle_away(c);
     moe_loop_enter(c->turn.data, &reading);
     struct moe_status st = load_group(c);
@@ -174,6 +215,8 @@ void moe_coordinator__look(struct moe_coordinator *c, bool run)
         return;
     if (run)
         moe_etcd_run(c->etcd);
+    if (run && c->unchecked)
+        check_late(c);
     bool leads = moe_etcd_leads(c->etcd);
     if (leads && !c->leads && run) {
         begin_leading(c);
@@ -195,7 +238,7 @@ struct moe_status moe_coordinator__refusal(const struct moe_coordinator *c, bool
     struct moe_etcd_report r;
     moe_etcd_report(c->etcd, &r);
     const char *leader = sessions ? r.leader_control : r.leader;
-    if (leader[0] != '\0')
+    if (leader[0] != '\0' && !c->unchecked)
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_NOT_LEADER, RETRY_MS,
                                "this coordinator does not lead; the leader is %.160s", leader);
     if (!c->unfit && r.error[0] != '\0')
@@ -218,9 +261,6 @@ static struct moe_status open_etcd(struct moe_coordinator *c,
                                    const struct moe_coordinator_config *config)
 {
     struct moe_etcd_config etcd = *config->etcd;
-    struct moe_membership_saved saved;
-    struct moe_added_saved models;
-    bool stale;
     etcd.format = &moe_saved_format;
     etcd.wake = wake;
     etcd.ctx = c;
@@ -230,7 +270,10 @@ static struct moe_status open_etcd(struct moe_coordinator *c,
             return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "coordinator");
     }
     MOE_TRY(moe_etcd_open(&etcd, &c->etcd));
-    MOE_TRY(read_group(c, &saved, &models, &stale)); /* wrong settings end the start */
+    MOE_TRY(check_settings(c));
+    if (c->unchecked)
+        moe_log_warn("etcd does not answer: this coordinator waits for it, and asks again");
+    atomic_store(&c->health.store_away, c->unchecked);
     return make_idle(c);
 }
 
@@ -270,6 +313,7 @@ void moe_coordinator__join_election(struct moe_coordinator *c,
                  separate ? config->control_listen : config->listen,
                  moe_rpc_server_port(separate ? c->control_server : c->server));
     moe_etcd_join(c->etcd, name);
+    moe_etcd_hold(c->etcd, c->unchecked);
 }
 
 void moe_coordinator__leave_election(struct moe_coordinator *c)

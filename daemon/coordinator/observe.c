@@ -154,7 +154,7 @@ static struct moe_status add_all(struct moe_coordinator *c)
 
 struct moe_status moe_coordinator__observe_start(struct moe_coordinator *c, const char *listen)
 {
-    c->seen.reported_state = -1;
+    c->seen.reported_state = REPORTED_NOTHING;
     MOE_TRY(moe_metrics_create(&c->seen.registry));
     c->seen.shown = (struct moe_inspect_metrics){.metrics = c->seen.registry};
     MOE_TRY(moe_process_metrics_add(c->seen.registry, &c->seen.process));
@@ -203,7 +203,7 @@ static void observe_leadership(struct moe_coordinator *c)
     moe_gauge_set(o->etcd_away, r.away ? 1 : 0);
     moe_counter_add(o->terms, r.terms - moe_counter_value(o->terms));
     moe_counter_add(o->etcd_errors, r.errors - moe_counter_value(o->etcd_errors));
-    atomic_store(&c->health.store_away, r.away || r.stray || c->unfit);
+    atomic_store(&c->health.store_away, r.away || r.stray || c->unfit || c->unchecked);
 }
 
 /* A coordinator that does not lead knows nothing of the group. */
@@ -225,9 +225,10 @@ static void observe_standby(struct moe_coordinator *c)
         moe_gauge_set(o->view_experts[n], 0);
     o->counted_epoch = 0;
     atomic_store(&c->health.state, 0);
-    if (o->reported_state != 0)
-        moe_notify_status("does not lead");
-    o->reported_state = 0;
+    int state = atomic_load(&c->health.store_away) ? REPORTED_AWAY : 0;
+    if (o->reported_state != state)
+        moe_notify_status(state == 0 ? "does not lead" : "does not lead: etcd cannot be used");
+    o->reported_state = state;
 }
 
 /* The experts are counted once for each view. */

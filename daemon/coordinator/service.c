@@ -177,7 +177,7 @@ struct moe_status moe_coordinator_run(struct moe_coordinator *c)
                      UV_RUN_DEFAULT); /* ends by uv_stop; returns the number of open handles */
     if (c->quit)
         return moe_error(MOE_CANCELLED, MOE_REASON_ABORTED, "the shutdown was cut short");
-    return moe_ok();
+    return c->refused;
 }
 
 /* ------------------------------------------------------------------ create, destroy */

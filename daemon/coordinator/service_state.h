@@ -53,6 +53,8 @@ struct session {
     bool ended;        /* finish or fail was called; the machine no longer uses it */
 };
 
+enum { REPORTED_NOTHING = -1, REPORTED_AWAY = -2 };
+
 struct observed {
     struct moe_metrics *registry;
     struct moe_metrics_http *http; /* NULL when off */
@@ -74,7 +76,7 @@ struct observed {
     struct moe_gauge *leads, *leader_lease, *leader_age, *etcd_away;
     struct moe_counter *terms, *etcd_errors;
     uint64_t seen_causes[MOE_CAUSE_COUNT]; /* of the machine, at the last look */
-    int reported_state; /* to the service manager, with reported_taken workers; -1 = nothing */
+    int reported_state; /* to the service manager, with reported_taken workers; REPORTED_... */
     uint32_t reported_taken;
     struct moe_histogram *heartbeat_waited, *others_waited; /* seconds of messages in the inbox */
 };
@@ -132,7 +134,9 @@ struct moe_coordinator {
     struct moe_etcd *etcd;   /* NULL: this process always leads */
     /* The machines are those of the group. Without it they are empty and get no input. */
     bool leads;
-    bool unfit; /* the state in etcd cannot be used here */
+    bool unfit;     /* the state in etcd cannot be used here */
+    bool unchecked; /* etcd has not answered yet: nothing is known of the prefix and its group */
+    struct moe_status refused; /* why the process ends by itself; MOE_OK = it does not */
     struct {
         struct moe_membership *machine;
         struct moe_added *models;

@@ -4,12 +4,21 @@
 #include "base/clock.h"
 #include "base/guard.h"
 
+/* After some failed looks in a row, each further one doubles the pause, up to 8 times. A cluster
+ * that has lost a member answers before. */
+enum { FAILED_LOOKS_FREE = 4, PAUSE_SHIFT_MAX = 3 };
+
 void moe_election_init(struct moe_election *e, uint32_t ttl_s, uint64_t poll_ns, uint64_t now_ns)
 {
     *e = (struct moe_election){.ttl_s = ttl_s,
                                .poll_ns = poll_ns,
                                .margin_percent = MOE_LEASE_MARGIN_PERCENT,
                                .next_ns = now_ns};
+}
+
+void moe_election_hold(struct moe_election *e, bool held)
+{
+    e->held = held;
 }
 
 static void enter(struct moe_election *e, enum moe_election_phase phase)
@@ -82,14 +91,24 @@ uint64_t moe_election_renewal(const struct moe_election *e)
     return e->lease.sequence;
 }
 
+static uint64_t pause_ns(const struct moe_election *e)
+{
+    unsigned more = e->failed_looks > FAILED_LOOKS_FREE ? e->failed_looks - FAILED_LOOKS_FREE : 0;
+    return e->poll_ns << (more < PAUSE_SHIFT_MAX ? more : PAUSE_SHIFT_MAX);
+}
+
 void moe_election_on_looked(struct moe_election *e, uint64_t now_ns, bool ok, bool exists)
 {
     if (e->phase != MOE_ELECTION_LOOKS)
         return;
-    if (ok && !exists)
+    if (ok)
+        e->failed_looks = 0;
+    else if (e->failed_looks < FAILED_LOOKS_FREE + PAUSE_SHIFT_MAX)
+        e->failed_looks++;
+    if (ok && !exists && !e->held)
         enter(e, MOE_ELECTION_GRANTS);
     else
-        wait_until(e, now_ns + e->poll_ns);
+        wait_until(e, now_ns + pause_ns(e));
 }
 
 void moe_election_on_granted(struct moe_election *e, uint64_t now_ns, bool ok, int64_t lease_id,

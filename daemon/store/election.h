@@ -40,6 +40,8 @@ struct moe_election {
     uint32_t ttl_s;          /* of the leader's lease, as asked for */
     uint64_t poll_ns;        /* from one look at the leader's key to the next */
     unsigned margin_percent; /* MOE_LEASE_MARGIN_PERCENT, except in the simulation */
+    bool held;               /* only looks at the key */
+    unsigned failed_looks;   /* in a row; each further one makes the pause longer */
     enum moe_election_phase phase;
     bool unsent;      /* the call of the phase is not made yet */
     int64_t lease_id; /* 0 = none */
@@ -50,6 +52,8 @@ struct moe_election {
 };
 
 void moe_election_init(struct moe_election *e, uint32_t ttl_s, uint64_t poll_ns, uint64_t now_ns);
+/* While held, this process looks at the leader's key and does not propose itself. */
+void moe_election_hold(struct moe_election *e, bool held);
 /* The next time at which moe_election_next has something to do; MOE_NEVER while an answer is
  * awaited. */
 uint64_t moe_election_deadline(const struct moe_election *e);

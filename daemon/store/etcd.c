@@ -172,6 +172,11 @@ void moe_etcd_join(struct moe_etcd *e, const char *name)
     e->joined = true;
 }
 
+void moe_etcd_hold(struct moe_etcd *e, bool held)
+{
+    moe_election_hold(&e->election, held);
+}
+
 static void on_looked(struct moe_etcd *e, uint64_t now, bool ok, const ProtobufCMessage *message)
 {
     const Etcdserverpb__RangeResponse *answer = (const Etcdserverpb__RangeResponse *)message;
@@ -311,7 +316,8 @@ void moe_etcd_report(const struct moe_etcd *e, struct moe_etcd_report *out)
         out->remaining_ns = lease->until_ns > now ? lease->until_ns - now : 0;
         out->age_ns = now - lease->answered_ns;
     }
-    out->away = e->error[0] != '\0' && now - e->answered_ns > e->lease_s * MOE_NS_PER_S;
+    out->away =
+        e->error[0] != '\0' && (!e->answered || now - e->answered_ns > e->lease_s * MOE_NS_PER_S);
     memcpy(out->error, e->error, sizeof out->error);
     if (!out->leads && e->leader[0] != '\0' && strcmp(e->leader, e->name) == 0)
         return; /* its own key, which is about to end */

@@ -55,6 +55,9 @@ struct moe_status moe_etcd_read(struct moe_etcd *e, struct moe_store_found *foun
 
 /* Takes part in the election from now on. `name`: the value of the leader's key. */
 void moe_etcd_join(struct moe_etcd *e, const char *name);
+/* While held, this process looks at the leader's key and does not propose itself. After
+ * moe_etcd_join. */
+void moe_etcd_hold(struct moe_etcd *e, bool held);
 /* Does what is due, and takes answers. */
 void moe_etcd_run(struct moe_etcd *e);
 /* Nanoseconds until moe_etcd_run has something to do; MOE_NEVER = nothing. */
@@ -74,7 +77,7 @@ struct moe_etcd_report {
     uint64_t errors;       /* calls that failed, or had no answer in time */
     uint64_t remaining_ns; /* of the leader's lease, by its own count; 0 = does not lead */
     uint64_t age_ns;       /* since the request of the last answered renewal; 0 = does not lead */
-    bool away;             /* the last calls failed, for a lease and longer */
+    bool away;             /* no call was answered yet, or for a lease and longer */
     bool stray;            /* the leader's key has no lease: no coordinator has made it */
     char error[120];       /* the last failure; "" = the last call was answered */
     char leader[MOE_ENDPOINT_BYTES];         /* for operators; "" = not known */

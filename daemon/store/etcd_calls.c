@@ -65,6 +65,7 @@ void moe_etcd__answered(struct moe_etcd *e)
     if (e->error[0] != '\0' && e->reported)
         moe_log_info("etcd %s answers again", e->endpoints.all[e->at]);
     e->error[0] = '\0';
+    e->answered = true;
     e->answered_ns = moe_lease_clock_ns();
 }
 

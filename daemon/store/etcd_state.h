@@ -39,7 +39,8 @@ struct moe_etcd {
     uint64_t first_renewal, renewals_answered, renewals_sent;
 
     uint64_t terms, errors;
-    uint64_t answered_ns; /* the last call that was answered */
+    bool answered;        /* a call was answered since the start, */
+    uint64_t answered_ns; /* and the last one then; the start before */
     char error[120];
     char warned[120];   /* the failure that the log has last, */
     uint64_t warned_ns; /* and when; 0 = none */

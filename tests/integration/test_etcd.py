@@ -6,10 +6,13 @@ nothing changes. Links with TLS.
 """
 
 import os
+import signal
 import subprocess
 import tempfile
 import time
 import unittest
+import urllib.error
+import urllib.request
 from unittest import mock
 
 from group import MOECTL, main, wait_until
@@ -21,6 +24,15 @@ from ports import free_ports
 
 PREFIX = "/moed/one"
 LEADS = "this coordinator leads the group"
+
+
+def probe(port, path):
+    """(status, text)"""
+    try:
+        with urllib.request.urlopen("http://127.0.0.1:%d%s" % (port, path), timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 class Case(unittest.TestCase):
@@ -100,11 +112,45 @@ class Settings(Case):
                   "--leader-lease-s", "1"], "leader-lease-s")):
             self.refused(base + extra, text, code=2)
 
-    def test_an_etcd_that_does_not_answer_ends_the_start(self):
-        port, other = free_ports(2)
-        begun = time.monotonic()
-        self.refused(self.arguments("127.0.0.1:%d,127.0.0.1:%d" % (port, other)), "etcd 127.0.0.1:")
-        self.assertLess(time.monotonic() - begun, 20)
+
+class Away(Case):
+    WAITS = "etcd does not answer: this coordinator waits for it"
+
+    def test_a_start_without_etcd_waits_for_it(self):
+        port, other, metrics = free_ports(3)
+        at = "127.0.0.1:%d" % port
+        process, log, endpoint = self.start("%s,127.0.0.1:%d" % (at, other), "--metrics-listen",
+                                            "127.0.0.1:%d" % metrics)
+        self.await_log(log, self.WAITS)
+        self.await_log(log, "listening on port")
+        done = subprocess.run([MOECTL, "status", "--endpoint", endpoint, "--timeout", "10"],
+                              capture_output=True, text=True)
+        self.assertEqual(done.returncode, 5, done.stderr)
+        self.assertIn("no coordinator leads (etcd 127.0.0.1:", done.stderr)
+        code, text = probe(metrics, "/readyz?verbose")
+        self.assertEqual(code, 503)
+        self.assertIn("STORE_AWAY", text)
+        self.assertEqual(probe(metrics, "/livez")[0], 200)
+        self.assertIsNone(process.poll())
+        self.etcd(endpoint=at)
+        self.await_log(log, LEADS)
+        wait_until(lambda: probe(metrics, "/readyz")[0] == 200, 30)
+        process.terminate()
+        self.assertEqual(process.wait(timeout=30), 0)
+
+    def test_a_wrong_prefix_is_refused_as_soon_as_etcd_answers(self):
+        etcd = self.etcd()
+        state = os.path.join(self.where, "s1")
+        self.lead(etcd, "--state-dir", state, prefix="/moed/one")
+        self.lead(etcd, prefix="/moed/two")
+        before = etcd.get("/moed")
+        etcd.kill(0)
+        process, log, _ = self.start(etcd.endpoints, "--state-dir", state, prefix="/moed/two")
+        self.await_log(log, self.WAITS)
+        etcd.start(0)
+        self.assertEqual(process.wait(timeout=60), 1)
+        self.assertIn("the keys are of another group", self.read(log))
+        self.assertEqual(etcd.get("/moed"), before)
 
 
 class Keys(Case):
@@ -197,6 +243,58 @@ class Keys(Case):
         self.assertEqual(etcd.get(PREFIX + "/state"), state)
 
 
+class Two(Case):
+    """Coordinators without workers; the first one leads."""
+
+    def two(self, *extra):
+        etcd = self.etcd()
+        first, log, a = self.start(etcd.endpoints, *extra)
+        self.await_log(log, LEADS)
+        _, standby, b = self.start(etcd.endpoints, *extra)
+        self.await_log(standby, "listening on port")
+        return first, (a, log), (b, standby)
+
+    def moectl(self, *arguments, at, timeout="30"):
+        return subprocess.run([MOECTL, *arguments, "--endpoint", at, "--timeout", timeout],
+                              capture_output=True, text=True)
+
+    def expect_the_next_one(self, leader_first):
+        first, (a, _), (b, _) = self.two()
+        first.send_signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        done = self.moectl("status", at="%s,%s" % ((a, b) if leader_first else (b, a)))
+        self.assertEqual(done.returncode, 3, done.stderr)  # an answer: the group has no worker
+        self.assertIn("state    WAITING", done.stdout)
+        print("  answered after %.1f s" % (time.monotonic() - begun))
+
+    def test_status_asks_the_next_leader_if_the_first_one_is_stopped(self):
+        self.expect_the_next_one(True)
+
+    def test_status_does_so_too_if_the_standby_is_named_first(self):
+        self.expect_the_next_one(False)
+
+    def test_status_while_a_stopped_leader_holds_its_lease_names_it(self):
+        first, (a, _), (b, _) = self.two("--leader-lease-s", "60")
+        first.send_signal(signal.SIGSTOP)
+        for at in ("%s,%s" % (a, b), b):
+            done = self.moectl("status", at=at, timeout="3")
+            self.assertEqual(done.returncode, 5, done.stderr)
+            self.assertIn("%s: leader %s: " % (b, a), done.stderr)
+            print("  " + done.stderr.strip().splitlines()[-1])
+
+    def test_the_log_level_of_all_coordinators_is_set(self):
+        _, (a, log), (b, standby) = self.two()
+        done = self.moectl("log-level", "debug", "--all", at="%s,%s" % (b, a))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stdout, "".join("%s: debug (before: info)\n" % at for at in (b, a)))
+        for each in (log, standby):
+            self.await_log(each, "the log level is debug now")
+        done = self.moectl("log-level", "info", "--all", at=b)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stdout, "".join("%s: info (before: debug)\n" % at for at in (b, a)))
+        self.assertIn("none was asked: --endpoint does not name them", done.stderr)
+
+
 class Tls(Case):
     def test_etcd_that_wants_certificates(self):
         c = Certificates()
@@ -212,9 +310,11 @@ class Tls(Case):
         own = ["--tls-certificate", certificate, "--tls-key", key]
         process, log, _ = self.start(etcd.endpoints, "--tls-ca", c.pem("ca"), *own)
         self.await_log(log, LEADS)
-        self.refused(self.arguments(etcd.endpoints, "--tls-ca", c.pem("other"), *own),
-                     "etcd 127.0.0.1:")
-        self.refused(self.arguments(etcd.endpoints), "etcd 127.0.0.1:")
+        for wrong in (["--tls-ca", c.pem("other"), *own], []):
+            _, log, _ = self.start(etcd.endpoints, *wrong)
+            self.await_log(log, Away.WAITS)
+            self.assertIn("etcd 127.0.0.1:", self.read(log))
+            self.assertNotIn(LEADS, self.read(log))
 
 
 if __name__ == "__main__":

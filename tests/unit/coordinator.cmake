@@ -2,6 +2,7 @@
 moe_test(test_placement SOURCES test_placement.c USES moe_coordinator LABELS coordinator)
 moe_test(test_events SOURCES test_events.c USES moe_coordinator LABELS coordinator)
 moe_test(test_store SOURCES test_store.c USES moe_coordinator LABELS coordinator)
+moe_test(test_election SOURCES test_election.c USES moe_store LABELS coordinator)
 moe_test(test_store_etcd SOURCES test_store_etcd.c USES moe_store LABELS coordinator TIMEOUT 180)
 set_tests_properties(test_store_etcd PROPERTIES SKIP_RETURN_CODE 77)
 moe_test(test_weights SOURCES test_weights.c USES moe_coordinator moe_model LABELS coordinator)
