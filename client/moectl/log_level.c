@@ -38,11 +38,22 @@ static struct moe_status set_at(const char *endpoint, const char *level, uint64_
     return st;
 }
 
+static bool is_listed(const json_t *list, const char *daemon)
+{
+    size_t i;
+    json_t *item;
+    json_array_foreach(list, i, item)
+    {
+        if (strcmp(json_string_value(json_object_get(item, "daemon")), daemon) == 0)
+            return true;
+    }
+    return false;
+}
+
 /* All daemons that `common` names. The first failure is returned after all have been asked. */
 static struct moe_status set_named(const struct moectl_common *common, const char *level,
-                                   json_t *list)
+                                   uint64_t deadline_ns, json_t *list)
 {
-    uint64_t deadline_ns = moectl_deadline(common);
     char named[MOECTL_ENDPOINT_MAX];
     struct moe_endpoints endpoints;
     MOE_TRY(moectl_state_endpoint(common, named));
@@ -57,27 +68,42 @@ static struct moe_status set_named(const struct moectl_common *common, const cha
     return st;
 }
 
-/* The coordinator, which `common` names or leads to, and all its workers that live. The first
- * failure is returned after all have been asked. */
-static struct moe_status set_all(const struct moectl_common *common, const char *level,
-                                 json_t *list)
+/* The coordinator behind `link`, unless it has been asked, and all workers that live. */
+static struct moe_status set_group(struct moectl_link *link,
+                                   const Moe__V1__GetStatusResponse *status, const char *level,
+                                   uint64_t deadline_ns, json_t *list)
 {
-    uint64_t deadline_ns = moectl_deadline(common);
-    struct moectl_link *link = NULL;
-    Moe__V1__GetStatusResponse *status = NULL;
-    MOE_TRY(moectl_admin_find(common, deadline_ns, &link, &status));
-    struct moe_status st = set(link, "coordinator", level, deadline_ns, list);
+    struct moe_status st = moe_ok(), one;
+    if (!is_listed(list, moectl_link_endpoint(link)))
+        st = set(link, moectl_link_endpoint(link), level,
+                 moectl_share(deadline_ns, status->n_workers + 1), list);
     for (size_t i = 0; i < status->n_workers; i++) {
         const Moe__V1__WorkerStatus *w = status->workers[i];
-        if (w->state == MOE__V1__WORKER_STATE__WORKER_STATE_GONE)
+        if (w->state == MOE__V1__WORKER_STATE__WORKER_STATE_GONE || is_listed(list, w->endpoint))
             continue;
-        struct moe_status one = set_at(w->endpoint, level, deadline_ns, list);
+        one = set_at(w->endpoint, level, moectl_share(deadline_ns, status->n_workers - i), list);
         if (!moe_failed(&st))
             st = one;
     }
+    return st;
+}
+
+/* All daemons that `common` names, the coordinator that leads, and all its workers that live. The
+ * first failure is returned after all have been asked. */
+static struct moe_status set_all(const struct moectl_common *common, const char *level,
+                                 uint64_t deadline_ns, json_t *list)
+{
+    struct moectl_link *link = NULL;
+    Moe__V1__GetStatusResponse *status = NULL;
+    struct moe_status st = set_named(common, level, moectl_share(deadline_ns, 2), list);
+    MOE_TRY(moectl_admin_find(common, moectl_share(deadline_ns, 2), &link, &status));
+    struct moe_status other = set_group(link, status, level, deadline_ns, list);
+    if (strcmp(status->store, "etcd") == 0 &&
+        (common->endpoint == NULL || strchr(common->endpoint, ',') == NULL))
+        moectl_say("of the coordinators that wait, none was asked: --endpoint does not name them");
     moe__v1__get_status_response__free_unpacked(status, NULL);
     moectl_link_close(link);
-    return st;
+    return moe_failed(&st) ? st : other;
 }
 
 static int show(const struct moectl_common *common, json_t *list)
@@ -105,7 +131,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     bool all = false;
     const struct moe_option options[] = {
         {"all", 0, MOE_OPTION_BOOL, &all, 0, 0, NULL,
-         "the coordinator (of several: the one that leads) and all workers of the group"},
+         "also the coordinator that leads, and all workers of the group"},
     };
     enum moe_log_level known;
     int code;
@@ -115,7 +141,9 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     if (level == NULL || !moe_log_level_from_name(level, &known))
         return moectl_usage_error("which level? error, warn, info or debug");
     json_t *list = json_array();
-    struct moe_status st = all ? set_all(&common, level, list) : set_named(&common, level, list);
+    uint64_t deadline_ns = moectl_deadline(&common);
+    struct moe_status st = all ? set_all(&common, level, deadline_ns, list)
+                               : set_named(&common, level, deadline_ns, list);
     code = show(&common, list);
     return moe_failed(&st) ? moectl_fail(&st) : code;
 }
@@ -126,9 +154,11 @@ const struct moectl_command moectl_log_level = {
     .usage =
         "LEVEL [--endpoint H:P,...] [--all]\n"
         "\n"
-        "It holds for each daemon at --endpoint, a coordinator or a worker, or with --all for\n"
-        "the coordinator that leads and all workers, until the daemon ends or gets SIGHUP",
+        "It holds for each daemon at --endpoint, a coordinator or a worker, and with --all also\n"
+        "for the coordinator that leads and all workers, until the daemon ends or gets SIGHUP.\n"
+        "Of several coordinators, name all at --endpoint: those that wait have no list",
     .examples = "  moectl log-level debug --endpoint 127.0.0.1:7600\n"
-                "  moectl log-level info --all\n",
+                "  moectl log-level info --all\n"
+                "  moectl log-level info --all --endpoint 127.0.0.1:7700,127.0.0.1:7710\n",
     .run = run,
 };

@@ -176,6 +176,8 @@ static struct moe_status ask_coordinator(const struct moectl_common *common, con
     if (st.code != MOE_DEADLINE_EXCEEDED || limit >= deadline_ns)
         return st;
     moectl_orphaned_group_find(common, &orphaned);
+    if (orphaned.answering == 0)
+        moectl_say("%s; asking again", st.text);
     return orphaned.answering > 0 ? st : moectl_admin_open(endpoint, deadline_ns, link, status);
 }
 

@@ -57,7 +57,7 @@ class Levels(unittest.TestCase):
         done = json.loads(moectl("log-level", "info", "--all", "-o", "json", "--endpoint",
                                  self.coordinator.endpoint).stdout)
         self.assertEqual([(d["daemon"], d["previous"], d["level"]) for d in done["daemons"]],
-                         [("coordinator", "info", "info"),
+                         [(self.coordinator.endpoint, "info", "info"),
                           (self.worker.endpoint, "debug", "info")])
         self.ask()
         self.assertEqual(len(self.requests()), 1)

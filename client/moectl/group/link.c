@@ -8,16 +8,21 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 enum {
     REQUEST_MAX = 8192,       /* the path of a directory has at most 4096 */
     PROBE_MS = 500,           /* for one of several workers to answer */
+    LIMIT_MS = 1000,          /* for one of several coordinators, in the first round */
+    ROUND_PAUSE_MS = 250,     /* another coordinator may lead soon */
+    ROUNDS_DOUBLED = 4,       /* each round doubles the limit, so a slow host answers */
     ANSWER_MAX = 1024 * 1024, /* bytes; a full status is some tens of KiB */
 };
 
 struct moectl_link {
     struct moe_rpc_client *rpc;
     struct moe_rpc_channel *channel;
+    char endpoint[MOECTL_ENDPOINT_MAX];
 };
 
 struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **out)
@@ -26,6 +31,7 @@ struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **ou
     if (link == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
     struct moe_rpc_channel_config config = {.target = endpoint, .max_message_bytes = ANSWER_MAX};
+    (void)snprintf(link->endpoint, sizeof link->endpoint, "%s", endpoint);
     moe_rpc_trust_from_environment(&config.trust); /* moectl_parse has put the options there */
     struct moe_status st = moe_rpc_client_create(&link->rpc);
     if (st.code == MOE_OK)
@@ -36,6 +42,11 @@ struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **ou
     }
     *out = link;
     return st;
+}
+
+const char *moectl_link_endpoint(const struct moectl_link *link)
+{
+    return link->endpoint;
 }
 
 void moectl_link_close(struct moectl_link *link)
@@ -204,33 +215,62 @@ static struct moe_status open_and_ask(const char *endpoint, uint64_t deadline_ns
     return st;
 }
 
-/* The same at the leader, if `endpoint` is a coordinator that does not lead. One that has just
- * ceased to lead is not followed in circles. */
-static struct moe_status ask_leader(const char *endpoint, uint64_t deadline_ns,
-                                    struct moectl_link **out, Moe__V1__GetStatusResponse **status)
+static bool is_silence(const struct moe_status *st)
+{
+    return st->code == MOE_UNAVAILABLE || st->code == MOE_DEADLINE_EXCEEDED;
+}
+
+/* One round over the coordinators of a group. The one that leads may say nothing: a stopped process
+ * leads until its lease ends. */
+struct round {
+    uint64_t limit_ns;               /* of one that others name, or of several that are asked */
+    char silent[MOE_ENDPOINT_BYTES]; /* the last one that did not answer; "" = none */
+    bool leader_is_silent;           /* another one names it */
+};
+
+static struct moe_status open_in_round(const char *endpoint, uint64_t deadline_ns, struct round *r,
+                                       struct moectl_link **out,
+                                       Moe__V1__GetStatusResponse **status)
 {
     struct moe_status st = open_and_ask(endpoint, deadline_ns, out, status);
+    if (is_silence(&st) && st.reason != MOE_REASON_NOT_LEADER)
+        (void)snprintf(r->silent, sizeof r->silent, "%s", endpoint);
+    return st;
+}
+
+/* The same at the leader, if `endpoint` is a coordinator that does not lead. One that has just
+ * ceased to lead is not followed in circles, and a silent one is asked once in a round. */
+static struct moe_status ask_leader(const char *endpoint, uint64_t deadline_ns, struct round *r,
+                                    struct moectl_link **out, Moe__V1__GetStatusResponse **status)
+{
+    struct moe_status st = open_in_round(endpoint, deadline_ns, r, out, status);
     if (moe_endpoint_of_leader(&st)[0] == '\0')
         return st;
     char leader[MOE_ENDPOINT_BYTES];
     (void)snprintf(leader, sizeof leader, "%s", moe_endpoint_of_leader(&st));
     moectl_link_close(*out);
     *out = NULL;
-    return moe_error_context(open_and_ask(leader, deadline_ns, out, status), "leader %s", leader);
+    uint64_t limit = moe_earlier(deadline_ns, moe_clock_ns() + r->limit_ns);
+    if (strcmp(r->silent, leader) == 0)
+        st = moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "does not answer");
+    else
+        st = open_in_round(leader, limit, r, out, status);
+    r->leader_is_silent = r->leader_is_silent || strcmp(r->silent, leader) == 0;
+    return moe_error_context(st, "leader %s", leader);
 }
 
-static struct moe_status open_one(const char *endpoint, uint64_t deadline_ns,
+static struct moe_status open_one(const char *endpoint, uint64_t deadline_ns, struct round *r,
                                   struct moectl_link **out, Moe__V1__GetStatusResponse **status)
 {
     struct moectl_link *link = NULL;
     Moe__V1__GetServerInfoResponse *info = NULL;
-    struct moe_status st = ask_leader(endpoint, deadline_ns, &link, status);
+    struct moe_status st = ask_leader(endpoint, deadline_ns, r, &link, status);
     if (st.code == MOE_UNIMPLEMENTED) { /* `endpoint` is a worker's: ask it for its coordinator */
         st = explain(moectl_link_server_info(link, deadline_ns, &info));
         moectl_link_close(link);
         link = NULL;
         if (st.code == MOE_OK)
-            st = ask_leader(info->coordinator, deadline_ns, &link, status);
+            st = ask_leader(info->coordinator, deadline_ns, r, &link, status);
         if (st.code != MOE_OK && info != NULL)
             st = moe_error_context(st, "coordinator %s", info->coordinator);
         if (info != NULL)
@@ -252,20 +292,42 @@ uint64_t moectl_share(uint64_t deadline_ns, size_t left)
     return now + (deadline_ns - now) / left;
 }
 
+/* Asks each endpoint for a part of the time that is left. */
+static struct moe_status ask_round(const struct moe_endpoints *list, uint64_t deadline_ns,
+                                   struct round *r, struct moectl_link **out,
+                                   Moe__V1__GetStatusResponse **status)
+{
+    struct moe_status st = moe_ok(), clearest = moe_ok();
+    for (size_t i = 0; i < list->count; i++) {
+        uint64_t limit = moectl_share(deadline_ns, list->count - i);
+        if (list->count > 1)
+            limit = moe_earlier(limit, moe_clock_ns() + r->limit_ns);
+        st = open_one(list->all[i], limit, r, out, status);
+        if (!is_silence(&st))
+            return st;
+        if (r->leader_is_silent && !moe_failed(&clearest))
+            clearest = st; /* says more than the silence of another one */
+    }
+    return moe_failed(&clearest) ? clearest : st;
+}
+
 struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
                                     struct moectl_link **out, Moe__V1__GetStatusResponse **status)
 {
+    const struct timespec pause = {.tv_nsec = ROUND_PAUSE_MS * (long)MOE_NS_PER_MS};
     struct moe_endpoints list;
     *out = NULL;
     *status = NULL;
     MOE_TRY(moe_endpoints_parse("--endpoint", endpoint, &list));
-    struct moe_status st = moe_ok();
-    for (size_t i = 0; i < list.count; i++) {
-        st = open_one(list.all[i], moectl_share(deadline_ns, list.count - i), out, status);
-        if (st.code != MOE_UNAVAILABLE && st.code != MOE_DEADLINE_EXCEEDED)
-            break;
+    for (unsigned n = 0;; n += n < ROUNDS_DOUBLED) {
+        struct round r = {.limit_ns = (LIMIT_MS * MOE_NS_PER_MS) << n};
+        struct moe_status st = ask_round(&list, deadline_ns, &r, out, status);
+        bool again = r.leader_is_silent || st.code == MOE_DEADLINE_EXCEEDED;
+        if (!is_silence(&st) || !again ||
+            moe_clock_ns() + ROUND_PAUSE_MS * MOE_NS_PER_MS >= deadline_ns)
+            return st;
+        (void)nanosleep(&pause, NULL);
     }
-    return st;
 }
 
 struct moe_status moectl_admin_find(const struct moectl_common *common, uint64_t deadline_ns,

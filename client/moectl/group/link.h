@@ -11,6 +11,8 @@
 struct moectl_link;
 
 struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **out) MOE_CHECKED;
+/* As it was opened with. */
+const char *moectl_link_endpoint(const struct moectl_link *link);
 /* NULL is ignored. */
 void moectl_link_close(struct moectl_link *link);
 
@@ -51,7 +53,8 @@ uint64_t moectl_share(uint64_t deadline_ns, size_t left);
 
 /* Opens a link to the coordinator of a group and asks for the group's state. `endpoint` is that of
  * a coordinator or of any worker, or a list of them: the first that answers counts. A coordinator
- * that does not lead names the one that does, and the link goes there. */
+ * that does not lead names the one that does, and the link goes there. If that one says nothing,
+ * all are asked again until the deadline: another one leads when its lease is over. */
 struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
                                     struct moectl_link **out,
                                     Moe__V1__GetStatusResponse **status) MOE_CHECKED;
