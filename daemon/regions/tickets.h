@@ -11,14 +11,16 @@
 enum {
     MOE_REGION_TICKET = 16, /* bytes */
     MOE_REGION_TICKETS = 64,
-    MOE_REGION_TICKETS_EACH = 16, /* of one identity */
-    MOE_REGION_TICKET_S = 10,     /* seconds that a ticket lives */
+    MOE_REGION_TICKETS_EACH =
+        16,                   /* of one identity; a new one then takes the place of an old one */
+    MOE_REGION_TICKET_S = 10, /* seconds that a ticket lives */
 };
 
 /* Who asked. */
 struct moe_region_owner {
     char identity[256];
-    bool has_uid; /* the call came from a process of this host, of user `uid` */
+    uint32_t connection; /* that the call came over */
+    bool has_uid;        /* the call came from a process of this host, of user `uid` */
     uint32_t uid;
 };
 
@@ -32,7 +34,10 @@ struct moe_region_tickets {
 
 /* `secret`: fresh random bytes. When all places are taken, the identity with the most tickets loses
  * its oldest one, if it has at least two more than this identity: so others cannot keep it out.
- * Errors: MOE_RESOURCE_EXHAUSTED/QUEUE_FULL. */
+ * Else, and at the limit of this identity, its connection with the most tickets loses its oldest
+ * one: so a client that asks and does not come keeps no other of its identity out.
+ * Errors: MOE_RESOURCE_EXHAUSTED/QUEUE_FULL, if this identity has no ticket and no other has two.
+ */
 struct moe_status moe_region_tickets_add(struct moe_region_tickets *t,
                                          const uint8_t secret[MOE_REGION_TICKET],
                                          const struct moe_region_owner *owner,

@@ -620,6 +620,11 @@ const struct moe_rpc_identity *moe_rpc_call_identity(const struct moe_rpc_call *
     return &c->connection->who;
 }
 
+uint32_t moe_rpc_call_connection(const struct moe_rpc_call *c)
+{
+    return c->connection->number;
+}
+
 /* Ends the call unless it has ended. Takes `message` over. */
 static void end(struct moe_rpc_call *c, struct moe_status status, grpc_byte_buffer *message)
 {

@@ -58,6 +58,7 @@ void *moe_rpc_connection_opened(void *ctx, const struct moe_rpc_identity *who,
     unsigned turn = atomic_fetch_add(&server->next_shard, 1);
     c->shard = &server->shards[turn % server->shard_count];
     c->who = *who;
+    c->number = turn;
     c->on_shut_down.fn = on_shut_down;
     moe_mutex_init(&c->requesting);
     atomic_init(&c->references, 1);

@@ -133,6 +133,9 @@ void *moe_rpc_call_user(const struct moe_rpc_call *c);
 uint64_t moe_rpc_call_deadline(const struct moe_rpc_call *c);
 /* [any thread] Who called. Valid while the call is referenced. */
 const struct moe_rpc_identity *moe_rpc_call_identity(const struct moe_rpc_call *c);
+/* [any thread] Number of the connection that the call came over. Another connection of the server
+ * has it again after 2^32 others. */
+uint32_t moe_rpc_call_connection(const struct moe_rpc_call *c);
 /* [any thread] The value of header `name` (lower-case), `*length` bytes without a NUL. NULL unless
  * the call has exactly one such header. Valid while the call is referenced. */
 const char *moe_rpc_call_header(const struct moe_rpc_call *c, const char *name, size_t *length);

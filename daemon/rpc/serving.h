@@ -230,6 +230,7 @@ struct moe_rpc_connection {
     struct moe_rpc_shard *shard;
     grpc_server *core;
     struct moe_rpc_identity who;
+    uint32_t number; /* in the server's order */
     struct moe_rpc_uploads *uploads;
     atomic_uint references; /* core until it is shut down: 1; each call: 1 */
     atomic_uint accepting;  /* accepts posted */

@@ -41,7 +41,9 @@ static struct moe_region_owner owner_of(const struct moe_rpc_call *call)
 {
     const struct moe_rpc_identity *who = moe_rpc_call_identity(call);
     const char *granted = moe_rpc_call_grant(call)->who;
-    struct moe_region_owner owner = {.has_uid = who->link == MOE_RPC_LINK_UNIX, .uid = who->uid};
+    struct moe_region_owner owner = {.connection = moe_rpc_call_connection(call),
+                                     .has_uid = who->link == MOE_RPC_LINK_UNIX,
+                                     .uid = who->uid};
     (void)snprintf(owner.identity, sizeof owner.identity, "%s",
                    granted[0] != '\0' ? granted : who->name);
     return owner;

@@ -65,18 +65,49 @@ static void an_empty_table_lets_nobody_in(void **state)
                    MOE_UNAUTHENTICATED, MOE_REASON_NONE);
 }
 
+static unsigned living(const char *identity)
+{
+    unsigned count = 0;
+    for (size_t i = 0; i < MOE_REGION_TICKETS; i++)
+        count +=
+            tickets.all[i].expires_ns > NOW && strcmp(tickets.all[i].owner.identity, identity) == 0;
+    return count;
+}
+
 static void one_identity_cannot_take_all_places(void **state)
 {
     (void)state;
     struct moe_region_owner bob = {.identity = "bob"};
     unsigned n = 0;
+    struct moe_region_owner owner;
+    for (; n < 2 * MOE_REGION_TICKETS; n++)
+        assert_ok(moe_region_tickets_add(&tickets, secret(n), &alice, NOW + n));
+    assert_int_equal(living("alice"), MOE_REGION_TICKETS_EACH);
+    assert_ok(moe_region_tickets_take(&tickets, secret(n - 1), 16, NOW + n, &owner));
+    assert_ok(moe_region_tickets_add(&tickets, secret(n), &bob, NOW + n));
+    assert_ok(moe_region_tickets_take(&tickets, secret(n), 16, NOW + n, &owner));
+    assert_string_equal(owner.identity, "bob");
+}
+
+/* One client asks and does not come. Others of its identity, over separate connections, get
+ * tickets and keep them for as long as the first one goes on. */
+static void a_connection_keeps_no_other_of_its_identity_out(void **state)
+{
+    (void)state;
+    struct moe_region_owner greedy = {.identity = "tcp", .connection = 1}, owner;
+    struct moe_region_owner modest = {.identity = "tcp", .connection = 2};
+    unsigned n = 0;
     for (; n < MOE_REGION_TICKETS_EACH; n++)
-        assert_ok(moe_region_tickets_add(&tickets, secret(n), &alice, NOW));
-    assert_refused(moe_region_tickets_add(&tickets, secret(n), &alice, NOW), MOE_RESOURCE_EXHAUSTED,
-                   MOE_REASON_QUEUE_FULL);
-    assert_ok(moe_region_tickets_add(&tickets, secret(n), &bob, NOW));
-    /* Tickets that are too old make room. */
-    assert_ok(moe_region_tickets_add(&tickets, secret(n + 1), &alice, NOW + 10 * MOE_NS_PER_S));
+        assert_ok(moe_region_tickets_add(&tickets, secret(n), &greedy, NOW + n));
+    for (; n < MOE_REGION_TICKETS_EACH + 3; n++, modest.connection++)
+        assert_ok(moe_region_tickets_add(&tickets, secret(n), &modest, NOW + n));
+    for (; n < 100; n++)
+        assert_ok(moe_region_tickets_add(&tickets, secret(n), &greedy, NOW + n));
+    for (unsigned i = 0; i < 3; i++) {
+        assert_ok(moe_region_tickets_take(&tickets, secret(MOE_REGION_TICKETS_EACH + i), 16,
+                                          NOW + n, &owner));
+        assert_int_equal(owner.connection, 2 + i);
+    }
 }
 
 /* Four identities have all places: a fifth one gets in all the same, and they keep nearly all. */
@@ -89,25 +120,19 @@ static void many_identities_cannot_keep_another_out(void **state)
         each.identity[0] = (char)('0' + n % MANY);
         assert_ok(moe_region_tickets_add(&tickets, secret(n), &each, NOW + n));
     }
-    unsigned own = 0;
-    while (own < MOE_REGION_TICKETS) {
-        struct moe_status st =
-            moe_region_tickets_add(&tickets, secret(MOE_REGION_TICKETS + own), &late, NOW + 100);
-        if (moe_failed(&st)) {
-            assert_int_equal(st.reason, MOE_REASON_QUEUE_FULL);
-            break;
-        }
-        own++;
-    }
-    assert_int_equal(own, MOE_REGION_TICKETS / (MANY + 1));
-    for (unsigned n = 0; n < own; n++) {
-        assert_ok(moe_region_tickets_take(&tickets, secret(MOE_REGION_TICKETS + n), 16, NOW + 101,
+    const unsigned own = MOE_REGION_TICKETS / (MANY + 1);
+    for (unsigned n = 0; n < 2 * own; n++) /* the second half takes the places of the first */
+        assert_ok(
+            moe_region_tickets_add(&tickets, secret(MOE_REGION_TICKETS + n), &late, NOW + 100 + n));
+    assert_int_equal(living("late"), own);
+    for (unsigned n = own; n < 2 * own; n++) {
+        assert_ok(moe_region_tickets_take(&tickets, secret(MOE_REGION_TICKETS + n), 16, NOW + 200,
                                           &owner));
         assert_string_equal(owner.identity, "late");
     }
     /* The oldest have gone. */
     for (unsigned n = 0; n < MOE_REGION_TICKETS; n++) {
-        struct moe_status st = moe_region_tickets_take(&tickets, secret(n), 16, NOW + 101, &owner);
+        struct moe_status st = moe_region_tickets_take(&tickets, secret(n), 16, NOW + 200, &owner);
         assert_int_equal(moe_failed(&st), n < own);
     }
 }
@@ -119,6 +144,7 @@ int main(void)
         cmocka_unit_test_setup(a_ticket_lives_ten_seconds, start),
         cmocka_unit_test_setup(an_empty_table_lets_nobody_in, start),
         cmocka_unit_test_setup(one_identity_cannot_take_all_places, start),
+        cmocka_unit_test_setup(a_connection_keeps_no_other_of_its_identity_out, start),
         cmocka_unit_test_setup(many_identities_cannot_keep_another_out, start),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
