@@ -20,7 +20,7 @@ import numpy as np
 
 from group import BUILD, freeze, main, model_directory, wait_until
 from ports import free_ports
-from training import COORDINATOR, WORKER, Trainer, start
+from training import COORDINATOR, WORKER, Trainer, golden_gradients, start
 import wire
 from wire import expert, training
 
@@ -219,42 +219,76 @@ class Scenes(unittest.TestCase):
         time.sleep(DEAD_S + 1)
         self.serves("long step", worker)
 
-    def test_long_save(self):
-        """The disk holds a Save for longer than any limit (gated_fsync.c)."""
-        root, gate = os.path.join(self.folder, "saved"), os.path.join(self.folder, "gate")
+    def saving_group(self, gate):
+        """A coordinator and two workers that train; an fsync of the first one waits while the file
+        `gate` is there."""
+        root = os.path.join(self.folder, "saved")
         os.mkdir(root)
         self.hold("")
-        coordinator = self.daemon(COORDINATOR, "--listen", "127.0.0.1:0", "--workers", "1")
-        worker = self.start_worker(
-            coordinator, "--training", "sgd", "--training-dir", root, environment={
-                "LD_PRELOAD": os.path.join(BUILD, "tests", "integration", "libgated_fsync.so"),
-                "MOE_TEST_GATE": gate,
-                "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") + ":verify_asan_link_order=0"})
-        self.serves("training", worker)
-        client = Trainer(worker.address)
+        coordinator = self.daemon(COORDINATOR, "--listen", "127.0.0.1:0", "--workers", "2")
+        extra = "--training", "sgd", "--training-dir", root
+        gated = {"LD_PRELOAD": os.path.join(BUILD, "tests", "integration", "libgated_fsync.so"),
+                 "MOE_TEST_GATE": gate,
+                 "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") + ":verify_asan_link_order=0"}
+        workers = [self.start_worker(coordinator, *extra, environment=gated),
+                   self.start_worker(coordinator, *extra)]
+        for each in workers:
+            self.serves("training", each)
+        return workers, root
+
+    def begin(self, client, name, request):
+        """The future of a training call."""
+        call = client.channel.unary_unary(
+            "/moe.v1.TrainingService/" + name,
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=getattr(training, name + "Response").FromString)
+        future = call.future(request, timeout=120)
+        self.addCleanup(future.cancel)
+        return future
+
+    def save_for_long(self, copied):
+        """A disk holds a Save of one worker for longer than any limit (gated_fsync.c); forward
+        passes go on. `copied`: there is memory for a copy, else optimizer steps wait."""
+        gate = os.path.join(self.folder, "gate")
+        workers, root = self.saving_group(gate)
+        client = Trainer(workers[0].address)
         self.addCleanup(client.close)
-        answers = []
+        layer, _, x, dy, _ = next(golden_gradients(FAMILY))
+        client.backward(layer, dy, x, client.forward(layer, x))
+        client.optimizer_step()  # else there is nothing to copy
+        if not copied:
+            with open("%s.memory.%d" % (gate, workers[0].process.pid), "w") as memory:
+                memory.write("MemAvailable: 0 kB\n")
         with open(gate, "w"):
             pass
-        save = threading.Thread(target=lambda: answers.append(wire.train(
-            client.channel, "SaveCheckpoint",
-            training.SaveCheckpointRequest(step_id=1, name="slow"), timeout=120)))
-        save.start()
-        self.addCleanup(save.join)
         self.addCleanup(lambda: os.path.exists(gate) and os.remove(gate))
+        save = self.begin(client, "SaveCheckpoint",
+                          training.SaveCheckpointRequest(step_id=10, name="slow"))
         wait_until(lambda: client.state().saving == "slow")
+        step = self.begin(client, "OptimizerStep",
+                          training.OptimizerStepRequest(step_id=11, learning_rate=0.01))
         end, looks = time.monotonic() + DEAD_S + 1, 0
         while time.monotonic() < end:
-            self.assertEqual(worker.probes(), (True,) * 5, worker.page("readyz"))
+            for each in workers:
+                self.assertEqual(each.probes(), (True,) * 5, each.page("readyz"))
+            self.assertEqual(len(client.forward(layer, x).y_data), 4 * x.size)
             looks += 1
             time.sleep(0.02)
         self.assertEqual(client.state().saving, "slow")
-        self.serves("long Save", worker)
+        self.assertEqual((save.done(), step.done()), (False, copied))
+        for each in workers:
+            self.serves("long Save", each)
         print("    all probes said so %d times in %.0f s" % (looks, DEAD_S + 1))
         os.remove(gate)
-        save.join()
-        self.assertEqual(len(answers), 1)
+        self.assertGreater(save.result().bytes, 0)
         self.assertIn("slow", os.listdir(root))
+        self.assertFalse(step.result().repeated)
+
+    def test_long_save(self):
+        self.save_for_long(copied=True)
+
+    def test_long_save_without_memory_for_a_copy(self):
+        self.save_for_long(copied=False)
 
     def test_hung_peer(self):
         """In an idle group: no client notices it first."""
