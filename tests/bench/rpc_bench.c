@@ -202,35 +202,36 @@ static void name_file(char path[PATH_BYTES], const char *name)
     (void)snprintf(path, PATH_BYTES, "%s/%s", certificates, name);
 }
 
-/* Processor time of one thread if it is a relay, in ticks. */
-static unsigned long relay_ticks(const char *thread)
+/* The first line of a file of one thread of this process; "" if there is none. */
+static void read_line(const char *thread, const char *name, char *line, int size)
 {
-    char path[PATH_BYTES], line[512];
-    unsigned long user = 0, kernel = 0;
-    (void)snprintf(path, sizeof path, "/proc/self/task/%s/stat", thread);
+    char path[PATH_BYTES];
+    (void)snprintf(path, sizeof path, "/proc/self/task/%s/%s", thread, name);
     FILE *file = fopen(path, "r");
-    if (file == NULL || fgets(line, sizeof line, file) == NULL)
+    if (file == NULL || fgets(line, size, file) == NULL)
         line[0] = '\0';
     if (file != NULL)
         fclose(file);
-    const char *rest = strstr(line, "(moe-relay) ");
-    if (rest != NULL) /* state, ten numbers, then these two */
-        (void)sscanf(rest, "(moe-relay) %*c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %lu %lu", &user,
-                     &kernel);
-    return user + kernel;
 }
 
 /* Processor time of all relays of this process, in seconds. */
 static double relay_seconds(void)
 {
-    unsigned long ticks = 0;
+    unsigned long long ns = 0, of_thread;
+    char line[PATH_BYTES];
     DIR *threads = opendir("/proc/self/task");
     if (threads == NULL)
         die("/proc/self/task");
-    for (const struct dirent *e = readdir(threads); e != NULL; e = readdir(threads))
-        ticks += relay_ticks(e->d_name);
+    for (const struct dirent *e = readdir(threads); e != NULL; e = readdir(threads)) {
+        read_line(e->d_name, "comm", line, sizeof line);
+        if (strcmp(line, "moe-relay\n") != 0)
+            continue;
+        read_line(e->d_name, "schedstat", line, sizeof line);
+        if (sscanf(line, "%llu", &of_thread) == 1)
+            ns += of_thread;
+    }
     closedir(threads);
-    return (double)ticks / (double)sysconf(_SC_CLK_TCK);
+    return (double)ns / 1e9;
 }
 
 /* A server with TLS, or without if `tls` is NULL. */
