@@ -30,7 +30,7 @@ void service_connect(const struct service *s, struct moe_rpc_client **client,
 {
     char target[64];
     snprintf(target, sizeof target, "127.0.0.1:%u", (unsigned)moe_rpc_server_port(s->server));
-    struct moe_rpc_channel_config config = {.target = target};
+    struct moe_rpc_channel_config config = {.target = target, .own_connection = true};
     assert_ok(moe_rpc_client_create(client));
     assert_ok(moe_rpc_channel_open(*client, &config, channel));
 }

@@ -87,16 +87,23 @@ void shared_await_metric(const char *name, double value)
 }
 
 /* Calls a method with an empty request. `*message` lives as long as the returned reply. */
-static struct moe_rpc_msg *ask(const char *method, const ProtobufCMessageDescriptor *type,
-                               struct moe_rpc_arena *arena, void **message)
+static struct moe_rpc_msg *ask_over(struct moe_rpc_channel *channel, const char *method,
+                                    const ProtobufCMessageDescriptor *type,
+                                    struct moe_rpc_arena *arena, void **message)
 {
     const struct moe_rpc_call_options options = {
         .deadline_ns = moe_clock_ns() + WAIT_S * MOE_NS_PER_S, .wait_for_ready = true};
     const struct moe_rpc_out nothing = {0};
     struct moe_rpc_msg *reply;
-    assert_ok(moe_rpc_call_wait(shared.channel, method, &options, &nothing, &reply));
+    assert_ok(moe_rpc_call_wait(channel, method, &options, &nothing, &reply));
     assert_ok(moe_rpc_msg_unpack(reply, type, arena, message));
     return reply;
+}
+
+static struct moe_rpc_msg *ask(const char *method, const ProtobufCMessageDescriptor *type,
+                               struct moe_rpc_arena *arena, void **message)
+{
+    return ask_over(shared.channel, method, type, arena, message);
 }
 
 bool shared_is_offered(void)
@@ -151,17 +158,23 @@ struct moe_client *shared_client(void)
 
 /* -------------------------------------------------------------------- raw clients */
 
-void raw_ticket(uint8_t ticket[16])
+void raw_ticket_over(struct moe_rpc_channel *channel, uint8_t ticket[16])
 {
     struct moe_rpc_arena arena;
     void *message;
-    struct moe_rpc_msg *reply = ask("/moe.v1.ExpertService/OpenRegions",
-                                    &moe__v1__open_regions_response__descriptor, &arena, &message);
+    struct moe_rpc_msg *reply =
+        ask_over(channel, "/moe.v1.ExpertService/OpenRegions",
+                 &moe__v1__open_regions_response__descriptor, &arena, &message);
     const Moe__V1__OpenRegionsResponse *r = message;
     assert_string_equal(r->socket, path);
     assert_int_equal(r->ticket.len, 16);
     memcpy(ticket, r->ticket.data, 16);
     moe_rpc_msg_free(reply);
+}
+
+void raw_ticket(uint8_t ticket[16])
+{
+    raw_ticket_over(shared.channel, ticket);
 }
 
 void raw_connect(struct raw *r)

@@ -45,8 +45,9 @@ struct raw {
     uint64_t id;
 };
 
-/* A ticket of a call of OpenRegions. */
+/* A ticket of a call of OpenRegions, over the fixture's connection or another one. */
 void raw_ticket(uint8_t ticket[16]);
+void raw_ticket_over(struct moe_rpc_channel *channel, uint8_t ticket[16]);
 /* Connects to the socket, and no more. */
 void raw_connect(struct raw *r);
 /* Connects and joins with a new ring. */

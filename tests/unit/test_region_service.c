@@ -6,6 +6,7 @@
 #include "daemon/progress.h"
 #include "regions/memory.h"
 #include "regions/packet.h"
+#include "regions/tickets.h"
 #include "shared_fixture.h"
 
 #include <dirent.h>
@@ -133,6 +134,33 @@ static void garbage_ends_its_own_connection(void **state)
     assert_ok(raw_forward(&bystander, &q));
     raw_leave(&bystander);
     munmap(data, REGION);
+}
+
+/* Both clients have the identity of raw TCP. The first one asks again and again and does not come.
+ */
+static void tickets_of_one_connection_keep_no_other_out(void **state)
+{
+    (void)state;
+    struct moe_rpc_client *client;
+    struct moe_rpc_channel *channel;
+    struct raw r;
+    uint8_t ticket[16], unused[16];
+    int ring;
+    void *memory;
+    service_connect(&shared, &client, &channel);
+    assert_ok(moe_region_memory_create(sizeof(struct moe_ring), &ring, &memory));
+    for (int i = 0; i < MOE_REGION_TICKETS_EACH; i++)
+        raw_ticket(unused);
+    raw_ticket_over(channel, ticket);
+    for (int i = 0; i < 2 * MOE_REGION_TICKETS; i++)
+        raw_ticket(unused);
+    raw_connect(&r);
+    assert_ok(raw_send_join(&r, ticket, sizeof ticket, ring));
+    close(r.socket);
+    close(ring);
+    moe_region_memory_unmap(memory, sizeof(struct moe_ring));
+    moe_rpc_channel_close(channel);
+    moe_rpc_client_destroy(client);
 }
 
 static void connections_have_a_limit(void **state)
@@ -544,6 +572,7 @@ int main(void)
         shared_test(only_a_fresh_ticket_lets_a_client_in),
         shared_test(a_bad_ring_is_refused),
         shared_test(garbage_ends_its_own_connection),
+        shared_test(tickets_of_one_connection_keep_no_other_out),
         shared_test(connections_have_a_limit),
         shared_test(bad_memory_is_refused),
         shared_test(the_descriptor_of_a_refused_region_is_closed),
