@@ -131,6 +131,9 @@ static void raise_descriptor_limit(void)
         moe_log_warn("the limit of open files stays as it is: %s", strerror(errno));
 }
 
+/* Names of the files that take_credentials has found: "token-file, tls-key"; "" = none. */
+static char credentials[128];
+
 /* A file of trust that no setting names, and that the service manager has passed on as the
  * credential "moed.NAME" (LoadCredential=). `path` outlives the settings. */
 static void take_credential(const char *name, const char **setting, char path[CREDENTIAL_BYTES])
@@ -139,8 +142,12 @@ static void take_credential(const char *name, const char **setting, char path[CR
     if (*setting != NULL || directory == NULL)
         return;
     int n = snprintf(path, CREDENTIAL_BYTES, "%s/moed.%s", directory, name);
-    if (n > 0 && n < CREDENTIAL_BYTES && access(path, F_OK) == 0)
-        *setting = path;
+    if (n <= 0 || n >= CREDENTIAL_BYTES || access(path, F_OK) != 0)
+        return;
+    *setting = path;
+    size_t used = strlen(credentials);
+    (void)snprintf(credentials + used, sizeof credentials - used, "%s%s", used > 0 ? ", " : "",
+                   name);
 }
 
 static void take_credentials(struct moe_daemon_settings *s)
@@ -154,6 +161,7 @@ static void take_credentials(struct moe_daemon_settings *s)
     };
     enum { COUNT = sizeof all / sizeof *all };
     static char paths[COUNT][CREDENTIAL_BYTES];
+    credentials[0] = '\0';
     for (size_t i = 0; i < COUNT; i++)
         take_credential(all[i].name, all[i].setting, paths[i]);
 }
@@ -254,6 +262,10 @@ static int start(const struct moe_daemon *d, const struct moe_daemon_settings *s
     st = moe_notify_open();
     if (moe_failed(&st))
         moe_log_warn("without a service manager: %s", st.text);
+    if (credentials[0] != '\0')
+        moe_log_info("credentials of the service manager: %s. They are copies of this start: after "
+                     "a change of the files, restart this daemon",
+                     credentials);
     st = d->run(s, d->ctx);
     moe_notify_stopping();
     /* The process exits now: a further signal would only change the exit status. */

@@ -126,6 +126,25 @@ static void a_good_start_runs_once_and_its_failure_is_the_exit_code(void **state
     outcome = moe_ok();
 }
 
+/* Starts with the credentials that are there, and `token`, if it is not NULL, as a setting. True if
+ * the log says that the token file is a copy. */
+static bool start_says_copy(char *token)
+{
+    char text[8192] = "";
+    FILE *log = tmpfile();
+    int errors = dup(STDERR_FILENO);
+    assert_true(log != NULL && errors >= 0 && dup2(fileno(log), STDERR_FILENO) >= 0);
+    int code = token == NULL ? START("--name", "a", "--admin-socket-dir", "/run/x")
+                             : START("--name", "a", "--token-file", token);
+    assert_true(dup2(errors, STDERR_FILENO) >= 0);
+    close(errors);
+    assert_int_equal(code, 0);
+    rewind(log);
+    text[fread(text, 1, sizeof text - 1, log)] = '\0';
+    (void)fclose(log);
+    return strstr(text, "credentials of the service manager: token-file. They are copies") != NULL;
+}
+
 static void credentials_of_the_service_manager_are_settings_unless_given(void **state)
 {
     char directory[MOE_TEST_DIRECTORY_BYTES], path[MOE_TEST_DIRECTORY_BYTES + 32];
@@ -138,10 +157,10 @@ static void credentials_of_the_service_manager_are_settings_unless_given(void **
     int fd = open(path, O_CREAT | O_WRONLY | O_CLOEXEC, 0400);
     assert_true(fd >= 0);
     close(fd);
-    assert_int_equal(START("--name", "a", "--admin-socket-dir", "/run/x"), 0);
+    assert_true(start_says_copy(NULL));
     assert_string_equal(token_file, path);
     assert_string_equal(admin_socket_dir, "/run/x");
-    assert_int_equal(START("--name", "a", "--token-file", "/t"), 0);
+    assert_false(start_says_copy("/t"));
     assert_string_equal(token_file, "/t");
     assert_int_equal(unsetenv("CREDENTIALS_DIRECTORY"), 0);
     assert_int_equal(START("--name", "a"), 0);
