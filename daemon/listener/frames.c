@@ -29,6 +29,7 @@ static const struct {
     [MOE_FRAMES_CONTROL] = {10000, 2000, 200, "PING, PRIORITY or empty DATA frames"},
     [MOE_FRAMES_WINDOWS] = {100000, 100000, 5000, "WINDOW_UPDATE frames"},
     [MOE_FRAMES_PIECES] = {30000, 20000, 2000, "small DATA frames"},
+    [MOE_FRAMES_SMALL] = {100000, 20000, 2000, "small messages"},
     [MOE_FRAMES_HEADERS] = {64 << 20, 16 << 20, 1 << 20, "bytes of headers"},
 };
 
@@ -199,7 +200,7 @@ static void pass_content(struct moe_frames *f, const uint8_t *bytes, size_t leng
             malformed(f);
     } else if (f->type == DATA) {
         if (f->events != NULL && f->events->data != NULL)
-            f->events->data(f->ctx, f->stream, bytes, length);
+            spend(f, MOE_FRAMES_SMALL, f->events->data(f->ctx, f->stream, bytes, length));
     } else if (f->type == HEADERS || f->type == CONTINUATION) {
         size_t skipped = length < f->priority ? length : f->priority;
         f->priority -= (uint32_t)skipped;

@@ -40,8 +40,9 @@ struct moe_frames_events {
      * (MOE_FRAMES_FIELD_BYTES). Returns its length; 0 = out of memory; MOE_FRAMES_TOO_MANY = the
      * client has too many open streams. */
     size_t (*began)(void *ctx, uint32_t stream, uint8_t *field);
-    /* Bytes of DATA without padding, in any pieces. */
-    void (*data)(void *ctx, uint32_t stream, const uint8_t *bytes, size_t length);
+    /* Bytes of DATA without padding, in any pieces. Returns how many small messages begin in them:
+     * a frame may have thousands, and a server pays for each. */
+    uint32_t (*data)(void *ctx, uint32_t stream, const uint8_t *bytes, size_t length);
     void (*half_closed)(void *ctx, uint32_t stream); /* END_STREAM of the client */
     void (*ended)(void *ctx, uint32_t stream);       /* RST_STREAM, or END_STREAM of the server */
 };
@@ -54,6 +55,7 @@ enum moe_frames_sort {
     MOE_FRAMES_CONTROL, /* PING, PRIORITY, empty DATA, unknown frames */
     MOE_FRAMES_WINDOWS, /* WINDOW_UPDATE */
     MOE_FRAMES_PIECES,  /* DATA of 1 to 63 bytes that others follow */
+    MOE_FRAMES_SMALL,   /* small messages, as the owner counts them */
     MOE_FRAMES_HEADERS, /* bytes of unfolded headers */
     MOE_FRAMES_SORTS
 };

@@ -111,10 +111,10 @@ static size_t stream_began(void *ctx, uint32_t stream, uint8_t *field)
     return moe_rpc_upload_begin(c->uploads, stream, field);
 }
 
-static void stream_data(void *ctx, uint32_t stream, const uint8_t *bytes, size_t length)
+static uint32_t stream_data(void *ctx, uint32_t stream, const uint8_t *bytes, size_t length)
 {
     struct moe_rpc_connection *c = ctx;
-    moe_rpc_upload_data(c->uploads, stream, bytes, length, moe_clock_ns());
+    return moe_rpc_upload_data(c->uploads, stream, bytes, length, moe_clock_ns());
 }
 
 static void stream_half_closed(void *ctx, uint32_t stream)

@@ -290,10 +290,11 @@ static void message_begun(struct moe_rpc_budget *b, struct moe_rpc_upload *up, u
     review(b, up, woken);
 }
 
-void moe_rpc_upload_data(struct moe_rpc_uploads *u, uint32_t stream, const uint8_t *bytes,
-                         size_t length, uint64_t now_ns)
+uint32_t moe_rpc_upload_data(struct moe_rpc_uploads *u, uint32_t stream, const uint8_t *bytes,
+                             size_t length, uint64_t now_ns)
 {
     struct moe_rpc_budget *b = u->budget;
+    uint32_t small = 0;
     struct moe_rpc_woken woken = {.count = 0};
     moe_mutex_lock(&b->lock);
     struct moe_rpc_upload *up = find(u, stream);
@@ -312,11 +313,14 @@ void moe_rpc_upload_data(struct moe_rpc_uploads *u, uint32_t stream, const uint8
         }
         up->prefix[up->prefix_length++] = *bytes++;
         length--;
-        if (up->prefix_length == sizeof up->prefix)
-            message_begun(b, up, now_ns, &woken);
+        if (up->prefix_length < sizeof up->prefix)
+            continue;
+        message_begun(b, up, now_ns, &woken);
+        small += up->length < sizeof up->prefix + MOE_RPC_UPLOAD_SMALL;
     }
     moe_mutex_unlock(&b->lock);
     moe_rpc__wake(b, &woken);
+    return small;
 }
 
 void moe_rpc_upload_half_close(struct moe_rpc_uploads *u, uint32_t stream)

@@ -15,6 +15,7 @@
 enum {
     MOE_RPC_UPLOAD_FIELD_BYTES = 96,
     MOE_RPC_UPLOAD_NAME_BYTES = 40,
+    MOE_RPC_UPLOAD_SMALL = 64, /* a message of fewer bytes is small */
 };
 
 struct moe_rpc_uploads; /* of one connection */
@@ -45,10 +46,10 @@ size_t moe_rpc_upload_begin(struct moe_rpc_uploads *u, uint32_t stream, uint8_t 
  * unless this owner would have as many. An owner with fewer than MOE_RPC_STREAMS_LEAST may always.
  */
 bool moe_rpc_uploads_admit(struct moe_rpc_uploads *u, uint32_t most);
-/* Bytes of DATA frames without padding, in any pieces, before they go to the core. Streams that
- * have not begun are ignored, here and below. */
-void moe_rpc_upload_data(struct moe_rpc_uploads *u, uint32_t stream, const uint8_t *bytes,
-                         size_t length, uint64_t now_ns);
+/* Bytes of DATA frames without padding, in any pieces, before they go to the core. Returns how many
+ * small messages begin in them. Streams that have not begun are ignored, here and below. */
+uint32_t moe_rpc_upload_data(struct moe_rpc_uploads *u, uint32_t stream, const uint8_t *bytes,
+                             size_t length, uint64_t now_ns);
 /* The client has ended its side (END_STREAM). */
 void moe_rpc_upload_half_close(struct moe_rpc_uploads *u, uint32_t stream);
 /* The stream is over: RST_STREAM of either side, or END_STREAM of the server. */

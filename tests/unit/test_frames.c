@@ -71,12 +71,13 @@ static size_t on_began(void *ctx, uint32_t stream, uint8_t *to)
     return sizeof field;
 }
 
-static void on_data(void *ctx, uint32_t stream, const uint8_t *bytes, size_t length)
+static uint32_t on_data(void *ctx, uint32_t stream, const uint8_t *bytes, size_t length)
 {
     struct seen *s = ctx;
     assert_true(stream % 2 == 1);
     memcpy(s->data + s->data_length, bytes, length);
     s->data_length += length;
+    return 0;
 }
 
 static void on_half_closed(void *ctx, uint32_t stream)
@@ -326,6 +327,38 @@ static void floods_are_noticed(void **state)
     }
 }
 
+static uint32_t count_fives(void *ctx, uint32_t stream, const uint8_t *bytes, size_t length)
+{
+    (void)ctx;
+    (void)stream;
+    (void)bytes;
+    return (uint32_t)length / 5;
+}
+
+/* Empty messages of five bytes, 400 in a frame of 2,000 bytes: at a rate that is allowed, and as
+ * fast as they go. */
+static void small_messages_have_a_rate_in_large_frames(void **state)
+{
+    static const struct moe_frames_events counting = {.data = count_fives};
+    static const char messages[2000];
+    struct moe_frames f = {.events = &counting};
+    struct wire out = {.bytes = malloc(WIRE_MAX)}, w = open_wire();
+    uint64_t now = SECOND;
+    (void)state;
+    put_frame(&w, HEADERS, END_HEADERS, 1, "\x83", 1);
+    for (int i = 0; i < 1000; i++, now += SECOND / 200) {
+        put_frame(&w, DATA, 0, 1, messages, sizeof messages);
+        assert_int_equal(pass(&f, &w, &out, 5000, now), MOE_FRAMES_OK);
+        w.length = out.length = 0;
+    }
+    for (int i = 0; i < 100; i++)
+        put_frame(&w, DATA, 0, 1, messages, sizeof messages);
+    assert_int_equal(pass(&f, &w, &out, 5000, now), MOE_FRAMES_FLOOD);
+    assert_string_equal(f.reason, "small messages");
+    free(out.bytes);
+    free(w.bytes);
+}
+
 static void rapid_resets_are_noticed(void **state)
 {
     struct wire w = open_wire();
@@ -500,6 +533,7 @@ int main(void)
         cmocka_unit_test(honest_calls_pass_in_any_pieces),
         cmocka_unit_test(a_fast_client_stays_below_the_rates),
         cmocka_unit_test(floods_are_noticed),
+        cmocka_unit_test(small_messages_have_a_rate_in_large_frames),
         cmocka_unit_test(rapid_resets_are_noticed),
         cmocka_unit_test(resets_of_the_server_count_as_well),
         cmocka_unit_test(large_header_blocks_are_noticed),

@@ -111,8 +111,8 @@ static void send_prefix(struct moe_rpc_uploads *u, uint32_t stream, uint32_t len
 {
     const uint8_t prefix[5] = {0, (uint8_t)(length >> 24), (uint8_t)(length >> 16),
                                (uint8_t)(length >> 8), (uint8_t)length};
-    moe_rpc_upload_data(u, stream, prefix, 2, ++now_ns);
-    moe_rpc_upload_data(u, stream, prefix + 2, 3, now_ns);
+    (void)moe_rpc_upload_data(u, stream, prefix, 2, ++now_ns);
+    (void)moe_rpc_upload_data(u, stream, prefix + 2, 3, now_ns);
 }
 
 static void send_bytes(struct moe_rpc_uploads *u, uint32_t stream, size_t length)
@@ -120,7 +120,7 @@ static void send_bytes(struct moe_rpc_uploads *u, uint32_t stream, size_t length
     static const uint8_t zeros[65536];
     while (length > 0) {
         size_t some = length < sizeof zeros ? length : sizeof zeros;
-        moe_rpc_upload_data(u, stream, zeros, some, now_ns);
+        (void)moe_rpc_upload_data(u, stream, zeros, some, now_ns);
         length -= some;
     }
 }
@@ -187,6 +187,25 @@ static void a_message_over_the_methods_limit_is_refused_before_its_bytes(void **
     assert_int_equal(st.code, MOE_RESOURCE_EXHAUSTED);
     assert_int_equal(st.reason, MOE_REASON_TOO_LARGE);
     assert_int_equal(st.retry_after_ms, 0);
+    moe_rpc_upload_release(up);
+    disconnect(u);
+}
+
+/* Those that begin, in the bytes that complete their prefix. */
+static void small_messages_are_counted(void **unused)
+{
+    enum { SMALL = MOE_RPC_UPLOAD_SMALL, PREFIX = 5 };
+    (void)unused;
+    uint8_t bytes[5 * PREFIX + SMALL + SMALL - 1] = {0};
+    struct moe_rpc_uploads *u = connect_as(&anybody);
+    struct waiter w = {0};
+    struct moe_rpc_upload *up = begin(u, 1, &w);
+    bytes[2 * PREFIX + 4] = SMALL; /* behind two empty messages; then one below the limit */
+    bytes[3 * PREFIX + SMALL + 4] = SMALL - 1;
+    const size_t cut = 4 * PREFIX + SMALL - 1; /* before the last byte of a prefix */
+    assert_int_equal(moe_rpc_upload_data(u, 1, bytes, cut, 1), 2);
+    assert_int_equal(moe_rpc_upload_data(u, 1, bytes + cut, sizeof bytes - cut, 1), 2);
+    assert_int_equal(moe_rpc_upload_data(u, 3, bytes, sizeof bytes, 1), 0); /* no such stream */
     moe_rpc_upload_release(up);
     disconnect(u);
 }
@@ -638,6 +657,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         CASE(stalled_large_messages_keep_no_small_one_waiting),
         CASE(a_message_over_the_methods_limit_is_refused_before_its_bytes),
+        CASE(small_messages_are_counted),
         CASE(messages_of_a_stream_are_distinguished),
         CASE(a_connection_has_a_quarter_and_lets_others_pass),
         CASE(small_messages_of_one_connection_end_at_its_quarter),

@@ -307,8 +307,10 @@ static void a_pile_of_messages_lets_others_pass(void **state)
     fixture_await("a connection", &first.over, 1);
     int fd = raw_connect(&f);
     raw_headers(fd, 1, STREAM_PATH);
-    for (unsigned i = 0; i < MESSAGES / PER_FRAME; i++)
+    for (unsigned i = 0; i < MESSAGES / PER_FRAME; i++) {
         raw_frame(fd, RAW_DATA, 0, 1, messages, sizeof messages);
+        usleep(1000000 / 100000 * 2 * PER_FRAME); /* half of the rate of small messages */
+    }
     fixture_await("the held message", &s.held, 1);
     start_call(&f, f.channel, "", "abc", 3, &second);
     usleep(200000); /* for the call to reach the server's socket; later is no error */
