@@ -82,14 +82,15 @@ static void check_group(struct health *h)
     const char *state = moectl_enum_name(&moe__v1__group_state__descriptor, (int)s->state);
     bool serves = s->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING;
     size_t live = moectl_workers_live(s);
+    uint32_t size = moectl_workers_size(s);
     add(h, "GROUP_SERVING", "group", serves ? RESULT_OK : RESULT_CRITICAL, "%s%s%s", state,
         s->reason[0] != '\0' ? ": " : "", s->reason);
-    bool masked = serves && s->n_live_slots < s->slots;
+    bool masked = serves && s->n_live_slots < moectl_workers_size(s);
     add(h, "SLOTS_TAKEN", "group",
-        live == s->slots ? RESULT_OK
-        : masked         ? RESULT_WARNING
-                         : RESULT_CRITICAL,
-        "%zu of %" PRIu32 " slots have a live worker", live, s->slots);
+        live == size ? RESULT_OK
+        : masked     ? RESULT_WARNING
+                     : RESULT_CRITICAL,
+        "%zu of %" PRIu32 " slots have a live worker", live, size);
     if ((s->replicas > 1 || masked) && s->epoch != 0) {
         char view[512];
         moectl_workers_describe_view(s, view, sizeof view);

@@ -8,11 +8,12 @@
 #include <string.h>
 
 static const struct moectl_command *const commands[] = {
-    &moectl_up,        &moectl_down,   &moectl_status,   &moectl_wait,      &moectl_get,
-    &moectl_describe,  &moectl_health, &moectl_top,      &moectl_placement, &moectl_diag,
-    &moectl_drain,     &moectl_cordon, &moectl_uncordon, &moectl_replace,   &moectl_restart,
-    &moectl_rebalance, &moectl_load,   &moectl_unload,   &moectl_forward,   &moectl_bench,
-    &moectl_training,  &moectl_model,  &moectl_context,  &moectl_log_level, &moectl_version,
+    &moectl_up,       &moectl_down,      &moectl_status,   &moectl_wait,      &moectl_get,
+    &moectl_describe, &moectl_health,    &moectl_top,      &moectl_placement, &moectl_diag,
+    &moectl_drain,    &moectl_cordon,    &moectl_uncordon, &moectl_replace,   &moectl_restart,
+    &moectl_scale,    &moectl_rebalance, &moectl_load,     &moectl_unload,    &moectl_forward,
+    &moectl_bench,    &moectl_training,  &moectl_model,    &moectl_context,   &moectl_log_level,
+    &moectl_version,
 };
 enum { COMMAND_COUNT = sizeof commands / sizeof *commands };
 

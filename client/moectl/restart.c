@@ -64,7 +64,7 @@ static void look(struct restart *r, uint64_t deadline_ns)
 static bool all_serve(const Moe__V1__GetStatusResponse *s)
 {
     return s != NULL && s->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING &&
-           s->n_live_slots == s->slots;
+           s->n_live_slots == moectl_workers_size(s);
 }
 
 /* Before anything changes. */
@@ -80,7 +80,7 @@ static struct moe_status check_group(const struct restart *r)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                          "the group does not serve with all of its %" PRIu32
                          " slots: see `moectl status`",
-                         s->slots);
+                         moectl_workers_size(s));
     if (s->n_cordons > 0)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                          "slot %" PRIu32 " is cordoned, so a restarted worker does not get it: "
@@ -215,8 +215,12 @@ static struct moe_status work(struct restart *r)
         return st;
     MOE_TRY(moectl_admin_find(&r->common, moectl_deadline(&r->common), &r->link, &r->status));
     MOE_TRY(check_group(r));
-    for (uint32_t slot = 0, slots = r->status->slots; slot < slots; slot++)
-        MOE_TRY(restart_slot(r, slot));
+    uint32_t slots[RESTARTED_MAX]; /* all of them serve */
+    size_t count = r->status->n_live_slots;
+    for (size_t i = 0; i < count; i++)
+        slots[i] = r->status->live_slots[i];
+    for (size_t i = 0; i < count; i++)
+        MOE_TRY(restart_slot(r, slots[i]));
     return moe_ok();
 }
 

@@ -40,6 +40,18 @@ static void print_added_models(const Moe__V1__ListModelsResponse *list)
     }
 }
 
+/* Of a group that can be scaled. */
+static void print_scaling(const Moe__V1__GetStatusResponse *s)
+{
+    if (s->max_workers > s->size || s->n_spare_slots > 0)
+        moectl_put("size     %" PRIu32 " of at most %" PRIu32 ", %zu spare\n", s->size,
+                   s->max_workers, s->n_spare_slots);
+    if (s->scaling_to != 0)
+        moectl_put("scaling  to %" PRIu32 " workers\n", s->scaling_to);
+    if (s->scale_error != NULL)
+        moectl_put("scaling  was undone: %s\n", s->scale_error->message);
+}
+
 static int print_table(const Moe__V1__GetStatusResponse *s,
                        const Moe__V1__ListModelsResponse *models)
 {
@@ -53,12 +65,14 @@ static int print_table(const Moe__V1__GetStatusResponse *s,
         moectl_put("epoch    none\n");
     else
         moectl_put("epoch    %" PRIu64 ", placement %" PRIu32 "\n", s->epoch, s->placement_version);
-    if ((s->replicas > 1 || s->n_live_slots < s->slots) && s->epoch != 0) {
+    if ((s->replicas > 1 || s->n_live_slots < moectl_workers_size(s)) && s->epoch != 0) {
         char view[512];
         moectl_workers_describe_view(s, view, sizeof view);
         moectl_put("view     %s\n", view);
     }
-    moectl_put("workers  %zu of %" PRIu32 ", %s\n", moectl_workers_live(s), s->slots, s->backend);
+    moectl_put("workers  %zu of %" PRIu32 ", %s\n", moectl_workers_live(s), moectl_workers_size(s),
+               s->backend);
+    print_scaling(s);
     for (size_t i = 0; i < s->n_cordons; i++)
         moectl_put("cordon   slot %" PRIu32 ": %s\n", s->cordons[i]->slot, s->cordons[i]->reason);
     if (strcmp(s->store, "etcd") == 0)

@@ -299,7 +299,7 @@ static void put_group(FILE *to, const struct top *t)
         (void)snprintf(epoch, sizeof epoch, "%" PRIu64, s->epoch);
     moectl_put_to(to, "moed  %s  epoch %s  %s on %s  %zu of %" PRIu32 " workers  up %.0f s\n",
                   moectl_enum_name(&moe__v1__group_state__descriptor, (int)s->state), epoch,
-                  s->model, s->backend, moectl_workers_live(s), s->slots,
+                  s->model, s->backend, moectl_workers_live(s), moectl_workers_size(s),
                   (double)s->uptime_ms / 1000.0);
     if (s->reason[0] != '\0')
         moectl_put_to(to, "reason     %s\n", s->reason);

@@ -73,11 +73,25 @@ struct moectl_table *moectl_workers_table(const Moe__V1__GetStatusResponse *s, b
     return t;
 }
 
+uint32_t moectl_workers_size(const Moe__V1__GetStatusResponse *s)
+{
+    return s->size != 0 ? s->size : s->slots; /* 0: an older release */
+}
+
+bool moectl_workers_is_spare(const Moe__V1__GetStatusResponse *s, uint32_t slot)
+{
+    for (size_t i = 0; i < s->n_spare_slots; i++)
+        if (s->spare_slots[i] == slot)
+            return true;
+    return false;
+}
+
 size_t moectl_workers_live(const Moe__V1__GetStatusResponse *s)
 {
     size_t live = 0;
     for (size_t i = 0; i < s->n_workers; i++)
-        live += s->workers[i]->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE;
+        live += s->workers[i]->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE &&
+                !moectl_workers_is_spare(s, s->workers[i]->slot);
     return live;
 }
 
@@ -103,7 +117,8 @@ void moectl_workers_describe_view(const Moe__V1__GetStatusResponse *s, char *out
     for (size_t i = 0; i < s->n_live_slots && at < size; i++, before = ", ")
         at += (size_t)snprintf(out + at, size - at, "%s%" PRIu32, before, s->live_slots[i]);
     if (at < size)
-        at += (size_t)snprintf(out + at, size - at, " of %" PRIu32 "; experts", s->slots);
+        at += (size_t)snprintf(out + at, size - at, " of %" PRIu32 "; experts",
+                               moectl_workers_size(s));
     before = " with ";
     for (size_t n = 0; n < s->n_experts_by_live_copies && at < size; n++) {
         const char *what = before[1] == 'w' ? n == 1 ? " live copy" : " live copies" : "";

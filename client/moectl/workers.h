@@ -9,7 +9,11 @@
 /* One row for each worker. `all`: with columns that change all the time. NULL when out of memory.
  */
 struct moectl_table *moectl_workers_table(const Moe__V1__GetStatusResponse *s, bool all);
-/* Workers that are not GONE. */
+/* Slots that hold experts. */
+uint32_t moectl_workers_size(const Moe__V1__GetStatusResponse *s);
+/* Whether the slot's worker holds no experts. */
+bool moectl_workers_is_spare(const Moe__V1__GetStatusResponse *s, uint32_t slot);
+/* Workers that are not GONE, without spares. */
 size_t moectl_workers_live(const Moe__V1__GetStatusResponse *s);
 /* Whether a worker loads weights, and knows how many bytes they have: bytes loaded and in all,
  * summed over the live workers. */

@@ -37,6 +37,7 @@ static const struct moe_access_policy table[] = {
      false, false},
     {ADMIN "GetPlacement", MOE_ROLE_ADMIN | MOE_ROLE_METRICS, false, false},
     {ADMIN "DrainWorker", MOE_ROLE_ADMIN, false, true},
+    {ADMIN "Scale", MOE_ROLE_ADMIN, false, true},
     {ADMIN "CordonSlot", MOE_ROLE_ADMIN, false, true},
     {ADMIN "Shutdown", MOE_ROLE_ADMIN, false, true},
     {ADMIN "AcceptModel", MOE_ROLE_ADMIN, false, true},

@@ -32,6 +32,16 @@ void moe_coordinator__fill_host(const struct moe_membership_host *host, Moe__V1_
     out->network_address = moe_coordinator__text(host->network_address);
 }
 
+static void fill_error(const struct moe_status *st, Moe__V1__Error *out)
+{
+    moe__v1__error__init(out);
+    out->code = (uint32_t)st->code;
+    if (st->reason != MOE_REASON_NONE)
+        out->reason = moe_coordinator__text(moe_reason_name(st->reason));
+    out->message = moe_coordinator__text(st->text);
+    out->retry_after_ms = st->retry_after_ms;
+}
+
 static void fill_worker(const struct moe_membership_worker *w, Moe__V1__WorkerStatus *out,
                         Moe__V1__Error *error)
 {
@@ -48,12 +58,7 @@ static void fill_worker(const struct moe_membership_worker *w, Moe__V1__WorkerSt
     out->steps = w->last.steps;
     if (w->error->code == MOE_OK)
         return;
-    moe__v1__error__init(error);
-    error->code = (uint32_t)w->error->code;
-    if (w->error->reason != MOE_REASON_NONE)
-        error->reason = moe_coordinator__text(moe_reason_name(w->error->reason));
-    error->message = moe_coordinator__text(w->error->text);
-    error->retry_after_ms = w->error->retry_after_ms;
+    fill_error(w->error, error);
     out->error = error;
 }
 
@@ -116,6 +121,27 @@ static void fill_live(const struct moe_coordinator *c, const struct moe_membersh
     m->n_experts_by_live_copies = g->replicas + 1;
 }
 
+/* Fills `spares` and `error`. */
+static void fill_size(const struct moe_coordinator *c, const struct moe_membership_group *g,
+                      uint32_t spares[MOE_PLACEMENT_SLOTS_MAX], Moe__V1__Error *error,
+                      Moe__V1__GetStatusResponse *m)
+{
+    m->slots = moe_placement_slot_bound(g->places);
+    m->size = g->size;
+    m->max_workers = g->slots;
+    m->scaling_to = g->scaling_to;
+    m->spare_slots = spares;
+    for (uint32_t s = 0; s < g->slots; s++) {
+        struct moe_membership_worker w;
+        if ((g->places >> s & 1) == 0 && moe_membership_worker(c->machine, s, &w) && w.taken)
+            spares[m->n_spare_slots++] = s;
+    }
+    if (g->scale_error->code == MOE_OK)
+        return;
+    fill_error(g->scale_error, error);
+    m->scale_error = error;
+}
+
 static struct moe_status get_status(struct moe_coordinator *c, struct admin_call *a,
                                     const void *message)
 {
@@ -148,7 +174,9 @@ static struct moe_status get_status(struct moe_coordinator *c, struct admin_call
     m.state = (Moe__V1__GroupState)g.state;
     m.reason = g.reason;
     m.epoch = g.epoch;
-    m.slots = g.slots;
+    uint32_t spares[MOE_PLACEMENT_SLOTS_MAX];
+    Moe__V1__Error scale_error;
+    fill_size(c, &g, spares, &scale_error, &m);
     m.n_workers = worker_count;
     m.workers = worker_list;
     m.model = moe_coordinator__text(g.model);
@@ -258,6 +286,15 @@ static struct moe_status cordon_slot(struct moe_coordinator *c, struct admin_cal
     return moe_ok();
 }
 
+static struct moe_status scale(struct moe_coordinator *c, struct admin_call *a, const void *message)
+{
+    const Moe__V1__ScaleRequest *request = message;
+    Moe__V1__ScaleResponse m = MOE__V1__SCALE_RESPONSE__INIT;
+    MOE_TRY(moe_membership_scale(c->machine, moe_clock_ns(), request->size, request->reason));
+    moe_coordinator__reply(a->call, &m.base);
+    return moe_ok();
+}
+
 static struct moe_status shut_down(struct moe_coordinator *c, struct admin_call *a,
                                    const void *message)
 {
@@ -338,6 +375,7 @@ static void run_call(struct moe_coordinator *c, struct event *e)
         [ADMIN_PLACEMENT] = {&moe__v1__get_placement_request__descriptor, get_placement},
         [ADMIN_DRAIN] = {&moe__v1__drain_worker_request__descriptor, drain_worker},
         [ADMIN_CORDON] = {&moe__v1__cordon_slot_request__descriptor, cordon_slot},
+        [ADMIN_SCALE] = {&moe__v1__scale_request__descriptor, scale},
         [ADMIN_SHUTDOWN] = {&moe__v1__shutdown_request__descriptor, shut_down},
         [ADMIN_ACCEPT] = {&moe__v1__accept_model_request__descriptor, accept_model},
         [ADMIN_EVENTS] = {&moe__v1__list_events_request__descriptor, list_events},
@@ -426,6 +464,7 @@ void moe_coordinator__admin_methods(struct moe_coordinator *c, struct moe_rpc_me
         [ADMIN_PLACEMENT] = "/moe.v1.AdminService/GetPlacement",
         [ADMIN_DRAIN] = "/moe.v1.AdminService/DrainWorker",
         [ADMIN_CORDON] = "/moe.v1.AdminService/CordonSlot",
+        [ADMIN_SCALE] = "/moe.v1.AdminService/Scale",
         [ADMIN_SHUTDOWN] = "/moe.v1.AdminService/Shutdown",
         [ADMIN_ACCEPT] = "/moe.v1.AdminService/AcceptModel",
         [ADMIN_EVENTS] = "/moe.v1.AdminService/ListEvents",

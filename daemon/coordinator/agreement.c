@@ -211,7 +211,7 @@ static struct moe_status compare(struct moe_coordinator *c, uint64_t stream, uin
     const char *before = moe_weights_digest(c->weights, NULL);
     bool another = before[0] != '\0' && moe_weights_digest(c->weights, g.fingerprint)[0] == '\0';
     MOE_TRY(moe_weights_check(c->weights, slot, incarnation, g.fingerprint,
-                              moe_membership_placement(c->machine), &begun));
+                              moe_membership_find_placement(c->machine, version), &begun));
     if (!begun)
         return moe_ok();
     moe_log_info("%s %s has digest %s", another ? "another model is served from now on:" : "model",

@@ -11,12 +11,12 @@
 
 static uint64_t all_slots(const struct moe_membership *m)
 {
-    return UINT64_MAX >> (64 - m->config.slots);
+    return m->saved.places;
 }
 
 static bool covers(const struct moe_membership *m, uint64_t slots)
 {
-    return moe_placement_covers(m->config.slots, m->config.replicas, slots);
+    return moe_placement_covers(m->saved.places, m->config.replicas, slots);
 }
 
 /* A view without some experts follows on one with all of them, and has at least half of the slots:
@@ -25,7 +25,7 @@ static bool may_lack_experts(const struct moe_membership *m, uint64_t slots)
 {
     uint32_t count = (uint32_t)__builtin_popcountll(slots);
     return m->config.partial && MOE_GUARD(PARTIAL_FOLLOWS, m->degraded || m->view_epoch != 0) &&
-           MOE_GUARD(PARTIAL_HAS_HALF, 2 * count >= m->config.slots) && count > 0;
+           MOE_GUARD(PARTIAL_HAS_HALF, 2 * count >= moe_membership__size(m)) && count > 0;
 }
 
 /* These slots can serve. */
@@ -49,13 +49,13 @@ uint32_t moe_membership__count_taken(const struct moe_membership *m)
 {
     uint32_t taken = 0;
     for (uint32_t s = 0; s < m->config.slots; s++)
-        taken += m->members[s].state == SLOT_TAKEN;
+        taken += m->members[s].state == SLOT_TAKEN && moe_membership__is_place(m, s);
     return taken;
 }
 
 bool moe_membership__all_taken(const struct moe_membership *m)
 {
-    return moe_membership__count_taken(m) == m->config.slots;
+    return moe_membership__count_taken(m) == moe_membership__size(m);
 }
 
 /* Why this slot keeps the group from forming; NULL when it does not. */
@@ -76,7 +76,7 @@ uint64_t moe_membership__able_slots(const struct moe_membership *m)
 {
     uint64_t able = 0;
     for (uint32_t s = 0; s < m->config.slots; s++)
-        if (blocker(m, s) == NULL && !m->members[s].silent &&
+        if (moe_membership__is_place(m, s) && blocker(m, s) == NULL && !m->members[s].silent &&
             m->now_ns >= m->members[s].excluded_until_ns)
             able |= UINT64_C(1) << s;
     return able;
@@ -88,6 +88,8 @@ bool moe_membership__blocked(const struct moe_membership *m, uint32_t *slot, con
     bool complete = moe_membership__all_taken(m);
     for (uint32_t s = 0; s < m->config.slots; s++) {
         const struct member *member = &m->members[s];
+        if (!moe_membership__is_place(m, s))
+            continue;
         *slot = s;
         *why = complete || member->state != SLOT_TAKEN ? blocker(m, s) : NULL;
         if (*why != NULL)
@@ -188,6 +190,9 @@ static void end_view(struct moe_membership *m, bool shrinks)
         m->past.incarnations[s] = (m->view_live >> s & 1) != 0 ? m->members[s].incarnation : 0;
     bool stable = m->now_ns - m->view_since_ns >= m->config.lease_ns;
     m->view_epoch = 0;
+    const struct moe_status why =
+        moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING, "the view ended meanwhile");
+    moe_membership__abandon_move(m, &why);
     m->mask_from_ns = m->now_ns;
     m->degraded = true;
     m->restoring = false;
@@ -210,9 +215,9 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
         return;
     uint64_t epoch = forming ? m->epoch : m->view_epoch;
     bool at_once = m->view_epoch != 0 || m->now_ns >= m->mask_from_ns;
-    bool shrinks = m->shrinks && moe_membership__may_shrink(m) && at_once &&
-                   suffice(m, moe_membership__able_slots(m));
-    m->shrinks = false;
+    bool shrinks = m->planned || (m->shrinks && moe_membership__may_shrink(m) && at_once &&
+                                  suffice(m, moe_membership__able_slots(m)));
+    m->shrinks = m->planned = false;
     moe_membership_copy_text(m->trouble, sizeof m->trouble, why);
     m->causes[cause]++;
     moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_ENDED, MOE_MEMBERSHIP_NO_SLOT,
@@ -265,10 +270,13 @@ static void assign(struct moe_membership *m)
 {
     for (uint32_t s = 0; s < m->config.slots; s++) {
         struct member *member = &m->members[s];
-        if (member->assigned || member->draining)
+        if (member->assigned || member->draining || !moe_membership__is_place(m, s))
             continue;
-        if (moe_membership__send(m, s, MOE_MEMBERSHIP_ASSIGN) != NULL)
-            member->assigned = true;
+        struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_ASSIGN);
+        if (a == NULL)
+            continue;
+        a->version = moe_placement_version(m->placement);
+        member->assigned = true;
     }
 }
 
@@ -293,7 +301,7 @@ static uint64_t taken_slots(const struct moe_membership *m)
 {
     uint64_t taken = 0;
     for (uint32_t s = 0; s < SLOTS_MAX; s++) /* slots that the group lacks are empty */
-        if (m->members[s].state == SLOT_TAKEN)
+        if (m->members[s].state == SLOT_TAKEN && moe_membership__is_place(m, s))
             taken |= UINT64_C(1) << s;
     return taken;
 }
@@ -305,7 +313,8 @@ static uint64_t loading_slots(const struct moe_membership *m)
     for (uint32_t s = 0; s < m->config.slots; s++) {
         const struct member *member = &m->members[s];
         bool done = member->loaded || member->load_failed;
-        loading |= (uint64_t)(member->state == SLOT_TAKEN && !done) << s;
+        bool place = moe_membership__is_place(m, s);
+        loading |= (uint64_t)(place && member->state == SLOT_TAKEN && !done) << s;
     }
     return loading;
 }
@@ -325,23 +334,27 @@ static uint64_t next_live(const struct moe_membership *m)
     if (!may_mask(m, able))
         return 0;
     bool has_all = MOE_GUARD(GROWTH_KEEPS_MEMBERS, (m->view_live & ~able) == 0);
+    bool changes = able != m->view_live || m->view_version != moe_placement_version(m->placement);
+    bool scaling = m->next.places != 0; /* would lose what its members have loaded */
     if (m->view_epoch != 0)
-        return !m->restoring && able != m->view_live && has_all ? able : 0;
+        return !m->restoring && !scaling && changes && has_all ? able : 0;
     if (able != all_slots(m) && !m->degraded && loading_slots(m) != 0)
         return 0; /* the group starts */
     return moe_membership__fenced(m) ? 0 : able;
 }
 
-/* Ends the view in force for one with more slots. */
+/* Ends the view in force for one with more slots, or with another placement. */
 static void end_smaller_view(struct moe_membership *m, uint64_t live)
 {
     char why[MOE_MEMBERSHIP_REASON_BYTES], slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
     if (m->view_epoch == 0)
         return;
-    moe_membership__list_slots(slots, live & ~m->view_live);
-    snprintf(why, sizeof why, "%s can take part", slots);
+    bool scaled = m->view_version != moe_placement_version(m->placement);
+    moe_membership__list_slots(slots, scaled ? live : live & ~m->view_live);
+    snprintf(why, sizeof why, scaled ? "the experts move to %s" : "%s can take part", slots);
     m->shrinks = true; /* no failure */
-    moe_membership__end_epoch(m, MOE_CAUSE_GROWN, why);
+    m->planned = scaled;
+    moe_membership__end_epoch(m, scaled ? MOE_CAUSE_SCALED : MOE_CAUSE_GROWN, why);
 }
 
 /* The view from the log is in force again once its last member is back. */
@@ -362,6 +375,9 @@ void moe_membership__advance(struct moe_membership *m)
         return;
     if (m->restoring)
         check_restored(m);
+    moe_membership__advance_move(m);
+    if (m->awaited_save != 0)
+        return;
     if (!may_mask(m, taken_slots(m)) || !m->model_known || m->failed || m->now_ns < m->next_try_ns)
         return;
     if (!m->placement_durable) {
@@ -409,6 +425,7 @@ static void commit(struct moe_membership *m)
     m->phase = PHASE_IDLE;
     m->view_epoch = m->epoch;
     m->view_live = m->live;
+    m->view_version = moe_placement_version(m->placement);
     m->view_since_ns = m->now_ns;
     m->degraded = false;
     m->waits = 0;
@@ -534,6 +551,7 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
         return;
     m->phase = PHASE_SAVE_VIEW;
     m->saved.view_epoch = m->epoch;
+    m->saved.view_version = m->saved.placement_version;
     m->saved.settled = false;
     m->saved.slots = m->config.slots;
     memset(m->saved.members, 0, sizeof m->saved.members);

@@ -92,8 +92,8 @@ static struct moe_status check_group(struct moe_coordinator *c,
 {
     if (saved->view_epoch != 0 && saved->slots != c->machine_config.slots)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
-                         "the group has %u slots, and --workers says %u", saved->slots,
-                         c->machine_config.slots);
+                         "the group can have %u workers, and --max-workers (--workers) says %u",
+                         saved->slots, c->machine_config.slots);
     if (c->group_id != 0 && saved->group_id != c->group_id)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
                          "the keys are of another group than before");

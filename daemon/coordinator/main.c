@@ -15,9 +15,14 @@
 struct settings {
     const char *listen, *control_listen, *state_dir;
     const char *store, *etcd, *etcd_prefix;
-    uint64_t workers, replicas, lease_ms, form_timeout_ms, leader_lease_s;
+    uint64_t workers, max_workers, replicas, lease_ms, form_timeout_ms, leader_lease_s;
     bool partial;
 };
+
+static uint64_t max_workers_of(const struct settings *s)
+{
+    return s->max_workers != 0 ? s->max_workers : s->workers;
+}
 
 static bool uses_etcd(const struct settings *s)
 {
@@ -49,6 +54,8 @@ static const char *check_settings(const struct moe_daemon_settings *common, cons
     (void)given;
     const struct settings *s = ctx;
     static struct moe_status wrong; /* outlives the answer */
+    if (s->max_workers != 0 && s->max_workers < s->workers)
+        return "--max-workers is below --workers";
     if (s->replicas > s->workers)
         return "--replicas is above --workers: a slot has one copy of an expert";
     wrong = moe_daemon_check_listen(common, "--listen", s->listen);
@@ -90,7 +97,8 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
     struct moe_coordinator_config config = {.listen = s->listen,
                                             .control_listen = s->control_listen,
                                             .insecure = common->insecure,
-                                            .slots = (uint32_t)s->workers,
+                                            .slots = (uint32_t)max_workers_of(s),
+                                            .size = s->max_workers != 0 ? (uint32_t)s->workers : 0,
                                             .replicas = (uint32_t)s->replicas,
                                             .partial = s->partial,
                                             .lease_ms = (uint32_t)s->lease_ms,
@@ -109,8 +117,8 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
         return st;
     }
     moe_log_info("release %s (commit %s), listening on port %u for %u worker%s",
-                 moe_build_version(), moe_build_commit(), moe_coordinator_port(c), config.slots,
-                 config.slots == 1 ? "" : "s");
+                 moe_build_version(), moe_build_commit(), moe_coordinator_port(c),
+                 (unsigned)s->workers, s->workers == 1 ? "" : "s");
     if (common->metrics_listen != NULL)
         moe_log_info("metrics on port %u", moe_coordinator_metrics_port(c));
     st = announce(common, s, c);
@@ -139,6 +147,11 @@ int main(int argc, char **argv)
          "AdminService alone"},
         {"workers", 'n', MOE_OPTION_UINT, &s.workers, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
          "Number of slots: workers that the group needs"},
+        {"max-workers", 0, MOE_OPTION_UINT, &s.max_workers, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
+         "Workers that the group can have: it can be scaled up to this (`moectl scale`), and "
+         "further "
+         "workers wait as spares. --workers is the size of a new group then; its state keeps the "
+         "size"},
         {"replicas", 'r', MOE_OPTION_UINT, &s.replicas, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
          "Slots with a copy of each expert; above 1, the group serves on without workers that it "
          "loses while every expert has a copy. It does not train then"},

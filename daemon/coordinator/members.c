@@ -49,19 +49,22 @@ void moe_membership__lose(struct moe_membership *m, uint32_t slot, enum moe_memb
         moe_membership__close(m, member->stream, last_status);
     member->state = SLOT_LEFT;
     member->stream = 0;
-    moe_membership__log(m, MOE_LOG_WARN, cause == MOE_CAUSE_LEFT ? MOE_EVENT_LEFT : MOE_EVENT_LOST,
-                        slot, "%s (%s)", why, member->worker_id);
+    bool regular = cause == MOE_CAUSE_LEFT || cause == MOE_CAUSE_SCALED;
+    bool planned = (m->removed >> slot & 1) != 0 && member->leaving;
+    moe_membership__log(m, MOE_LOG_WARN, regular ? MOE_EVENT_LEFT : MOE_EVENT_LOST, slot, "%s (%s)",
+                        why, member->worker_id);
     bool member_of_epoch = moe_membership__takes_part(m, slot);
     if (member_of_epoch || m->view_epoch == 0)
         moe_membership_copy_text(m->trouble, sizeof m->trouble, why);
+    moe_membership__note_lost_place(m, slot);
     m->shrinks = true;
+    m->planned = planned;
     if (!MOE_GUARD(LOSS_ENDS_THE_EPOCH, !member_of_epoch))
         moe_membership__end_epoch(m, cause, why);
-    m->shrinks = false;
+    m->shrinks = m->planned = false;
     note_lost_lease(m, member);
-    member->error = cause == MOE_CAUSE_LEFT
-                        ? moe_ok()
-                        : moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "%s", what);
+    member->error =
+        regular ? moe_ok() : moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "%s", what);
 }
 
 /* Searches the history from its end. False when it does not contain the worker. */
@@ -108,20 +111,25 @@ static bool is_fenced(const struct moe_membership *m, const struct moe_membershi
     return false;
 }
 
-/* Order: the slot that the worker left, the wanted one, one that was never taken, any free one. */
+/* Slots with experts come first; a worker in another one is a spare, which does not train. Then the
+ * order is: the slot that the worker left, the wanted one, one that was never taken, any free one.
+ */
 static bool pick_slot(const struct moe_membership *m, const struct moe_membership_register *r,
                       uint32_t *slot)
 {
     uint32_t best = 0;
     for (uint32_t s = 0; s < m->config.slots; s++) {
         const struct member *member = &m->members[s];
-        if (member->state == SLOT_TAKEN || moe_membership__is_cordoned(m, s))
+        bool place = moe_membership__is_place(m, s);
+        if (member->state == SLOT_TAKEN || moe_membership__is_cordoned(m, s) ||
+            (!place && r->trains))
             continue;
         bool own = member->state == SLOT_LEFT && strcmp(member->worker_id, r->worker_id) == 0;
         uint32_t rank = own                                ? 4
                         : r->wanted_slot_plus_one == s + 1 ? 3
                         : member->state == SLOT_EMPTY      ? 2
                                                            : 1;
+        rank += place ? 4 : 0;
         if (rank > best) {
             best = rank;
             *slot = s;
@@ -262,12 +270,15 @@ static struct moe_status adopt_model(struct moe_membership *m,
     for (size_t i = 0; i < r->layer_count; i++)
         layers[i] = (struct moe_placement_layer){r->layers[i].layer, r->layers[i].experts};
     m->model_known = false;
-    MOE_TRY(moe_placement_set_linear(m->placement, m->saved.placement_version, m->config.slots,
+    const struct moe_status changed =
+        moe_error(MOE_ABORTED, MOE_REASON_NONE, "the model has changed");
+    moe_membership__abandon_move(m, &changed);
+    MOE_TRY(moe_placement_set_linear(m->placement, m->saved.placement_version, m->saved.places,
                                      m->config.replicas, layers, r->layer_count));
     uint64_t hash = moe_placement_content_hash(m->placement);
     if (m->saved.placement_version == 0 || hash != m->saved.placement_hash) {
         moe_membership__end_epoch(m, MOE_CAUSE_OUT_OF_STEP, "the model has changed");
-        m->saved.placement_version++;
+        m->saved.placement_version = moe_membership__new_version(m);
         m->saved.placement_hash = hash;
         m->placement_durable = false;
         m->awaited_save = 0;
@@ -405,6 +416,7 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
     member->missed = false;
     m->trains = r->trains;
     member->assigned = member->loaded || member->load_failed;
+    m->next.asked &= m->next.loaded | ~(UINT64_C(1) << slot);
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_RECONNECTED, slot, "%s", why);
     confirm(m, slot);
     if (member->draining)
@@ -425,8 +437,10 @@ static struct moe_status no_free_slot(const struct moe_membership *m)
     uint32_t slot = 0;
     for (uint32_t s = 0; s < m->config.slots; s++) {
         const struct member *member = &m->members[s];
-        if (member->state != SLOT_TAKEN)
+        if (member->state != SLOT_TAKEN && moe_membership__is_cordoned(m, s))
             return cordoned_slot(m, s);
+        if (member->state != SLOT_TAKEN)
+            continue; /* one for spares, which do not train */
         if (member->stream == 0 && member->last_message_ns + m->config.lease_ns < first_ns) {
             first_ns = member->last_message_ns + m->config.lease_ns;
             slot = s;

@@ -33,6 +33,29 @@ static void restore_past(struct moe_membership *m)
     m->saved.lease_ms = (uint32_t)(m->config.lease_ns / MOE_NS_PER_MS);
 }
 
+/* A group of a fixed size has all of its slots. */
+static struct moe_status restore_places(struct moe_membership *m)
+{
+    uint64_t all = moe_placement_first_slots(m->config.slots);
+    bool fixed = m->config.size == 0;
+    uint64_t first = fixed ? all : moe_placement_first_slots(m->config.size);
+    if (fixed || m->saved.places == 0)
+        m->saved.places = first;
+    if ((m->saved.places & ~all) != 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "slot %u of the group holds experts, and it can have %u workers",
+                         moe_placement_slot_bound(m->saved.places) - 1, m->config.slots);
+    if (m->config.replicas > moe_membership__size(m))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "%u workers hold the experts of the group, too few for %u replicas",
+                         moe_membership__size(m), m->config.replicas);
+    if (m->saved.places != first)
+        moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_SCALED, MOE_MEMBERSHIP_NO_SLOT,
+                            "the group was scaled: %u workers hold experts",
+                            moe_membership__size(m));
+    return moe_ok();
+}
+
 /* A smaller group has fewer slots. */
 static void restore_cordons(struct moe_membership *m)
 {
@@ -48,8 +71,11 @@ static void restore_view(struct moe_membership *m)
     uint64_t live = 0;
     for (uint32_t s = 0; s < m->config.slots; s++)
         live |= (uint64_t)(m->saved.members[s].incarnation != 0) << s;
-    if (m->saved.slots != m->config.slots ||
-        !(m->config.partial || moe_placement_covers(m->config.slots, m->config.replicas, live)))
+    if (m->saved.view_version == 0)
+        m->saved.view_version = m->saved.placement_version;
+    bool covers = moe_placement_covers(m->saved.places, m->config.replicas, live) ||
+                  m->saved.view_version != m->saved.placement_version;
+    if (m->saved.slots != m->config.slots || !(m->config.partial || covers))
         m->saved.view_epoch = 0; /* the size of the group, or what it allows, has changed */
     if (m->saved.view_epoch == 0) {
         memset(m->saved.members, 0, sizeof m->saved.members);
@@ -58,6 +84,7 @@ static void restore_view(struct moe_membership *m)
     }
     m->view_epoch = m->saved.view_epoch;
     m->view_live = live;
+    m->view_version = m->saved.view_version;
     m->view_since_ns = m->now_ns;
     m->restoring = true;
     for (uint32_t s = 0; s < m->config.slots; s++) {
@@ -83,29 +110,38 @@ struct moe_status moe_membership_create(const struct moe_membership_config *conf
         config->form_ns == 0 || config->attempts_max == 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "a group has 1..%d slots, and times above 0", SLOTS_MAX);
-    if (config->replicas < 1 || config->replicas > config->slots)
+    uint32_t size = config->size != 0 ? config->size : config->slots;
+    if (size > config->slots)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "a group of %u slots can have 1..%u replicas, not %u", config->slots,
-                         config->slots, config->replicas);
+                         "of %u workers, %u cannot hold experts", config->slots, size);
+    if (config->replicas < 1 || config->replicas > size)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "a group of %u slots can have 1..%u replicas, not %u", size, size,
+                         config->replicas);
     struct moe_membership *m = calloc(1, sizeof *m);
     if (m == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "membership");
     struct moe_status st = moe_placement_create(&m->placement);
-    if (st.code != MOE_OK) {
-        free(m);
-        return st;
-    }
+    if (st.code == MOE_OK)
+        st = moe_placement_create(&m->next.placement);
+    if (st.code != MOE_OK)
+        goto fail;
     m->config = *config;
     m->now_ns = now_ns;
     m->saved = *saved;
     m->announced_epoch = saved->epoch;
+    m->last_version = saved->placement_version;
     m->placement_durable = saved->placement_version != 0;
     m->mask_from_ns = now_ns + config->lease_ns;
+    MOE_TRY_GOTO(st, restore_places(m), fail);
     restore_view(m);
     restore_cordons(m);
     restore_past(m);
     *out = m;
     return moe_ok();
+fail:
+    moe_membership_destroy(m);
+    return st;
 }
 
 void moe_membership_destroy(struct moe_membership *m)
@@ -113,6 +149,7 @@ void moe_membership_destroy(struct moe_membership *m)
     if (m == NULL)
         return;
     moe_placement_destroy(m->placement);
+    moe_placement_destroy(m->next.placement);
     free(m);
 }
 
@@ -304,7 +341,10 @@ void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
     struct member *member = &m->members[slot];
-    bool ours = moe_membership_awaits(m, slot, placement_version);
+    bool awaited = moe_membership_awaits(m, slot, placement_version);
+    bool ours = awaited && placement_version == moe_placement_version(m->placement);
+    if (awaited && !ours)
+        moe_membership__moved(m, slot, error);
     if (ours && error->code == MOE_OK) {
         member->loaded = true;
         member->load_failed = false;
@@ -464,7 +504,8 @@ void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
     m->members[slot].leaving = true;
-    if (!m->shutting_down) {
+    bool with_others = (m->removed >> slot & 1) != 0; /* advance_move ends the view for all */
+    if (!m->shutting_down && !with_others) {
         char clean[MOE_MEMBERSHIP_REASON_BYTES], what[MOE_MEMBERSHIP_REASON_BYTES];
         moe_membership_copy_text(clean, sizeof clean, reason);
         snprintf(what, sizeof what, "left: %s", clean);
@@ -568,7 +609,48 @@ static struct moe_status check_reason(const char *reason)
 static bool spares(const struct moe_membership *m, uint32_t slot)
 {
     uint64_t others = moe_membership__able_slots(m) & ~(UINT64_C(1) << slot);
-    return moe_placement_covers(m->config.slots, m->config.replicas, others);
+    return moe_placement_covers(m->saved.places, m->config.replicas, others);
+}
+
+/* The experts of the slot go to others before its worker leaves. */
+static bool moves_first(const struct moe_membership *m, uint32_t slot, bool force)
+{
+    bool can_move = m->config.size != 0 && moe_membership__is_place(m, slot) &&
+                    m->view_epoch != 0 && !m->trains;
+    return can_move && !force && !m->members[slot].draining && !spares(m, slot);
+}
+
+/* To a spare worker if there is one, else to all others. */
+static struct moe_status move_away(struct moe_membership *m, uint64_t now_ns, uint32_t slot,
+                                   const char *reason, uint64_t *epoch)
+{
+    uint64_t rest = m->saved.places & ~(UINT64_C(1) << slot);
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct member *member = &m->members[s];
+        bool spare = member->state == SLOT_TAKEN && !moe_membership__is_place(m, s);
+        if (!spare || member->stream == 0 || member->draining || moe_membership__is_cordoned(m, s))
+            continue;
+        rest |= UINT64_C(1) << s;
+        break;
+    }
+    if ((uint32_t)__builtin_popcountll(rest) < m->config.replicas)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_EXPERT_UNAVAILABLE,
+                         "slot %u has the last copy of some experts, and too few others can take "
+                         "them: force drains it nevertheless",
+                         slot);
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        if ((rest >> s & 1) != 0 && m->members[s].state != SLOT_TAKEN)
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_EXPERT_UNAVAILABLE,
+                             "slot %u has the last copy of some experts, and slot %u has no worker "
+                             "to take some: force drains it nevertheless",
+                             slot, s);
+    MOE_TRY(moe_membership__may_move(m));
+    if (!begin_input(m, now_ns))
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group has shut down");
+    *epoch = m->view_epoch;
+    struct moe_status st = moe_membership__begin_move(m, rest, reason);
+    end_input(m);
+    return st;
 }
 
 struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns, uint32_t slot,
@@ -578,6 +660,8 @@ struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns
     MOE_TRY(check_reason(reason));
     if (slot >= m->config.slots || m->members[slot].state != SLOT_TAKEN)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "slot %u has no worker", slot);
+    if (moves_first(m, slot, force))
+        return move_away(m, now_ns, slot, reason, epoch);
     if (m->config.replicas > 1 && !force && !m->members[slot].draining && !spares(m, slot))
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_EXPERT_UNAVAILABLE,
                          "slot %u has the last copy of some experts: without it the group does "
@@ -619,6 +703,70 @@ struct moe_status moe_membership_shutdown(struct moe_membership *m, uint64_t now
             moe_membership__drain(m, s, m->shutdown_reason, limit_ms);
     end_input(m);
     return moe_ok();
+}
+
+/* Slots that can hold experts come first: those that do, spares, then empty ones. A view in force
+ * cannot wait for a worker. */
+static uint64_t choose_places(const struct moe_membership *m, uint32_t size)
+{
+    uint64_t chosen = 0;
+    uint32_t count = 0;
+    for (int rank = 0; rank < (m->view_epoch != 0 ? 2 : 4); rank++)
+        for (uint32_t s = 0; s < m->config.slots && count < size; s++) {
+            const struct member *member = &m->members[s];
+            bool here = member->state == SLOT_TAKEN && !member->draining && !member->leaving;
+            bool place = moe_membership__is_place(m, s);
+            if (rank != (here ? 0 : 2) + (place ? 0 : 1) ||
+                (!place && moe_membership__is_cordoned(m, s)))
+                continue;
+            chosen |= UINT64_C(1) << s;
+            count++;
+        }
+    return chosen;
+}
+
+static struct moe_status check_size(const struct moe_membership *m, uint32_t size)
+{
+    if (m->config.size == 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "the group has a fixed size: with --max-workers, it could be scaled");
+    if (size < 1 || size > m->config.slots)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "this group can have 1 to %u workers (--max-workers), not %u",
+                         m->config.slots, size);
+    if (size < m->config.replicas)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+                         "%u workers cannot hold %u copies of each expert", size,
+                         m->config.replicas);
+    return moe_ok();
+}
+
+struct moe_status moe_membership_scale(struct moe_membership *m, uint64_t now_ns, uint32_t size,
+                                       const char *reason)
+{
+    MOE_TRY(check_reason(reason));
+    MOE_TRY(check_size(m, size));
+    bool undo = m->next.places != 0 && size == moe_membership__size(m);
+    if (!undo)
+        MOE_TRY(moe_membership__may_move(m));
+    uint64_t places = choose_places(m, size);
+    uint32_t found = (uint32_t)__builtin_popcountll(places);
+    if (!undo && found < size)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                         "%u workers can hold experts: start %u more, which wait as spares", found,
+                         size - found);
+    if (!begin_input(m, now_ns))
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group has shut down");
+    struct moe_status st = moe_ok();
+    if (undo) {
+        st = moe_error(MOE_ABORTED, MOE_REASON_NONE, "an operator has ended it");
+        moe_membership__abandon_move(m, &st);
+        st = moe_ok();
+    } else if (places != m->saved.places) {
+        st = moe_membership__begin_move(m, places, reason);
+    }
+    end_input(m);
+    return st;
 }
 
 /* ------------------------------------------------------------------ cordons */

@@ -16,6 +16,9 @@
  *  - with `partial`, a view forms also without experts that were lost with their slots: at least
  *    half of the slots form it, after a view that had all experts;
  *  - once a worker has taken an empty slot and has loaded, the view ends and one with it forms;
+ *  - experts are on the slots of `places`; a worker in another slot is a spare. Scaling changes
+ *    places: the new shares are loaded while the view in force goes on, and only then do the places
+ * change, durably. Slots that lose their place are drained after that;
  *  - after a restart the log restores the view, and the first heartbeat of each member shows
  * whether it still belongs to the view;
  *  - a group that trains forms a view only when no earlier one can complete a change any more. A
@@ -46,8 +49,10 @@ enum {
 struct moe_membership;
 
 struct moe_membership_config {
-    uint32_t slots;    /* 1..MOE_PLACEMENT_SLOTS_MAX */
-    uint32_t replicas; /* copies of each expert, 1..slots. Above 1, the group does not train */
+    uint32_t slots; /* workers that the group can have, 1..MOE_PLACEMENT_SLOTS_MAX */
+    uint32_t size;  /* 0 = the group has a fixed size, `slots`. Else it can be scaled, and this is
+                       the number of workers that hold experts in a new group */
+    uint32_t replicas; /* copies of each expert, 1..size. Above 1, the group does not train */
     bool partial;      /* views may lack experts. Then the group does not train */
     uint64_t lease_ns; /* a worker without a message for this long loses its slot; never sooner */
     uint64_t group_id; /* a random number above 0; used unless `saved` has one */
@@ -78,6 +83,8 @@ struct moe_membership_saved {
     bool settled;      /* no worker can hold a lease of a view before this record */
     uint64_t cordoned; /* bit s: slot s gets no new worker */
     char cordon_reasons[MOE_PLACEMENT_SLOTS_MAX][MOE_MEMBERSHIP_CORDON_BYTES];
+    uint64_t places;       /* bit s: slot s holds experts in views that form; 0 = not known */
+    uint32_t view_version; /* placement of the view in force; 0 = placement_version */
 };
 
 /* `saved`: from the store; zeroes for a new group. Members of a view in it have one lease from
@@ -179,6 +186,20 @@ bool moe_membership_cordons_saved(const struct moe_membership *m);
 /* NULL when the slot is not cordoned; else why it is. */
 const char *moe_membership_cordon_reason(const struct moe_membership *m, uint32_t slot);
 
+/* Scales the group: `size` slots hold experts from then on. Those that hold some keep theirs as far
+ * as possible; those with the highest numbers leave. Begins, and answers at once: see `scaling_to`
+ * of moe_membership_group, then `scale_error`. With a view in force, the new shares are loaded
+ * while it goes on, then it is replaced. A failure before that undoes the change, and so does a
+ * call with the present size. A group without a view takes the size at once. May be repeated.
+ * Errors: MOE_INVALID_ARGUMENT (no reason given, 0, above `slots`), MOE_FAILED_PRECONDITION (fewer
+ * than the replicas; UNSUPPORTED: the group trains; too few workers), MOE_UNAVAILABLE/REFORMING
+ * (the group forms, or is being scaled already). Nothing has changed then. */
+struct moe_status moe_membership_scale(struct moe_membership *m, uint64_t now_ns, uint32_t size,
+                                       const char *reason) MOE_CHECKED;
+
+/* The group has added models, which have the places of now: it is not scaled. */
+void moe_membership_set_models(struct moe_membership *m, bool has_models);
+
 /* ------------------------------------------------------------------ actions */
 
 enum moe_membership_action_kind {
@@ -191,7 +212,8 @@ enum moe_membership_action_kind {
 
 enum moe_membership_message {
     MOE_MEMBERSHIP_REGISTERED, /* slot */
-    MOE_MEMBERSHIP_ASSIGN,     /* moe_membership_placement() */
+    MOE_MEMBERSHIP_ASSIGN,     /* version: moe_membership_find_placement(); keep: a member of views
+                                  keeps what it holds until the new placement is in force */
     MOE_MEMBERSHIP_PREPARE,    /* epoch; members: moe_membership_worker() */
     MOE_MEMBERSHIP_BLOBS,      /* epoch, round; moe_membership_blob() */
     MOE_MEMBERSHIP_COMMIT,     /* epoch */
@@ -224,6 +246,9 @@ enum moe_membership_event { /* values of moe.v1.EventKind */
                             MOE_EVENT_MODEL_SERVING, /* coordinator/models.h */
                             MOE_EVENT_MODEL_UNLOADED,
                             MOE_EVENT_MODEL_FAILED,
+                            MOE_EVENT_SCALING,
+                            MOE_EVENT_SCALED,
+                            MOE_EVENT_NOT_SCALED,
 };
 
 /* Copies at most `size` - 1 bytes. Replaces all but printable ASCII by '?', as the text may come
@@ -240,7 +265,8 @@ struct moe_membership_action {
     enum moe_membership_message message;
     enum moe_log_level level;
     uint64_t stream, sequence, epoch;
-    uint32_t slot, round, limit_ms, oldest_ms;
+    uint32_t slot, round, limit_ms, oldest_ms, version;
+    bool keep;
     struct moe_status status;
 };
 
@@ -284,6 +310,7 @@ enum moe_membership_cause {
     MOE_CAUSE_NO_TRANSPORT,   /* two members have no way to exchange rows: FAILED at once */
     MOE_CAUSE_WRONG_WEIGHTS,  /* a member has other weights than the group */
     MOE_CAUSE_GROWN,          /* a slot that was not in the view can take part */
+    MOE_CAUSE_SCALED,         /* another placement is loaded */
     MOE_CAUSE_COUNT
 };
 const char *moe_membership_cause_name(enum moe_membership_cause cause);
@@ -294,6 +321,11 @@ struct moe_membership_group {
     uint64_t epoch; /* in force; 0 = none */
     uint64_t live;  /* bit s: slot s is in the view that forms, else in that in force; 0 = none */
     uint32_t slots, replicas, max_tokens_per_step;
+    uint64_t places;     /* bit s: slot s holds experts in views that form */
+    uint32_t size;       /* that many slots */
+    uint32_t scaling_to; /* the size that the group is being scaled to; 0 = it is not */
+    const struct moe_status *scale_error; /* of the last scaling that was undone; code MOE_OK: none,
+                                             or a later one succeeded */
     bool partial, may_shrink; /* of the configuration; views may form without some slots */
     const char *model, *family, *backend, *fingerprint; /* "" until the first worker registered */
     const struct moe_membership_layer *layers;
@@ -327,7 +359,11 @@ bool moe_membership_awaits(const struct moe_membership *m, uint32_t slot,
 /* False when the slot was never taken. */
 bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
                            struct moe_membership_worker *out);
+/* Of views that form. */
 const struct moe_placement *moe_membership_placement(const struct moe_membership *m);
+/* That one, or the one that the group is being scaled to; NULL when neither has this version. */
+const struct moe_placement *moe_membership_find_placement(const struct moe_membership *m,
+                                                          uint32_t version);
 const struct moe_membership_saved *moe_membership_to_save(const struct moe_membership *m);
 /* Blob of `slot` in the last completed round. May hold secrets: do not log. */
 const uint8_t *moe_membership_blob(const struct moe_membership *m, uint32_t slot, size_t *length);

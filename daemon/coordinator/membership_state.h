@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Internal state of the membership machine, shared by membership.c (inputs, outputs), members.c
- * (slots), formation.c (epochs) and report.c. Private to these files. */
+ * (slots), scale.c (places), formation.c (epochs) and report.c. Private to these files. */
 #ifndef MOE_COORDINATOR_MEMBERSHIP_STATE_H
 #define MOE_COORDINATOR_MEMBERSHIP_STATE_H
 
@@ -73,8 +73,19 @@ struct moe_membership {
     struct moe_membership_layer layers[LAYERS_MAX];
     size_t layer_count;
     bool trains; /* the process that registered last: views compare their training as they form */
-    struct moe_placement *placement;
-    bool placement_durable; /* its version may be announced */
+    struct moe_placement *placement; /* over saved.places */
+    bool placement_durable;          /* its version may be announced */
+    uint32_t last_version;           /* highest version of a placement so far */
+
+    /* The placement that the group is being scaled to. */
+    struct {
+        uint64_t places; /* 0 = it is not */
+        struct moe_placement *placement;
+        uint64_t asked, loaded; /* slots that were asked to load it; that have */
+    } next;
+    uint64_t removed; /* slots that lost their place; their workers have not left yet */
+    bool has_models;  /* added ones */
+    struct moe_status scale_error;
 
     /* Processes that have taken a slot, oldest first; a ring. Only the latest process of a worker
      * may register again: a late message of an older one must not regain the slot. */
@@ -105,6 +116,7 @@ struct moe_membership {
 
     /* The epoch in force. While view_epoch != 0, its members take the slots of view_live. */
     uint64_t view_epoch, view_live;
+    uint32_t view_version; /* of its placement */
     uint64_t view_since_ns;
     /* The last view ended by a report that names no slot, of this slot; 0 = it did not. The first
      * report that names some still counts. */
@@ -112,6 +124,7 @@ struct moe_membership {
     uint32_t unnamed_by;
     uint64_t mask_from_ns; /* no view forms of fewer than all slots before */
     bool shrinks; /* the epoch that ends has lost a slot: the next one may do without it, at once */
+    bool planned; /* the epoch ends for another placement, which is loaded: this is no failure */
     bool unsaved; /* a view in `saved` has ended, and no SAVE says so yet */
 
     /* The last view that was in force, once it has ended. */
@@ -148,14 +161,14 @@ struct moe_membership {
     size_t action_head, action_count;
 };
 
-/* ------------------------------------------------------------------ time (actions.c) */
+/* ------------------------------------------------------------------ time (report.c) */
 
 /* The machine's clock is the latest time of an input; an input that came in earlier and waited does
  * not set it back. A long time without any input means that this process was stopped or waited for
  * a slow disk. Heartbeats of that time wait unread, so all leases grow by the pause. */
 void moe_membership__set_time(struct moe_membership *m, uint64_t now_ns);
 
-/* ------------------------------------------------------------------ outputs (actions.c) */
+/* ------------------------------------------------------------------ outputs (report.c) */
 
 /* A zeroed action at the end of the queue; the caller fills it in. */
 struct moe_membership_action *moe_membership__emit(struct moe_membership *m,
@@ -191,6 +204,26 @@ void moe_membership__lose(struct moe_membership *m, uint32_t slot, enum moe_memb
                           const char *what, struct moe_status last_status);
 void moe_membership__drain(struct moe_membership *m, uint32_t slot, const char *reason,
                            uint32_t limit_ms);
+
+/* ------------------------------------------------------------------ places (scale.c) */
+
+bool moe_membership__is_place(const struct moe_membership *m, uint32_t slot);
+uint32_t moe_membership__size(const struct moe_membership *m);
+/* A number above those of all placements so far. */
+uint32_t moe_membership__new_version(struct moe_membership *m);
+/* Begins to move experts to `places`, while the view in force goes on. */
+struct moe_status moe_membership__begin_move(struct moe_membership *m, uint64_t places,
+                                             const char *reason) MOE_CHECKED;
+/* Whether the group can be scaled now. */
+struct moe_status moe_membership__may_move(const struct moe_membership *m) MOE_CHECKED;
+/* Undoes a scaling, unless its placement is active; does nothing when there is none. */
+void moe_membership__abandon_move(struct moe_membership *m, const struct moe_status *why);
+/* Takes the next step of a scaling, if possible. Called after every input. */
+void moe_membership__advance_move(struct moe_membership *m);
+/* The slot has loaded the placement that the group is being scaled to, or failed to. */
+void moe_membership__moved(struct moe_membership *m, uint32_t slot, const struct moe_status *error);
+/* The process in the slot is lost. */
+void moe_membership__note_lost_place(struct moe_membership *m, uint32_t slot);
 
 /* ------------------------------------------------------------------ epochs (formation.c) */
 

@@ -129,6 +129,8 @@ static void answer_load(struct moe_coordinator *c, struct moe_rpc_call *call,
     m.model = &v->status;
     m.slots = list;
     for (uint32_t s = 0; s < g.slots; s++) {
+        if ((g.places >> s & 1) == 0)
+            continue;
         moe__v1__slot_plan__init(&plans[s]);
         plans[s].slot = s;
         plans[s].file_bytes = info->plans[s].file_bytes;
@@ -245,10 +247,10 @@ static void look_at_group(struct moe_coordinator *c)
     moe_membership_group(c->machine, &g);
     for (uint32_t s = 0; s < g.slots; s++) {
         struct moe_membership_worker w;
-        if (moe_membership_worker(c->machine, s, &w) && w.taken)
+        if ((g.places >> s & 1) != 0 && moe_membership_worker(c->machine, s, &w) && w.taken)
             slots[s] = (struct moe_added_slot){w.incarnation, w.stream, memory_of(c, &g, &w)};
     }
-    moe_added_on_group(c->models, moe_clock_ns(), g.epoch, g.live, slots);
+    moe_added_on_group(c->models, moe_clock_ns(), g.epoch, g.live, g.places, slots);
 }
 
 static void send_order(struct moe_coordinator *c, const struct moe_added_action *a)
@@ -283,9 +285,11 @@ static void carry_out(struct moe_coordinator *c)
 /* Actions of the last input come before the next input. */
 void moe_coordinator__act_models(struct moe_coordinator *c)
 {
+    struct moe_added_info any;
     carry_out(c);
     look_at_group(c);
     carry_out(c);
+    moe_membership_set_models(c->machine, moe_added_info(c->models, 0, &any));
 }
 
 /* Layers of a report; a worker that sends too many is refused by the machine, unread. */

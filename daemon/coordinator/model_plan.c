@@ -41,13 +41,13 @@ bool moe_model_same_layers(const struct moe_model_layer *a, size_t a_count,
     return same;
 }
 
-struct moe_status moe_model_place(struct moe_placement *p, uint32_t slots, uint32_t replicas,
+struct moe_status moe_model_place(struct moe_placement *p, uint64_t places, uint32_t replicas,
                                   const struct moe_model_layer *layers, size_t count)
 {
     struct moe_placement_layer list[MOE_PLACEMENT_LAYERS_MAX];
     for (size_t i = 0; i < count; i++)
         list[i] = (struct moe_placement_layer){layers[i].info.layer, layers[i].info.experts};
-    return moe_placement_set_linear(p, 1, slots, replicas, list, count);
+    return moe_placement_set_linear(p, 1, places, replicas, list, count);
 }
 
 static uint32_t count_experts(const struct moe_placement *p, size_t layer, uint32_t slot)

@@ -297,7 +297,7 @@ static void check_phase(struct moe_added *m, struct model *x)
 static bool all_places(const struct moe_added *m, const struct model *x, enum place_state state)
 {
     for (uint32_t s = 0; s < m->config.slots; s++)
-        if (x->places[s].state != state)
+        if ((m->places >> s & 1) != 0 && x->places[s].state != state)
             return false;
     return true;
 }

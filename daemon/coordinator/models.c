@@ -155,9 +155,10 @@ static void change_view(struct moe_added *m, uint64_t view)
 }
 
 void moe_added_on_group(struct moe_added *m, uint64_t now_ns, uint64_t view, uint64_t live,
-                        const struct moe_added_slot *slots)
+                        uint64_t places, const struct moe_added_slot *slots)
 {
     begin(m, now_ns);
+    m->places = places;
     for (uint32_t s = 0; s < m->config.slots; s++) {
         if (m->slots[s].process != slots[s].process)
             change_process(m, s, slots[s].process);
@@ -248,7 +249,7 @@ struct moe_status moe_added_load(struct moe_added *m, uint64_t now_ns, uint64_t 
     if (m->view == 0)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING, "no view is in force");
     for (uint32_t s = 0; s < m->config.slots; s++)
-        if (!moe_added__is_live(m, s))
+        if ((m->places >> s & 1) != 0 && !moe_added__is_live(m, s))
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING,
                              "slot %u takes no part: a model is loaded on all slots", s);
     MOE_TRY(check_no_change(m));
@@ -325,7 +326,7 @@ static struct moe_status take_files(struct moe_added *m, struct model *x,
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH,
                          "it has another model in %.120s than the others", x->entry.directory);
     if (x->layer_count == 0) {
-        MOE_TRY(moe_model_place(x->placement, m->config.slots, m->config.replicas, r->layers,
+        MOE_TRY(moe_model_place(x->placement, m->places, m->config.replicas, r->layers,
                                 r->layer_count));
         memcpy(x->layers, r->layers, r->layer_count * sizeof *r->layers);
         x->layer_count = r->layer_count;

@@ -66,7 +66,7 @@ bool moe_model_same_layers(const struct moe_model_layer *a, size_t a_count,
                            const struct moe_model_layer *b, size_t b_count);
 
 /* The rule of the default model: moe_placement_set_linear. `layers` are checked. */
-struct moe_status moe_model_place(struct moe_placement *p, uint32_t slots, uint32_t replicas,
+struct moe_status moe_model_place(struct moe_placement *p, uint64_t places, uint32_t replicas,
                                   const struct moe_model_layer *layers, size_t count) MOE_CHECKED;
 
 /* Sets file_bytes and resident_bytes of `slot`. `p` is the placement of `layers`; free_bytes is
@@ -94,8 +94,8 @@ struct moe_added_saved {
 };
 
 struct moe_added_config {
-    uint32_t slots;       /* 1..MOE_PLACEMENT_SLOTS_MAX */
-    uint32_t replicas;    /* 1..slots */
+    uint32_t slots;       /* that workers can have, 1..MOE_PLACEMENT_SLOTS_MAX */
+    uint32_t replicas;    /* 1 .. slots with experts */
     uint64_t first_order; /* orders are numbered from here; above those of earlier coordinators */
 };
 
@@ -118,9 +118,10 @@ struct moe_added_slot {
 };
 
 /* The state of the group; after every input of the membership machine. `view`: epoch in force,
- * 0 = none. `live`: bit s: slot s is in that view; those slots are taken. */
+ * 0 = none. `live`: bit s: slot s is in that view; those slots are taken. `places`: the slots that
+ * hold experts; it does not change while the group has added models. */
 void moe_added_on_group(struct moe_added *m, uint64_t now_ns, uint64_t view, uint64_t live,
-                        const struct moe_added_slot *slots);
+                        uint64_t places, const struct moe_added_slot *slots);
 
 /* An operator loads a model. `call`: above 0, and no call that is not answered. `name`: "" = the
  * last component of `directory`; `taken`: name of the default model.

@@ -67,7 +67,8 @@ enum { QUEUE_MAX = 8 * MOE_ADDED_MAX };
 struct moe_added {
     struct moe_added_config config;
     uint64_t now_ns, view, next_order, save_sequence;
-    uint64_t live; /* slots of `view`; without one, all */
+    uint64_t live;   /* slots of `view`; without one, all */
+    uint64_t places; /* slots with experts */
     uint32_t highest;
     struct moe_added_slot slots[MOE_PLACEMENT_SLOTS_MAX];
     struct model *models; /* [MOE_ADDED_MAX]: rising numbers, then free ones */

@@ -58,7 +58,12 @@ static struct moe_status add_group(struct moe_coordinator *c)
     for (int s = MOE_MODEL_PLANNING; s <= MOE_MODEL_WAITING; s++)
         MOE_TRY(add_gauge(c, "moe_group_models", "Added models, by state.", "state",
                           model_states[s], &o->models[s]));
-    MOE_TRY(add_gauge(c, "moe_group_slots", "Slots of the group.", NULL, NULL, &o->slots));
+    MOE_TRY(add_gauge(c, "moe_group_slots", "Slots with experts: the size of the group.", NULL,
+                      NULL, &o->slots));
+    MOE_TRY(add_gauge(c, "moe_group_slots_max", "Workers that the group can have.", NULL, NULL,
+                      &o->slots_max));
+    MOE_TRY(add_gauge(c, "moe_group_spares", "Live workers that hold no experts.", NULL, NULL,
+                      &o->spares));
     MOE_TRY(add_gauge(c, "moe_group_slots_taken", "Slots taken by a live worker.", NULL, NULL,
                       &o->taken));
     MOE_TRY(add_gauge(c, "moe_view_live_slots", "Slots of the view in force; 0 = there is none.",
@@ -214,6 +219,8 @@ static void observe_standby(struct moe_coordinator *c)
     moe_log_set_epoch(0);
     moe_gauge_set(o->epoch, 0);
     moe_gauge_set(o->slots, 0);
+    moe_gauge_set(o->slots_max, 0);
+    moe_gauge_set(o->spares, 0);
     moe_gauge_set(o->taken, 0);
     for (int s = MOE_GROUP_WAITING; s <= MOE_GROUP_FAILED; s++)
         moe_gauge_set(o->state[s], 0);
@@ -259,7 +266,8 @@ void moe_coordinator__observe(struct moe_coordinator *c)
     moe_log_set_epoch(g.epoch);
     moe_gauge_set(o->epoch, (double)g.epoch);
     moe_gauge_set(o->last_epoch, (double)g.last_epoch);
-    moe_gauge_set(o->slots, g.slots);
+    moe_gauge_set(o->slots, g.size);
+    moe_gauge_set(o->slots_max, g.slots);
     observe_view(c, &g);
     observe_recovery(o, g.epoch);
     for (int s = MOE_GROUP_WAITING; s <= MOE_GROUP_FAILED; s++)
@@ -268,21 +276,27 @@ void moe_coordinator__observe(struct moe_coordinator *c)
     for (int i = 0; i < MOE_CAUSE_COUNT; i++)
         moe_counter_add(o->reforms[i], g.causes[i] - o->seen_causes[i]);
     memcpy(o->seen_causes, g.causes, sizeof o->seen_causes);
-    unsigned taken = 0;
+    unsigned taken = 0, spares = 0;
     for (uint32_t s = 0; s < g.slots; s++) {
         struct moe_membership_worker w = {0};
-        if (moe_membership_worker(c->machine, s, &w) && w.lease_remaining_ns > 0)
-            taken++;
+        bool here = moe_membership_worker(c->machine, s, &w) && w.lease_remaining_ns > 0;
+        bool place = (g.places >> s & 1) != 0;
+        taken += here && place;
+        spares += here && !place;
         moe_gauge_set(o->lease[s], (double)w.lease_remaining_ns / (double)MOE_NS_PER_S);
     }
     moe_gauge_set(o->taken, taken);
+    moe_gauge_set(o->spares, spares);
+    atomic_store(&c->health.size, g.size);
     atomic_store(&c->health.state, (int)g.state);
     atomic_store(&c->health.taken, taken);
-    if (o->reported_state == (int)g.state && o->reported_taken == taken)
+    if (o->reported_state == (int)g.state && o->reported_taken == taken &&
+        o->reported_size == g.size)
         return;
     o->reported_state = (int)g.state;
     o->reported_taken = taken;
-    moe_notify_status("%s: %u of %u workers", states[g.state], taken, g.slots);
+    o->reported_size = g.size;
+    moe_notify_status("%s: %u of %u workers", states[g.state], taken, g.size);
 }
 
 void moe_coordinator__observe_stop(struct moe_coordinator *c)
@@ -313,7 +327,7 @@ static void add_conditions(void *ctx, struct moe_health *v)
     else
         moe_health_add(v, "group", state == MOE_GROUP_DRAINING ? "DRAINING" : NULL, false,
                        "%s: %u of %u workers", moe_coordinator__state_name(state),
-                       atomic_load(&c->health.taken), c->health.slots);
+                       atomic_load(&c->health.taken), atomic_load(&c->health.size));
 }
 
 static void show(void *ctx, const struct moe_health *v)

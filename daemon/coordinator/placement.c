@@ -93,19 +93,44 @@ struct moe_status moe_placement_add_layer(struct moe_placement *p,
     return moe_ok();
 }
 
-/* The slots with a copy of what slot `home` holds without replicas. */
-static uint64_t copies_of_slot(uint32_t slots, uint32_t replicas, uint32_t home)
+uint64_t moe_placement_first_slots(uint32_t count)
+{
+    return count == 0 ? 0 : UINT64_MAX >> (MOE_PLACEMENT_SLOTS_MAX - count);
+}
+
+uint32_t moe_placement_slot_bound(uint64_t places)
+{
+    return places == 0 ? 0 : 64 - (uint32_t)__builtin_clzll(places);
+}
+
+/* The slots of a linear placement, ascending. */
+struct places {
+    uint32_t count;
+    uint8_t slot[MOE_PLACEMENT_SLOTS_MAX];
+};
+
+static struct places list_places(uint64_t mask)
+{
+    struct places p = {0};
+    for (; mask != 0; mask &= mask - 1)
+        p.slot[p.count++] = (uint8_t)__builtin_ctzll(mask);
+    return p;
+}
+
+/* The slots with a copy of what place `home` holds without replicas. */
+static uint64_t copies_of_place(const struct places *p, uint32_t replicas, uint32_t home)
 {
     uint64_t mask = 0;
     for (uint32_t c = 0; c < replicas; c++)
-        mask |= UINT64_C(1) << (home + c * (slots / replicas)) % slots;
+        mask |= UINT64_C(1) << p->slot[(home + c * (p->count / replicas)) % p->count];
     return mask;
 }
 
-bool moe_placement_covers(uint32_t slots, uint32_t replicas, uint64_t live)
+bool moe_placement_covers(uint64_t places, uint32_t replicas, uint64_t live)
 {
-    for (uint32_t s = 0; s < slots; s++)
-        if ((copies_of_slot(slots, replicas, s) & live) == 0)
+    struct places p = list_places(places);
+    for (uint32_t i = 0; i < p.count; i++)
+        if ((copies_of_place(&p, replicas, i) & live) == 0)
             return false;
     return true;
 }
@@ -119,19 +144,20 @@ static uint32_t append_slots(uint8_t *holders, uint64_t mask)
     return n;
 }
 
-static struct moe_status add_linear_layer(struct moe_placement *p, uint32_t replicas,
+static struct moe_status add_linear_layer(struct moe_placement *p, const struct places *places,
+                                          uint32_t replicas,
                                           const struct moe_placement_layer *layer)
 {
     uint8_t copies[MOE_PLACEMENT_EXPERTS_MAX];
     uint8_t holders[MOE_PLACEMENT_EXPERTS_MAX * MOE_PLACEMENT_SLOTS_MAX];
-    uint32_t slots = p->slots, experts = layer->experts;
+    uint32_t count = places->count, experts = layer->experts;
     if (experts > MOE_PLACEMENT_EXPERTS_MAX)
         return invalid("number of experts out of range");
-    uint32_t base = experts / slots, larger = experts % slots, e = 0;
+    uint32_t base = experts / count, larger = experts % count, e = 0;
     size_t held = 0;
-    for (uint32_t s = 0; s < slots; s++) {
-        uint64_t mask = copies_of_slot(slots, replicas, s);
-        for (uint32_t n = base + (s < larger ? 1 : 0); n > 0; n--) {
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t mask = copies_of_place(places, replicas, i);
+        for (uint32_t n = base + (i < larger ? 1 : 0); n > 0; n--) {
             copies[e++] = (uint8_t)replicas;
             held += append_slots(holders + held, mask);
         }
@@ -140,14 +166,15 @@ static struct moe_status add_linear_layer(struct moe_placement *p, uint32_t repl
 }
 
 struct moe_status moe_placement_set_linear(struct moe_placement *p, uint32_t version,
-                                           uint32_t slots, uint32_t replicas,
+                                           uint64_t places, uint32_t replicas,
                                            const struct moe_placement_layer *layers, size_t count)
 {
-    MOE_TRY(moe_placement_begin(p, version, slots));
-    if (replicas < 1 || replicas > slots)
+    struct places list = list_places(places);
+    MOE_TRY(moe_placement_begin(p, version, moe_placement_slot_bound(places)));
+    if (replicas < 1 || replicas > list.count)
         return invalid("an expert has 1 .. slots replicas");
     for (size_t i = 0; i < count; i++)
-        MOE_TRY(add_linear_layer(p, replicas, &layers[i]));
+        MOE_TRY(add_linear_layer(p, &list, replicas, &layers[i]));
     return moe_ok();
 }
 
@@ -173,6 +200,11 @@ void moe_placement_set_version(struct moe_placement *p, uint32_t version)
 uint32_t moe_placement_version(const struct moe_placement *p)
 {
     return p->version;
+}
+
+uint32_t moe_placement_slots(const struct moe_placement *p)
+{
+    return p->slots;
 }
 
 size_t moe_placement_layer_count(const struct moe_placement *p)

@@ -2,9 +2,10 @@
 /* Which slots hold which experts: for every MoE layer and every expert the list of slots with a
  * copy. Pure: no I/O, no clock, no allocation after create.
  *
- * Linear placement has a rule for replicas: what slot s holds without them is also on the slots
- * s + c * (slots / replicas), modulo the slots, for c < replicas. So copies of an expert are far
- * apart, and slots / replicas neighbours, such as those of one host, may be lost at once. */
+ * Linear placement uses the slots of a mask, its places: n of them, in ascending order. It has a
+ * rule for replicas: what place i holds without them is also on the places i + c * (n / replicas),
+ * modulo n, for c < replicas. So copies of an expert are far apart, and n / replicas neighbours,
+ * such as those of one host, may be lost at once. */
 #ifndef MOE_COORDINATOR_PLACEMENT_H
 #define MOE_COORDINATOR_PLACEMENT_H
 
@@ -43,16 +44,22 @@ struct moe_status moe_placement_add_layer(struct moe_placement *p,
                                           const uint8_t *copies, const uint8_t *holders,
                                           size_t holder_count) MOE_CHECKED;
 
-/* `replicas` copies of each expert, 1 .. slots. First copies are in contiguous ranges, in the order
- * of slots. If E is not divisible by `slots`, each of the first E % slots slots holds one more. The
- * others follow the rule above. Errors: MOE_INVALID_ARGUMENT; the placement has no use then. */
+/* The slots 0 .. count - 1, as a mask (bit s: slot s). count 0..MOE_PLACEMENT_SLOTS_MAX. */
+uint64_t moe_placement_first_slots(uint32_t count);
+/* One more than the highest slot of the mask. */
+uint32_t moe_placement_slot_bound(uint64_t places);
+
+/* `replicas` copies of each expert, 1 .. n, over the n slots of the mask `places`; the placement's
+ * slots are moe_placement_slot_bound(places). First copies are in contiguous ranges, in the order
+ * of slots. If E is not divisible by n, each of the first E % n places holds one more. The others
+ * follow the rule above. Errors: MOE_INVALID_ARGUMENT; the placement has no use then. */
 struct moe_status moe_placement_set_linear(struct moe_placement *p, uint32_t version,
-                                           uint32_t slots, uint32_t replicas,
+                                           uint64_t places, uint32_t replicas,
                                            const struct moe_placement_layer *layers,
                                            size_t count) MOE_CHECKED;
-/* Whether every expert has a copy on a slot of `live` (bit s: slot s), in any linear placement over
- * these slots. replicas 1..slots. */
-bool moe_placement_covers(uint32_t slots, uint32_t replicas, uint64_t live);
+/* Whether every expert has a copy on a slot of `live`, in any linear placement over these places.
+ * replicas 1..n. */
+bool moe_placement_covers(uint64_t places, uint32_t replicas, uint64_t live);
 /* Experts of all layers with exactly n copies on slots of `live`, into experts[n], for n up to
  * MOE_PLACEMENT_SLOTS_MAX. */
 void moe_placement_count_copies(const struct moe_placement *p, uint64_t live,
@@ -60,6 +67,8 @@ void moe_placement_count_copies(const struct moe_placement *p, uint64_t live,
 
 void moe_placement_set_version(struct moe_placement *p, uint32_t version);
 uint32_t moe_placement_version(const struct moe_placement *p);
+/* Experts are on slots below this. */
+uint32_t moe_placement_slots(const struct moe_placement *p);
 size_t moe_placement_layer_count(const struct moe_placement *p);
 /* `index` < layer_count. */
 struct moe_placement_layer moe_placement_layer_at(const struct moe_placement *p, size_t index);

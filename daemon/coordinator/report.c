@@ -1,14 +1,129 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The machine's state for operators: states, reasons, leases. Reads only. */
+/* Outputs of the machine: its clock, its actions and their texts, which the other files use; and
+ * its state for operators, which only reads. */
 #include "coordinator/membership_state.h"
 
+#include <stdarg.h>
 #include <stdio.h>
+
+void moe_membership__set_time(struct moe_membership *m, uint64_t now_ns)
+{
+    if (now_ns <= m->now_ns)
+        return;
+    uint64_t pause = now_ns - m->now_ns;
+    if (pause > m->config.lease_ns / 2)
+        for (uint32_t s = 0; s < m->config.slots; s++)
+            m->members[s].last_message_ns += pause;
+    m->now_ns = now_ns;
+}
+
+/* ------------------------------------------------------------------ actions */
+
+struct moe_membership_action *moe_membership__emit(struct moe_membership *m,
+                                                   enum moe_membership_action_kind kind)
+{
+    MOE_INVARIANT(m->action_count < ACTIONS_MAX);
+    size_t at = (m->action_head + m->action_count++) % ACTIONS_MAX;
+    m->actions[at] = (struct moe_membership_action){.kind = kind};
+    return &m->actions[at];
+}
+
+bool moe_membership_next_action(struct moe_membership *m, struct moe_membership_action *out)
+{
+    if (m->action_count == 0)
+        return false;
+    *out = m->actions[m->action_head];
+    m->action_head = (m->action_head + 1) % ACTIONS_MAX;
+    m->action_count--;
+    return true;
+}
+
+void moe_membership_copy_text(char *to, size_t size, const char *from)
+{
+    size_t n = 0;
+    for (; from[n] != '\0' && n + 1 < size; n++) {
+        unsigned char c = (unsigned char)from[n];
+        to[n] = c < 0x20 || c >= 0x7f ? '?' : (char)c;
+    }
+    to[n] = '\0';
+}
+
+void moe_membership_print_text(char *to, size_t size, const char *fmt, va_list args)
+{
+    char text[MOE_STATUS_TEXT];
+    if (vsnprintf(text, sizeof text, fmt, args) < 0)
+        text[0] = '\0';
+    moe_membership_copy_text(to, size, text);
+}
+
+void moe_membership__keep_error(struct member *member, const struct moe_status *error)
+{
+    member->error = *error;
+    moe_membership_copy_text(member->error.text, sizeof member->error.text, error->text);
+}
+
+void moe_membership__list_slots(char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], uint64_t mask)
+{
+    bool many = (mask & (mask - 1)) != 0;
+    size_t at = (size_t)snprintf(to, MOE_MEMBERSHIP_SLOT_LIST_BYTES, "slot%s", many ? "s" : "");
+    const char *before = " ";
+    for (unsigned s = 0; s < SLOTS_MAX; s++) {
+        if ((mask >> s & 1) == 0)
+            continue;
+        at += (size_t)snprintf(to + at, MOE_MEMBERSHIP_SLOT_LIST_BYTES - at, "%s%u", before, s);
+        before = ", ";
+    }
+}
+
+void moe_membership__log(struct moe_membership *m, enum moe_log_level level,
+                         enum moe_membership_event event, uint32_t slot, const char *fmt, ...)
+{
+    struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_LOG);
+    va_list args;
+    a->level = level;
+    a->event = event;
+    a->slot = slot;
+    va_start(args, fmt);
+    moe_membership_print_text(a->status.text, sizeof a->status.text, fmt, args);
+    va_end(args);
+}
+
+struct moe_membership_action *moe_membership__send(struct moe_membership *m, uint32_t slot,
+                                                   enum moe_membership_message message)
+{
+    const struct member *member = &m->members[slot];
+    if (member->state != SLOT_TAKEN || member->stream == 0)
+        return NULL;
+    struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_SEND);
+    a->message = message;
+    a->stream = member->stream;
+    a->slot = slot;
+    return a;
+}
+
+void moe_membership__close(struct moe_membership *m, uint64_t stream, struct moe_status status)
+{
+    struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_CLOSE);
+    a->stream = stream;
+    a->status = status;
+}
+
+void moe_membership__save(struct moe_membership *m, bool await)
+{
+    struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_SAVE);
+    a->sequence = ++m->save_sequence;
+    m->unsaved = false; /* a write has the whole state */
+    if (await)
+        m->awaited_save = a->sequence;
+}
+
+/* ------------------------------------------------------------------ the state for operators */
 
 const char *moe_membership_cause_name(enum moe_membership_cause cause)
 {
     static const char *const names[MOE_CAUSE_COUNT] = {
         "lease_expired",  "replaced",  "peer_lost",    "left",          "out_of_step", "not_formed",
-        "cannot_go_back", "not_saved", "no_transport", "wrong_weights", "grown"};
+        "cannot_go_back", "not_saved", "no_transport", "wrong_weights", "grown",       "scaled"};
     size_t i = (size_t)cause;
     return i < MOE_CAUSE_COUNT ? names[i] : "?";
 }
@@ -62,8 +177,9 @@ static bool describe_blocker(const struct moe_membership *m, char *to, size_t si
                      (unsigned)(left_ms / 1000), (unsigned)(left_ms % 1000 / 100));
         return fenced;
     }
-    if (taken < m->config.slots)
-        snprintf(to, size, "slot %u %s (%u of %u workers)", slot, why, taken, m->config.slots);
+    if (taken < moe_membership__size(m))
+        snprintf(to, size, "slot %u %s (%u of %u workers)", slot, why, taken,
+                 moe_membership__size(m));
     else
         snprintf(to, size, "slot %u %s", slot, why);
     return true;
@@ -109,11 +225,21 @@ static void describe(const struct moe_membership *m, struct moe_membership_group
     }
 }
 
+/* The view in force has an older placement than the next one. */
+static bool is_replaced(const struct moe_membership *m)
+{
+    return m->view_epoch != 0 && m->model_known &&
+           m->view_version != moe_placement_version(m->placement);
+}
+
 void moe_membership_group(const struct moe_membership *m, struct moe_membership_group *out)
 {
     *out = (struct moe_membership_group){.state = group_state(m),
                                          .epoch = m->view_epoch,
                                          .slots = m->config.slots,
+                                         .places = m->saved.places,
+                                         .size = moe_membership__size(m),
+                                         .scale_error = &m->scale_error,
                                          .replicas = m->config.replicas,
                                          .partial = m->config.partial,
                                          .may_shrink = moe_membership__may_shrink(m),
@@ -126,11 +252,16 @@ void moe_membership_group(const struct moe_membership *m, struct moe_membership_
                                          .last_epoch = m->announced_epoch,
                                          .group_id = m->saved.group_id,
                                          .causes = m->causes};
+    out->scaling_to = (uint32_t)__builtin_popcountll(m->next.places);
+    if (out->scaling_to == 0 && (m->removed != 0 || is_replaced(m)))
+        out->scaling_to = out->size;
     describe(m, out);
     for (uint32_t s = 0; s < m->config.slots; s++)
         out->live |= (uint64_t)moe_membership__takes_part(m, s) << s;
     for (uint32_t s = 0; s < m->config.slots; s++) {
-        bool counts = out->live != 0 ? out->live >> s & 1 : m->members[s].state == SLOT_TAKEN;
+        bool counts = out->live != 0
+                          ? out->live >> s & 1
+                          : m->members[s].state == SLOT_TAKEN && moe_membership__is_place(m, s);
         uint32_t tokens = counts ? m->members[s].max_tokens : 0;
         if (tokens != 0 && (out->max_tokens_per_step == 0 || tokens < out->max_tokens_per_step))
             out->max_tokens_per_step = tokens;
@@ -188,12 +319,23 @@ bool moe_membership_slot_of(const struct moe_membership *m, uint64_t stream, uin
 bool moe_membership_awaits(const struct moe_membership *m, uint32_t slot,
                            uint32_t placement_version)
 {
+    if (m->next.places != 0 && placement_version == moe_placement_version(m->next.placement))
+        return (m->next.asked >> slot & 1) != 0;
     return m->members[slot].assigned && placement_version == moe_placement_version(m->placement);
 }
 
 const struct moe_placement *moe_membership_placement(const struct moe_membership *m)
 {
     return m->placement;
+}
+
+const struct moe_placement *moe_membership_find_placement(const struct moe_membership *m,
+                                                          uint32_t version)
+{
+    if (version == moe_placement_version(m->placement))
+        return m->placement;
+    bool next = m->next.places != 0 && version == moe_placement_version(m->next.placement);
+    return next ? m->next.placement : NULL;
 }
 
 const struct moe_membership_saved *moe_membership_to_save(const struct moe_membership *m)

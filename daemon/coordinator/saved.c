@@ -7,7 +7,8 @@
 #include <string.h>
 
 enum {
-    FORMAT_VERSION = 4, /* 1: records end with the members; 2: with the lease; 3: with cordons */
+    FORMAT_VERSION = 5, /* 1: records end with the members; 2: with the lease; 3: with cordons; 4:
+                           with models */
     STATE_FIXED_BYTES = 32,
     MEMBER_MAX_BYTES = 2 + MOE_MEMBERSHIP_ID_BYTES + 8,
     STATE_LEASE_BYTES = 8 + 4 + 1, /* after the members */
@@ -16,9 +17,10 @@ enum {
     MODELS_MIN_BYTES = 4 + 4, /* after the cordons: highest number, count, then each model */
     MODEL_MAX_BYTES = 4 + 1 + 2 + MOE_ADDED_NAME_BYTES + 2 + MOE_ADDED_DIRECTORY_BYTES + 2 +
                       MOE_ADDED_FINGERPRINT_BYTES,
+    PLACES_BYTES = 8 + 4, /* after the models: the slots with experts; the view's placement */
     RECORD_MAX_BYTES = STATE_FIXED_BYTES + STATE_LEASE_BYTES + CORDONS_MIN_BYTES +
                        MOE_PLACEMENT_SLOTS_MAX * (MEMBER_MAX_BYTES + CORDON_MAX_BYTES) +
-                       MODELS_MIN_BYTES + MOE_ADDED_MAX * MODEL_MAX_BYTES,
+                       MODELS_MIN_BYTES + MOE_ADDED_MAX * MODEL_MAX_BYTES + PLACES_BYTES,
     NUMBERS_LOST_MAX = 64, /* with the records of a bad end of the file */
 };
 
@@ -86,6 +88,8 @@ static size_t encode_record(uint8_t to[RECORD_MAX_BYTES], const struct moe_membe
         if ((state->cordoned >> s & 1) != 0)
             at = put_text(at, state->cordon_reasons[s], MOE_MEMBERSHIP_CORDON_BYTES);
     at = put_models(at, models);
+    at = put(at, state->places, 8);
+    at = put(at, state->view_version, 4);
     return (size_t)(at - to);
 }
 
@@ -174,6 +178,10 @@ static struct moe_status decode_state(const uint8_t *at, size_t length,
             MOE_TRY(decode_cordons(&at, end, state));
         if (at < end)
             MOE_TRY(decode_models(&at, end, models));
+        if (end - at >= PLACES_BYTES) {
+            state->places = get(&at, 8);
+            state->view_version = (uint32_t)get(&at, 4);
+        }
     }
     return at == end ? moe_ok() : damaged("record too long");
 }

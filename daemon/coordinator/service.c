@@ -277,6 +277,7 @@ struct moe_status moe_coordinator_create(const struct moe_coordinator_config *co
     MOE_TRY_GOTO(st, make_loop(c, config->handle_signals), fail);
     c->machine_config = (struct moe_membership_config){
         .slots = config->slots,
+        .size = config->size,
         .replicas = config->replicas,
         .partial = config->partial,
         .lease_ns = config->lease_ms * MOE_NS_PER_MS,

@@ -17,8 +17,9 @@ struct moe_coordinator_config {
     const char *control_listen;
     bool insecure;           /* allow an address that is not loopback */
     struct moe_guard *guard; /* who may do what; borrowed. NULL: every caller may do everything */
-    uint32_t slots;
-    uint32_t replicas; /* copies of each expert, 1..slots */
+    uint32_t slots;          /* workers that the group can have */
+    uint32_t size;     /* 0 = all of them hold experts, else those of a new group: membership.h */
+    uint32_t replicas; /* copies of each expert, 1..size */
     bool partial;      /* views may lack experts */
     uint32_t lease_ms;
     uint32_t form_timeout_ms;

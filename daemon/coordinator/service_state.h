@@ -60,7 +60,7 @@ struct observed {
     struct moe_metrics_http *http; /* NULL when off */
     struct moe_process_metrics process;
     struct moe_gauge *epoch, *last_epoch, *state[MOE_GROUP_FAILED + 1], *taken;
-    struct moe_gauge *slots, *models[MOE_MODEL_WAITING + 1];
+    struct moe_gauge *slots, *slots_max, *spares, *models[MOE_MODEL_WAITING + 1];
     struct moe_gauge *live_slots, *view_experts[MOE_PLACEMENT_SLOTS_MAX + 1];
     uint64_t counted_epoch; /* of view_experts */
     struct moe_histogram *recovery_seconds;
@@ -77,7 +77,7 @@ struct observed {
     struct moe_counter *terms, *etcd_errors;
     uint64_t seen_causes[MOE_CAUSE_COUNT]; /* of the machine, at the last look */
     int reported_state; /* to the service manager, with reported_taken workers; REPORTED_... */
-    uint32_t reported_taken;
+    uint32_t reported_taken, reported_size;
     struct moe_histogram *heartbeat_waited, *others_waited; /* seconds of messages in the inbox */
 };
 
@@ -85,9 +85,9 @@ struct observed {
 struct health {
     struct moe_progress *progress;
     uint32_t slots;
-    atomic_int state; /* enum moe_group_state; 0 = this process does not lead */
-    atomic_uint taken;
-    atomic_bool store_away; /* etcd does not answer, or this process cannot use what it holds */
+    atomic_int state;        /* enum moe_group_state; 0 = this process does not lead */
+    atomic_uint taken, size; /* workers in slots with experts; these slots */
+    atomic_bool store_away;  /* etcd does not answer, or this process cannot use what it holds */
 };
 
 enum admin_method {
@@ -95,6 +95,7 @@ enum admin_method {
     ADMIN_PLACEMENT,
     ADMIN_DRAIN,
     ADMIN_CORDON,
+    ADMIN_SCALE,
     ADMIN_SHUTDOWN,
     ADMIN_ACCEPT,
     ADMIN_EVENTS,

@@ -158,14 +158,17 @@ static bool make_lists(struct session *s, const struct moe_placement *p, struct 
     return true;
 }
 
-static void send_assign(struct moe_coordinator *c, struct session *s)
+static void send_assign(struct moe_coordinator *c, struct session *s,
+                        const struct moe_membership_action *a)
 {
-    const struct moe_placement *p = moe_membership_placement(c->machine);
+    const struct moe_placement *p = moe_membership_find_placement(c->machine, a->version);
     struct placement_lists lists;
-    if (!make_lists(s, p, &lists))
+    if (p == NULL || !make_lists(s, p, &lists)) /* NULL: the scaling was undone since */
         return;
     Moe__V1__Assign body = MOE__V1__ASSIGN__INIT;
     body.placement_version = moe_placement_version(p);
+    body.slots = moe_placement_slots(p);
+    body.keep = a->keep;
     body.n_layers = lists.count;
     body.layers = lists.list;
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
@@ -247,7 +250,7 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
     }
     Moe__V1__Prepare body = MOE__V1__PREPARE__INIT;
     body.epoch = a->epoch;
-    body.slots = g.slots;
+    body.slots = moe_placement_slots(p);
     body.n_members = count;
     body.members = list;
     body.placement_version = moe_placement_version(p);
@@ -352,7 +355,7 @@ static void send_action(struct moe_coordinator *c, const struct moe_membership_a
         return; /* its done event is in the inbox */
     switch (a->message) {
     case MOE_MEMBERSHIP_REGISTERED: send_registered(c, s, a); break;
-    case MOE_MEMBERSHIP_ASSIGN: send_assign(c, s); break;
+    case MOE_MEMBERSHIP_ASSIGN: send_assign(c, s, a); break;
     case MOE_MEMBERSHIP_PREPARE: send_prepare(c, s, a); break;
     case MOE_MEMBERSHIP_BLOBS: send_blobs(c, s, a); break;
     case MOE_MEMBERSHIP_HEARTBEAT_ANSWER: send_heartbeat_answer(s, a); break;

@@ -189,10 +189,25 @@ static struct moe_status take_record(struct moe_weights *w, const char *fingerpr
     return moe_ok();
 }
 
-static bool all_have_reported(const struct moe_weights *w)
+/* The slots that hold an expert. */
+static uint64_t holders_of_any(const struct moe_placement *p)
 {
+    uint64_t mask = 0;
+    for (size_t i = 0; i < moe_placement_layer_count(p); i++)
+        for (uint32_t e = 0; e < moe_placement_layer_at(p, i).experts; e++) {
+            const uint8_t *holders;
+            uint32_t count = moe_placement_holders(p, i, e, &holders);
+            for (uint32_t c = 0; c < count; c++)
+                mask |= UINT64_C(1) << holders[c];
+        }
+    return mask;
+}
+
+static bool all_have_reported(const struct moe_weights *w, const struct moe_placement *p)
+{
+    uint64_t holders = holders_of_any(p);
     for (uint32_t s = 0; s < w->slots; s++)
-        if (!w->held[s].checked || w->held[s].table == NULL)
+        if ((holders >> s & 1) != 0 && (!w->held[s].checked || w->held[s].table == NULL))
             return false;
     return true;
 }
@@ -203,7 +218,8 @@ static struct moe_status begin_record(struct moe_weights *w, const char *fingerp
     MOE_TRY(moe_digest_table_create(&all));
     struct moe_status st = moe_ok();
     for (uint32_t s = 0; s < w->slots && !moe_failed(&st); s++)
-        st = moe_digest_table_merge(all, w->held[s].table);
+        if (w->held[s].checked && w->held[s].table != NULL)
+            st = moe_digest_table_merge(all, w->held[s].table);
     if (!moe_failed(&st))
         st = take_record(w, fingerprint, all);
     if (moe_failed(&st)) {
@@ -233,7 +249,7 @@ struct moe_status moe_weights_check(struct moe_weights *w, uint32_t slot, uint64
     }
     MOE_TRY(check_others(w, h));
     h->checked = true;
-    if (!all_have_reported(w))
+    if (!all_have_reported(w, p))
         return moe_ok();
     MOE_TRY(begin_record(w, fingerprint));
     *begun = true;

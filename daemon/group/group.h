@@ -46,6 +46,7 @@ struct moe_group_layer {
 struct moe_group_assignment {
     uint32_t slot, slots;
     uint32_t placement_version;
+    bool keep; /* in addition to what serves now, until a view of this placement forms */
     const struct moe_group_layer *layers;
     size_t layer_count;
 };
@@ -146,8 +147,11 @@ struct moe_group_hooks {
     void (*slot_assigned)(void *ctx, uint32_t slot, uint32_t slots, const char *coordinator,
                           uint32_t admin_port);
     void (*numbers)(void *ctx, struct moe_group_numbers *out);
-    /* Makes a running `load` fail soon. */
+    /* Makes a running `load` fail soon, and every later one. */
     void (*cancel_load)(void *ctx);
+    /* Whether loads of assignments with `keep` may run. If not, a running or queued one fails soon:
+     * the view has ended, and the next one must not wait. */
+    void (*allow_next_load)(void *ctx, bool allowed);
     /* The lease was renewed, is a little shorter, or has ended. The gate shows it already. */
     void (*lease_changed)(void *ctx, bool held);
     /* There has been no view for reform_ms: fails waiting requests with `why`. */

@@ -58,7 +58,7 @@ static void run_load(void *ctx, void *argument)
     } else {
         moe_group__read_layers(a->layers, a->n_layers, layers);
         const struct moe_group_assignment assignment = {
-            task->slot, task->slots, a->placement_version, layers, a->n_layers,
+            task->slot, task->slots, a->placement_version, a->keep != 0, layers, a->n_layers,
         };
         st = g->config.hooks.load(g->config.hooks.ctx, &assignment);
     }
@@ -142,6 +142,7 @@ void moe_group__end_view(struct moe_group *g, const char *why)
     g->forming = g->epoch = 0;
     g->committed = false;
     moe_gather_abort(g->gather, epoch);
+    g->config.hooks.allow_next_load(g->config.hooks.ctx, false);
     moe_group__post_leave(g, false);
 }
 
@@ -163,8 +164,11 @@ void moe_group__on_assign(struct moe_group *g, Moe__V1__SessionResponse *respons
     struct moe_status st =
         moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for an assignment");
     uint32_t version = response->assign->placement_version;
+    uint32_t slots = response->assign->slots != 0 ? response->assign->slots : g->slots;
+    if (response->assign->keep)
+        g->config.hooks.allow_next_load(g->config.hooks.ctx, true);
     if (task != NULL) {
-        *task = (struct load_task){g->slot, g->slots, response};
+        *task = (struct load_task){g->slot, slots, response};
         st = moe_serial_executor_post(g->executor, run_load, g, task);
     }
     if (!moe_failed(&st))
@@ -181,7 +185,8 @@ static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Pre
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH,
                          "this worker accepts no epoch below %llu", (unsigned long long)g->floor);
     uint32_t bucket = p->max_tokens_per_step;
-    bool sound = p->slots == g->slots && p->secret.len == sizeof view->secret && bucket != 0 &&
+    bool sound = p->slots <= g->slots && g->slot < p->slots &&
+                 p->secret.len == sizeof view->secret && bucket != 0 &&
                  (bucket & (bucket - 1)) == 0 && bucket <= g->config.identity.max_tokens_per_step;
     *view = (struct moe_group_view){
         .epoch = p->epoch,

@@ -27,6 +27,13 @@ struct table {
     uint16_t *slots;
 };
 
+/* What one assignment has loaded. */
+struct share {
+    struct moe_layer **layers;        /* [layer_count] */
+    struct table table;               /* of the layers; placements = NULL when none is loaded */
+    struct moe_digest_table *digests; /* of the layers */
+};
+
 struct moe_loader {
     const struct moe_backend *backend;
     struct moe_device *device;
@@ -34,11 +41,11 @@ struct moe_loader {
     struct moe_loader_events events; /* name NULL: the default model */
     size_t layer_count;
     const struct moe_layer_spec **specs; /* [layer_count] */
-    struct moe_layer **layers;           /* [layer_count] */
-    struct table table;                  /* of the layers; placements = NULL when none is loaded */
-    struct moe_digest_table *digests;    /* of the layers */
+    struct share now, next;              /* `next`: in addition */
+    struct share *loading;               /* during a load, one of these */
+    const struct share *assigned;        /* of the last assignment */
     struct moe_digester *digester;       /* during a load */
-    atomic_bool cancelled;
+    atomic_bool cancelled, may_load_next;
     _Atomic uint64_t loaded_bytes, total_bytes;
     uint64_t begun_ns, logged_ns; /* of the present load: its start, its last progress line */
     uint64_t layer_base;          /* bytes read before the present layer */
@@ -231,22 +238,33 @@ static void on_progress(void *ctx, uint64_t read_bytes)
 
 /* ----------------------------------------------------------------------- loading */
 
-static void destroy_layers(struct moe_loader *l)
+static void destroy_layers(const struct moe_loader *l, struct share *share)
 {
     for (size_t i = 0; i < l->layer_count; i++) {
-        if (l->layers[i] != NULL)
-            l->backend->layer_destroy(l->layers[i]);
-        l->layers[i] = NULL;
+        if (share->layers[i] != NULL)
+            l->backend->layer_destroy(share->layers[i]);
+        share->layers[i] = NULL;
     }
+}
+
+static void drop_share(struct moe_loader *l, struct share *share)
+{
+    destroy_layers(l, share);
+    free_table(&share->table);
+    moe_digest_table_clear(share->digests);
 }
 
 static void drop_layers(struct moe_loader *l)
 {
-    destroy_layers(l);
-    free_table(&l->table);
-    moe_digest_table_clear(l->digests);
+    drop_share(l, &l->now);
     atomic_store(&l->loaded_bytes, 0);
     atomic_store(&l->total_bytes, 0);
+}
+
+static bool is_cancelled(const struct moe_loader *l)
+{
+    return atomic_load(&l->cancelled) ||
+           (l->loading == &l->next && !atomic_load(&l->may_load_next));
 }
 
 static struct moe_status load_cancelled(void)
@@ -259,10 +277,10 @@ static struct moe_status upload(void *ctx, enum moe_weight weight, uint32_t expe
                                 enum moe_dtype dtype, const void *data, size_t bytes)
 {
     struct moe_loader *l = ctx;
-    if (atomic_load(&l->cancelled))
+    if (is_cancelled(l))
         return load_cancelled();
-    return l->backend->layer_upload(l->layers[l->current_layer], weight, expert, dtype, data,
-                                    bytes);
+    return l->backend->layer_upload(l->loading->layers[l->current_layer], weight, expert, dtype,
+                                    data, bytes);
 }
 
 /* moe_weight_source_sink: the backend reads from the model's files itself. */
@@ -271,10 +289,10 @@ static struct moe_status fetch(void *ctx, enum moe_weight weight, uint32_t exper
                                size_t bytes)
 {
     struct moe_loader *l = ctx;
-    if (atomic_load(&l->cancelled))
+    if (is_cancelled(l))
         return load_cancelled();
-    return l->backend->layer_fetch(l->layers[l->current_layer], weight, expert, dtype, source,
-                                   bytes);
+    return l->backend->layer_fetch(l->loading->layers[l->current_layer], weight, expert, dtype,
+                                   source, bytes);
 }
 
 /* moe_packed_sink */
@@ -282,9 +300,10 @@ static struct moe_status upload_packed(void *ctx, enum moe_weight weight, uint32
                                        const struct moe_packed_matrix *matrix)
 {
     struct moe_loader *l = ctx;
-    if (atomic_load(&l->cancelled))
+    if (is_cancelled(l))
         return load_cancelled();
-    return l->backend->layer_upload_packed(l->layers[l->current_layer], weight, expert, matrix);
+    return l->backend->layer_upload_packed(l->loading->layers[l->current_layer], weight, expert,
+                                           matrix);
 }
 
 /* Adds the layer's digests to `digests`. */
@@ -292,16 +311,18 @@ static struct moe_status load_layer(struct moe_loader *l, size_t i,
                                     struct moe_digest_table *digests)
 {
     uint32_t experts[MOE_MAX_EXPERTS];
-    size_t count = list_own(&l->table.placements[i], l->table.slot, experts);
+    struct share *share = l->loading;
+    const struct table *table = &share->table;
+    size_t count = list_own(&table->placements[i], table->slot, experts);
     l->current_layer = i;
-    MOE_TRY(l->backend->layer_create(l->device, l->specs[i], &l->table.placements[i], l->table.slot,
-                                     &l->layers[i]));
+    MOE_TRY(l->backend->layer_create(l->device, l->specs[i], &table->placements[i], table->slot,
+                                     &share->layers[i]));
     MOE_TRY(moe_model_stream_layer(l->model, i, experts, count, upload,
                                    l->backend->layer_fetch != NULL ? fetch : NULL,
                                    l->backend->layer_upload_packed != NULL ? upload_packed : NULL,
                                    l, l->digester, on_progress, l));
     l->layer_base += moe_model_layer_bytes(l->model, i, experts, count);
-    MOE_TRY(l->backend->layer_finish(l->layers[i]));
+    MOE_TRY(l->backend->layer_finish(share->layers[i]));
     return moe_digester_finish(l->digester, digests);
 }
 
@@ -327,7 +348,8 @@ static void count_bytes(const struct moe_loader *l, uint64_t *to_read, uint64_t 
     *to_read = *to_keep = 0;
     for (size_t i = 0; i < l->layer_count; i++) {
         uint32_t experts[MOE_MAX_EXPERTS];
-        size_t count = list_own(&l->table.placements[i], l->table.slot, experts);
+        const struct table *table = &l->loading->table;
+        size_t count = list_own(&table->placements[i], table->slot, experts);
         *to_read += moe_model_layer_bytes(l->model, i, experts, count);
         *to_keep += moe_model_layer_memory(l->model, i, experts, count);
     }
@@ -348,16 +370,19 @@ static struct moe_status load_all(struct moe_loader *l, struct moe_digest_table 
     return moe_ok();
 }
 
-static struct moe_status load_with_digests(struct moe_loader *l, struct moe_digest_table *digests)
+static struct moe_status load_with_digests(struct moe_loader *l, struct share *share,
+                                           struct moe_digest_table *digests)
 {
+    l->loading = share;
     uint32_t cores = moe_usable_cores();
     MOE_TRY(moe_digester_create(l->model, cores < DIGEST_THREADS_MAX ? cores : DIGEST_THREADS_MAX,
                                 &l->digester));
     struct moe_status st = load_all(l, digests);
     if (moe_failed(&st)) /* a backend may still read from its sources */
-        destroy_layers(l);
+        destroy_layers(l, share);
     moe_digester_destroy(l->digester);
     l->digester = NULL;
+    l->loading = NULL;
     return st;
 }
 
@@ -367,39 +392,100 @@ bool moe_loader_holds(const struct moe_loader *l, const struct moe_group_assignm
     struct moe_status st = make_table(l, a, &t);
     if (moe_failed(&st))
         return false;
-    bool holds = same_content(&l->table, &t);
+    bool holds = same_content(&l->now.table, &t) || same_content(&l->next.table, &t);
     free_table(&t);
     return holds;
+}
+
+/* Loads `t` into an empty share, and owns it. */
+static struct moe_status fill_share(struct moe_loader *l, struct share *share, struct table t)
+{
+    share->table = t;
+    l->assigned = share;
+    struct moe_status st = load_with_digests(l, share, share->digests);
+    if (moe_failed(&st) && share == &l->now)
+        drop_layers(l);
+    else if (moe_failed(&st))
+        drop_share(l, share);
+    return st;
+}
+
+/* True if a share has the content of `t`, which may be of a later version. Owns `t` then. */
+static bool find_share(struct moe_loader *l, struct share *share, struct table *t)
+{
+    if (!same_content(&share->table, t))
+        return false;
+    share->table.hash = t->hash;
+    l->assigned = share;
+    free_table(t);
+    return true;
 }
 
 struct moe_status moe_loader_load(struct moe_loader *l, const struct moe_group_assignment *a)
 {
     struct table t;
     MOE_TRY(make_table(l, a, &t));
-    if (same_content(&l->table, &t)) {
-        l->table.hash = t.hash; /* the version may be a new one */
-        free_table(&t);
+    if (find_share(l, &l->now, &t)) {
+        drop_share(l, &l->next);
         return moe_ok();
     }
+    if (find_share(l, &l->next, &t))
+        return moe_ok();
+    drop_share(l, &l->next);
     drop_layers(l);
-    l->table = t;
-    struct moe_status st = load_with_digests(l, l->digests);
-    if (moe_failed(&st))
-        drop_layers(l);
-    return st;
+    return fill_share(l, &l->now, t);
+}
+
+struct moe_status moe_loader_load_next(struct moe_loader *l, const struct moe_group_assignment *a)
+{
+    struct table t;
+    if (l->now.table.placements == NULL)
+        return moe_loader_load(l, a);
+    MOE_TRY(make_table(l, a, &t));
+    if (find_share(l, &l->now, &t) || find_share(l, &l->next, &t))
+        return moe_ok();
+    drop_share(l, &l->next);
+    return fill_share(l, &l->next, t);
+}
+
+void moe_loader_take_next(struct moe_loader *l, uint64_t placement_hash)
+{
+    if (l->next.table.placements == NULL || l->next.table.hash != placement_hash)
+        return;
+    struct share old = l->now;
+    for (size_t i = 0; i < l->layer_count; i++) { /* readers have the array of `now` */
+        struct moe_layer *layer = l->now.layers[i];
+        l->now.layers[i] = l->next.layers[i];
+        l->next.layers[i] = layer;
+    }
+    l->now.table = l->next.table;
+    l->now.digests = l->next.digests;
+    l->next.table = old.table;
+    l->next.digests = old.digests;
+    l->assigned = &l->now;
+}
+
+void moe_loader_drop_next(struct moe_loader *l)
+{
+    drop_share(l, &l->next);
+}
+
+void moe_loader_allow_next(struct moe_loader *l, bool allowed)
+{
+    atomic_store(&l->may_load_next, allowed);
 }
 
 struct moe_status moe_loader_reload(struct moe_loader *l)
 {
-    if (l->table.placements == NULL)
+    if (l->now.table.placements == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "nothing is loaded");
-    destroy_layers(l);
+    destroy_layers(l, &l->now);
     struct moe_digest_table *again = NULL;
     struct moe_digest_difference difference;
     struct moe_status st = moe_digest_table_create(&again);
     if (!moe_failed(&st))
-        st = load_with_digests(l, again);
-    if (!moe_failed(&st) && moe_digest_table_differs(again, l->digests, &difference))
+        st = load_with_digests(l, &l->now, again);
+    if (!moe_failed(&st) && moe_digest_table_differs(again, l->now.digests, &difference))
         st = moe_error(MOE_DATA_LOSS, MOE_REASON_MODEL_MISMATCH,
                        "%s in the model's files is not what was loaded before", difference.name);
     moe_digest_table_destroy(again);
@@ -410,7 +496,7 @@ struct moe_status moe_loader_reload(struct moe_loader *l)
 
 const struct moe_digest_table *moe_loader_digests(const struct moe_loader *l)
 {
-    return l->digests;
+    return l->assigned->digests;
 }
 
 struct moe_status moe_loader_pass_digests(const struct moe_loader *l, moe_group_part_fn add,
@@ -419,14 +505,14 @@ struct moe_status moe_loader_pass_digests(const struct moe_loader *l, moe_group_
     uint8_t part[MOE_GROUP_PART_BYTES];
     struct moe_digest_cursor at = {0};
     size_t length;
-    while ((length = moe_digest_table_pack(l->digests, &at, part, sizeof part)) > 0)
+    while ((length = moe_digest_table_pack(l->assigned->digests, &at, part, sizeof part)) > 0)
         MOE_TRY(add(add_ctx, part, length));
     return moe_ok();
 }
 
 const struct moe_placement *moe_loader_placements(const struct moe_loader *l)
 {
-    return l->table.placements;
+    return l->now.table.placements;
 }
 
 void moe_loader_cancel(struct moe_loader *l)
@@ -448,12 +534,12 @@ const struct moe_layer_spec *const *moe_loader_specs(const struct moe_loader *l)
 
 struct moe_layer *const *moe_loader_layers(const struct moe_loader *l)
 {
-    return l->layers;
+    return l->now.layers;
 }
 
 uint64_t moe_loader_placement_hash(const struct moe_loader *l)
 {
-    return l->table.hash;
+    return l->now.table.hash;
 }
 
 void moe_loader_progress(const struct moe_loader *l, uint64_t *loaded, uint64_t *total)
@@ -462,18 +548,29 @@ void moe_loader_progress(const struct moe_loader *l, uint64_t *loaded, uint64_t 
     *total = atomic_load(&l->total_bytes);
 }
 
+static bool make_share(const struct moe_loader *l, struct share *share)
+{
+    share->layers = calloc(l->layer_count + 1, sizeof *share->layers);
+    struct moe_status st = moe_digest_table_create(&share->digests);
+    return share->layers != NULL && !moe_failed(&st);
+}
+
+static void destroy_share(struct moe_loader *l, struct share *share)
+{
+    if (share->layers != NULL && share->digests != NULL)
+        drop_share(l, share);
+    moe_digest_table_destroy(share->digests);
+    free(share->layers);
+}
+
 struct moe_status moe_loader_create(const struct moe_backend *backend, struct moe_device *device,
                                     const struct moe_model *model,
                                     const struct moe_loader_events *events, struct moe_loader **out)
 {
-    struct moe_digest_table *digests;
-    MOE_TRY(moe_digest_table_create(&digests));
     struct moe_loader *l = calloc(1, sizeof *l);
-    if (l == NULL) {
-        moe_digest_table_destroy(digests);
+    if (l == NULL)
         goto no_memory;
-    }
-    l->digests = digests;
+    l->assigned = &l->now;
     l->backend = backend;
     l->device = device;
     l->model = model;
@@ -481,8 +578,7 @@ struct moe_status moe_loader_create(const struct moe_backend *backend, struct mo
         l->events = *events;
     l->layer_count = moe_model_layer_count(model);
     l->specs = calloc(l->layer_count + 1, sizeof *l->specs);
-    l->layers = calloc(l->layer_count + 1, sizeof *l->layers);
-    if (l->specs == NULL || l->layers == NULL)
+    if (l->specs == NULL || !make_share(l, &l->now) || !make_share(l, &l->next))
         goto no_memory;
     for (size_t i = 0; i < l->layer_count; i++)
         l->specs[i] = moe_model_layer(model, i);
@@ -497,9 +593,8 @@ void moe_loader_destroy(struct moe_loader *l)
 {
     if (l == NULL)
         return;
-    drop_layers(l);
-    moe_digest_table_destroy(l->digests);
+    destroy_share(l, &l->now);
+    destroy_share(l, &l->next);
     free(l->specs);
-    free(l->layers);
     free(l);
 }

@@ -35,13 +35,25 @@ size_t moe_loader_layer_count(const struct moe_loader *l);
 const struct moe_layer_spec *const *moe_loader_specs(const struct moe_loader *l);
 struct moe_layer *const *moe_loader_layers(const struct moe_loader *l);
 
-/* True if the layers are those of this assignment: same slot, same experts. */
+/* True if it has the layers of this assignment, also as the next ones: same slot, same experts. */
 bool moe_loader_holds(const struct moe_loader *l, const struct moe_group_assignment *a);
-/* Loads, unless moe_loader_holds. No step may use layers that are replaced. On failure no
- * layer is left. Errors: MOE_INVALID_ARGUMENT (the assignment does not fit the model),
- * OUT_OF_MEMORY, those of the model room, MOE_ABORTED after moe_loader_cancel. */
+/* Loads, unless moe_loader_holds. Frees the next layers, unless it needs them. No step may use
+ * layers that are replaced. On failure no layer is left. Errors: MOE_INVALID_ARGUMENT (the
+ * assignment does not fit the model), OUT_OF_MEMORY, those of the model room, MOE_ABORTED after
+ * moe_loader_cancel. */
 struct moe_status moe_loader_load(struct moe_loader *l,
                                   const struct moe_group_assignment *a) MOE_CHECKED;
+/* Loads the next layers, in addition to the present ones, which steps may use meanwhile. On failure
+ * the present ones stay. Errors also: MOE_ABORTED while it is not allowed. */
+struct moe_status moe_loader_load_next(struct moe_loader *l,
+                                       const struct moe_group_assignment *a) MOE_CHECKED;
+/* If the placement of the next layers has this hash, they become the present ones, and these the
+ * next ones. No step may use layers. */
+void moe_loader_take_next(struct moe_loader *l, uint64_t placement_hash);
+/* Frees the next layers. */
+void moe_loader_drop_next(struct moe_loader *l);
+/* [any thread] Whether the next layers may be loaded; at first not. */
+void moe_loader_allow_next(struct moe_loader *l, bool allowed);
 /* Loads the same layers from the files again, which undoes all training. Layers must be loaded, no
  * view may be in force, and no trainer may use the layers. Errors as for moe_loader_load; and
  * MOE_DATA_LOSS/MODEL_MISMATCH with the name of a tensor that has other bytes than in the first
@@ -59,8 +71,8 @@ void moe_loader_cancel(struct moe_loader *l);
 /* Hash of the loaded placement with its version, equal to the coordinator's: FNV-1a over slots,
  * layers, lists and version, each as 32 bits little-endian. */
 uint64_t moe_loader_placement_hash(const struct moe_loader *l);
-/* Digests of what was loaded (model/digest.h): of every layer the common unit and those of this
- * slot's experts. Empty while nothing is loaded; changes inside moe_loader_load only. */
+/* Digests of what the last assignment has loaded (model/digest.h): of every layer the common unit
+ * and those of this slot's experts. Empty while nothing is loaded; changes inside loads only. */
 const struct moe_digest_table *moe_loader_digests(const struct moe_loader *l);
 /* Passes the same to `add`, in parts of at most MOE_GROUP_PART_BYTES, for the coordinator. Errors:
  * those of `add`. */

@@ -142,6 +142,12 @@ static void lease_changed(void *ctx, bool held)
     moe_worker__show_health(w);
 }
 
+static void allow_next_load(void *ctx, bool allowed)
+{
+    struct moe_worker *w = ctx;
+    moe_loader_allow_next(w->loader, allowed);
+}
+
 static void cancel_load(void *ctx)
 {
     struct moe_worker *w = ctx;
@@ -443,6 +449,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .slot_assigned = slot_assigned,
                 .numbers = numbers,
                 .cancel_load = cancel_load,
+                .allow_next_load = allow_next_load,
                 .lease_changed = lease_changed,
                 .give_up = give_up,
                 .drain = drain,

@@ -100,6 +100,13 @@ static struct moe_status check_manifest(struct moe_worker *w)
 struct moe_status moe_worker__load(void *ctx, const struct moe_group_assignment *assignment)
 {
     struct moe_worker *w = ctx;
+    if (assignment->keep) {
+        if (w->train != NULL)
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                             "a worker that trains loads no second share");
+        MOE_TRY(moe_loader_load_next(w->loader, assignment));
+        return check_manifest(w);
+    }
     if (w->session != NULL && !moe_loader_holds(w->loader, assignment)) {
         moe_group_report_lost(
             w->group, w->view.epoch, 0,
@@ -321,6 +328,7 @@ struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
 {
     struct moe_worker *w = ctx;
     moe_worker__leave_view(w);
+    moe_loader_take_next(w->loader, v->placement_hash);
     MOE_TRY(keep_view(w, v));
     MOE_TRY(join_session(w, v, allgather, allgather_ctx));
     struct moe_status st = verify(w, v);
@@ -345,5 +353,6 @@ struct moe_status moe_worker__serve(void *ctx)
     if (w->train != NULL)
         moe_train_in_force(w->train);
     moe_worker__show_health(w);
+    moe_loader_drop_next(w->loader);
     return moe_ok();
 }

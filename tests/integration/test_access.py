@@ -51,7 +51,8 @@ POLICY = {
         "ListCheckpoints": KEEPS, "RecoverTraining": KEEPS, "ExportAdapter": KEEPS},
     "moe.v1.AdminService": {
         "GetStatus": {"trainer", "worker", "admin", "metrics"},
-        "GetPlacement": {"admin", "metrics"}, "DrainWorker": {"admin"}, "Shutdown": {"admin"},
+        "GetPlacement": {"admin", "metrics"}, "DrainWorker": {"admin"}, "Scale": {"admin"},
+        "Shutdown": {"admin"},
         "AcceptModel": {"admin"}, "LoadModel": {"admin"}, "UnloadModel": {"admin"},
         "ListModels": {"trainer", "worker", "admin", "metrics"}, "CordonSlot": {"admin"},
         "SetLogLevel": {"admin"},

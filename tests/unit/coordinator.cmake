@@ -13,8 +13,9 @@ moe_test(test_coordinator_service SOURCES test_coordinator_service.c
 # The membership machine, compiled here with MOE_SIMULATION: its guards can be switched off.
 set(coordinator ${PROJECT_SOURCE_DIR}/daemon/coordinator)
 moe_test(test_membership_sim
-  SOURCES test_membership_sim.c sim_stream.c ${coordinator}/membership.c ${coordinator}/actions.c
-          ${coordinator}/members.c ${coordinator}/formation.c ${coordinator}/report.c
+  SOURCES test_membership_sim.c sim_stream.c ${coordinator}/membership.c
+          ${coordinator}/members.c ${coordinator}/scale.c ${coordinator}/formation.c
+          ${coordinator}/report.c
   USES moe_coordinator LABELS coordinator TIMEOUT 240)
 target_compile_definitions(test_membership_sim PRIVATE MOE_SIMULATION
                                                        MOE_GUARD_LIST="membership_guards.h")

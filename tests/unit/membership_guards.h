@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Guards (base/guard.h) of the membership machine that views with a live mask hang on, and the
- * promise that breaks without each. X(name, promise); `test_membership_sim --guards` switches each
- * off in turn. */
+/* Guards (base/guard.h) of the membership machine that views with a live mask and changes of the
+ * group's size hang on, and the promise that breaks without each. X(name, promise);
+ * `test_membership_sim --guards` switches each off in turn. */
 X(MASK_COVERS, "a view has a copy of every expert")
 X(PARTIAL_FOLLOWS, "a view without some experts follows on one with all")
 X(PARTIAL_HAS_HALF, "a view without some experts has half of the slots")
@@ -9,4 +9,8 @@ X(START_WAITS, "a group that starts waits a lease for its last workers")
 X(READY_OF_ALL, "a view is committed when all of its members are ready")
 X(LOSS_ENDS_THE_EPOCH, "no view has a member that is lost")
 X(GROWTH_KEEPS_MEMBERS, "a view ends for a larger one only if that has all of its members")
+X(SCALE_LOADS_FIRST, "a member has loaded the placement of its view")
+X(PLACEMENT_IS_DURABLE, "a worker is drained for a smaller group once that is durable")
+X(LOSS_UNDOES_SCALING, "a scaling ends")
+X(LEAVE_TOGETHER, "a worker that lost its place leaves when it has drained")
 X(SUSPECTS_STAY_OUT, "a member that answers no peer does not keep the others from serving")

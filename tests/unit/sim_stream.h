@@ -37,7 +37,7 @@ struct sim_message {
     uint64_t stream; /* of the sender, where streams may change meanwhile */
     uint64_t epoch, mask, sequence, oldest_ns;
     uint32_t slot, round, version;
-    bool error;
+    bool error, keep;
     enum moe_reason reason; /* of SIM_CLOSED */
 };
 

@@ -516,6 +516,12 @@ static void hook_give_up(void *ctx, struct moe_status why)
     note(&w->did, "give up %s", moe_reason_name(why.reason));
 }
 
+static void hook_allow_next_load(void *ctx, bool allowed)
+{
+    (void)ctx;
+    (void)allowed;
+}
+
 static void hook_lease(void *ctx, bool held)
 {
     struct fake_worker *w = ctx;
@@ -620,8 +626,9 @@ static void start_scene(struct scene *s)
         .reform_ms = 50,
         .lease = &s->w.lease,
         .hooks = {hook_load, hook_digests, hook_form, hook_serve, hook_leave, hook_slot_assigned,
-                  hook_numbers, hook_nothing, hook_lease, hook_give_up, hook_drain, hook_drained,
-                  hook_model_order, hook_models_listed, hook_ended, &s->w},
+                  hook_numbers, hook_nothing, hook_allow_next_load, hook_lease, hook_give_up,
+                  hook_drain, hook_drained, hook_model_order, hook_models_listed, hook_ended,
+                  &s->w},
     };
     assert_ok(moe_group_start(&config, &s->w.group));
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A seeded world around the membership machine: workers that follow the protocol, streams that
  * delay, break and lose their tails, processes that are killed, stopped and started again, a
- * coordinator that crashes between any two of its actions, a disk that refuses writes. Time is
- * virtual.
+ * coordinator that crashes between any two of its actions, a disk that refuses writes, operators
+ * who drain workers and change the size of the group. Time is virtual.
  *
  * After every action the promises of the machine are checked; at the end the world becomes quiet
  * and the group has to be SERVING. Half of the groups have replicas: then some slots die or stop,
@@ -66,6 +66,8 @@ struct process {
     uint32_t slot, loaded_slot, loaded_version;
     uint64_t load_done_ns;
     uint32_t load_version;
+    uint32_t next_version, loading_next; /* the second share; 0 = none */
+    uint64_t next_done_ns;
     uint64_t highest_epoch, preparing, committed;
     uint64_t leave_at_ns;
 };
@@ -74,7 +76,10 @@ struct world {
     uint64_t seed;
     struct rng random;
     uint64_t now_ns;
-    uint32_t slots, replicas, ids, rounds;
+    uint32_t slots, replicas, ids, rounds; /* slots: workers that the group can have */
+    bool elastic, shutting_down;
+    uint64_t places; /* of the machine, as it was last seen */
+    size_t scalings, scaled, undone, refused;
     bool partial;                     /* views may lack experts */
     bool quiet, async_saves, verbose; /* verbose: the log is printed */
     struct moe_membership *machine;
@@ -164,9 +169,17 @@ static const struct moe_membership_layer layers[2] = {
     {.layer = 1, .hidden = 8, .experts = 7, .top_k = 2, .intermediate = 4},
     {.layer = 3, .hidden = 8, .experts = 3, .top_k = 1, .intermediate = 4}};
 
+/* Those that hold experts. */
 static uint64_t all_slots(const struct world *w)
 {
-    return UINT64_MAX >> (64 - w->slots);
+    struct moe_membership_group g;
+    moe_membership_group(w->machine, &g);
+    return g.places;
+}
+
+static uint32_t size_of(const struct world *w)
+{
+    return (uint32_t)__builtin_popcountll(all_slots(w));
 }
 
 /* The mask of a new epoch. */
@@ -176,10 +189,11 @@ static void check_mask(struct world *w, uint64_t epoch)
     moe_membership_group(w->machine, &g);
     w->epochs[epoch].live = g.live;
     w->epochs[epoch].version = moe_placement_version(moe_membership_placement(w->machine));
-    bool covers = moe_placement_covers(w->slots, w->replicas, g.live);
+    bool covers = moe_placement_covers(g.places, w->replicas, g.live);
+    check(w, (g.live & ~g.places) == 0, "spares take no part in views");
     check(w, covers || w->partial, "a view has a copy of every expert");
     check(w, covers || w->had_view, "a view without some experts follows on one with all");
-    check(w, covers || 2 * (uint32_t)__builtin_popcountll(g.live) >= w->slots,
+    check(w, covers || 2 * (uint32_t)__builtin_popcountll(g.live) >= g.size,
           "a view without some experts has half of the slots");
     w->lacking += !covers;
 }
@@ -187,8 +201,8 @@ static void check_mask(struct world *w, uint64_t epoch)
 /* Slots that can serve after a view. */
 static bool suffice(const struct world *w, uint64_t live)
 {
-    return moe_placement_covers(w->slots, w->replicas, live) ||
-           (w->partial && 2 * (uint32_t)__builtin_popcountll(live) >= w->slots);
+    return moe_placement_covers(all_slots(w), w->replicas, live) ||
+           (w->partial && 2 * (uint32_t)__builtin_popcountll(live) >= size_of(w));
 }
 
 /* After each input, before its actions are carried out. */
@@ -200,6 +214,11 @@ static void check_begin(struct world *w)
     check(w, grown == w->grown || ((w->last_live & ~g.live) == 0 && g.live != w->last_live),
           "a view ends for a larger one only if that has all of its members");
     w->grown = grown;
+    if (g.places != w->places)
+        w->tries = 0; /* other slots try */
+    w->places = g.places;
+    check(w, g.size >= w->replicas && g.size <= w->slots,
+          "the size of a group is within its limits");
     uint64_t last = moe_membership_to_save(w->machine)->epoch;
     bool begins = last > w->last_epoch && g.epoch == 0 && g.live != 0;
     check(w,
@@ -251,6 +270,7 @@ static void check_commit(struct world *w, const struct moe_membership_action *a)
         check(w, w->durable.members[s].incarnation == w->epochs[e].members[s],
               "the log has the members of a view");
     }
+    check(w, w->durable.places == all_slots(w), "the places of a view are durable");
     w->masked += w->epochs[e].live != all_slots(w);
     w->last_live = w->epochs[e].live;
     w->had_view = true;
@@ -297,16 +317,27 @@ static void send_down(struct world *w, const struct moe_membership_action *a)
 {
     struct sim_message m = {
         .kind = (enum sim_kind)a->message, .epoch = a->epoch, .round = a->round, .slot = a->slot};
-    if (a->message == MOE_MEMBERSHIP_PREPARE)
+    if (a->message == MOE_MEMBERSHIP_PREPARE) {
         check_prepare(w, a);
+        m.version = moe_placement_version(moe_membership_placement(w->machine));
+        check(w, m.version == w->durable.placement_version,
+              "a placement is durable before a view of it is prepared");
+    }
+    if (a->message == MOE_MEMBERSHIP_DRAIN && strstr(a->status.text, "fewer workers") != NULL)
+        check(w, (w->durable.places >> a->slot & 1) == 0,
+              "a worker is drained for a smaller group once that is durable");
     if (a->message == MOE_MEMBERSHIP_COMMIT)
         check_commit(w, a);
     if (a->message == MOE_MEMBERSHIP_REGISTERED)
         check(w, a->epoch <= w->durable.epoch, "only durable epochs are sent to newcomers");
     if (a->message == MOE_MEMBERSHIP_ASSIGN) {
-        m.version = moe_placement_version(moe_membership_placement(w->machine));
-        check(w, m.version == w->durable.placement_version,
-              "a placement is durable before it is assigned");
+        m.version = a->version;
+        m.keep = a->keep;
+        struct moe_membership_group g;
+        moe_membership_group(w->machine, &g);
+        check(w, m.version == w->durable.placement_version || g.scaling_to != 0,
+              "a placement is durable before it is assigned, or loaded for the next view");
+        check(w, !a->keep || g.epoch != 0, "a second share is loaded only during a view");
     }
     if (a->message == MOE_MEMBERSHIP_ABORT && a->epoch < EPOCHS_MAX)
         w->epochs[a->epoch].aborted = true;
@@ -368,6 +399,8 @@ static void carry_out(struct world *w)
         case MOE_MEMBERSHIP_SEND: send_down(w, &a); break;
         case MOE_MEMBERSHIP_CLOSE:
             p = by_stream(w, a.stream);
+            check(w, p == NULL || a.status.code != MOE_OK || p->leaving || w->shutting_down,
+                  "a worker that lost its place leaves when it has drained");
             if (p != NULL && p->coordinator_end) {
                 p->coordinator_end = false;
                 push(w, &p->down,
@@ -415,6 +448,9 @@ static void start_machine(struct world *w)
     w->tries = 0;
     w->grown = 0;
     w->last_epoch = w->durable.epoch;
+    w->places = all_slots(w);
+    check(w, !w->elastic || w->durable.places == 0 || w->places == w->durable.places,
+          "the size survives a restart");
     w->had_view = w->durable.view_epoch != 0;
     w->joined_ns = w->now_ns;
     memset(w->last_holders, 0, sizeof w->last_holders);
@@ -578,6 +614,18 @@ static void answer_round(struct world *w, struct process *p, uint32_t round)
 
 static void on_assign(struct world *w, struct process *p, const struct sim_message *m)
 {
+    if (p->loaded_slot == p->slot && p->loaded_version != 0 && p->next_version == m->version) {
+        send_up(w, p, (struct sim_message){.kind = SIM_LOADED, .version = m->version});
+        return;
+    }
+    bool holds = p->loaded_version != 0 && p->loaded_slot == p->slot;
+    p->next_version = p->loading_next = 0;
+    if (m->keep && (holds || p->load_done_ns != 0) && p->loaded_version != m->version) {
+        p->loading_next = m->version; /* one after the other */
+        p->next_done_ns = p->load_done_ns > w->now_ns ? p->load_done_ns : w->now_ns;
+        p->next_done_ns += (1 + rnd(w, 200)) * MOE_NS_PER_MS;
+        return;
+    }
     if (p->loaded_version == m->version && p->loaded_slot == p->slot) {
         send_up(w, p, (struct sim_message){.kind = SIM_LOADED, .version = m->version});
         return;
@@ -597,6 +645,16 @@ static void on_closed(struct world *w, struct process *p, bool stale)
         end_process(w, p);
 }
 
+/* The next view must not wait for a load of a second share. */
+static void end_loading_next(struct world *w, struct process *p)
+{
+    if (p->loading_next == 0)
+        return;
+    send_up(w, p,
+            (struct sim_message){.kind = SIM_LOADED, .version = p->loading_next, .error = true});
+    p->loading_next = 0;
+}
+
 static void deliver_down(struct world *w, struct process *p, const struct sim_message *m)
 {
     switch (m->kind) {
@@ -608,6 +666,11 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
     case SIM_ASSIGN: on_assign(w, p, m); break;
     case SIM_PREPARE:
         check(w, m->epoch > p->highest_epoch, "a worker never sees an epoch twice");
+        end_loading_next(w, p);
+        if (p->next_version == m->version)
+            p->loaded_version = m->version;
+        check(w, p->loaded_version == m->version && p->loaded_slot == p->slot,
+              "a member has loaded the placement of its view");
         p->highest_epoch = p->preparing = m->epoch;
         p->committed = 0;
         answer_round(w, p, 0);
@@ -620,10 +683,12 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
         check(w, p->preparing == m->epoch, "COMMIT is for the epoch that was prepared");
         p->committed = m->epoch;
         p->preparing = 0;
+        p->next_version = 0;
         break;
     case SIM_ABORT:
         p->preparing = p->preparing == m->epoch ? 0 : p->preparing;
         p->committed = p->committed == m->epoch ? 0 : p->committed;
+        end_loading_next(w, p);
         break;
     case SIM_HEARTBEAT_ANSWER:
     case SIM_TRYING_AGAIN: break;
@@ -664,6 +729,7 @@ static void miss_peers(struct world *w, struct process *p)
     send_up(w, p,
             (struct sim_message){.kind = SIM_PEER_LOST, .epoch = p->committed, .mask = missed});
     p->committed = 0;
+    end_loading_next(w, p);
 }
 
 /* Actions of a worker without a message. */
@@ -683,6 +749,14 @@ static void run_timers(struct world *w, struct process *p)
     if (w->now_ns >= p->heartbeat_at_ns) {
         p->heartbeat_at_ns = w->now_ns + LEASE_MS / 4 * MOE_NS_PER_MS;
         send_up(w, p, (struct sim_message){.kind = SIM_HEARTBEAT, .epoch = p->committed});
+    }
+    if (p->loading_next != 0 && w->now_ns >= p->next_done_ns) {
+        bool fails = chance(w, 8); /* memory does not hold both */
+        p->next_version = fails ? 0 : p->loading_next;
+        send_up(
+            w, p,
+            (struct sim_message){.kind = SIM_LOADED, .version = p->loading_next, .error = fails});
+        p->loading_next = 0;
     }
     if (p->load_done_ns != 0 && w->now_ns >= p->load_done_ns) {
         p->load_done_ns = 0;
@@ -761,8 +835,51 @@ static void change_cordon(struct world *w, uint32_t slot, bool cordon)
     carry_out(w);
 }
 
+/* What a refused change must leave as it was. */
+struct sized {
+    uint64_t places, epoch, saved_epoch;
+    uint32_t scaling_to, version;
+};
+
+static struct sized sized(const struct world *w)
+{
+    struct moe_membership_group g;
+    moe_membership_group(w->machine, &g);
+    const struct moe_membership_saved *saved = moe_membership_to_save(w->machine);
+    return (struct sized){g.places, g.epoch, saved->epoch, g.scaling_to,
+                          moe_placement_version(moe_membership_placement(w->machine))};
+}
+
+/* An operator's change of the size, at any time and to any number. */
+static void change_size(struct world *w)
+{
+    uint32_t size = (uint32_t)rnd(w, w->slots + 2);
+    struct sized before = sized(w);
+    bool wrong = size < 1 || size > w->slots || size < w->replicas || !w->elastic || w->exited;
+    struct moe_status st = moe_membership_scale(w->machine, w->now_ns, size, "test");
+    struct sized after = sized(w);
+    check(w, !wrong || st.code != MOE_OK, "a size out of the limits is refused");
+    check(w,
+          st.code == MOE_OK ||
+              (before.places == after.places && before.epoch == after.epoch &&
+               before.saved_epoch == after.saved_epoch && before.scaling_to == after.scaling_to &&
+               before.version == after.version),
+          "a refused scaling changes nothing");
+    w->refused += st.code != MOE_OK;
+    w->scalings += st.code == MOE_OK;
+    carry_out(w);
+}
+
+static void count_scalings(struct world *w, const struct sized *before)
+{
+    struct sized after = sized(w);
+    w->scaled += before->places != after.places;
+    w->undone += before->scaling_to != 0 && after.scaling_to == 0 && before->places == after.places;
+}
+
 static void step(struct world *w)
 {
+    struct sized before = sized(w);
     w->now_ns += STEP_MS * MOE_NS_PER_MS;
     if (w->pending_save != 0 && w->now_ns >= w->pending_save_at_ns) {
         struct moe_status st = moe_ok();
@@ -789,6 +906,9 @@ static void step(struct world *w)
         (void)st.code; /* the slot may be empty */
         carry_out(w);
     }
+    if (chance(w, 400) && !w->exited)
+        change_size(w);
+    count_scalings(w, &before);
     if (chance(w, 1500) && !w->exited)
         change_cordon(w, (uint32_t)rnd(w, w->slots), rnd(w, 3) == 0);
 }
@@ -809,7 +929,7 @@ static bool is_serving(const struct world *w)
     for (size_t i = 0; i < w->process_count; i++)
         if (w->processes[i].alive && g.epoch != 0 && w->processes[i].committed == g.epoch)
             agree++;
-    return g.state == MOE_GROUP_SERVING && agree == w->slots;
+    return g.state == MOE_GROUP_SERVING && agree == g.size && g.scaling_to == 0;
 }
 
 static void expect_serving(struct world *w)
@@ -864,7 +984,7 @@ static void expect_mask(struct world *w)
 {
     struct moe_membership_group g;
     moe_membership_group(w->machine, &g);
-    uint64_t lost = rnd(w, UINT64_C(1) << w->slots), epoch = g.epoch;
+    uint64_t lost = rnd(w, UINT64_C(1) << w->slots) & g.places, epoch = g.epoch;
     if (lost == 0 || !suffice(w, all_slots(w) & ~lost))
         return;
     bool stop = rnd(w, 2) == 0;
@@ -894,6 +1014,7 @@ static void expect_mask(struct world *w)
 static void expect_shutdown(struct world *w)
 {
     uint64_t epoch;
+    w->shutting_down = true;
     struct moe_status st = moe_membership_shutdown(w->machine, w->now_ns, "test over", 500, &epoch);
     assert_int_equal(st.code, MOE_OK);
     carry_out(w);
@@ -915,13 +1036,16 @@ static void run_one(struct world *w, uint64_t seed)
     w->random.state = seed;
     w->now_ns = MOE_NS_PER_S;
     w->slots = 1 + (uint32_t)rnd(w, 5);
-    w->replicas = 1 + (rnd(w, 2) == 0 ? (uint32_t)rnd(w, w->slots) : 0);
+    w->elastic = rnd(w, 2) == 0;
+    uint32_t size = w->elastic ? 1 + (uint32_t)rnd(w, w->slots) : 0;
+    w->replicas = 1 + (rnd(w, 2) == 0 ? (uint32_t)rnd(w, w->elastic ? size : w->slots) : 0);
     w->partial = rnd(w, 3) == 0;
     w->ids = w->slots + (uint32_t)rnd(w, 2);
     w->rounds = (uint32_t)rnd(w, 4);
     w->async_saves = rnd(w, 2) == 0;
     w->verbose = getenv("MOE_SEED") != NULL;
     w->config = (struct moe_membership_config){.slots = w->slots,
+                                               .size = size,
                                                .replicas = w->replicas,
                                                .partial = w->partial,
                                                .lease_ns = LEASE_MS * MOE_NS_PER_MS,
@@ -959,6 +1083,7 @@ static void random_schedules_keep_every_promise(void **state)
     assert_non_null(w->processes);
     size_t commits = 0, crashes = 0, restores = 0, adoptions = 0, processes = 0, cordons = 0;
     size_t masked = 0, masks_ended = 0, lacking = 0;
+    size_t scalings = 0, scaled = 0, undone = 0, refused = 0;
     for (uint64_t seed = first; seed < first + runs; seed++) {
         run_one(w, seed);
         commits += w->commits;
@@ -970,6 +1095,10 @@ static void random_schedules_keep_every_promise(void **state)
         masked += w->masked;
         masks_ended += w->masks_ended;
         lacking += w->lacking;
+        scalings += w->scalings;
+        scaled += w->scaled;
+        undone += w->undone;
+        refused += w->refused;
     }
     print_message(
         "%" PRIu64 " runs from seed %" PRIu64
@@ -978,10 +1107,13 @@ static void random_schedules_keep_every_promise(void **state)
         "without some experts), and %zu losses that the others served through\n",
         runs, first, commits, crashes, restores, adoptions, processes, cordons, masked, lacking,
         masks_ended);
+    print_message("sizes changed %zu times; %zu requests were accepted, %zu undone, %zu refused\n",
+                  scaled, scalings, undone, refused);
     if (runs >= 100) { /* the world is as rough as it claims to be */
         assert_true(commits > runs && crashes > runs / 20 && cordons > runs / 20);
         assert_true(adoptions > 0 && adoptions < restores);
         assert_true(masked > runs / 4 && masks_ended > runs / 20 && lacking > runs / 20);
+        assert_true(scaled > runs / 8 && undone > runs / 20 && refused > runs / 4);
     }
     free(w->processes);
     free(w);

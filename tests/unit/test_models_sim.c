@@ -485,7 +485,8 @@ static void look(void)
     for (uint32_t s = 0; s < w.slots; s++)
         if (w.known[s])
             slots[s] = (struct moe_added_slot){w.places[s].incarnation, w.places[s].stream, 0};
-    moe_added_on_group(w.machine, w.now_ns, w.view, w.live, slots);
+    moe_added_on_group(w.machine, w.now_ns, w.view, w.live, moe_placement_first_slots(w.slots),
+                       slots);
     carry_out();
 }
 

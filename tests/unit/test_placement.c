@@ -20,7 +20,8 @@ static void linear_shares_differ_by_at_most_one(void **unused)
     for (uint32_t slots = 1; slots <= MOE_PLACEMENT_SLOTS_MAX; slots++) {
         for (uint32_t experts = 1; experts <= MOE_PLACEMENT_EXPERTS_MAX; experts++) {
             struct moe_placement_layer layer = {.layer = 3, .experts = experts};
-            struct moe_status st = moe_placement_set_linear(p, 1, slots, 1, &layer, 1);
+            struct moe_status st =
+                moe_placement_set_linear(p, 1, moe_placement_first_slots(slots), 1, &layer, 1);
             assert_int_equal(st.code, MOE_OK);
             uint32_t share[MOE_PLACEMENT_SLOTS_MAX] = {0}, last = 0;
             for (uint32_t e = 0; e < experts; e++) {
@@ -55,7 +56,8 @@ static void a_mask_covers_what_the_copies_say(void **unused)
     for (uint32_t slots = 1; slots <= 8; slots++)
         for (uint32_t replicas = 1; replicas <= slots; replicas++) {
             struct moe_placement_layer layer = {.layer = 3, .experts = 2 * slots + 1};
-            assert_ok(moe_placement_set_linear(p, 1, slots, replicas, &layer, 1));
+            assert_ok(moe_placement_set_linear(p, 1, moe_placement_first_slots(slots), replicas,
+                                               &layer, 1));
             for (uint64_t live = 0; live < UINT64_C(1) << slots; live++) {
                 uint32_t count[MOE_PLACEMENT_SLOTS_MAX + 1], want[9] = {0};
                 for (uint32_t e = 0; e < layer.experts; e++) {
@@ -64,7 +66,9 @@ static void a_mask_covers_what_the_copies_say(void **unused)
                 }
                 moe_placement_count_copies(p, live, count);
                 assert_memory_equal(count, want, sizeof want);
-                assert_int_equal(moe_placement_covers(slots, replicas, live), want[0] == 0);
+                assert_int_equal(
+                    moe_placement_covers(moe_placement_first_slots(slots), replicas, live),
+                    want[0] == 0);
             }
         }
     moe_placement_destroy(p);
@@ -79,8 +83,10 @@ static void the_loss_of_neighbours_is_covered(void **unused)
             for (uint32_t first = 0; first < slots; first += slots / replicas) {
                 uint64_t lost = (UINT64_C(1) << slots / replicas) - 1;
                 uint64_t all = UINT64_MAX >> (64 - slots);
-                assert_true(moe_placement_covers(slots, replicas, all & ~(lost << first)));
-                assert_false(moe_placement_covers(slots, 1, all & ~(UINT64_C(1) << first)));
+                assert_true(moe_placement_covers(moe_placement_first_slots(slots), replicas,
+                                                 all & ~(lost << first)));
+                assert_false(moe_placement_covers(moe_placement_first_slots(slots), 1,
+                                                  all & ~(UINT64_C(1) << first)));
             }
 }
 
@@ -231,9 +237,9 @@ static void impossible_placements_are_refused(void **unused)
     assert_int_equal(moe_placement_layer_count(p), 0);
     assert_ok(moe_placement_add_layer(p, &two, ones, good, 2));
     expect_refused(moe_placement_add_layer(p, &two, ones, good, 2)); /* the same layer again */
-    expect_refused(moe_placement_set_linear(p, 1, 2, 1, &huge, 1));
-    expect_refused(moe_placement_set_linear(p, 1, 2, 0, &two, 1));
-    expect_refused(moe_placement_set_linear(p, 1, 2, 3, &two, 1));
+    expect_refused(moe_placement_set_linear(p, 1, 3, 1, &huge, 1));
+    expect_refused(moe_placement_set_linear(p, 1, 3, 0, &two, 1));
+    expect_refused(moe_placement_set_linear(p, 1, 3, 3, &two, 1));
     moe_placement_destroy(p);
 }
 

@@ -19,7 +19,8 @@ static int set_up(void **unused)
     const struct moe_placement_layer layers[LAYERS] = {{FIRST_LAYER, EXPERTS},
                                                        {FIRST_LAYER + 1, EXPERTS}};
     assert_ok(moe_placement_create(&placement));
-    assert_ok(moe_placement_set_linear(placement, 1, SLOTS, 1, layers, LAYERS));
+    assert_ok(moe_placement_set_linear(placement, 1, moe_placement_first_slots(SLOTS), 1, layers,
+                                       LAYERS));
     assert_ok(moe_weights_create(SLOTS, "accept", &weights));
     return 0;
 }

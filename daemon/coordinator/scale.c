@@ -1,0 +1,209 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which slots hold experts, and how that changes: the slots of the new placement load their shares
+ * while the view in force goes on; then the placement becomes the active one, durably, and slots
+ * that lost their place are drained. formation.c replaces the view. Until the placement is active,
+ * any failure undoes the change, and nothing of it is in the log. */
+#include "base/guard.h"
+#include "coordinator/membership_state.h"
+
+#include <stdio.h>
+#include <string.h>
+
+bool moe_membership__is_place(const struct moe_membership *m, uint32_t slot)
+{
+    return (m->saved.places >> slot & 1) != 0;
+}
+
+uint32_t moe_membership__size(const struct moe_membership *m)
+{
+    return (uint32_t)__builtin_popcountll(m->saved.places);
+}
+
+uint32_t moe_membership__new_version(struct moe_membership *m)
+{
+    return ++m->last_version;
+}
+
+struct moe_status moe_membership__may_move(const struct moe_membership *m)
+{
+    if (m->trains)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "a group that trains is not scaled: save a checkpoint, end the group, and "
+                         "start it with another number of workers");
+    if (m->has_models)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_IN_USE,
+                         "a group with added models is not scaled: `moectl model unload` first");
+    const char *busy = m->shutting_down      ? "the group is shutting down"
+                       : m->next.places != 0 ? "the group is being scaled"
+                       : m->removed != 0     ? "workers that are not needed any more leave"
+                       : m->restoring        ? "the coordinator waits for the members of the view"
+                       : m->phase != PHASE_IDLE ? "the group is forming"
+                       : m->awaited_save != 0   ? "the state of the group is being written"
+                                                : NULL;
+    if (busy == NULL)
+        return moe_ok();
+    return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 1000, "%s", busy);
+}
+
+void moe_membership_set_models(struct moe_membership *m, bool has_models)
+{
+    m->has_models = has_models;
+}
+
+/* ------------------------------------------------------------------ a new placement */
+
+static struct moe_status place_next(struct moe_membership *m, uint64_t places)
+{
+    struct moe_placement_layer layers[LAYERS_MAX];
+    for (size_t i = 0; i < m->layer_count; i++)
+        layers[i] = (struct moe_placement_layer){m->layers[i].layer, m->layers[i].experts};
+    return moe_placement_set_linear(m->next.placement, moe_membership__new_version(m), places,
+                                    m->config.replicas, layers, m->layer_count);
+}
+
+static void forget_next(struct moe_membership *m)
+{
+    m->next.places = m->next.asked = m->next.loaded = 0;
+}
+
+/* The next placement becomes the active one. Slots in `loaded` hold it. */
+static void activate(struct moe_membership *m, uint64_t loaded)
+{
+    struct moe_placement *old = m->placement;
+    m->placement = m->next.placement;
+    m->next.placement = old;
+    uint64_t lost = m->saved.places & ~m->next.places;
+    m->saved.places = m->next.places;
+    m->saved.placement_version = moe_placement_version(m->placement);
+    m->saved.placement_hash = moe_placement_content_hash(m->placement);
+    m->placement_durable = false;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        struct member *member = &m->members[s];
+        member->assigned = member->loaded = (loaded >> s & 1) != 0;
+        member->load_failed = false;
+        if ((lost >> s & 1) != 0 && member->state == SLOT_TAKEN)
+            m->removed |= UINT64_C(1) << s;
+    }
+    forget_next(m);
+    m->attempts = m->waits = 0;
+    m->failed = false;
+    m->next_try_ns = m->now_ns;
+    m->scale_error = moe_ok();
+    char slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    moe_membership__list_slots(slots, m->saved.places);
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_SCALED, MOE_MEMBERSHIP_NO_SLOT,
+                        "%u workers hold the experts from now on: %s", moe_membership__size(m),
+                        slots);
+}
+
+struct moe_status moe_membership__begin_move(struct moe_membership *m, uint64_t places,
+                                             const char *reason)
+{
+    char clean[MOE_MEMBERSHIP_REASON_BYTES], slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    m->scale_error = moe_ok();
+    MOE_TRY(place_next(m, places));
+    moe_membership_copy_text(clean, sizeof clean, reason);
+    moe_membership__list_slots(slots, places);
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_SCALING, MOE_MEMBERSHIP_NO_SLOT,
+                        "scaling from %u workers to %u (%s): %s", moe_membership__size(m),
+                        (unsigned)__builtin_popcountll(places), slots, clean);
+    m->next.places = places;
+    if (m->view_epoch == 0) {
+        activate(m, 0);
+        m->unsaved = true;
+    }
+    return moe_ok();
+}
+
+void moe_membership__abandon_move(struct moe_membership *m, const struct moe_status *why)
+{
+    if (m->next.places == 0)
+        return;
+    m->scale_error = *why;
+    moe_membership_copy_text(m->scale_error.text, sizeof m->scale_error.text, why->text);
+    moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_NOT_SCALED, MOE_MEMBERSHIP_NO_SLOT,
+                        "not scaled, %u workers hold the experts as before: %s",
+                        moe_membership__size(m), m->scale_error.text);
+    /* Members of views get their present share again, and free the rest. */
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        if ((m->next.asked >> s & 1) != 0 && moe_membership__is_place(m, s))
+            m->members[s].assigned = false;
+    forget_next(m);
+}
+
+/* ------------------------------------------------------------------ steps */
+
+void moe_membership__moved(struct moe_membership *m, uint32_t slot, const struct moe_status *error)
+{
+    if (error->code == MOE_OK) {
+        m->next.loaded |= UINT64_C(1) << slot;
+        return;
+    }
+    struct moe_status why = *error;
+    (void)snprintf(why.text, sizeof why.text, "slot %u: %.*s", slot, MOE_STATUS_TEXT - 16,
+                   error->text);
+    moe_membership__abandon_move(m, &why);
+}
+
+void moe_membership__note_lost_place(struct moe_membership *m, uint32_t slot)
+{
+    m->removed &= ~(UINT64_C(1) << slot);
+    if (MOE_GUARD(LOSS_UNDOES_SCALING, (m->next.places >> slot & 1) == 0))
+        return;
+    const struct moe_status why =
+        moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u has lost its worker", slot);
+    moe_membership__abandon_move(m, &why);
+}
+
+/* A process that reconnects is asked again. */
+static void ask(struct moe_membership *m)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        uint64_t bit = UINT64_C(1) << s;
+        if ((m->next.places & bit) == 0 || (m->next.asked & bit) != 0)
+            continue;
+        struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_ASSIGN);
+        if (a == NULL)
+            continue;
+        a->version = moe_placement_version(m->next.placement);
+        a->keep = moe_membership__is_place(m, s);
+        m->next.asked |= bit;
+    }
+}
+
+static void drain_removed(struct moe_membership *m)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        if ((m->removed >> s & 1) == 0 || m->members[s].draining)
+            continue;
+        moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_DRAINING, s,
+                            "slot %u is drained: it holds no experts any more", s);
+        moe_membership__drain(m, s, "the group needs fewer workers", 0);
+    }
+}
+
+/* All that lost their place leave together, when the last has finished its requests: the view goes
+ * on for those that have not. */
+static void let_removed_go(struct moe_membership *m)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        if (!MOE_GUARD(LEAVE_TOGETHER, (m->removed >> s & 1) == 0 || m->members[s].leaving))
+            return;
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        if ((m->removed >> s & 1) != 0)
+            moe_membership__lose(m, s, MOE_CAUSE_SCALED, "left: it holds no experts any more",
+                                 moe_ok());
+}
+
+void moe_membership__advance_move(struct moe_membership *m)
+{
+    if (m->next.places != 0) {
+        ask(m);
+        if (MOE_GUARD(SCALE_LOADS_FIRST, (m->next.places & ~m->next.loaded) == 0))
+            activate(m, m->next.places);
+    }
+    if (m->removed == 0 || !MOE_GUARD(PLACEMENT_IS_DURABLE, m->placement_durable))
+        return;
+    drain_removed(m);
+    let_removed_go(m);
+}
