@@ -203,16 +203,20 @@ static struct moe_status learn(struct moe_client *c, const char *endpoint)
     return st;
 }
 
-/* Endpoints of the connections: with `spread` those of all workers (a slot may be empty), else
- * `endpoint` alone. The worker at `endpoint` keeps that address, even if it reports another one. */
+/* Endpoints of the connections: with `spread` or `hedge` those of all workers (a slot may be
+ * empty), else `endpoint` alone. The worker at `endpoint` keeps that address, even if it reports
+ * another one. Without `spread` it is the first. */
 static size_t list_targets(const struct moe_client *c, const char *endpoint,
                            const char *targets[MOE_MAX_SLOTS])
 {
     size_t count = 0;
-    for (size_t i = 0; c->config.spread && i < c->info.worker_count; i++)
-        if (i == c->server->slot)
+    bool all = c->config.spread || c->config.hedge;
+    if (!c->config.spread)
+        targets[count++] = endpoint;
+    for (size_t i = 0; all && i < c->info.worker_count; i++)
+        if (i == c->server->slot && c->config.spread)
             targets[count++] = endpoint;
-        else if (c->info.workers[i][0] != '\0')
+        else if (i != c->server->slot && c->info.workers[i][0] != '\0')
             targets[count++] = c->info.workers[i];
     if (count == 0)
         targets[count++] = endpoint;
@@ -440,8 +444,9 @@ void moe_client_leave(struct moe_client *c)
 
 size_t moe_client_take_connection(struct moe_client *c)
 {
-    return atomic_fetch_add_explicit(&c->next_connection, 1, memory_order_relaxed) %
-           c->connection_count;
+    size_t next = atomic_fetch_add_explicit(&c->next_connection, 1, memory_order_relaxed);
+    return c->config.spread ? next % c->connection_count
+                            : next % c->config.connections * c->worker_count;
 }
 
 uint64_t moe_client_deadline(const struct moe_client *c, uint64_t timeout_ms)

@@ -32,6 +32,7 @@ struct piece {
     struct moe_client_rows rows;
     size_t connection;
     uint32_t attempt; /* 1, 2, ... */
+    uint32_t refused; /* by so many workers since the last pause */
     struct moe_client_timer pause;
     struct moe_status status; /* of the last attempt */
     struct moe_client_answer answer;
@@ -43,6 +44,7 @@ struct call {
     moe_client_done done;
     void *ctx;
     uint64_t deadline_ns;
+    uint64_t retry_end_ns; /* no attempt begins later */
     _Atomic uint32_t refs; /* pieces without a final answer + parts that the transport still uses */
     struct moe_client_timer end;
     size_t piece_count;
@@ -107,7 +109,7 @@ static bool send_whole(struct call *call)
         return false;
     call->piece_count = 1;
     p->rows = all;
-    p->attempt = 0;
+    p->attempt = p->refused = 0;
     atomic_store(&call->refs, 1);
     send_piece(p);
     return true;
@@ -171,6 +173,18 @@ static void on_pause_over(struct moe_client_timer *t)
     send_piece((struct piece *)((char *)t - offsetof(struct piece, pause)));
 }
 
+/* When the next attempt begins. */
+static uint64_t next_attempt_ns(struct piece *p, bool stays, uint32_t retry_after_ms)
+{
+    struct moe_client *c = p->call->client;
+    uint64_t now = moe_clock_ns();
+    p->refused++;
+    if (c->config.hedge && !stays && p->refused < c->worker_count)
+        return now;
+    p->refused = 0;
+    return now + moe_client_pause_ns(c, p->attempt, retry_after_ms);
+}
+
 /* UNAVAILABLE alone guarantees that the server does not execute the request. EXPERT_UNAVAILABLE is
  * the answer that the caller asked for: other workers have the same view. A pass that is
  * retained for Backward is retried until the deadline, as its Backward is. */
@@ -178,10 +192,11 @@ static void retry_or_conclude(struct piece *p, struct moe_status st)
 {
     struct moe_client *c = p->call->client;
     bool until_deadline = p->call->f->retain_session != NULL;
-    uint64_t at = moe_clock_ns() + moe_client_pause_ns(c, p->attempt, st.retry_after_ms);
+    bool counts = !until_deadline && c->config.retry_ms == 0;
     bool is_final = st.code != MOE_UNAVAILABLE || st.reason == MOE_REASON_EXPERT_UNAVAILABLE;
-    if (is_final || (!until_deadline && p->attempt >= c->config.max_attempts) ||
-        at >= p->call->deadline_ns) {
+    uint64_t at = next_attempt_ns(p, until_deadline, st.retry_after_ms);
+    if (is_final || (counts && p->attempt >= c->config.max_attempts) ||
+        at >= p->call->retry_end_ns) {
         conclude(p, moe_client_blame_connection(&c->connections[p->connection], st));
         return;
     }
@@ -277,7 +292,10 @@ void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f
         moe_client_timers_set(c->timers, &call->end, 0, on_end);
         return;
     }
-    call->deadline_ns = moe_client_deadline(c, f->timeout_ms);
+    call->deadline_ns = call->retry_end_ns = moe_client_deadline(c, f->timeout_ms);
+    if (c->config.retry_ms != 0 && f->retain_session == NULL)
+        call->retry_end_ns =
+            moe_earlier(call->deadline_ns, moe_client_deadline(c, c->config.retry_ms));
     atomic_init(&call->refs, (uint32_t)count);
     size_t connection = f->retain_session != NULL ? MOE_CLIENT_HOME : moe_client_take_connection(c);
     for (size_t i = 0; i < count; i++)

@@ -59,7 +59,7 @@ struct moe_client {
 void moe_client_enter(struct moe_client *c);
 void moe_client_leave(struct moe_client *c);
 
-/* The next connection, round robin. */
+/* The next connection, round robin; without `spread`, of those to the first worker. */
 size_t moe_client_take_connection(struct moe_client *c);
 /* A connection to the worker, below `lanes`; the first one if this one cannot open. */
 size_t moe_client_take_lane(struct moe_client *c, size_t worker, size_t lane);

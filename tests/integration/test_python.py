@@ -223,6 +223,29 @@ class Errors(unittest.TestCase):
                 client.forward(LAYER, rows(1))
             self.assertEqual([len(fake.requests) for fake in group], [2, 4])
 
+    def test_another_worker_is_asked_at_once(self):
+        later = Failure(grpc.StatusCode.UNAVAILABLE, "REFORMING", "later", 60000)
+        with fakes(2) as group, moed.Client(group[0].endpoint, hedge=True, timeout=30) as client:
+            client.forward(LAYER, rows(1))
+            self.assertEqual([len(fake.requests) for fake in group], [1, 0])  # it does not spread
+            group[0].script = [later] * 2
+            client.forward(LAYER, rows(1))
+            self.assertEqual([len(fake.requests) for fake in group], [2, 1])
+            group[1].script = [later]
+            self.expect(grpc.StatusCode.UNAVAILABLE, "REFORMING", client.forward, LAYER, rows(1))
+            self.assertEqual([len(fake.requests) for fake in group], [3, 2])
+
+    def test_retries_end_with_their_budget(self):
+        refused = Failure(grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        with fakes() as fake, moed.Client(fake.endpoint, retry_time=20) as client:
+            fake.script = [refused] * 7
+            client.forward(LAYER, rows(1))
+            self.assertEqual(len(fake.requests), 8)
+        with fakes() as fake, moed.Client(fake.endpoint, retry_time=0.3) as client:
+            fake.script = [refused] * 1000
+            self.expect(grpc.StatusCode.UNAVAILABLE, "DRAINING", client.forward, LAYER, rows(1))
+            self.assertLess(len(fake.requests), 100)
+
     def test_other_failures_are_not_retried(self):
         with fakes() as fake, moed.Client(fake.endpoint) as client:
             for code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED,

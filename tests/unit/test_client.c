@@ -250,6 +250,75 @@ static void the_servers_wish_for_a_pause_is_heeded(void **state)
     moe_client_close(c);
 }
 
+/* The time counts, and not the number of attempts. */
+static void retries_end_with_their_budget(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.size = sizeof with, .max_attempts = 1, .retry_ms = 400};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(5, MOE_DTYPE_F32, false);
+    fake_script(fakes, FAKE_FAIL, 0, NULL);
+    uint64_t begin = moe_clock_ns();
+    assert_refused(forward(c, r), MOE_UNAVAILABLE, MOE_REASON_DRAINING);
+    assert_true(fake_calls(fakes) > 1);
+    assert_true(moe_clock_ns() - begin < 30 * MOE_NS_PER_S); /* the call's time is a minute */
+    const enum fake_mood script[] = {FAKE_FAIL, FAKE_FAIL};
+    fake_script(fakes, FAKE_GOOD, 2, script);
+    assert_ok(forward(c, r));
+    assert_answer(r);
+    free_request(r);
+    moe_client_close(c);
+}
+
+/* The first worker asks for a pause that the call's time does not have, so the others answer. */
+static void another_worker_is_asked_at_once(void **state)
+{
+    (void)state;
+    const struct moe_status later =
+        moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 60000, "later");
+    struct moe_client_config with = {.size = sizeof with, .hedge = true, .timeout_ms = 30000};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(5, MOE_DTYPE_F32, false);
+    assert_ok(forward(c, r));
+    assert_int_equal(fake_calls(&fakes[0]), 1); /* without spread */
+    fake_fail_with(&fakes[0], later);
+    fake_fail_with(&fakes[1], later);
+    for (int w = 0; w < 3; w++)
+        fake_script(&fakes[w], w < 2 ? FAKE_FAIL : FAKE_GOOD, 0, NULL);
+    assert_ok(forward(c, r));
+    assert_answer(r);
+    for (int w = 0; w < 3; w++)
+        assert_int_equal(fake_calls(&fakes[w]), 1);
+    fake_fail_with(&fakes[2], later);
+    for (int w = 0; w < 3; w++) /* and never more than all of them before a pause */
+        fake_script(&fakes[w], FAKE_FAIL, 0, NULL);
+    assert_refused(forward(c, r), MOE_UNAVAILABLE, MOE_REASON_REFORMING);
+    for (int w = 0; w < 3; w++)
+        assert_int_equal(fake_calls(&fakes[w]), 1);
+    free_request(r);
+    moe_client_close(c);
+}
+
+/* A pass that is retained stays with its worker. */
+static void a_retained_pass_goes_to_no_other_worker(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.size = sizeof with, .hedge = true};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(5, MOE_DTYPE_F32, false);
+    const enum fake_mood script[] = {FAKE_FAIL, FAKE_FAIL};
+    r->f.retain_session = "s";
+    r->f.retain_micro_batch_id = 1;
+    fake_script(fakes, FAKE_GOOD, 2, script);
+    for (int w = 1; w < 3; w++)
+        fake_script(&fakes[w], FAKE_GOOD, 0, NULL);
+    assert_ok(forward(c, r));
+    assert_int_equal(fake_calls(&fakes[0]), 3);
+    assert_int_equal(fake_calls(&fakes[1]) + fake_calls(&fakes[2]), 0);
+    free_request(r);
+    moe_client_close(c);
+}
+
 /* The pause would end after the deadline: the failure is reported at once instead. */
 static void no_pause_outlasts_the_deadline(void **state)
 {
@@ -728,6 +797,9 @@ int main(void)
         TEST(routing_of_the_caller_is_sent),
         TEST(unavailable_is_tried_again_until_it_works),
         TEST(attempts_are_bounded),
+        TEST(retries_end_with_their_budget),
+        TEST(another_worker_is_asked_at_once),
+        TEST(a_retained_pass_goes_to_no_other_worker),
         TEST(the_servers_wish_for_a_pause_is_heeded),
         TEST(no_pause_outlasts_the_deadline),
         TEST(nothing_else_is_tried_again),

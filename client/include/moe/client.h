@@ -16,8 +16,9 @@
  * is too large for that, it fails with ABORTED/VERSION_MISMATCH. A pass that is retained is never
  * cut.
  *
- * Retries. Only a forward that fails with UNAVAILABLE is retried: up to max_attempts times, on
- * another worker if there is one, after a growing pause or the server's hint. If the pass is to be
+ * Retries. Only a forward that fails with UNAVAILABLE is retried: up to max_attempts times, or for
+ * retry_ms, on another worker if there is one, after a growing pause or the server's hint. With
+ * `hedge` there is no pause until all workers have refused. If the pass is to be
  * retained for Backward, the library retries until the call's time is over. Training calls have
  * their own rule (moe/client_training.h). UNAVAILABLE/MODEL_LOADING is retried likewise: a slot has
  * not loaded the model yet.
@@ -91,6 +92,15 @@ struct moe_client_config {
      * train. NULL or "" = the default model of the group. Copied. */
     const char *model;
     enum moe_client_way way; /* 0 = MOE_CLIENT_WAY_ANY */
+    /* How long a forward without retain_session may be retried, from its start; max_attempts does
+     * not count then. No attempt begins later, and the call ends at its timeout in any case. 0 =
+     * max_attempts counts. */
+    uint64_t retry_ms;
+    /* After UNAVAILABLE, such a forward goes to the next worker at once, and pauses only when all
+     * have refused it. Without `spread`, calls begin at `endpoint`, and the others are those that
+     * it named when the client connected; each has a connection with a thread. Training calls, and
+     * passes that are retained, stay with their worker. */
+    bool hedge;
 };
 
 /* Connects, and asks the server for its limits and model. */

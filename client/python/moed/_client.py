@@ -112,6 +112,12 @@ class Client(TrainingCalls):
               Answers, codes and reasons are the same; texts may differ
     spin_us   how long a connection of libmoeclient spins for the next answer: lower latency for one
               core. Without the extension it has no effect
+    retry_time
+              how long a forward pass that fails with UNAVAILABLE may be retried, in seconds, from
+              its start and within its timeout. None: up to 4 attempts
+    hedge     True: after UNAVAILABLE, a forward pass goes to the next worker at once, also without
+              `spread`, and pauses only when all have refused it. Passes with `retain`, and training
+              calls, stay with their worker
     float16   "refuse": a TypeError for x of float16, which workers do not have. "convert": x goes
               as float32, and y is rounded to float16
 
@@ -132,10 +138,12 @@ class Client(TrainingCalls):
 
     def __init__(self, endpoint, spread=False, timeout=60.0, *, model=None, model_digest=None,
                  tls_ca=None, tls_certificate=None, tls_key=None, tls_server_name=None,
-                 token_file=None, insecure=None, transport=None, spin_us=0, float16="refuse"):
+                 token_file=None, insecure=None, transport=None, spin_us=0, float16="refuse",
+                 retry_time=None, hedge=False):
         if float16 not in ("refuse", "convert"):
             raise ValueError('float16 is "refuse" or "convert", not %r' % (float16,))
         _errors.check_limit(timeout)
+        _errors.check_limit(retry_time)
         native = _native_calls.choose(transport)
         _check_endpoint(endpoint)
         _check_digest(model_digest)
@@ -145,6 +153,7 @@ class Client(TrainingCalls):
         self._trust = Trust(tls_ca, tls_certificate, tls_key, tls_server_name, token_file,
                             insecure).completed()
         self._timeout = timeout
+        self._retry_time, self._hedge = retry_time, bool(hedge)
         self._is_closed = False
         self._process = os.getpid()
         self._convert_half = float16 == "convert"
@@ -176,14 +185,16 @@ class Client(TrainingCalls):
             Layer(each.layer, each.hidden, each.experts, each.top_k, each.intermediate,
                   each.zero_experts, each.shared_intermediate) for each in served.layers)
         self._layer_by_index = {layer.layer: layer for layer in self._layers}
-        if spread:
+        if spread or hedge:
             self._workers += [_Worker(each, self._trust) for slot, each in enumerate(info.workers)
                               if slot != info.slot and each]  # a slot may be empty
+        self._spread = bool(spread)
         self._next_worker = itertools.count(random.randrange(len(self._workers)))
         if native is not None:
             try:
                 self._connection = _native_calls.Connection(
-                    native, endpoint, spread, timeout, spin_us, self._trust, model, model_digest)
+                    native, endpoint, spread, timeout, spin_us, self._trust, model, model_digest,
+                    retry_time, self._hedge)
             except BaseException:
                 self.close()
                 raise
@@ -368,9 +379,12 @@ class Client(TrainingCalls):
                 "--max-message-bytes): send fewer tokens per call" % (request.tokens, size, limit))
 
     def _call(self, request, timeout, home=False, patient=False):
+        by_time = patient or self._retry_time is not None
         retry = RetryPolicy(self, "Forward", self._timeout if timeout is None else timeout,
-                            None if patient else _ATTEMPTS)
-        for number in itertools.count(next(self._next_worker)):
+                            None if by_time else _ATTEMPTS,
+                            None if patient else self._retry_time,
+                            len(self._workers) - 1 if self._hedge and not home else 0)
+        for number in itertools.count(next(self._next_worker) if self._spread else 0):
             worker = self._workers[0 if home else number % len(self._workers)]
             try:
                 return worker.forward(request, timeout=retry.left())
@@ -392,7 +406,8 @@ class Client(TrainingCalls):
             lane = self._connection.open_stream()
             self._children.add(lane)
         else:
-            lane = GrpcLane(self, self._workers[next(self._next_worker) % len(self._workers)])
+            number = next(self._next_worker) if self._spread else 0
+            lane = GrpcLane(self, self._workers[number % len(self._workers)])
         return Stream(self, lane)
 
     def open_regions(self, timeout=None, spin_us=0):

@@ -50,11 +50,14 @@ class RetryPolicy:
     limit     seconds for all attempts; None: no limit while a worker executes the call. If no
               worker answers for the client's timeout, the call fails
     attempts  limit on their number; None: none
+    budget    no attempt begins later than so many seconds after the call; None: no such limit
+    others    so many further workers are tried without a pause
     """
 
-    def __init__(self, client, what, limit, attempts=None):
+    def __init__(self, client, what, limit, attempts=None, budget=None, others=0):
         _errors.check_limit(limit)
         self._client, self._what, self._limit, self._attempts = client, what, limit, attempts
+        self._budget, self._others, self._refused = budget, others, 0
         self._begun = self._tried = self._alone = time.monotonic()
         self._say_at = self._begun + _SILENCE
         self._pauses = 0
@@ -75,9 +78,14 @@ class RetryPolicy:
             self._alone = now  # a worker has executed it for all that time
         end = (self._alone + self._client._timeout if self._limit is None
                else self._begun + self._limit)
+        if self._budget is not None:
+            end = min(end, self._begun + self._budget)
         half = min(_PAUSE_FIRST * 2**min(self._pauses, 10), _PAUSE_MAX) / 2
         pause = (failure.retry_after or half) + random.uniform(0, half)
         self._pauses += 1
+        self._refused = (self._refused + 1) % (self._others + 1)
+        if self._refused:  # another worker has not been asked yet
+            pause = 0
         if (failure.code != grpc.StatusCode.UNAVAILABLE or once or now + pause >= end
                 or self._pauses == self._attempts):
             raise self._final(failure, endpoint, now)
