@@ -45,10 +45,11 @@ static struct moe_status look(struct scale *s, const Moe__V1__GetStatusResponse 
         return moe_ok();
     const Moe__V1__Error *e = status->scale_error;
     if (e == NULL)
-        return moe_error(MOE_ABORTED, MOE_REASON_NONE,
-                         "the coordinator has started again meanwhile, or another scaling followed: "
-                         "the group has %" PRIu32 " workers",
-                         status->size);
+        return moe_error(
+            MOE_ABORTED, MOE_REASON_NONE,
+            "the coordinator has started again meanwhile, or another scaling followed: "
+            "the group has %" PRIu32 " workers",
+            status->size);
     return moe_error((enum moe_code)e->code, moe_reason_from_name(e->reason),
                      "not scaled, the group serves as before: %s", e->message);
 }

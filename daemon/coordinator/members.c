@@ -430,8 +430,14 @@ static struct moe_status cordoned_slot(const struct moe_membership *m, uint32_t 
                            "slot %u is cordoned: %s", slot, m->saved.cordon_reasons[slot]);
 }
 
+/* Slots that such a worker could have. */
+static uint32_t count_usable(const struct moe_membership *m, bool trains)
+{
+    return trains ? moe_membership__size(m) : m->config.slots;
+}
+
 /* The error says when a slot may become free: when the lease of a disconnected worker ends. */
-static struct moe_status no_free_slot(const struct moe_membership *m)
+static struct moe_status no_free_slot(const struct moe_membership *m, bool trains)
 {
     uint64_t first_ns = MOE_NEVER;
     uint32_t slot = 0;
@@ -449,13 +455,13 @@ static struct moe_status no_free_slot(const struct moe_membership *m)
     if (first_ns == MOE_NEVER)
         return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_SLOT_TAKEN,
                                (uint32_t)(m->config.lease_ns / MOE_NS_PER_MS),
-                               "all %u slots are taken", m->config.slots);
+                               "all %u slots are taken", count_usable(m, trains));
     uint64_t left_ns = first_ns > m->now_ns ? first_ns - m->now_ns : 0;
     uint32_t left_ms = (uint32_t)(left_ns / MOE_NS_PER_MS) + 1;
     return moe_error_retry(MOE_RESOURCE_EXHAUSTED, MOE_REASON_SLOT_TAKEN, left_ms,
                            "all %u slots are taken; slot %u is not connected, its lease ends in "
                            "%u.%u s",
-                           m->config.slots, slot, left_ms / 1000, left_ms % 1000 / 100);
+                           count_usable(m, trains), slot, left_ms / 1000, left_ms % 1000 / 100);
 }
 
 /* Peers and clients dial the address, so it must not be that of another worker. */
@@ -513,7 +519,7 @@ struct moe_status moe_membership__register(struct moe_membership *m, uint64_t st
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group is shutting down");
     MOE_TRY(check_address(m, r));
     if (!known && !pick_slot(m, r, &slot))
-        return no_free_slot(m);
+        return no_free_slot(m, r->trains);
     if (known)
         MOE_TRY(check_claim(m, &m->members[slot], r));
     if (known && !same && moe_membership__is_cordoned(m, slot))

@@ -5,17 +5,28 @@
 
 #include "base/clock.h"
 #include "base/cores.h"
+#include "base/thread.h"
 #include "base/transfer.h"
+#include "base/wait.h"
 #include "daemon/log.h"
 #include "daemon/notify.h"
 
 #include <inttypes.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
-enum { DIGEST_THREADS_MAX = 8 };
+enum {
+    DIGEST_THREADS_MAX = 8,
+    /* Of threads that load the next layers, or free old ones, while steps run. */
+    QUIET_PRIORITY = 10,
+    FREE_AFTER_MS = 2000,
+    FREE_POLL_MS = 50,
+};
 
 /* The placement in the form of layer_create. */
 struct table {
@@ -42,9 +53,13 @@ struct moe_loader {
     size_t layer_count;
     const struct moe_layer_spec **specs; /* [layer_count] */
     struct share now, next;              /* `next`: in addition */
-    struct share *loading;               /* during a load, one of these */
-    const struct share *assigned;        /* of the last assignment */
-    struct moe_digester *digester;       /* during a load */
+    struct share old;                    /* what `freeing` frees */
+    pthread_t freeing;
+    bool is_freeing;
+    atomic_bool free_now;
+    struct share *loading;         /* during a load, one of these */
+    const struct share *assigned;  /* of the last assignment */
+    struct moe_digester *digester; /* during a load */
     atomic_bool cancelled, may_load_next;
     _Atomic uint64_t loaded_bytes, total_bytes;
     uint64_t begun_ns, logged_ns; /* of the present load: its start, its last progress line */
@@ -397,6 +412,34 @@ bool moe_loader_holds(const struct moe_loader *l, const struct moe_group_assignm
     return holds;
 }
 
+/* Threads that this one creates have its priority. It cannot be raised again. */
+static void become_quiet(void)
+{
+    (void)setpriority(PRIO_PROCESS, (id_t)gettid(), QUIET_PRIORITY);
+}
+
+/* A view that begins touches new memory. Threads that free much meanwhile would delay it. */
+static void *free_old(void *arg)
+{
+    struct moe_loader *l = arg;
+    uint64_t due_ns = moe_clock_ns() + FREE_AFTER_MS * MOE_NS_PER_MS;
+    become_quiet();
+    for (uint64_t now = moe_clock_ns(); now < due_ns && !atomic_load(&l->free_now);
+         now = moe_clock_ns())
+        moe_sleep_until(now + FREE_POLL_MS * MOE_NS_PER_MS);
+    drop_share(l, &l->old);
+    return NULL;
+}
+
+static void await_freeing(struct moe_loader *l)
+{
+    atomic_store(&l->free_now, true);
+    if (l->is_freeing)
+        pthread_join(l->freeing, NULL);
+    l->is_freeing = false;
+    atomic_store(&l->free_now, false);
+}
+
 /* Loads `t` into an empty share, and owns it. */
 static struct moe_status fill_share(struct moe_loader *l, struct share *share, struct table t)
 {
@@ -436,16 +479,39 @@ struct moe_status moe_loader_load(struct moe_loader *l, const struct moe_group_a
     return fill_share(l, &l->now, t);
 }
 
+struct quiet_load {
+    struct moe_loader *loader;
+    struct table table;
+    struct moe_status status;
+};
+
+static void *load_quietly(void *arg)
+{
+    struct quiet_load *q = arg;
+    become_quiet();
+    q->status = fill_share(q->loader, &q->loader->next, q->table);
+    return NULL;
+}
+
 struct moe_status moe_loader_load_next(struct moe_loader *l, const struct moe_group_assignment *a)
 {
     struct table t;
+    pthread_t thread;
     if (l->now.table.placements == NULL)
         return moe_loader_load(l, a);
     MOE_TRY(make_table(l, a, &t));
     if (find_share(l, &l->now, &t) || find_share(l, &l->next, &t))
         return moe_ok();
     drop_share(l, &l->next);
-    return fill_share(l, &l->next, t);
+    await_freeing(l);
+    struct quiet_load q = {.loader = l, .table = t};
+    int rc = moe_thread_create(&thread, "moe-load-next", load_quietly, &q);
+    if (rc != 0) {
+        free_table(&t);
+        return moe_thread_failure("moe-load-next", rc);
+    }
+    pthread_join(thread, NULL);
+    return q.status;
 }
 
 void moe_loader_take_next(struct moe_loader *l, uint64_t placement_hash)
@@ -467,7 +533,16 @@ void moe_loader_take_next(struct moe_loader *l, uint64_t placement_hash)
 
 void moe_loader_drop_next(struct moe_loader *l)
 {
-    drop_share(l, &l->next);
+    if (l->next.table.placements == NULL)
+        return;
+    await_freeing(l);
+    struct share empty = l->old;
+    l->old = l->next;
+    l->next = empty;
+    int rc = moe_thread_create(&l->freeing, "moe-free-layers", free_old, l);
+    l->is_freeing = rc == 0;
+    if (rc != 0)
+        drop_share(l, &l->old);
 }
 
 void moe_loader_allow_next(struct moe_loader *l, bool allowed)
@@ -578,7 +653,8 @@ struct moe_status moe_loader_create(const struct moe_backend *backend, struct mo
         l->events = *events;
     l->layer_count = moe_model_layer_count(model);
     l->specs = calloc(l->layer_count + 1, sizeof *l->specs);
-    if (l->specs == NULL || !make_share(l, &l->now) || !make_share(l, &l->next))
+    if (l->specs == NULL || !make_share(l, &l->now) || !make_share(l, &l->next) ||
+        !make_share(l, &l->old))
         goto no_memory;
     for (size_t i = 0; i < l->layer_count; i++)
         l->specs[i] = moe_model_layer(model, i);
@@ -593,6 +669,8 @@ void moe_loader_destroy(struct moe_loader *l)
 {
     if (l == NULL)
         return;
+    await_freeing(l);
+    destroy_share(l, &l->old);
     destroy_share(l, &l->now);
     destroy_share(l, &l->next);
     free(l->specs);

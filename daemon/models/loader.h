@@ -43,14 +43,15 @@ bool moe_loader_holds(const struct moe_loader *l, const struct moe_group_assignm
  * moe_loader_cancel. */
 struct moe_status moe_loader_load(struct moe_loader *l,
                                   const struct moe_group_assignment *a) MOE_CHECKED;
-/* Loads the next layers, in addition to the present ones, which steps may use meanwhile. On failure
+/* Loads the next layers, in addition to the present ones, which steps may use meanwhile; so it does
+ * it with a low priority. On failure
  * the present ones stay. Errors also: MOE_ABORTED while it is not allowed. */
 struct moe_status moe_loader_load_next(struct moe_loader *l,
                                        const struct moe_group_assignment *a) MOE_CHECKED;
 /* If the placement of the next layers has this hash, they become the present ones, and these the
  * next ones. No step may use layers. */
 void moe_loader_take_next(struct moe_loader *l, uint64_t placement_hash);
-/* Frees the next layers. */
+/* Frees the next layers: two seconds later, on a thread with a low priority. */
 void moe_loader_drop_next(struct moe_loader *l);
 /* [any thread] Whether the next layers may be loaded; at first not. */
 void moe_loader_allow_next(struct moe_loader *l, bool allowed);

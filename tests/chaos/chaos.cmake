@@ -2,7 +2,7 @@
 # Faults of whole hosts, of the coordinator and of etcd, with real daemons. The partition needs
 # network namespaces, the leader etcd, and overcommit control groups; they are skipped where there
 # is none. The long forms repeat the scenes.
-foreach(scene partition coordinator leader replicas partial rolling mixed overcommit)
+foreach(scene partition coordinator leader replicas partial rolling elastic mixed overcommit)
   set(command ${MOE_PYTHON} -B ${PROJECT_SOURCE_DIR}/tests/chaos/test_${scene}.py
     ${PROJECT_BINARY_DIR} ${MOE_GOLDEN_MODELS})
   add_test(NAME chaos_${scene} COMMAND ${command})

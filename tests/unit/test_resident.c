@@ -295,6 +295,45 @@ static void loading_can_be_cancelled(void **state)
     check_nothing_is_held(r);
 }
 
+/* As a worker loads for the next view. */
+static void the_next_layers_come_while_the_present_ones_serve(void **state)
+{
+    struct resident *r = *state;
+    struct moe_group_assignment next = r->assignment;
+    struct moe_loader *other;
+    next.slots = 2;
+    next.placement_version = 2;
+    assert_ok(moe_loader_create(&r->backend, r->device, r->model, NULL, &other));
+    assert_ok(moe_loader_load(other, &next));
+    uint64_t hash = moe_loader_placement_hash(other);
+    moe_loader_destroy(other);
+
+    assert_ok(moe_loader_load(r->loader, &r->assignment));
+    struct moe_layer *const *layers = moe_loader_layers(r->loader), *present = layers[0];
+    uint64_t present_hash = moe_loader_placement_hash(r->loader);
+    struct moe_status st = moe_loader_load_next(r->loader, &next);
+    assert_int_equal(st.code, MOE_ABORTED); /* it is not allowed */
+    moe_loader_allow_next(r->loader, true);
+    fake.free_bytes = r->bytes - 1;
+    st = moe_loader_load_next(r->loader, &next);
+    assert_int_equal(st.code, MOE_RESOURCE_EXHAUSTED); /* memory does not hold both */
+    assert_true(layers[0] == present && !moe_loader_holds(r->loader, &next));
+    fake.free_bytes = 0;
+    assert_ok(moe_loader_load_next(r->loader, &next));
+    assert_true(layers[0] == present && moe_loader_placement_hash(r->loader) == present_hash);
+    assert_true(moe_loader_holds(r->loader, &next) && moe_loader_holds(r->loader, &r->assignment));
+
+    moe_loader_take_next(r->loader, hash + 1); /* a view of another placement */
+    assert_true(layers[0] == present);
+    moe_loader_take_next(r->loader, hash);
+    assert_true(layers[0] != present && layers[0] != NULL);
+    assert_true(moe_loader_placement_hash(r->loader) == hash);
+    moe_loader_drop_next(r->loader);
+    assert_false(moe_loader_holds(r->loader, &r->assignment));
+    moe_loader_take_next(r->loader, present_hash); /* it is gone */
+    assert_true(moe_loader_placement_hash(r->loader) == hash);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -303,6 +342,8 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(an_error_names_a_file_that_shrinks, setup, teardown),
         cmocka_unit_test_setup_teardown(loading_can_be_cancelled, setup, teardown),
+        cmocka_unit_test_setup_teardown(the_next_layers_come_while_the_present_ones_serve, setup,
+                                        teardown),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
