@@ -49,10 +49,11 @@ static struct moe_status restore_places(struct moe_membership *m)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "%u workers hold the experts of the group, too few for %u replicas",
                          moe_membership__size(m), m->config.replicas);
+    char slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    moe_membership__list_slots(slots, m->saved.places);
     if (m->saved.places != first)
         moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_SCALED, MOE_MEMBERSHIP_NO_SLOT,
-                            "the group was scaled: %u workers hold experts",
-                            moe_membership__size(m));
+                            "the group was scaled: the experts are on %s", slots);
     return moe_ok();
 }
 
@@ -85,6 +86,7 @@ static void restore_view(struct moe_membership *m)
     m->view_epoch = m->saved.view_epoch;
     m->view_live = live;
     m->view_version = m->saved.view_version;
+    m->removed = live & ~m->saved.places; /* they were about to leave */
     m->view_since_ns = m->now_ns;
     m->restoring = true;
     for (uint32_t s = 0; s < m->config.slots; s++) {

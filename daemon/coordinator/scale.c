@@ -92,21 +92,21 @@ static void activate(struct moe_membership *m, uint64_t loaded)
     char slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
     moe_membership__list_slots(slots, m->saved.places);
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_SCALED, MOE_MEMBERSHIP_NO_SLOT,
-                        "%u workers hold the experts from now on: %s", moe_membership__size(m),
-                        slots);
+                        "the experts are on %s from now on", slots);
 }
 
 struct moe_status moe_membership__begin_move(struct moe_membership *m, uint64_t places,
                                              const char *reason)
 {
-    char clean[MOE_MEMBERSHIP_REASON_BYTES], slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    char clean[MOE_MEMBERSHIP_REASON_BYTES];
+    char from[MOE_MEMBERSHIP_SLOT_LIST_BYTES], to[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
     m->scale_error = moe_ok();
     MOE_TRY(place_next(m, places));
     moe_membership_copy_text(clean, sizeof clean, reason);
-    moe_membership__list_slots(slots, places);
+    moe_membership__list_slots(from, m->saved.places);
+    moe_membership__list_slots(to, places);
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_SCALING, MOE_MEMBERSHIP_NO_SLOT,
-                        "scaling from %u workers to %u (%s): %s", moe_membership__size(m),
-                        (unsigned)__builtin_popcountll(places), slots, clean);
+                        "scaling: the experts move from %s to %s: %s", from, to, clean);
     m->next.places = places;
     if (m->view_epoch == 0) {
         activate(m, 0);
@@ -121,9 +121,10 @@ void moe_membership__abandon_move(struct moe_membership *m, const struct moe_sta
         return;
     m->scale_error = *why;
     moe_membership_copy_text(m->scale_error.text, sizeof m->scale_error.text, why->text);
+    char slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    moe_membership__list_slots(slots, m->saved.places);
     moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_NOT_SCALED, MOE_MEMBERSHIP_NO_SLOT,
-                        "not scaled, %u workers hold the experts as before: %s",
-                        moe_membership__size(m), m->scale_error.text);
+                        "not scaled, the experts stay on %s: %s", slots, m->scale_error.text);
     /* Members of views get their present share again, and free the rest. */
     for (uint32_t s = 0; s < m->config.slots; s++)
         if ((m->next.asked >> s & 1) != 0 && moe_membership__is_place(m, s))
