@@ -90,7 +90,9 @@ static void take_idle_back(struct moe_coordinator *c)
 static struct moe_status check_group(struct moe_coordinator *c,
                                      const struct moe_membership_saved *saved)
 {
-    if (saved->view_epoch != 0 && saved->slots != c->machine_config.slots)
+    bool fits = c->machine_config.size != 0 ? saved->slots <= c->machine_config.slots
+                                            : saved->slots == c->machine_config.slots;
+    if (saved->view_epoch != 0 && !fits)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
                          "the group can have %u workers, and --max-workers (--workers) says %u",
                          saved->slots, c->machine_config.slots);

@@ -76,7 +76,9 @@ static void restore_view(struct moe_membership *m)
         m->saved.view_version = m->saved.placement_version;
     bool covers = moe_placement_covers(m->saved.places, m->config.replicas, live) ||
                   m->saved.view_version != m->saved.placement_version;
-    if (m->saved.slots != m->config.slots || !(m->config.partial || covers))
+    bool fits = m->config.size != 0 ? m->saved.slots <= m->config.slots /* --max-workers may rise */
+                                    : m->saved.slots == m->config.slots;
+    if (!fits || !(m->config.partial || covers))
         m->saved.view_epoch = 0; /* the size of the group, or what it allows, has changed */
     if (m->saved.view_epoch == 0) {
         memset(m->saved.members, 0, sizeof m->saved.members);

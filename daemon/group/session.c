@@ -110,7 +110,7 @@ static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
         moe_rpc_stream_cancel(g->stream);
         return;
     }
-    if (g->has_slot && (r->slot != g->slot || r->slots != g->slots))
+    if (g->has_slot && r->slot != g->slot)
         moe_group__end_view(g, "the coordinator gave this worker another slot");
     g->registered = g->has_slot = true;
     g->slot = r->slot;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Single scenarios of a group that is scaled; the simulation (test_membership_sim) covers unforeseen
- * ones. The world here writes at once, and sends what a test says. */
+/* Single scenarios of a group that is scaled; the simulation (test_membership_sim) covers
+ * unforeseen ones. The world here writes at once, and sends what a test says. */
 #include "base/clock.h"
 #include "coordinator/membership.h"
 #include "support/check.h"
@@ -342,13 +342,36 @@ static void the_size_outlives_the_coordinator(void **unused)
     assert_int_equal(st.reason, MOE_REASON_UNSUPPORTED);
 }
 
+/* A restart with another --max-workers does not end the view. */
+static void the_limit_can_be_raised_while_the_group_serves(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s, 2);
+    moe_membership_destroy(m);
+    m = NULL;
+    assert_ok(create(SLOTS + 2, 2));
+    for (uint32_t i = 0; i < 2; i++) {
+        struct moe_membership_heartbeat h = {.epoch = 1};
+        s[i] = join(i);
+        moe_membership_on_heartbeat(m, now, s[i], &h);
+        carry_out();
+    }
+    assert_true(group().state == MOE_GROUP_SERVING && group().epoch == 1);
+    assert_true(group().slots == SLOTS + 2 && group().size == 2);
+}
+
 int main(void)
 {
 #define STORY(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
     const struct CMUnitTest tests[] = {
-        STORY(a_view_is_replaced_when_all_have_loaded), STORY(a_failed_load_undoes_it),
-        STORY(workers_without_a_place_leave_together),  STORY(what_is_refused_changes_nothing),
-        STORY(the_last_holder_leaves_only_by_force),    STORY(the_size_outlives_the_coordinator),
+        STORY(a_view_is_replaced_when_all_have_loaded),
+        STORY(a_failed_load_undoes_it),
+        STORY(workers_without_a_place_leave_together),
+        STORY(what_is_refused_changes_nothing),
+        STORY(the_last_holder_leaves_only_by_force),
+        STORY(the_size_outlives_the_coordinator),
+        STORY(the_limit_can_be_raised_while_the_group_serves),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
