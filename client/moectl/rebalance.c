@@ -1,254 +1,179 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* moectl rebalance --dry-run: what other copies of experts would gain, by the rows that the workers
- * have computed. It reads figures and changes nothing. */
+/* moectl rebalance: the coordinator moves copies of experts to where they even out the rows of
+ * slots, or tells with --dry-run what that would gain. */
 #include "commands.h"
 #include "moectl/group/link.h"
 #include "moectl/io/table.h"
 
-#include "balance/plan.h"
+#include "base/clock.h"
 
 #include <inttypes.h>
-#include <stdlib.h>
-#include <string.h>
 
-/* One layer of the default model. */
-struct layer {
-    uint32_t layer, experts, places; /* places: copies that a slot would hold */
-    Moe__V1__GetPlacementResponse *placement;
-    uint64_t *rows;             /* [E] of all workers */
-    double load[MOE_MAX_SLOTS]; /* rows of each slot */
-    uint16_t *expert;           /* [slots, places] the plan */
-    double mean, now, planned;  /* rows of a slot; of the busiest one */
-    uint32_t added;             /* copies that slots lack now */
-};
+enum { REACH_S = 10, GAIN_DEFAULT = 5 };
 
 struct rebalance {
     struct moectl_common common;
     bool dry_run;
-    uint64_t spare;
-    struct moectl_link *link;
-    Moe__V1__GetStatusResponse *status;
-    struct moectl_link *workers[MOE_MAX_SLOTS]; /* by slot; NULL = empty */
-    struct moectl_table *table;
-    json_t *layers;
+    uint64_t spare, least_gain, version;
     double mean, now, planned; /* sums over layers: each step waits for its busiest slot */
     uint64_t added;
 };
-
-static struct moe_status no_memory(void)
-{
-    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
-}
-
-/* ------------------------------------------------------------------ one layer */
-
-static bool holds_now(const struct layer *l, uint32_t slot, uint16_t expert)
-{
-    const Moe__V1__ExpertPlacement *e = l->placement->experts[expert];
-    for (size_t i = 0; i < e->n_slots; i++)
-        if (e->slots[i] == slot)
-            return true;
-    return false;
-}
-
-/* The copies that the fullest slot holds now. */
-static uint32_t present_places(const struct layer *l, uint32_t slots)
-{
-    uint32_t most = 0;
-    for (uint32_t s = 0; s < slots; s++) {
-        uint32_t held = 0;
-        for (uint16_t e = 0; e < l->experts; e++)
-            held += holds_now(l, s, e);
-        most = held > most ? held : most;
-    }
-    return most;
-}
-
-static struct moe_status read_rows(const struct rebalance *r, struct layer *l, uint64_t deadline_ns)
-{
-    uint64_t *of_slot = calloc(l->experts, sizeof *of_slot);
-    struct moe_status st = of_slot != NULL ? moe_ok() : no_memory();
-    for (uint32_t s = 0; s < r->status->slots && !moe_failed(&st); s++) {
-        if (r->workers[s] == NULL)
-            continue;
-        memset(of_slot, 0, l->experts * sizeof *of_slot);
-        st = moectl_link_add_expert_rows(r->workers[s], l->layer, deadline_ns, of_slot, l->experts);
-        for (uint32_t e = 0; e < l->experts; e++) {
-            l->rows[e] += of_slot[e];
-            l->load[s] += (double)of_slot[e];
-        }
-    }
-    free(of_slot);
-    return st;
-}
-
-static void judge(struct layer *l, const struct moe_placement_plan_input *in)
-{
-    double sum = 0;
-    for (uint32_t s = 0; s < in->slots; s++) {
-        sum += l->load[s];
-        l->now = l->load[s] > l->now ? l->load[s] : l->now;
-        for (uint32_t p = 0; p < in->places; p++)
-            l->added += !holds_now(l, s, l->expert[s * in->places + p]);
-    }
-    l->mean = sum / in->slots;
-    l->planned = l->mean * moe_placement_imbalance(in, l->rows, l->expert);
-}
-
-static struct moe_status plan(const struct rebalance *r, struct layer *l, uint64_t deadline_ns)
-{
-    MOE_TRY(moectl_link_placement(r->link, "", l->layer, deadline_ns, &l->placement));
-    l->experts = (uint32_t)l->placement->n_experts;
-    uint32_t slots = r->status->slots, places = present_places(l, slots) + (uint32_t)r->spare;
-    l->places = places < l->experts ? places : l->experts;
-    l->rows = calloc((size_t)l->experts + 1, sizeof *l->rows);
-    l->expert = calloc((size_t)slots * l->places + 1, sizeof *l->expert);
-    if (l->rows == NULL || l->expert == NULL)
-        return no_memory();
-    MOE_TRY(read_rows(r, l, deadline_ns));
-    const struct moe_placement_plan_input in = {
-        .slots = slots, .layers = 1, .experts = l->experts, .places = l->places, .rows = l->rows};
-    MOE_TRY(moe_placement_plan(&in, l->expert));
-    judge(l, &in);
-    return moe_ok();
-}
-
-/* ------------------------------------------------------------------ output */
 
 static double over_mean(double rows, double mean)
 {
     return mean > 0 ? rows / mean : 1;
 }
 
-static json_t *planned_slots(const struct layer *l, uint32_t slots)
+/* ------------------------------------------------------------------ the call */
+
+/* A move may have no limit; reaching the group always has one. */
+static struct moe_status ask(struct rebalance *r, Moe__V1__RebalanceResponse **answer)
+{
+    Moe__V1__GetStatusResponse *status = NULL;
+    struct moectl_link *link = NULL;
+    uint64_t deadline_ns = moectl_deadline(&r->common);
+    uint64_t reach_ns = moe_earlier(moe_clock_ns() + REACH_S * MOE_NS_PER_S, deadline_ns);
+    Moe__V1__RebalanceRequest request = MOE__V1__REBALANCE_REQUEST__INIT;
+    ProtobufCMessage *m = NULL;
+    request.dry_run = r->dry_run;
+    request.spare_experts = (uint32_t)r->spare;
+    request.least_gain = (uint32_t)r->least_gain;
+    request.placement_version = (uint32_t)r->version;
+    struct moe_status st = moectl_admin_find(&r->common, reach_ns, &link, &status);
+    if (!moe_failed(&st))
+        st = moectl_link_call(link, "/moe.v1.AdminService/Rebalance", &request.base, deadline_ns,
+                              &moe__v1__rebalance_response__descriptor, &m);
+    if (status != NULL)
+        moe__v1__get_status_response__free_unpacked(status, NULL);
+    moectl_link_close(link);
+    *answer = (Moe__V1__RebalanceResponse *)m;
+    return st;
+}
+
+/* ------------------------------------------------------------------ output */
+
+static void add(struct rebalance *r, const Moe__V1__RebalanceResponse *answer)
+{
+    for (size_t i = 0; i < answer->n_layers; i++) {
+        r->mean += answer->layers[i]->mean_rows;
+        r->now += answer->layers[i]->busiest_rows;
+        r->planned += answer->layers[i]->planned_rows;
+        r->added += answer->layers[i]->copies_added;
+    }
+}
+
+static json_t *slots_of(const Moe__V1__LayerMove *l)
 {
     json_t *list = json_array();
-    for (uint32_t s = 0; s < slots; s++) {
+    for (size_t s = 0; s < l->n_slots; s++) {
         json_t *experts = json_array();
-        for (uint32_t p = 0; p < l->places; p++)
-            json_array_append_new(experts, json_integer(l->expert[s * l->places + p]));
-        json_array_append_new(list,
-                              json_pack("{s:I, s:o}", "slot", (json_int_t)s, "experts", experts));
+        for (size_t e = 0; e < l->slots[s]->n_experts; e++)
+            json_array_append_new(experts, json_integer((json_int_t)l->slots[s]->experts[e]));
+        json_array_append_new(list, json_pack("{s:I, s:o}", "slot", (json_int_t)l->slots[s]->slot,
+                                              "experts", experts));
     }
     return list;
 }
 
-static void add_layer(struct rebalance *r, const struct layer *l)
+static int print_document(const struct rebalance *r, const Moe__V1__RebalanceResponse *answer)
 {
-    moectl_table_cell(r->table, "%" PRIu32, l->layer);
-    moectl_table_cell(r->table, "%.0f", l->mean * r->status->slots);
-    moectl_table_cell(r->table, "%.3f", over_mean(l->now, l->mean));
-    moectl_table_cell(r->table, "%.3f", over_mean(l->planned, l->mean));
-    moectl_table_cell(r->table, "%" PRIu32, l->added);
-    json_array_append_new(
-        r->layers,
-        json_pack("{s:I, s:f, s:f, s:f, s:I, s:o}", "layer", (json_int_t)l->layer, "rows",
-                  l->mean * r->status->slots, "maxOverMean", over_mean(l->now, l->mean),
-                  "plannedMaxOverMean", over_mean(l->planned, l->mean), "copiesAdded",
-                  (json_int_t)l->added, "slots", planned_slots(l, r->status->slots)));
-    r->mean += l->mean;
-    r->now += l->now;
-    r->planned += l->planned;
-    r->added += l->added;
+    json_t *document = moectl_document("Rebalance"), *layers = json_array();
+    json_object_set_new(document, "moved", json_boolean(answer->moved));
+    json_object_set_new(document, "placementVersion",
+                        json_integer((json_int_t)answer->placement_version));
+    json_object_set_new(document, "maxOverMean", json_real(over_mean(r->now, r->mean)));
+    json_object_set_new(document, "plannedMaxOverMean", json_real(over_mean(r->planned, r->mean)));
+    json_object_set_new(document, "copiesAdded", json_integer((json_int_t)r->added));
+    for (size_t i = 0; i < answer->n_layers; i++) {
+        const Moe__V1__LayerMove *l = answer->layers[i];
+        json_array_append_new(
+            layers, json_pack("{s:I, s:f, s:f, s:f, s:I, s:o}", "layer", (json_int_t)l->layer,
+                              "rows", l->mean_rows * (double)l->n_slots, "maxOverMean",
+                              over_mean(l->busiest_rows, l->mean_rows), "plannedMaxOverMean",
+                              over_mean(l->planned_rows, l->mean_rows), "copiesAdded",
+                              (json_int_t)l->copies_added, "slots", slots_of(l)));
+    }
+    json_object_set_new(document, "layers", layers);
+    return moectl_print(document);
 }
 
-static int show(const struct rebalance *r)
+static int print_table(const Moe__V1__RebalanceResponse *answer)
 {
-    if (r->common.document) {
-        json_t *document = moectl_document("RebalancePlan");
-        json_object_set_new(document, "maxOverMean", json_real(over_mean(r->now, r->mean)));
-        json_object_set_new(document, "plannedMaxOverMean",
-                            json_real(over_mean(r->planned, r->mean)));
-        json_object_set_new(document, "copiesAdded", json_integer((json_int_t)r->added));
-        json_object_set(document, "layers", r->layers);
-        return moectl_print(document);
+    static const struct moectl_column columns[] = {{.title = "LAYER", .right = true},
+                                                   {.title = "ROWS", .right = true},
+                                                   {.title = "BEFORE", .right = true},
+                                                   {.title = "PLANNED", .right = true},
+                                                   {.title = "ADDED", .right = true}};
+    struct moectl_table *t = moectl_table_create(columns, sizeof columns / sizeof *columns, false);
+    for (size_t i = 0; i < answer->n_layers; i++) {
+        const Moe__V1__LayerMove *l = answer->layers[i];
+        moectl_table_cell(t, "%" PRIu32, l->layer);
+        moectl_table_cell(t, "%.0f", l->mean_rows * (double)l->n_slots);
+        moectl_table_cell(t, "%.3f", over_mean(l->busiest_rows, l->mean_rows));
+        moectl_table_cell(t, "%.3f", over_mean(l->planned_rows, l->mean_rows));
+        moectl_table_cell(t, "%" PRIu32, l->copies_added);
     }
-    int code = moectl_table_print(r->table, NULL);
+    int code = moectl_table_print(t, NULL);
+    moectl_table_free(t);
+    return code;
+}
+
+static int show(const struct rebalance *r, const Moe__V1__RebalanceResponse *answer)
+{
+    if (r->common.document)
+        return print_document(r, answer);
+    int code = print_table(answer);
     if (code != MOECTL_OK)
         return code;
     if (r->mean == 0)
         moectl_put("\nno rows so far: a plan has no use before requests have come\n");
     else
-        moectl_put("\nthe busiest slot has %.3f of the mean rows now, %.3f with the plan: %.0f %% "
-                   "fewer rows; %" PRIu64 " copies would be loaded\n",
+        moectl_put("\nthe busiest slot had %.3f of the mean rows, %.3f with the plan: %.0f %% "
+                   "fewer rows; %" PRIu64 " copies %s\n",
                    r->now / r->mean, r->planned / r->mean, 100 * (1 - r->planned / r->now),
-                   r->added);
+                   r->added, answer->moved ? "have moved" : "would move");
+    if (answer->moved)
+        moectl_put("placement %" PRIu32 " is in force\n", answer->placement_version);
+    else if (!r->dry_run)
+        moectl_put("nothing has moved: the gain is below --min-gain %" PRIu64 "\n", r->least_gain);
     return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }
 
 /* ------------------------------------------------------------------ the command */
 
-static struct moe_status open_workers(struct rebalance *r)
-{
-    for (size_t i = 0; i < r->status->n_workers; i++) {
-        const Moe__V1__WorkerStatus *w = r->status->workers[i];
-        if (w->slot < MOE_MAX_SLOTS && w->state != MOE__V1__WORKER_STATE__WORKER_STATE_GONE &&
-            r->workers[w->slot] == NULL)
-            MOE_TRY(moectl_link_open(w->endpoint, &r->workers[w->slot]));
-    }
-    return r->status->slots <= MOE_MAX_SLOTS
-               ? moe_ok()
-               : moe_error(MOE_INTERNAL, MOE_REASON_TOO_LARGE, "the group has too many slots");
-}
-
-static struct moe_status work(struct rebalance *r)
-{
-    uint64_t deadline_ns = moectl_deadline(&r->common);
-    MOE_TRY(moectl_admin_find(&r->common, deadline_ns, &r->link, &r->status));
-    MOE_TRY(open_workers(r));
-    for (size_t i = 0; i < r->status->n_layers; i++) {
-        struct layer l = {.layer = r->status->layers[i]->layer};
-        struct moe_status st = plan(r, &l, deadline_ns);
-        if (!moe_failed(&st))
-            add_layer(r, &l);
-        if (l.placement != NULL)
-            moe__v1__get_placement_response__free_unpacked(l.placement, NULL);
-        free(l.rows);
-        free(l.expert);
-        MOE_TRY(st);
-    }
-    return moe_ok();
-}
-
 static int run(const struct moectl_command *self, int argc, char **argv)
 {
-    static const struct moectl_column columns[] = {{.title = "LAYER", .right = true},
-                                                   {.title = "ROWS", .right = true},
-                                                   {.title = "NOW", .right = true},
-                                                   {.title = "PLANNED", .right = true},
-                                                   {.title = "ADDED", .right = true}};
-    struct rebalance r = {.common = {.format = "table", .timeout_s = 30}, .spare = 2};
+    struct rebalance r = {.common = {.format = "table"}, .spare = 2, .least_gain = GAIN_DEFAULT};
     const struct moe_option options[] = {
         {"dry-run", 0, MOE_OPTION_BOOL, &r.dry_run, 0, 0, NULL,
-         "show the plan and its gain (required: moving experts is not built)"},
+         "show the plan and its gain, and move nothing"},
         {"spare", 0, MOE_OPTION_UINT, &r.spare, 0, MOE_MAX_EXPERTS, "N",
-         "copies of each layer that a slot may hold beyond the present ones"},
+         "with --dry-run: copies of each layer that a slot may hold beyond its share; otherwise "
+         "--spare-experts of the coordinator counts"},
+        {"min-gain", 0, MOE_OPTION_UINT, &r.least_gain, 0, 100, "PERCENT",
+         "move nothing unless the busiest slot gets so much fewer rows"},
+        {"placement", 0, MOE_OPTION_UINT, &r.version, 0, UINT32_MAX, "VERSION",
+         "move only if this placement is in force (0: any)"},
     };
     int code;
     if (!moectl_parse(self, options, sizeof options / sizeof *options, &r.common, argc, argv,
                       &code))
         return code;
-    code = moectl_require(&(struct moectl_required){"dry-run", r.dry_run}, 1);
-    if (code != MOECTL_OK)
-        return code;
-    r.table = moectl_table_create(columns, sizeof columns / sizeof *columns, false);
-    r.layers = json_array();
-    struct moe_status st = work(&r);
-    code = moe_failed(&st) ? moectl_fail(&st) : show(&r);
-    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-        moectl_link_close(r.workers[s]);
-    if (r.status != NULL)
-        moe__v1__get_status_response__free_unpacked(r.status, NULL);
-    moectl_link_close(r.link);
-    moectl_table_free(r.table);
-    json_decref(r.layers);
+    Moe__V1__RebalanceResponse *answer = NULL;
+    struct moe_status st = ask(&r, &answer);
+    if (moe_failed(&st))
+        return moectl_fail(&st);
+    add(&r, answer);
+    code = show(&r, answer);
+    moe__v1__rebalance_response__free_unpacked(answer, NULL);
     return code;
 }
 
 const struct moectl_command moectl_rebalance = {
     .name = "rebalance",
-    .summary = "Plans copies of experts that even out the rows of slots.",
-    .usage = "--dry-run [--spare N]",
-    .examples = "  moectl rebalance --dry-run --spare 4\n",
+    .summary = "Moves copies of experts to where they even out the rows of slots.",
+    .usage = "[--dry-run [--spare N]] [--min-gain PERCENT] [--placement VERSION]",
+    .examples = "  moectl rebalance --dry-run --spare 4\n"
+                "  moectl rebalance\n",
     .run = run,
 };

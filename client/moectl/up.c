@@ -43,7 +43,7 @@ struct up {
     const struct moectl_command *command;
     struct moectl_common common;
     const char *model, *backend, *transport, *log_level, *worker_config;
-    uint64_t workers, replicas, port, metrics_port, threads, drain_s;
+    uint64_t workers, replicas, spare, port, metrics_port, threads, drain_s;
     bool partial; /* views may lack experts */
     bool detach, restart;
 
@@ -123,13 +123,14 @@ static size_t add_trust(const struct up *u, const char **argv, size_t n)
 static struct moe_status start_coordinator(struct up *u)
 {
     char listen[ARGUMENT_MAX], control[ARGUMENT_MAX], metrics[ARGUMENT_MAX], workers[ARGUMENT_MAX],
-        replicas[ARGUMENT_MAX], state[MOECTL_PATH_MAX], log[MOECTL_PATH_MAX];
+        replicas[ARGUMENT_MAX], spare[ARGUMENT_MAX], state[MOECTL_PATH_MAX], log[MOECTL_PATH_MAX];
     MOE_TRY(log_path(u, "coordinator", log));
     listen_address(u, u->workers, listen);
     listen_address(u, u->workers + 1, control);
     metrics_address(u, 0, metrics);
     snprintf(workers, sizeof workers, "%" PRIu64, u->workers);
     snprintf(replicas, sizeof replicas, "%" PRIu64, u->replicas);
+    snprintf(spare, sizeof spare, "%" PRIu64, u->spare);
     if (snprintf(state, sizeof state, "%s/coordinator", u->state_path) >= (int)sizeof state)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
                          "the name of the state directory is too long");
@@ -141,7 +142,7 @@ static struct moe_status start_coordinator(struct up *u)
         (unlink(record) != 0 && errno != ENOENT))
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO, "cannot remove %s/model.digests",
                          state);
-    enum { FIXED = 17 };
+    enum { FIXED = 19 };
     const char *argv[FIXED + 3 + 2 * TRUST_FILES + 1] = {u->coordinator_program,
                                                          "--listen",
                                                          listen,
@@ -151,6 +152,8 @@ static struct moe_status start_coordinator(struct up *u)
                                                          workers,
                                                          "--replicas",
                                                          replicas,
+                                                         "--spare-experts",
+                                                         spare,
                                                          "--state-dir",
                                                          state,
                                                          "--ready-fd",
@@ -501,6 +504,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"replicas", 'r', MOE_OPTION_UINT, &u.replicas, 1, MOE_MAX_SLOTS, "N",
          "workers with a copy of each expert; above 1, the group serves on without workers that "
          "it loses while every expert has a copy. It does not train then"},
+        {"spare-experts", 0, MOE_OPTION_UINT, &u.spare, 0, MOE_MAX_EXPERTS, "N",
+         "places of each layer on each worker for copies that `moectl rebalance` moves"},
         {"partial-views", 0, MOE_OPTION_BOOL, &u.partial, 0, 0, NULL,
          "serve on also without the experts of lost workers (see moe-coordinator --help)"},
         {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME",

@@ -43,6 +43,7 @@ static const struct moe_access_policy table[] = {
     {ADMIN "AcceptModel", MOE_ROLE_ADMIN, false, true},
     {ADMIN "LoadModel", MOE_ROLE_ADMIN, false, true},
     {ADMIN "UnloadModel", MOE_ROLE_ADMIN, false, true},
+    {ADMIN "Rebalance", MOE_ROLE_ADMIN, false, true},
     {ADMIN "ListModels", MOE_ROLE_TRAINER | MOE_ROLE_WORKER | MOE_ROLE_ADMIN | MOE_ROLE_METRICS,
      false, false},
     {ADMIN "ListEvents", MOE_ROLE_ADMIN | MOE_ROLE_METRICS, false, false},

@@ -13,15 +13,15 @@ typedef uint64_t rank;
 
 /* The work of one layer. */
 struct layer {
-    uint32_t slots, places, experts;
-    const uint64_t *rows; /* [E] */
-    uint32_t *copies;     /* [E] */
-    double *weight;       /* [E] rows per copy */
-    rank *ranks;          /* [E] a heap at first, at last ascending */
-    double *load;         /* [slots] rows so far */
-    double *open;         /* [slots] the same; INFINITY if all places are taken */
-    uint32_t *used;       /* [slots] places that are taken */
-    uint16_t *expert;     /* [slots, places] */
+    uint32_t slots, places, experts, least; /* least: copies of each expert */
+    const uint64_t *rows;                   /* [E] */
+    uint32_t *copies;                       /* [E] */
+    double *weight;                         /* [E] rows per copy */
+    rank *ranks;                            /* [E] a heap at first, at last ascending */
+    double *load;                           /* [slots] rows so far */
+    double *open;                           /* [slots] the same; INFINITY if all places are taken */
+    uint32_t *used;                         /* [slots] places that are taken */
+    uint16_t *expert;                       /* [slots, places] */
 };
 
 static rank rank_of(const struct layer *l, uint32_t expert)
@@ -69,13 +69,13 @@ static void take_largest(rank *heap, uint32_t *count)
     sift_down(heap, *count, 0);
 }
 
-/* Gives out the places that are left when each expert has one copy. An expert with a copy on every
- * slot leaves the heap. Then sorts all. */
+/* Gives out the places that are left when each expert has its least copies. An expert with a copy
+ * on every slot leaves the heap. Then sorts all. */
 static void give_copies(struct layer *l)
 {
-    uint32_t count = l->experts, spare = l->slots * l->places - l->experts;
+    uint32_t count = l->experts, spare = l->slots * l->places - l->experts * l->least;
     for (uint32_t e = 0; e < l->experts; e++)
-        l->copies[e] = 1;
+        l->copies[e] = l->least;
     make_heap(l);
     while (spare > 0) {
         uint32_t top = expert_of(l->ranks[0]);
@@ -196,17 +196,19 @@ static struct moe_status check(const struct moe_placement_plan_input *in)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "a plan is for 1 to %d slots and 1 to %d experts", MOE_MAX_SLOTS,
                          MOE_MAX_EXPERTS);
-    if (in->places > in->experts || (uint64_t)in->slots * in->places < in->experts)
+    if (in->copies < 1 || in->copies > in->slots || in->places > in->experts ||
+        (uint64_t)in->slots * in->places < (uint64_t)in->experts * in->copies)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "%u places on each of %u slots do not fit %u experts", in->places,
-                         in->slots, in->experts);
+                         "%u places on each of %u slots do not fit %u experts with %u copies",
+                         in->places, in->slots, in->experts, in->copies);
     return moe_ok();
 }
 
 struct moe_status moe_placement_plan(const struct moe_placement_plan_input *in, uint16_t *expert)
 {
     MOE_TRY(check(in));
-    struct layer l = {.slots = in->slots, .places = in->places, .experts = in->experts};
+    struct layer l = {
+        .slots = in->slots, .places = in->places, .experts = in->experts, .least = in->copies};
     l.ranks = calloc(in->experts, sizeof *l.ranks);
     l.copies = calloc(in->experts, sizeof *l.copies);
     l.weight = calloc(in->experts, sizeof *l.weight);
@@ -229,6 +231,68 @@ struct moe_status moe_placement_plan(const struct moe_placement_plan_input *in, 
     free(l.open);
     free(l.used);
     return st;
+}
+
+/* The list and the slot, of those that are left (bits), with the most experts in common. */
+static void find_pair(const struct moe_placement_plan_input *in, const uint64_t *holders,
+                      const uint16_t *expert, uint64_t lists, uint64_t slots, uint32_t *list,
+                      uint32_t *slot)
+{
+    uint32_t best = 0;
+    *list = (uint32_t)__builtin_ctzll(lists);
+    *slot = (uint32_t)__builtin_ctzll(slots);
+    for (uint64_t left = lists; left != 0; left &= left - 1) {
+        uint32_t common[MOE_MAX_SLOTS] = {0}, i = (uint32_t)__builtin_ctzll(left);
+        for (uint32_t p = 0; p < in->places; p++)
+            for (uint64_t of = holders[expert[i * in->places + p]] & slots; of != 0; of &= of - 1)
+                common[__builtin_ctzll(of)]++;
+        for (uint64_t of = slots; of != 0; of &= of - 1) {
+            uint32_t s = (uint32_t)__builtin_ctzll(of);
+            if (common[s] <= best)
+                continue;
+            best = common[s];
+            *list = i;
+            *slot = s;
+        }
+    }
+}
+
+struct moe_status moe_placement_match(const struct moe_placement_plan_input *in,
+                                      const uint64_t *holders, uint16_t *expert)
+{
+    const size_t size = (size_t)in->slots * in->places, bytes = in->places * sizeof *expert;
+    uint16_t *lists = calloc(size + 1, sizeof *lists);
+    if (lists == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "a plan");
+    for (uint32_t l = 0; l < in->layers; l++, expert += size, holders += in->experts) {
+        uint64_t left = UINT64_MAX >> (64 - in->slots), slots = left;
+        memcpy(lists, expert, size * sizeof *expert);
+        while (left != 0) {
+            uint32_t list, slot;
+            find_pair(in, holders, lists, left, slots, &list, &slot);
+            memcpy(expert + (size_t)slot * in->places, lists + (size_t)list * in->places, bytes);
+            left &= ~(UINT64_C(1) << list);
+            slots &= ~(UINT64_C(1) << slot);
+        }
+    }
+    free(lists);
+    return moe_ok();
+}
+
+double moe_placement_busiest(uint32_t slots, uint32_t experts, const uint64_t *rows,
+                             const uint64_t *holders, double *mean)
+{
+    double load[MOE_MAX_SLOTS] = {0}, most = 0;
+    *mean = 0;
+    for (uint32_t e = 0; e < experts; e++) {
+        double each = (double)rows[e] / __builtin_popcountll(holders[e]);
+        *mean += (double)rows[e] / slots;
+        for (uint64_t of = holders[e]; of != 0; of &= of - 1)
+            load[__builtin_ctzll(of)] += each;
+    }
+    for (uint32_t s = 0; s < slots; s++)
+        most = load[s] > most ? load[s] : most;
+    return most;
 }
 
 double moe_placement_imbalance(const struct moe_placement_plan_input *in, const uint64_t *rows,

@@ -354,7 +354,7 @@ static struct moe_status list_events(struct moe_coordinator *c, struct admin_cal
 
 static bool may_wait(enum admin_method method)
 {
-    return method == ADMIN_LOAD || method == ADMIN_UNLOAD;
+    return method == ADMIN_LOAD || method == ADMIN_UNLOAD || method == ADMIN_REBALANCE;
 }
 
 static void free_call(struct moe_coordinator *c, struct admin_call *a)
@@ -383,6 +383,7 @@ static void run_call(struct moe_coordinator *c, struct event *e)
         [ADMIN_UNLOAD] = {&moe__v1__unload_model_request__descriptor,
                           moe_coordinator__unload_model},
         [ADMIN_MODELS] = {&moe__v1__list_models_request__descriptor, moe_coordinator__list_models},
+        [ADMIN_REBALANCE] = {&moe__v1__rebalance_request__descriptor, moe_coordinator__rebalance},
     };
     struct admin_call *a = (struct admin_call *)((char *)e - offsetof(struct admin_call, event));
     struct moe_rpc_arena arena;
@@ -471,6 +472,7 @@ void moe_coordinator__admin_methods(struct moe_coordinator *c, struct moe_rpc_me
         [ADMIN_LOAD] = "/moe.v1.AdminService/LoadModel",
         [ADMIN_UNLOAD] = "/moe.v1.AdminService/UnloadModel",
         [ADMIN_MODELS] = "/moe.v1.AdminService/ListModels",
+        [ADMIN_REBALANCE] = "/moe.v1.AdminService/Rebalance",
     };
     for (int i = 0; i < ADMIN_METHODS; i++) {
         c->admin[i] = (struct admin_context){.coordinator = c, .method = (enum admin_method)i};

@@ -183,6 +183,15 @@ struct moe_status moe_coordinator__compare_added(struct moe_coordinator *c, uint
     return moe_ok();
 }
 
+struct moe_status moe_coordinator__compare_fetched(struct moe_coordinator *c, uint32_t slot,
+                                                   const struct moe_placement *p)
+{
+    struct moe_membership_worker w;
+    forget_lost(c);
+    MOE_INVARIANT(moe_membership_worker(c->machine, slot, &w));
+    return moe_weights_check_more(c->weights, slot, w.incarnation, p);
+}
+
 void moe_coordinator__receive_digests(struct moe_coordinator *c, uint64_t now_ns, uint64_t stream,
                                       uint32_t model, const uint8_t *part, size_t length)
 {

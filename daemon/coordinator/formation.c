@@ -14,9 +14,10 @@ static uint64_t all_slots(const struct moe_membership *m)
     return m->saved.places;
 }
 
-static bool covers(const struct moe_membership *m, uint64_t slots)
+bool moe_membership__covers(const struct moe_membership *m, uint64_t slots)
 {
-    return moe_placement_covers(m->saved.places, m->config.replicas, slots);
+    return m->moved ? moe_placement_is_live(m->placement, slots)
+                    : moe_placement_covers(m->saved.places, m->config.replicas, slots);
 }
 
 /* A view without some experts follows on one with all of them, and has at least half of the slots:
@@ -31,7 +32,7 @@ static bool may_lack_experts(const struct moe_membership *m, uint64_t slots)
 /* These slots can serve. */
 static bool suffice(const struct moe_membership *m, uint64_t slots)
 {
-    return covers(m, slots) || may_lack_experts(m, slots);
+    return moe_membership__covers(m, slots) || may_lack_experts(m, slots);
 }
 
 bool moe_membership__may_shrink(const struct moe_membership *m)
@@ -192,7 +193,7 @@ static void end_view(struct moe_membership *m, bool shrinks)
     m->view_epoch = 0;
     const struct moe_status why =
         moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING, "the view ended meanwhile");
-    moe_membership__abandon_move(m, &why);
+    moe_membership__abandon_scaling(m, &why);
     m->mask_from_ns = m->now_ns;
     m->degraded = true;
     m->restoring = false;
@@ -375,7 +376,7 @@ void moe_membership__advance(struct moe_membership *m)
         return;
     if (m->restoring)
         check_restored(m);
-    moe_membership__advance_move(m);
+    moe_membership__advance_scaling(m);
     if (m->awaited_save != 0)
         return;
     if (!may_mask(m, taken_slots(m)) || !m->model_known || m->failed || m->now_ns < m->next_try_ns)
@@ -573,4 +574,39 @@ void moe_membership__form_timeout(struct moe_membership *m)
         moe_membership__exclude(m, m->live & ~m->ready_mask);
     moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED,
                               m->phase == PHASE_PREPARE ? why : "saving the state took too long");
+}
+
+/* ------------------------------------------------------------------ moves */
+
+bool moe_membership_may_move(const struct moe_membership *m)
+{
+    bool all = m->view_epoch != 0 && m->view_live == all_slots(m) && m->phase == PHASE_IDLE &&
+               m->awaited_save == 0 && !m->restoring && !m->shutting_down;
+    for (uint32_t s = 0; all && s < m->config.slots; s++)
+        all = m->members[s].loaded && !m->members[s].leaving && !m->members[s].draining;
+    return all;
+}
+
+static void use(struct moe_membership *m, const struct moe_placement *p, bool moved)
+{
+    moe_placement_assign(m->placement, p);
+    m->moved = moved;
+    m->saved.placement_version = moe_placement_version(p);
+    m->saved.placement_hash = moe_placement_content_hash(p);
+    m->view_version = m->saved.view_version = moe_placement_version(p); /* the view goes on */
+    if (m->last_version < m->view_version)
+        m->last_version = m->view_version;
+}
+
+void moe_membership_move(struct moe_membership *m, const struct moe_placement *p)
+{
+    MOE_INVARIANT(moe_membership_may_move(m));
+    moe_placement_assign(m->before, m->placement);
+    m->moved_before = m->moved;
+    use(m, p, true);
+}
+
+void moe_membership_undo_move(struct moe_membership *m)
+{
+    use(m, m->before, m->moved_before);
 }

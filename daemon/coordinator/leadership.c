@@ -21,19 +21,39 @@ enum {
 
 /* ------------------------------------------------------------------ machines */
 
+/* `moved`: slots of the view in force may not have taken the saved placement yet. */
+static struct moe_status make_moves(struct moe_coordinator *c, uint64_t first_order, bool moved)
+{
+    struct moe_membership_group g;
+    moe_membership_group(c->machine, &g);
+    const struct moe_moves_config config = {.slots = c->machine_config.slots,
+                                            .replicas = c->machine_config.replicas,
+                                            .spare = c->machine_config.spare,
+                                            .first_order = first_order};
+    return moe_moves_create(&config, moved ? g.epoch : 0, &c->moves);
+}
+
 static struct moe_status make_machines(struct moe_coordinator *c,
                                        const struct moe_membership_saved *saved,
                                        const struct moe_added_saved *models)
 {
     struct moe_membership_config machine = c->machine_config;
+    struct moe_placement *placement = NULL;
     MOE_TRY(moe_random_id(&machine.group_id));
-    MOE_TRY(moe_membership_create(&machine, saved, moe_clock_ns(), &c->machine));
+    if (c->store != NULL)
+        MOE_TRY(moe_saved_read_placement(c->store, saved, &placement));
+    machine.placement = placement;
+    struct moe_status st = moe_membership_create(&machine, saved, moe_clock_ns(), &c->machine);
+    bool moved = placement != NULL;
+    moe_placement_destroy(placement);
+    MOE_TRY(st);
     /* Workers may still answer orders of an earlier coordinator: numbers of orders rise. */
     struct moe_added_config added = {.slots = machine.slots,
                                      .replicas = machine.replicas,
                                      .first_order = (uint64_t)moe_coordinator__unix_ms()
                                                     << ORDER_BITS};
     MOE_TRY(moe_added_create(&added, models, saved->epoch, &c->models));
+    MOE_TRY(make_moves(c, added.first_order, moved));
     return moe_coordinator__restore_weights(c);
 }
 
@@ -41,9 +61,11 @@ static void destroy_machines(struct moe_coordinator *c)
 {
     moe_membership_destroy(c->machine);
     moe_added_destroy(c->models);
+    moe_moves_destroy(c->moves);
     moe_coordinator__destroy_weights(c);
     c->machine = NULL;
     c->models = NULL;
+    c->moves = NULL;
     c->weights = NULL;
     c->weights_unsaved = false;
     c->secret_epoch = 0;
@@ -68,9 +90,11 @@ static void put_idle_away(struct moe_coordinator *c)
 {
     c->idle.machine = c->machine;
     c->idle.models = c->models;
+    c->idle.moves = c->moves;
     c->idle.weights = c->weights;
     c->machine = NULL;
     c->models = NULL;
+    c->moves = NULL;
     c->weights = NULL;
 }
 
@@ -79,9 +103,11 @@ static void take_idle_back(struct moe_coordinator *c)
     destroy_machines(c);
     c->machine = c->idle.machine;
     c->models = c->idle.models;
+    c->moves = c->idle.moves;
     c->weights = c->idle.weights;
     c->idle.machine = NULL;
     c->idle.models = NULL;
+    c->idle.moves = NULL;
     c->idle.weights = NULL;
 }
 

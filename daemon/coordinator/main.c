@@ -15,7 +15,7 @@
 struct settings {
     const char *listen, *control_listen, *state_dir;
     const char *store, *etcd, *etcd_prefix;
-    uint64_t workers, max_workers, replicas, lease_ms, form_timeout_ms, leader_lease_s;
+    uint64_t workers, max_workers, replicas, spare, lease_ms, form_timeout_ms, leader_lease_s;
     bool partial;
 };
 
@@ -101,6 +101,7 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
                                             .size = s->max_workers != 0 ? (uint32_t)s->workers : 0,
                                             .replicas = (uint32_t)s->replicas,
                                             .partial = s->partial,
+                                            .spare = (uint32_t)s->spare,
                                             .lease_ms = (uint32_t)s->lease_ms,
                                             .form_timeout_ms = (uint32_t)s->form_timeout_ms,
                                             .state_dir = s->state_dir,
@@ -159,6 +160,10 @@ int main(int argc, char **argv)
          "Serve on also without the experts of lost workers: requests that need them wait, fail, "
          "or "
          "get the other tokens, as their on_unavailable says. CPU workers only; no training"},
+        {"spare-experts", 0, MOE_OPTION_UINT, &s.spare, 0, MOE_PLACEMENT_EXPERTS_MAX, "N",
+         "Places of each layer on each slot for copies that `moectl rebalance` moves; workers "
+         "refuse to load if their memory lacks room. CPU workers only; no training; not with "
+         "--max-workers"},
         {"state-dir", 's', MOE_OPTION_STRING, &s.state_dir, 0, 0, "DIR",
          "Directory that keeps epochs across restarts, not writable for others; without it a "
          "restart "

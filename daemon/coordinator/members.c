@@ -262,6 +262,18 @@ static struct moe_status check_model(const struct moe_membership *m,
                      "the %s differs from that of the workers already in the group", differs);
 }
 
+/* Experts have moved, and the model has the same layers. */
+static bool keeps_placement(const struct moe_membership *m,
+                            const struct moe_placement_layer *layers, size_t count)
+{
+    bool same = m->moved && count == moe_placement_layer_count(m->placement);
+    for (size_t i = 0; same && i < count; i++) {
+        struct moe_placement_layer l = moe_placement_layer_at(m->placement, i);
+        same = l.layer == layers[i].layer && l.experts == layers[i].experts;
+    }
+    return same;
+}
+
 /* Makes the worker's model that of the group, and places its experts. */
 static struct moe_status adopt_model(struct moe_membership *m,
                                      const struct moe_membership_register *r)
@@ -272,9 +284,12 @@ static struct moe_status adopt_model(struct moe_membership *m,
     m->model_known = false;
     const struct moe_status changed =
         moe_error(MOE_ABORTED, MOE_REASON_NONE, "the model has changed");
-    moe_membership__abandon_move(m, &changed);
-    MOE_TRY(moe_placement_set_linear(m->placement, m->saved.placement_version, m->saved.places,
-                                     m->config.replicas, layers, r->layer_count));
+    moe_membership__abandon_scaling(m, &changed);
+    if (!keeps_placement(m, layers, r->layer_count)) {
+        m->moved = false;
+        MOE_TRY(moe_placement_set_linear(m->placement, m->saved.placement_version, m->saved.places,
+                                         m->config.replicas, layers, r->layer_count));
+    }
     uint64_t hash = moe_placement_content_hash(m->placement);
     if (m->saved.placement_version == 0 || hash != m->saved.placement_hash) {
         moe_membership__end_epoch(m, MOE_CAUSE_OUT_OF_STEP, "the model has changed");
@@ -493,6 +508,15 @@ static struct moe_status check_kind(const struct moe_membership *m,
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "a group with views that may lack experts does not train: start the "
                          "workers without --training, or the coordinator without --partial-views");
+    if (r->trains && m->config.spare > 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "a group with places for moves does not train: start the workers without "
+                         "--training, or the coordinator without --spare-experts");
+    if (m->config.spare > 0 && !r->moves_experts)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "the backend %.20s moves no experts: start the coordinator without "
+                         "--spare-experts",
+                         r->backend);
     if (m->config.partial && !r->partial)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "the backend %.20s runs no steps without all experts: start the "

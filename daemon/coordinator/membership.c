@@ -66,6 +66,16 @@ static void restore_cordons(struct moe_membership *m)
             memset(m->saved.cordon_reasons[s], 0, sizeof m->saved.cordon_reasons[s]);
 }
 
+/* Other settings than before may not allow it any more. */
+static void restore_placement(struct moe_membership *m, const struct moe_placement *p)
+{
+    if (p == NULL || m->config.size != 0 || moe_placement_slots(p) != m->config.slots ||
+        !moe_placement_fits(p, m->config.replicas, m->config.spare))
+        return;
+    moe_placement_assign(m->placement, p);
+    m->moved = true;
+}
+
 /* The members of the view in the log keep their slots for one lease without a message. */
 static void restore_view(struct moe_membership *m)
 {
@@ -74,7 +84,7 @@ static void restore_view(struct moe_membership *m)
         live |= (uint64_t)(m->saved.members[s].incarnation != 0) << s;
     if (m->saved.view_version == 0)
         m->saved.view_version = m->saved.placement_version;
-    bool covers = moe_placement_covers(m->saved.places, m->config.replicas, live) ||
+    bool covers = moe_membership__covers(m, live) ||
                   m->saved.view_version != m->saved.placement_version;
     bool fits = m->config.size != 0 ? m->saved.slots <= m->config.slots /* --max-workers may rise */
                                     : m->saved.slots == m->config.slots;
@@ -122,15 +132,22 @@ struct moe_status moe_membership_create(const struct moe_membership_config *conf
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "a group of %u slots can have 1..%u replicas, not %u", size, size,
                          config->replicas);
+    if (config->size != 0 && config->spare != 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "a group that can be scaled (--max-workers) has no places for moves of "
+                         "experts (--spare-experts)");
     struct moe_membership *m = calloc(1, sizeof *m);
     if (m == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "membership");
     struct moe_status st = moe_placement_create(&m->placement);
     if (st.code == MOE_OK)
         st = moe_placement_create(&m->next.placement);
+    if (st.code == MOE_OK)
+        st = moe_placement_create(&m->before);
     if (st.code != MOE_OK)
         goto fail;
     m->config = *config;
+    m->config.placement = NULL;
     m->now_ns = now_ns;
     m->saved = *saved;
     m->announced_epoch = saved->epoch;
@@ -138,6 +155,7 @@ struct moe_status moe_membership_create(const struct moe_membership_config *conf
     m->placement_durable = saved->placement_version != 0;
     m->mask_from_ns = now_ns + config->lease_ns;
     MOE_TRY_GOTO(st, restore_places(m), fail);
+    restore_placement(m, config->placement);
     restore_view(m);
     restore_cordons(m);
     restore_past(m);
@@ -154,6 +172,7 @@ void moe_membership_destroy(struct moe_membership *m)
         return;
     moe_placement_destroy(m->placement);
     moe_placement_destroy(m->next.placement);
+    moe_placement_destroy(m->before);
     free(m);
 }
 
@@ -348,7 +367,7 @@ void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_
     bool awaited = moe_membership_awaits(m, slot, placement_version);
     bool ours = awaited && placement_version == moe_placement_version(m->placement);
     if (awaited && !ours)
-        moe_membership__moved(m, slot, error);
+        moe_membership__next_loaded(m, slot, error);
     if (ours && error->code == MOE_OK) {
         member->loaded = true;
         member->load_failed = false;
@@ -613,7 +632,7 @@ static struct moe_status check_reason(const char *reason)
 static bool spares(const struct moe_membership *m, uint32_t slot)
 {
     uint64_t others = moe_membership__able_slots(m) & ~(UINT64_C(1) << slot);
-    return moe_placement_covers(m->saved.places, m->config.replicas, others);
+    return moe_membership__covers(m, others);
 }
 
 /* The experts of the slot go to others before its worker leaves. */
@@ -648,11 +667,11 @@ static struct moe_status move_away(struct moe_membership *m, uint64_t now_ns, ui
                              "slot %u has the last copy of some experts, and slot %u has no worker "
                              "to take some: force drains it nevertheless",
                              slot, s);
-    MOE_TRY(moe_membership__may_move(m));
+    MOE_TRY(moe_membership__may_scale(m));
     if (!begin_input(m, now_ns))
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group has shut down");
     *epoch = m->view_epoch;
-    struct moe_status st = moe_membership__begin_move(m, rest, reason);
+    struct moe_status st = moe_membership__begin_scaling(m, rest, reason);
     end_input(m);
     return st;
 }
@@ -752,7 +771,7 @@ struct moe_status moe_membership_scale(struct moe_membership *m, uint64_t now_ns
     MOE_TRY(check_size(m, size));
     bool undo = m->next.places != 0 && size == moe_membership__size(m);
     if (!undo)
-        MOE_TRY(moe_membership__may_move(m));
+        MOE_TRY(moe_membership__may_scale(m));
     uint64_t places = choose_places(m, size);
     uint32_t found = (uint32_t)__builtin_popcountll(places);
     if (!undo && found < size)
@@ -764,10 +783,10 @@ struct moe_status moe_membership_scale(struct moe_membership *m, uint64_t now_ns
     struct moe_status st = moe_ok();
     if (undo) {
         st = moe_error(MOE_ABORTED, MOE_REASON_NONE, "an operator has ended it");
-        moe_membership__abandon_move(m, &st);
+        moe_membership__abandon_scaling(m, &st);
         st = moe_ok();
     } else if (places != m->saved.places) {
-        st = moe_membership__begin_move(m, places, reason);
+        st = moe_membership__begin_scaling(m, places, reason);
     }
     end_input(m);
     return st;

@@ -54,6 +54,9 @@ struct moe_membership_config {
                        the number of workers that hold experts in a new group */
     uint32_t replicas; /* copies of each expert, 1..size. Above 1, the group does not train */
     bool partial;      /* views may lack experts. Then the group does not train */
+    uint32_t spare;    /* places of each layer on a slot for copies that move (coordinator/moves).
+                          Above 0, the group does not train */
+    const struct moe_placement *placement; /* saved; read in create only. NULL: a linear one */
     uint64_t lease_ns; /* a worker without a message for this long loses its slot; never sooner */
     uint64_t group_id; /* a random number above 0; used unless `saved` has one */
     uint64_t form_ns;  /* from the start of an epoch to READY of all; with replicas at most two
@@ -118,7 +121,8 @@ struct moe_membership_register { /* moe.v1.Register; strings are copied */
     const uint8_t *slot_token; /* [MOE_MEMBERSHIP_TOKEN_BYTES]; NULL: none was sent */
     uint32_t max_tokens_per_step, wanted_slot_plus_one;
     bool trains;
-    bool partial; /* its backend runs steps without some experts */
+    bool partial;       /* its backend runs steps without some experts */
+    bool moves_experts; /* it changes placements in a view */
     const struct moe_membership_layer *layers;
     size_t layer_count;
     struct moe_membership_host host; /* texts may be NULL: not known */
@@ -199,6 +203,18 @@ struct moe_status moe_membership_scale(struct moe_membership *m, uint64_t now_ns
 
 /* The group has added models, which have the places of now: it is not scaled. */
 void moe_membership_set_models(struct moe_membership *m, bool has_models);
+/* ------------------------------------------------------------------ moves
+ *
+ * Not inputs: allowed while actions are being carried out. */
+
+/* All slots take part in the view in force, and have loaded the present placement. */
+bool moe_membership_may_move(const struct moe_membership *m);
+/* From now on `p`, with its version, is the placement: of to_save, of new views, and of workers
+ * that register. moe_membership_may_move is true, and each slot holds its experts. The view goes
+ * on. */
+void moe_membership_move(struct moe_membership *m, const struct moe_placement *p);
+/* The last move could not be saved: the placement before is the present one again. */
+void moe_membership_undo_move(struct moe_membership *m);
 
 /* ------------------------------------------------------------------ actions */
 
@@ -249,6 +265,9 @@ enum moe_membership_event { /* values of moe.v1.EventKind */
                             MOE_EVENT_SCALING,
                             MOE_EVENT_SCALED,
                             MOE_EVENT_NOT_SCALED,
+                            MOE_EVENT_MOVE_BEGUN, /* coordinator/moves/moves.h */
+                            MOE_EVENT_MOVED,
+                            MOE_EVENT_MOVE_FAILED,
 };
 
 /* Copies at most `size` - 1 bytes. Replaces all but printable ASCII by '?', as the text may come
@@ -327,6 +346,7 @@ struct moe_membership_group {
     const struct moe_status *scale_error; /* of the last scaling that was undone; code MOE_OK: none,
                                              or a later one succeeded */
     bool partial, may_shrink; /* of the configuration; views may form without some slots */
+    bool trains;              /* so the worker that registered last says */
     const char *model, *family, *backend, *fingerprint; /* "" until the first worker registered */
     const struct moe_membership_layer *layers;
     size_t layer_count;

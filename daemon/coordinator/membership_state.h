@@ -86,6 +86,9 @@ struct moe_membership {
     uint64_t removed; /* slots that lost their place; their workers have not left yet */
     bool has_models;  /* added ones */
     struct moe_status scale_error;
+    bool moved;                   /* `placement` is no linear one */
+    struct moe_placement *before; /* of the last move */
+    bool moved_before;
 
     /* Processes that have taken a slot, oldest first; a ring. Only the latest process of a worker
      * may register again: a late message of an older one must not regain the slot. */
@@ -212,16 +215,16 @@ uint32_t moe_membership__size(const struct moe_membership *m);
 /* A number above those of all placements so far. */
 uint32_t moe_membership__new_version(struct moe_membership *m);
 /* Begins to move experts to `places`, while the view in force goes on. */
-struct moe_status moe_membership__begin_move(struct moe_membership *m, uint64_t places,
+struct moe_status moe_membership__begin_scaling(struct moe_membership *m, uint64_t places,
                                              const char *reason) MOE_CHECKED;
 /* Whether the group can be scaled now. */
-struct moe_status moe_membership__may_move(const struct moe_membership *m) MOE_CHECKED;
+struct moe_status moe_membership__may_scale(const struct moe_membership *m) MOE_CHECKED;
 /* Undoes a scaling, unless its placement is active; does nothing when there is none. */
-void moe_membership__abandon_move(struct moe_membership *m, const struct moe_status *why);
+void moe_membership__abandon_scaling(struct moe_membership *m, const struct moe_status *why);
 /* Takes the next step of a scaling, if possible. Called after every input. */
-void moe_membership__advance_move(struct moe_membership *m);
+void moe_membership__advance_scaling(struct moe_membership *m);
 /* The slot has loaded the placement that the group is being scaled to, or failed to. */
-void moe_membership__moved(struct moe_membership *m, uint32_t slot, const struct moe_status *error);
+void moe_membership__next_loaded(struct moe_membership *m, uint32_t slot, const struct moe_status *error);
 /* The process in the slot is lost. */
 void moe_membership__note_lost_place(struct moe_membership *m, uint32_t slot);
 
@@ -230,6 +233,8 @@ void moe_membership__note_lost_place(struct moe_membership *m, uint32_t slot);
 /* Ends the forming epoch, else the view in force; does nothing when there is neither. */
 void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cause cause,
                                const char *why);
+/* Every expert has a copy on these slots. */
+bool moe_membership__covers(const struct moe_membership *m, uint64_t slots);
 /* True for slots of the epoch that forms, else of that in force. */
 bool moe_membership__takes_part(const struct moe_membership *m, uint32_t slot);
 /* Views may form without some slots: there are replicas, or views may lack experts. */

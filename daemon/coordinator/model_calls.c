@@ -144,7 +144,7 @@ static void answer_load(struct moe_coordinator *c, struct moe_rpc_call *call,
 
 /* ------------------------------------------------------------------ calls that wait */
 
-static struct admin_call *take_waiting(struct moe_coordinator *c, uint64_t number)
+struct admin_call *moe_coordinator__take_waiting(struct moe_coordinator *c, uint64_t number)
 {
     for (struct admin_call **at = &c->waiting; *at != NULL; at = &(*at)->next) {
         struct admin_call *a = *at;
@@ -160,7 +160,7 @@ static struct admin_call *take_waiting(struct moe_coordinator *c, uint64_t numbe
 static void answer(struct moe_coordinator *c, const struct moe_added_action *action)
 {
     struct moe_added_info info;
-    struct admin_call *a = take_waiting(c, action->call);
+    struct admin_call *a = moe_coordinator__take_waiting(c, action->call);
     if (a == NULL)
         return;
     if (moe_failed(&action->status)) {
@@ -174,7 +174,8 @@ static void answer(struct moe_coordinator *c, const struct moe_added_action *act
     }
 }
 
-static void wait_for_answer(struct moe_coordinator *c, struct admin_call *a, uint64_t number)
+void moe_coordinator__wait_for_answer(struct moe_coordinator *c, struct admin_call *a,
+                                      uint64_t number)
 {
     a->number = number;
     a->next = c->waiting;
@@ -190,7 +191,7 @@ struct moe_status moe_coordinator__load_model(struct moe_coordinator *c, struct 
     uint64_t number = ++c->next_call;
     MOE_TRY(moe_added_load(c->models, moe_clock_ns(), number, request->directory, request->name,
                            g.model, request->dry_run));
-    wait_for_answer(c, a, number);
+    moe_coordinator__wait_for_answer(c, a, number);
     return moe_ok();
 }
 
@@ -207,21 +208,23 @@ struct moe_status moe_coordinator__unload_model(struct moe_coordinator *c, struc
                          "%.64s is the default model: end the workers instead", g.model);
     uint64_t number = ++c->next_call;
     MOE_TRY(moe_added_unload(c->models, moe_clock_ns(), number, request->name, request->drain));
-    wait_for_answer(c, a, number);
+    moe_coordinator__wait_for_answer(c, a, number);
     return moe_ok();
 }
 
 void moe_coordinator__forget_call(struct moe_coordinator *c, struct admin_call *a)
 {
     uint64_t number = a->number;
-    if (number != 0 && take_waiting(c, number) != NULL)
-        moe_added_cancel(c->models, moe_clock_ns(), number);
+    if (number == 0 || moe_coordinator__take_waiting(c, number) == NULL)
+        return;
+    moe_added_cancel(c->models, moe_clock_ns(), number);
+    moe_moves_cancel(c->moves, moe_clock_ns(), number);
 }
 
 void moe_coordinator__end_model_calls(struct moe_coordinator *c, const struct moe_status *why)
 {
     while (c->waiting != NULL)
-        moe_rpc_fail(take_waiting(c, c->waiting->number)->call, *why);
+        moe_rpc_fail(moe_coordinator__take_waiting(c, c->waiting->number)->call, *why);
 }
 
 /* ------------------------------------------------------------------ workers */
@@ -240,16 +243,25 @@ static uint32_t memory_of(const struct moe_coordinator *c, const struct moe_memb
     return 0;
 }
 
-static void look_at_group(struct moe_coordinator *c)
+void moe_coordinator__list_slots(const struct moe_coordinator *c,
+                                 struct moe_added_slot slots[MOE_PLACEMENT_SLOTS_MAX])
 {
     struct moe_membership_group g;
-    struct moe_added_slot slots[MOE_PLACEMENT_SLOTS_MAX] = {{0}};
     moe_membership_group(c->machine, &g);
+    memset(slots, 0, MOE_PLACEMENT_SLOTS_MAX * sizeof *slots);
     for (uint32_t s = 0; s < g.slots; s++) {
         struct moe_membership_worker w;
         if ((g.places >> s & 1) != 0 && moe_membership_worker(c->machine, s, &w) && w.taken)
             slots[s] = (struct moe_added_slot){w.incarnation, w.stream, memory_of(c, &g, &w)};
     }
+}
+
+static void look_at_group(struct moe_coordinator *c)
+{
+    struct moe_membership_group g;
+    struct moe_added_slot slots[MOE_PLACEMENT_SLOTS_MAX];
+    moe_membership_group(c->machine, &g);
+    moe_coordinator__list_slots(c, slots);
     moe_added_on_group(c->models, moe_clock_ns(), g.epoch, g.live, g.places, slots);
 }
 

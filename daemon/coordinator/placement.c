@@ -33,6 +33,11 @@ void moe_placement_destroy(struct moe_placement *p)
     free(p);
 }
 
+void moe_placement_assign(struct moe_placement *to, const struct moe_placement *from)
+{
+    *to = *from;
+}
+
 static struct moe_status invalid(const char *what)
 {
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "placement: %s", what);
@@ -178,6 +183,40 @@ struct moe_status moe_placement_set_linear(struct moe_placement *p, uint32_t ver
     return moe_ok();
 }
 
+bool moe_placement_is_live(const struct moe_placement *p, uint64_t live)
+{
+    for (size_t i = 0; i < p->layer_count; i++)
+        for (uint32_t e = 0; e < p->layers[i].experts; e++)
+            if ((moe_placement_mask(p, i, e) & live) == 0)
+                return false;
+    return true;
+}
+
+uint32_t moe_placement_places(uint32_t slots, uint32_t experts, uint32_t replicas, uint32_t spare)
+{
+    uint32_t places = replicas * (experts / slots + (experts % slots != 0)) + spare;
+    return places < experts ? places : experts;
+}
+
+bool moe_placement_fits(const struct moe_placement *p, uint32_t replicas, uint32_t spare)
+{
+    for (size_t i = 0; i < p->layer_count; i++) {
+        uint32_t held[MOE_PLACEMENT_SLOTS_MAX] = {0}, experts = p->layers[i].experts;
+        for (uint32_t e = 0; e < experts; e++) {
+            const uint8_t *holders;
+            uint32_t n = moe_placement_holders(p, i, e, &holders);
+            if (n < replicas)
+                return false;
+            for (uint32_t c = 0; c < n; c++)
+                held[holders[c]]++;
+        }
+        for (uint32_t s = 0; s < p->slots; s++)
+            if (held[s] > moe_placement_places(p->slots, experts, replicas, spare))
+                return false;
+    }
+    return true;
+}
+
 void moe_placement_count_copies(const struct moe_placement *p, uint64_t live,
                                 uint32_t experts[MOE_PLACEMENT_SLOTS_MAX + 1])
 {
@@ -236,6 +275,15 @@ uint32_t moe_placement_holders(const struct moe_placement *p, size_t index, uint
     uint32_t row = p->first_row[index] + expert;
     *holders = p->holders + p->start[row];
     return p->start[row + 1] - p->start[row];
+}
+
+uint64_t moe_placement_mask(const struct moe_placement *p, size_t index, uint32_t expert)
+{
+    const uint8_t *holders;
+    uint64_t mask = 0;
+    for (uint32_t n = moe_placement_holders(p, index, expert, &holders); n > 0; n--)
+        mask |= UINT64_C(1) << *holders++;
+    return mask;
 }
 
 static uint64_t mix(uint64_t hash, uint32_t value)

@@ -31,6 +31,9 @@ struct moe_status moe_placement_create(struct moe_placement **out) MOE_CHECKED;
 /* NULL is ignored. */
 void moe_placement_destroy(struct moe_placement *p);
 
+/* Makes `to` equal to `from`. */
+void moe_placement_assign(struct moe_placement *to, const struct moe_placement *from);
+
 /* Starts over with no layers. Errors: MOE_INVALID_ARGUMENT (slots outside 1..SLOTS_MAX). */
 struct moe_status moe_placement_begin(struct moe_placement *p, uint32_t version,
                                       uint32_t slots) MOE_CHECKED;
@@ -60,6 +63,14 @@ struct moe_status moe_placement_set_linear(struct moe_placement *p, uint32_t ver
 /* Whether every expert has a copy on a slot of `live`, in any linear placement over these places.
  * replicas 1..n. */
 bool moe_placement_covers(uint64_t places, uint32_t replicas, uint64_t live);
+/* The same for this placement. */
+bool moe_placement_is_live(const struct moe_placement *p, uint64_t live);
+/* Whether each expert has at least `replicas` copies, and no slot more than `spare` copies beyond
+ * those of the fullest slot in a linear placement. */
+bool moe_placement_fits(const struct moe_placement *p, uint32_t replicas, uint32_t spare);
+/* Copies that the fullest slot has of a layer in a linear placement, and `spare` more; at most one
+ * of each expert. */
+uint32_t moe_placement_places(uint32_t slots, uint32_t experts, uint32_t replicas, uint32_t spare);
 /* Experts of all layers with exactly n copies on slots of `live`, into experts[n], for n up to
  * MOE_PLACEMENT_SLOTS_MAX. */
 void moe_placement_count_copies(const struct moe_placement *p, uint64_t live,
@@ -77,6 +88,9 @@ bool moe_placement_find_layer(const struct moe_placement *p, uint32_t layer, siz
 /* Number of slots that hold the expert, and the slots, ascending. */
 uint32_t moe_placement_holders(const struct moe_placement *p, size_t index, uint32_t expert,
                                const uint8_t **holders);
+
+/* Bit s: slot s holds the expert. */
+uint64_t moe_placement_mask(const struct moe_placement *p, size_t index, uint32_t expert);
 
 /* FNV-1a over slots, layers and lists, each number as 32 bits little-endian: equal for equal
  * content, independent of the version. */

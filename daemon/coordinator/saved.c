@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "coordinator/saved.h"
 
+#include "daemon/bytes.h"
 #include "store/records.h"
 
 #include <stdlib.h>
@@ -216,6 +217,126 @@ struct moe_status moe_saved_decode(const uint8_t *image, size_t length,
     MOE_TRY(moe_records_read(image, length, &moe_saved_format, &last));
     *incomplete = last.lost > 0;
     return decode(last.payload, last.length, last.lost, state, models);
+}
+
+/* ------------------------------------------------------------------ placements
+ *
+ * Magic, u32 format, version, slots and layers; for each layer u32 index and experts, then the
+ * copies of each expert and their slots, a byte each; u64 moe_placement_hash. */
+
+static const char placement_magic[8] = "moedplc\n";
+
+enum {
+    PLACEMENT_FORMAT = 1,
+    PLACEMENT_HEAD_BYTES = 8 + 4 * 4,
+    PLACEMENT_LAYER_BYTES = 2 * 4,
+    PLACEMENT_END_BYTES = 8,
+    PLACEMENT_MAX_BYTES =
+        PLACEMENT_HEAD_BYTES + PLACEMENT_END_BYTES +
+        MOE_PLACEMENT_LAYERS_MAX * (PLACEMENT_LAYER_BYTES + 5 * MOE_PLACEMENT_EXPERTS_MAX),
+};
+
+static uint8_t *put_layer(uint8_t *at, const struct moe_placement *p, size_t index)
+{
+    struct moe_placement_layer l = moe_placement_layer_at(p, index);
+    const uint8_t *holders;
+    at = put(at, l.layer, 4);
+    at = put(at, l.experts, 4);
+    for (uint32_t e = 0; e < l.experts; e++)
+        at = put(at, moe_placement_holders(p, index, e, &holders), 1);
+    for (uint32_t e = 0; e < l.experts; e++) {
+        uint32_t n = moe_placement_holders(p, index, e, &holders);
+        memcpy(at, holders, n);
+        at += n;
+    }
+    return at;
+}
+
+static uint32_t image_of(uint32_t version)
+{
+    return MOE_STORE_PLACEMENTS + version % 2;
+}
+
+struct moe_status moe_saved_write_placement(struct moe_store *s, const struct moe_placement *p)
+{
+    uint8_t *image = malloc(PLACEMENT_MAX_BYTES), *at = image;
+    if (image == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory to save");
+    memcpy(at, placement_magic, sizeof placement_magic);
+    at = put(at + sizeof placement_magic, PLACEMENT_FORMAT, 4);
+    at = put(at, moe_placement_version(p), 4);
+    at = put(at, moe_placement_slots(p), 4);
+    at = put(at, moe_placement_layer_count(p), 4);
+    for (size_t i = 0; i < moe_placement_layer_count(p); i++)
+        at = put_layer(at, p, i);
+    at = put(at, moe_placement_hash(p), 8);
+    struct moe_status st =
+        moe_store_write(s, image_of(moe_placement_version(p)), image, (size_t)(at - image));
+    free(image);
+    return st;
+}
+
+static struct moe_status get_layer(struct moe_bytes *r, struct moe_placement *p)
+{
+    struct moe_placement_layer l = {0};
+    size_t count = 0;
+    if (!moe_bytes_take_u32(r, &l.layer) || !moe_bytes_take_u32(r, &l.experts) ||
+        l.experts > MOE_PLACEMENT_EXPERTS_MAX)
+        return damaged("placement cut");
+    const uint8_t *copies = moe_bytes_take(r, l.experts);
+    for (uint32_t e = 0; copies != NULL && e < l.experts; e++)
+        count += copies[e];
+    const uint8_t *holders = copies != NULL ? moe_bytes_take(r, count) : NULL;
+    if (holders == NULL)
+        return damaged("placement cut");
+    struct moe_status st = moe_placement_add_layer(p, &l, copies, holders, count);
+    return moe_failed(&st) ? damaged(st.text) : st;
+}
+
+static struct moe_status get_placement(struct moe_bytes r, struct moe_placement *p)
+{
+    uint32_t format = 0, version = 0, slots = 0, layers = 0;
+    const uint8_t *magic = moe_bytes_take(&r, sizeof placement_magic);
+    if (magic == NULL || memcmp(magic, placement_magic, sizeof placement_magic) != 0 ||
+        !moe_bytes_take_u32(&r, &format) || format != PLACEMENT_FORMAT ||
+        !moe_bytes_take_u32(&r, &version) || !moe_bytes_take_u32(&r, &slots) ||
+        !moe_bytes_take_u32(&r, &layers))
+        return damaged("no placement of this release");
+    struct moe_status st = moe_placement_begin(p, version, slots);
+    for (uint32_t i = 0; i < layers && !moe_failed(&st); i++)
+        st = get_layer(&r, p);
+    if (moe_failed(&st))
+        return damaged(st.text);
+    const uint8_t *end = moe_bytes_take(&r, PLACEMENT_END_BYTES);
+    return end != NULL && r.left == 0 && get(&end, 8) == moe_placement_hash(p)
+               ? moe_ok()
+               : damaged("the checksum of the placement is wrong");
+}
+
+/* An image of another version is of a move that was not saved, or of an earlier model. */
+struct moe_status moe_saved_read_placement(struct moe_store *s,
+                                           const struct moe_membership_saved *state,
+                                           struct moe_placement **out)
+{
+    uint8_t *image = NULL;
+    size_t length = 0;
+    struct moe_placement *p;
+    *out = NULL;
+    MOE_TRY(moe_store_read(s, image_of(state->placement_version), PLACEMENT_MAX_BYTES, &image,
+                           &length));
+    if (image == NULL)
+        return moe_ok();
+    struct moe_status st = moe_placement_create(&p);
+    if (!moe_failed(&st)) {
+        st = get_placement((struct moe_bytes){image, length}, p);
+        if (!moe_failed(&st) && moe_placement_version(p) == state->placement_version &&
+            moe_placement_content_hash(p) == state->placement_hash)
+            *out = p;
+        else
+            moe_placement_destroy(p);
+    }
+    free(image);
+    return st;
 }
 
 /* ------------------------------------------------------------------ in a store */

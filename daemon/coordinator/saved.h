@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The coordinator's durable state as a record of a store (store/store.h): the whole of struct
  * moe_membership_saved and struct moe_added_saved. Records of a model's digests are images of the
- * store: 0 is the default model's, others have the number of an added model. All numbers
- * little-endian. Reading never lowers an epoch. */
+ * store: 0 is the default model's, others have the number of an added model; placements follow. All
+ * numbers little-endian. Reading never lowers an epoch. */
 #ifndef MOE_COORDINATOR_SAVED_H
 #define MOE_COORDINATOR_SAVED_H
 
@@ -30,6 +30,17 @@ struct moe_status moe_saved_read(const struct moe_store *s, struct moe_store_fou
 /* On success `state` and `models` are durable. Errors: those of moe_store_append. */
 struct moe_status moe_saved_append(struct moe_store *s, const struct moe_membership_saved *state,
                                    const struct moe_added_saved *models) MOE_CHECKED;
+
+/* A placement that is not linear is an image of the store: versions take turns at two numbers, so
+ * that the placement of the last record is there whatever happens to a write. Write it before the
+ * record that has its version. Errors: those of moe_store_write, OUT_OF_MEMORY. */
+struct moe_status moe_saved_write_placement(struct moe_store *s,
+                                            const struct moe_placement *p) MOE_CHECKED;
+/* The placement of `state`; the caller destroys it. NULL: it is a linear one. Errors: those of
+ * moe_store_read, MOE_DATA_LOSS, OUT_OF_MEMORY. */
+struct moe_status moe_saved_read_placement(struct moe_store *s,
+                                           const struct moe_membership_saved *state,
+                                           struct moe_placement **out) MOE_CHECKED;
 
 /* Reads a whole image of a log; `*incomplete`: an incomplete record at its end was dropped. Errors:
  * those of moe_records_read, MOE_DATA_LOSS. */

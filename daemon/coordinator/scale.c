@@ -24,7 +24,7 @@ uint32_t moe_membership__new_version(struct moe_membership *m)
     return ++m->last_version;
 }
 
-struct moe_status moe_membership__may_move(const struct moe_membership *m)
+struct moe_status moe_membership__may_scale(const struct moe_membership *m)
 {
     if (m->trains)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
@@ -97,7 +97,7 @@ static void activate(struct moe_membership *m, uint64_t loaded)
                         "the experts are on %s from now on", slots);
 }
 
-struct moe_status moe_membership__begin_move(struct moe_membership *m, uint64_t places,
+struct moe_status moe_membership__begin_scaling(struct moe_membership *m, uint64_t places,
                                              const char *reason)
 {
     char clean[MOE_MEMBERSHIP_REASON_BYTES];
@@ -117,7 +117,7 @@ struct moe_status moe_membership__begin_move(struct moe_membership *m, uint64_t 
     return moe_ok();
 }
 
-void moe_membership__abandon_move(struct moe_membership *m, const struct moe_status *why)
+void moe_membership__abandon_scaling(struct moe_membership *m, const struct moe_status *why)
 {
     if (m->next.places == 0)
         return;
@@ -136,7 +136,7 @@ void moe_membership__abandon_move(struct moe_membership *m, const struct moe_sta
 
 /* ------------------------------------------------------------------ steps */
 
-void moe_membership__moved(struct moe_membership *m, uint32_t slot, const struct moe_status *error)
+void moe_membership__next_loaded(struct moe_membership *m, uint32_t slot, const struct moe_status *error)
 {
     if (error->code == MOE_OK) {
         m->next.loaded |= UINT64_C(1) << slot;
@@ -145,7 +145,7 @@ void moe_membership__moved(struct moe_membership *m, uint32_t slot, const struct
     struct moe_status why = *error;
     (void)snprintf(why.text, sizeof why.text, "slot %u: %.*s", slot, MOE_STATUS_TEXT - 16,
                    error->text);
-    moe_membership__abandon_move(m, &why);
+    moe_membership__abandon_scaling(m, &why);
 }
 
 void moe_membership__note_lost_place(struct moe_membership *m, uint32_t slot)
@@ -155,7 +155,7 @@ void moe_membership__note_lost_place(struct moe_membership *m, uint32_t slot)
         return;
     const struct moe_status why =
         moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u has lost its worker", slot);
-    moe_membership__abandon_move(m, &why);
+    moe_membership__abandon_scaling(m, &why);
 }
 
 /* A process that reconnects is asked again. */
@@ -198,7 +198,7 @@ static void let_removed_go(struct moe_membership *m)
                                  moe_ok());
 }
 
-void moe_membership__advance_move(struct moe_membership *m)
+void moe_membership__advance_scaling(struct moe_membership *m)
 {
     if (m->next.places != 0) {
         ask(m);

@@ -91,6 +91,7 @@ static void settle(struct moe_coordinator *c)
     if (c->leads) {
         due = moe_membership_deadline(c->machine);
         due = moe_earlier(due, moe_added_deadline(c->models));
+        due = moe_earlier(due, moe_moves_deadline(c->moves));
     } else {
         due = now + STANDBY_NS; /* for sessions that say nothing */
     }
@@ -112,6 +113,7 @@ static void on_timer(uv_timer_t *timer)
     if (c->leads) {
         moe_membership_on_tick(c->machine, now);
         moe_added_on_tick(c->models, now);
+        moe_moves_on_tick(c->moves, now);
         moe_coordinator__act(c);
     }
     moe_coordinator__drop_silent(c, now);
@@ -280,6 +282,7 @@ struct moe_status moe_coordinator_create(const struct moe_coordinator_config *co
         .size = config->size,
         .replicas = config->replicas,
         .partial = config->partial,
+        .spare = config->spare,
         .lease_ns = config->lease_ms * MOE_NS_PER_MS,
         .form_ns = config->form_timeout_ms * MOE_NS_PER_MS,
         .shutdown_ns = SHUTDOWN_NS,

@@ -21,6 +21,7 @@ struct moe_coordinator_config {
     uint32_t size;     /* 0 = all of them hold experts, else those of a new group: membership.h */
     uint32_t replicas; /* copies of each expert, 1..size */
     bool partial;      /* views may lack experts */
+    uint32_t spare;    /* places of each layer on a slot for copies that move */
     uint32_t lease_ms;
     uint32_t form_timeout_ms;
     /* The file store: NULL = no durable state; epochs start at 1. With `etcd`: remembers the group

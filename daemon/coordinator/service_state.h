@@ -13,6 +13,7 @@
 #include "coordinator/events.h"
 #include "coordinator/membership.h"
 #include "coordinator/models.h"
+#include "coordinator/moves/moves.h"
 #include "coordinator/saved.h"
 #include "coordinator/service.h"
 #include "coordinator/weights.h"
@@ -102,6 +103,7 @@ enum admin_method {
     ADMIN_LOAD,
     ADMIN_UNLOAD,
     ADMIN_MODELS,
+    ADMIN_REBALANCE,
     ADMIN_METHODS
 };
 
@@ -113,7 +115,7 @@ struct admin_call {
     struct moe_rpc_call *call; /* one reference */
     struct moe_rpc_msg *received;
     enum admin_method method;
-    uint64_t number; /* in the models' machine; 0 = it does not wait */
+    uint64_t number; /* in the machine of models or moves; 0 = it does not wait */
 };
 
 /* The digests of one added model. */
@@ -141,6 +143,7 @@ struct moe_coordinator {
     struct {
         struct moe_membership *machine;
         struct moe_added *models;
+        struct moe_moves *moves;
         struct moe_weights *weights;
     } idle;             /* the empty machines while this process leads; NULL while it does not */
     uint64_t group_id;  /* of the group that this process has read the state of; 0 = none yet */
@@ -149,8 +152,9 @@ struct moe_coordinator {
     struct moe_weights *weights;
     bool weights_unsaved; /* their record has begun, and the store does not have it */
     struct moe_added *models;
+    struct moe_moves *moves;
     struct added_weights added[MOE_ADDED_MAX];
-    struct admin_call *waiting; /* calls that wait for `models` */
+    struct admin_call *waiting; /* calls that wait for `models` or `moves` */
     uint64_t next_call;
     uint32_t lease_ms;
     uint64_t started_ns;
@@ -235,7 +239,9 @@ void moe_coordinator__close_state(struct moe_coordinator *c);
 void moe_coordinator__act(struct moe_coordinator *c);
 /* Makes the state of both machines durable, and the digests before it. */
 struct moe_status moe_coordinator__save(struct moe_coordinator *c) MOE_CHECKED;
-/* Nothing if the stream has ended. `info`: of the order's model. */
+/* Nothing if the stream has ended. */
+void moe_coordinator__send_move_order(struct moe_coordinator *c, const struct moe_moves_action *a);
+/* The same. `info`: of the order's model. */
 void moe_coordinator__send_order(struct moe_coordinator *c, const struct moe_added_action *a,
                                  const struct moe_added_info *info);
 /* Logs `text` and lists it as an event. */
@@ -264,6 +270,10 @@ void moe_coordinator__receive_loaded(struct moe_coordinator *c, uint64_t now_ns,
  * of moe_weights_check. */
 struct moe_status moe_coordinator__compare_added(struct moe_coordinator *c, uint32_t slot,
                                                  const struct moe_added_info *info) MOE_CHECKED;
+/* The same for experts of the default model that the slot has fetched for placement `p`. The worker
+ * keeps its slot. */
+struct moe_status moe_coordinator__compare_fetched(struct moe_coordinator *c, uint32_t slot,
+                                                   const struct moe_placement *p) MOE_CHECKED;
 /* Digest of an added model, or "". */
 const char *moe_coordinator__added_digest(const struct moe_coordinator *c,
                                           const struct moe_added_info *info);
@@ -294,8 +304,30 @@ struct moe_status moe_coordinator__list_models(struct moe_coordinator *c, struct
                                                const void *message) MOE_CHECKED;
 /* The call is over: it does not wait any more. */
 void moe_coordinator__forget_call(struct moe_coordinator *c, struct admin_call *a);
+/* Takes a call that waits out of the list; NULL if there is none of this number. */
+struct admin_call *moe_coordinator__take_waiting(struct moe_coordinator *c, uint64_t number);
+void moe_coordinator__wait_for_answer(struct moe_coordinator *c, struct admin_call *a,
+                                      uint64_t number);
 /* Answers all calls that wait. */
 void moe_coordinator__end_model_calls(struct moe_coordinator *c, const struct moe_status *why);
+
+/* Of the processes that have slots. */
+void moe_coordinator__list_slots(const struct moe_coordinator *c,
+                                 struct moe_added_slot slots[MOE_PLACEMENT_SLOTS_MAX]);
+
+/* ------------------------------------------------------------------ moves/move_calls.c */
+
+/* Carries out the actions of the machine of moves, after those of the others. */
+void moe_coordinator__act_moves(struct moe_coordinator *c);
+/* Messages of workers; `slot` is that of the sender. Errors: those of moe_moves_on_rows. */
+struct moe_status moe_coordinator__receive_rows(struct moe_coordinator *c, uint32_t slot,
+                                                const Moe__V1__ExpertRows *r) MOE_CHECKED;
+void moe_coordinator__receive_move_report(struct moe_coordinator *c, uint32_t slot,
+                                          const Moe__V1__ModelReport *r,
+                                          const struct moe_status *error);
+/* As the methods above. */
+struct moe_status moe_coordinator__rebalance(struct moe_coordinator *c, struct admin_call *a,
+                                             const void *message) MOE_CHECKED;
 
 /* ------------------------------------------------------------------ admin.c, observe.c */
 

@@ -73,6 +73,9 @@ static void send_registered(struct moe_coordinator *c, struct session *s,
     body.lease_ms = c->lease_ms;
     body.epoch = a->epoch;
     body.admin_port = moe_rpc_server_port(c->server);
+    uint32_t fetched = moe_moves_fetched_version(c->moves);
+    body.fetched_placement_version =
+        fetched != 0 ? fetched : moe_placement_version(moe_membership_placement(c->machine));
     uint32_t numbers[MOE_ADDED_MAX];
     char *names[MOE_ADDED_MAX];
     struct moe_added_info info;
@@ -169,11 +172,35 @@ static void send_assign(struct moe_coordinator *c, struct session *s,
     body.placement_version = moe_placement_version(p);
     body.slots = moe_placement_slots(p);
     body.keep = a->keep;
+    body.spare_experts = c->machine_config.spare;
     body.n_layers = lists.count;
     body.layers = lists.list;
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_ASSIGN;
     m.assign = &body;
+    send_message(s, &m);
+    free_lists(&lists);
+}
+
+void moe_coordinator__send_move_order(struct moe_coordinator *c, const struct moe_moves_action *a)
+{
+    struct session *s = find_session(c, a->stream);
+    const struct moe_placement *p = a->step == MOE_MOVES_FETCH
+                                        ? moe_moves_plan(c->moves)
+                                        : moe_membership_placement(c->machine);
+    struct placement_lists lists = {0};
+    if (s == NULL || s->ended || (a->step == MOE_MOVES_FETCH && !make_lists(s, p, &lists)))
+        return;
+    Moe__V1__ModelOrder body = MOE__V1__MODEL_ORDER__INIT;
+    body.step = (Moe__V1__ModelStep)a->step;
+    body.order = a->order;
+    body.epoch = a->epoch;
+    body.placement_version = moe_placement_version(p);
+    body.n_layers = lists.count;
+    body.layers = lists.list;
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_MODEL_ORDER;
+    m.model_order = &body;
     send_message(s, &m);
     free_lists(&lists);
 }
@@ -434,6 +461,7 @@ void moe_coordinator__act(struct moe_coordinator *c)
         }
     }
     moe_coordinator__act_models(c);
+    moe_coordinator__act_moves(c);
 }
 
 /* ------------------------------------------------------------------ receiving */
@@ -488,6 +516,7 @@ static void receive_register(struct moe_coordinator *c, struct session *s, uint6
                                          .wanted_slot_plus_one = r->wanted_slot_plus_one,
                                          .trains = r->trains,
                                          .partial = r->partial,
+                                         .moves_experts = r->moves_experts,
                                          .layers = layers,
                                          .layer_count = count};
     if (r->host != NULL)
@@ -568,11 +597,26 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_MODEL_REPORT:
         st = status_of(m->model_report->error);
-        if (renew(c, now, stream, &slot))
+        if (!renew(c, now, stream, &slot))
+            return true;
+        if (m->model_report->model == 0)
+            moe_coordinator__receive_move_report(c, slot, m->model_report, &st);
+        else
             moe_coordinator__receive_model_report(c, slot, m->model_report, &st);
         return true;
+    case MOE__V1__SESSION_REQUEST__BODY_EXPERT_ROWS:
+        if (!renew(c, now, stream, &slot))
+            return true;
+        st = moe_coordinator__receive_rows(c, slot, m->expert_rows);
+        if (moe_failed(&st))
+            moe_membership_on_wrong_weights(machine, now, stream, &st);
+        return true;
     case MOE__V1__SESSION_REQUEST__BODY_MODEL_PROGRESS:
-        if (renew(c, now, stream, &slot))
+        if (!renew(c, now, stream, &slot))
+            return true;
+        if (m->model_progress->model == 0)
+            moe_moves_on_progress(c->moves, moe_clock_ns(), slot, m->model_progress->loaded_bytes);
+        else
             moe_added_on_progress(c->models, moe_clock_ns(), slot, m->model_progress->model,
                                   m->model_progress->loaded_bytes, m->model_progress->total_bytes);
         return true;

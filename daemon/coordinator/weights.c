@@ -233,6 +233,22 @@ static struct moe_status begin_record(struct moe_weights *w, const char *fingerp
     return st;
 }
 
+struct moe_status moe_weights_check_more(struct moe_weights *w, uint32_t slot, uint64_t incarnation,
+                                         const struct moe_placement *p)
+{
+    struct held *h = hold(w, slot, incarnation);
+    struct moe_status st = check_complete(h, slot, p);
+    if (!moe_failed(&st) && !has_record(w, NULL))
+        st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH,
+                       "the group has no record of the model's digests");
+    if (!moe_failed(&st))
+        st = check_record(w, h);
+    moe_digest_table_destroy(h->table);
+    h->table = NULL;
+    h->checked = true;
+    return st;
+}
+
 struct moe_status moe_weights_check(struct moe_weights *w, uint32_t slot, uint64_t incarnation,
                                     const char *fingerprint, const struct moe_placement *p,
                                     bool *begun)

@@ -36,6 +36,11 @@ struct moe_status moe_weights_add_part(struct moe_weights *w, uint32_t slot, uin
                                        const struct moe_placement *p, const uint8_t *part,
                                        size_t length) MOE_CHECKED;
 
+/* A process that was checked has loaded more, for the placement `p`: compares it with the record.
+ * What it has reported since is forgotten, and it stays checked. Errors: MOE_FAILED_PRECONDITION/
+ * MODEL_MISMATCH (it differs, digests are missing, or there is no record). */
+struct moe_status moe_weights_check_more(struct moe_weights *w, uint32_t slot, uint64_t incarnation,
+                                         const struct moe_placement *p) MOE_CHECKED;
 /* The process in `slot` has loaded its share of the placement.
  *
  * begun   the last slot was missing for a record, and the record has begun

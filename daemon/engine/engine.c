@@ -92,6 +92,8 @@ static const struct moe_step_row *row_of(const struct moe_step_slot *step_slot)
         return &moe_engine__heartbeat;
     if (kind->changes_models)
         return &moe_engine__model_change;
+    if (kind->swaps_placement)
+        return &moe_engine__swap;
     if (!kind->has_descriptor)
         return &moe_engine__forward;
     return kind->queued ? &moe_engine__retained : &moe_engine__call;
@@ -106,7 +108,7 @@ static struct moe_status find_layer(struct moe_engine *e, struct moe_step_slot *
     /* Backward passes and heartbeats have the layers and dtypes of forward ones. */
     const struct moe_step_key key = {t->layer, kind->queued ? t->kind : MOE_STEP_FORWARD, t->dtype};
     step_slot->model = NULL;
-    if (kind->is_exclusive)
+    if (kind->is_exclusive || kind->swaps_placement)
         return moe_ok();
     struct moe_engine_model *m = moe_engine__find_model(e, moe_layer_model(t->layer));
     bool training = kind->has_descriptor && moe_layer_model(t->layer) != 0;
@@ -125,12 +127,13 @@ static struct moe_status check_ticket(struct moe_engine *e, struct moe_step_slot
 {
     const struct moe_ticket *t = &step_slot->ticket;
     const struct moe_step_traits *kind = moe_step_traits(t->kind);
-    if (kind->has_descriptor ? e->config.calls == NULL
-                             : !kind->queued && !kind->is_heartbeat && !kind->changes_models)
+    if (kind->has_descriptor    ? e->config.calls == NULL
+        : kind->swaps_placement ? e->config.swap_placement == NULL
+                                : !kind->queued && !kind->is_heartbeat && !kind->changes_models)
         return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ticket %llu: no such kind",
                          (unsigned long long)t->seq);
     MOE_TRY(find_layer(e, step_slot));
-    if (!kind->is_exclusive && !kind->changes_models &&
+    if (!kind->is_exclusive && !kind->changes_models && !kind->swaps_placement &&
         (t->bucket == 0 || (t->bucket & (t->bucket - 1)) != 0 || t->bucket > e->bucket_max))
         return moe_error(MOE_INTERNAL, MOE_REASON_NONE, "ticket %llu: no bucket of %u tokens",
                          (unsigned long long)t->seq, t->bucket);

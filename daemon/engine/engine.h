@@ -46,6 +46,13 @@ struct moe_engine_config {
     /* A ticket ADD_MODEL or REMOVE_MODEL has been run under `epoch`. Engine's thread, no lock held.
      * From within, only moe_engine_run may be called. NULL: there are no added models. */
     void (*model_changed)(void *ctx, uint32_t model, bool served, uint64_t epoch);
+    /* A ticket SWAP_PLACEMENT begins: steps of later tickets use the layers of this version of the
+     * placement; earlier ones may run still. A failure ends the view. Engine's thread, no lock
+     * held; no function of the engine may be called from within. NULL: there are no such tickets.
+     */
+    struct moe_status (*swap_placement)(void *ctx, uint32_t version);
+    /* It is complete under `epoch`: no step uses the layers before. As model_changed. */
+    void (*placement_swapped)(void *ctx, uint32_t version, uint64_t epoch);
     /* A ticket has been run, in order of seq. Engine's thread, no lock held; must not stop or start
      * a view, and may come while moe_engine_stop_view waits. On failure the engine has stopped the
      * view: tickets are ignored until the next moe_engine_start_view. Tickets that stop_view cut

@@ -234,3 +234,39 @@ const struct moe_step_row moe_engine__model_change = {
     .complete = complete,
     .abandon = moe_engine__put_back,
 };
+
+/* ------------------------------------------------------------------------ placements */
+
+static struct moe_status claim_swap(struct moe_engine *e, struct moe_step_slot *step_slot)
+    MOE_REQUIRES(e->lock)
+{
+    (void)e;
+    (void)step_slot;
+    return moe_ok();
+}
+
+static void begin_swap(struct moe_engine *e, struct moe_step_slot *step_slot,
+                       struct moe_session *session)
+{
+    (void)session;
+    step_slot->failure = e->config.swap_placement(e->config.ctx, step_slot->ticket.layer);
+}
+
+/* All earlier tickets are complete. */
+static void complete_swap(struct moe_engine *e, struct moe_step_slot *step_slot,
+                          const struct moe_step_result *result) MOE_REQUIRES(e->lock)
+{
+    (void)result;
+    const struct moe_ticket *t = &step_slot->ticket;
+    moe_mutex_unlock(&e->lock);
+    e->config.finished(e->config.ctx, t, moe_ok(), 0);
+    e->config.placement_swapped(e->config.ctx, t->layer, t->epoch);
+    moe_mutex_lock(&e->lock);
+}
+
+const struct moe_step_row moe_engine__swap = {
+    .claim = claim_swap,
+    .begin = begin_swap,
+    .complete = complete_swap,
+    .abandon = moe_engine__put_back,
+};

@@ -127,7 +127,7 @@ struct moe_step_row {
     void (*abandon)(struct moe_engine *e, struct moe_step_slot *step_slot);
 };
 extern const struct moe_step_row moe_engine__forward, moe_engine__retained, moe_engine__heartbeat,
-    moe_engine__call, moe_engine__model_change;
+    moe_engine__call, moe_engine__model_change, moe_engine__swap;
 
 /* --------------------------------------------------------------------- models.c */
 

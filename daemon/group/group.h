@@ -29,7 +29,8 @@ struct moe_group_identity {
     uint32_t max_tokens_per_step;
     uint32_t wanted_slot_plus_one; /* 0 = any */
     bool trains;
-    bool partial; /* its backend runs steps without some experts */
+    bool partial;       /* its backend runs steps without some experts */
+    bool moves_experts; /* it can change the placement of experts in a view */
     const struct moe_session_host *host;
     const char *host_name; /* for people */
 };
@@ -47,6 +48,7 @@ struct moe_group_assignment {
     uint32_t slot, slots;
     uint32_t placement_version;
     bool keep; /* in addition to what serves now, until a view of this placement forms */
+    uint32_t spare_experts; /* of each layer: room for so many more is needed */
     const struct moe_group_layer *layers;
     size_t layer_count;
 };
@@ -81,6 +83,11 @@ enum moe_model_step { /* values of moe.v1.ModelStep */
                       MOE_MODEL_QUIESCE = 4,
                       MOE_MODEL_REMOVE = 5,
                       MOE_MODEL_CLOSE = 6,
+                      /* Of the default model. */
+                      MOE_MODEL_COUNT_ROWS = 7,
+                      MOE_MODEL_FETCH = 8,
+                      MOE_MODEL_SWAP = 9,
+                      MOE_MODEL_DROP = 10,
 };
 
 /* moe.v1.ModelOrder, unchecked. */
@@ -90,7 +97,7 @@ struct moe_group_model_order {
     uint64_t order, epoch;
     const char *name, *directory, *digest; /* "" = none */
     bool if_idle, resume, again;
-    struct moe_group_assignment assignment; /* LOAD */
+    struct moe_group_assignment assignment; /* LOAD, FETCH; its version also of SWAP */
 };
 
 /* moe.v1.LayerMemory */
@@ -159,14 +166,17 @@ struct moe_group_hooks {
     /* Refuses new requests; accepted ones continue. */
     void (*drain)(void *ctx);
     bool (*drained)(void *ctx);
-    /* A step of an added model; moe_group_report_model answers it, at any time. NULL: this worker
-     * has no added models. */
+    /* A step of an added model, or of the default one; moe_group_report_model answers it, at any
+     * time. NULL: this worker has no added models. */
     void (*model_order)(void *ctx, const struct moe_group_model_order *order);
     /* After each registration: the added models of the group, by number and name. This worker frees
      * any other, because it may have been away when the group closed it. NULL: as for model_order.
      */
     void (*models_listed)(void *ctx, const uint32_t *models, const char *const *names,
                           size_t count);
+    /* After each registration: fetched experts of another version of the placement are of no use.
+     */
+    void (*fetched_listed)(void *ctx, uint32_t placement_version);
     /* The session has ended for good; the last call of all hooks. Success: drained in time. */
     void (*ended)(void *ctx, struct moe_status why);
     void *ctx;
@@ -204,6 +214,9 @@ void moe_group_try_again(struct moe_group *g);
 /* [any thread] Sent in the order of calls. Without a session the report is lost: the coordinator
  * repeats its orders. */
 void moe_group_report_model(struct moe_group *g, const struct moe_group_model_report *report);
+/* [any thread] Rows of the experts of a layer, before the report of the order. */
+void moe_group_report_rows(struct moe_group *g, uint64_t order, uint32_t layer,
+                           const uint64_t *rows, size_t count);
 void moe_group_report_model_progress(struct moe_group *g, uint32_t model, uint64_t loaded_bytes,
                                      uint64_t total_bytes);
 /* [any thread] Peers of the view of `epoch` are gone, or a step failed. Ends the view here and

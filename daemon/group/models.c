@@ -31,7 +31,7 @@ void moe_group__on_model_order(struct moe_group *g, const Moe__V1__ModelOrder *o
         .resume = o->resume,
         .assignment = {.slot = g->slot,
                        .slots = g->slots,
-                       .placement_version = 1,
+                       .placement_version = o->placement_version != 0 ? o->placement_version : 1,
                        .layers = layers,
                        .layer_count = o->n_layers},
     };
@@ -66,6 +66,16 @@ void moe_group_report_model(struct moe_group *g, const struct moe_group_model_re
 {
     struct parts parts = {0};
     struct moe_status st = moe_report_pack_model(report, moe_group__add_part, &parts);
+    post(g, &parts, &st);
+    free(parts.bytes);
+}
+
+void moe_group_report_rows(struct moe_group *g, uint64_t order, uint32_t layer,
+                           const uint64_t *rows, size_t count)
+{
+    struct parts parts = {0};
+    struct moe_status st =
+        moe_report_pack_rows(order, layer, rows, count, moe_group__add_part, &parts);
     post(g, &parts, &st);
     free(parts.bytes);
 }

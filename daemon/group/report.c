@@ -61,6 +61,7 @@ void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_i
     r.wanted_slot_plus_one = wanted_slot_plus_one;
     r.trains = id->trains;
     r.partial = id->partial;
+    r.moves_experts = id->moves_experts;
     Moe__V1__Host host = MOE__V1__HOST__INIT;
     if (id->host != NULL) {
         host.id = (char *)id->host->id;
@@ -179,6 +180,20 @@ struct moe_status moe_report_pack_model(const struct moe_group_model_report *r,
     Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
     q.body_case = MOE__V1__SESSION_REQUEST__BODY_MODEL_REPORT;
     q.model_report = &report;
+    return pack(&q, add, ctx);
+}
+
+struct moe_status moe_report_pack_rows(uint64_t order, uint32_t layer, const uint64_t *rows,
+                                       size_t count, moe_group_part_fn add, void *ctx)
+{
+    Moe__V1__ExpertRows body = MOE__V1__EXPERT_ROWS__INIT;
+    body.order = order;
+    body.layer = layer;
+    body.n_rows = count;
+    body.rows = (uint64_t *)(uintptr_t)rows; /* packing only reads */
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_EXPERT_ROWS;
+    q.expert_rows = &body;
     return pack(&q, add, ctx);
 }
 

@@ -20,9 +20,11 @@ void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch, uint64_
                           const struct moe_group_numbers *numbers);
 /* `part`: at most MOE_GROUP_PART_BYTES. */
 void moe_report_digests(struct moe_rpc_stream *stream, const uint8_t *part, size_t length);
-/* These two only pack: `add` gets each message of the report, digests before it. */
+/* These three only pack: `add` gets each message of the report, digests before it. */
 struct moe_status moe_report_pack_model(const struct moe_group_model_report *r,
                                         moe_group_part_fn add, void *ctx) MOE_CHECKED;
+struct moe_status moe_report_pack_rows(uint64_t order, uint32_t layer, const uint64_t *rows,
+                                       size_t count, moe_group_part_fn add, void *ctx) MOE_CHECKED;
 struct moe_status moe_report_pack_progress(uint32_t model, uint64_t loaded_bytes,
                                            uint64_t total_bytes, moe_group_part_fn add,
                                            void *ctx) MOE_CHECKED;

@@ -125,6 +125,8 @@ static void on_registered(struct moe_group *g, const Moe__V1__Registered *r)
     g->config.hooks.slot_assigned(g->config.hooks.ctx, r->slot, r->slots, coordinator(g),
                                   r->admin_port);
     moe_log_info("registered: slot %u of %u, lease %u ms", r->slot, r->slots, r->lease_ms);
+    if (g->config.hooks.fetched_listed != NULL && g->shutdown < LEAVING)
+        g->config.hooks.fetched_listed(g->config.hooks.ctx, r->fetched_placement_version);
     if (g->config.hooks.models_listed != NULL && g->shutdown < LEAVING)
         g->config.hooks.models_listed(g->config.hooks.ctx, r->models,
                                       (const char *const *)r->model_names, r->n_models);

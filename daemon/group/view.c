@@ -58,7 +58,13 @@ static void run_load(void *ctx, void *argument)
     } else {
         moe_group__read_layers(a->layers, a->n_layers, layers);
         const struct moe_group_assignment assignment = {
-            task->slot, task->slots, a->placement_version, a->keep != 0, layers, a->n_layers,
+            .slot = task->slot,
+            .slots = task->slots,
+            .placement_version = a->placement_version,
+            .spare_experts = a->spare_experts,
+            .keep = a->keep != 0,
+            .layers = layers,
+            .layer_count = a->n_layers,
         };
         st = g->config.hooks.load(g->config.hooks.ctx, &assignment);
     }

@@ -344,6 +344,16 @@ void moe_peers_change_model(struct moe_peers *p, uint64_t epoch, uint32_t model,
     moe_mutex_unlock(&p->lock);
 }
 
+void moe_peers_swap_placement(struct moe_peers *p, uint64_t epoch, uint32_t version)
+{
+    moe_mutex_lock(&p->lock);
+    if (p->phase != IDLE && p->role == SEQUENCER && p->view.epoch == epoch) {
+        moe_sequencer_swap_placement(p->sequencer, version);
+        issue_tickets(p);
+    }
+    moe_mutex_unlock(&p->lock);
+}
+
 void moe_peers_announce_training(struct moe_peers *p, const struct moe_ticket *call,
                                  uint32_t tokens)
 {

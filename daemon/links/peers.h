@@ -96,6 +96,8 @@ void moe_peers_beat(struct moe_peers *p, uint32_t layer);
 /* [any thread] The group is to serve an added model, or not any longer: the sequencer of `epoch`
  * issues a ticket. Does nothing on a member, or in another epoch. */
 void moe_peers_change_model(struct moe_peers *p, uint64_t epoch, uint32_t model, bool serve);
+/* The same for the version of the placement: the sequencer issues a ticket SWAP_PLACEMENT. */
+void moe_peers_swap_placement(struct moe_peers *p, uint64_t epoch, uint32_t version);
 /* The same for moe_engine_config.announce_training. */
 void moe_peers_announce_training(struct moe_peers *p, const struct moe_ticket *call,
                                  uint32_t tokens);

@@ -1,75 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* An assignment is first copied into tables of the backend's form and checked against the model, so
  * that loading uses no unchecked data from the wire. */
-#include "models/loader.h"
+#include "models/loader_state.h"
 
 #include "base/clock.h"
 #include "base/cores.h"
-#include "base/thread.h"
 #include "base/transfer.h"
-#include "base/wait.h"
 #include "daemon/log.h"
 #include "daemon/notify.h"
 
 #include <inttypes.h>
-#include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
-#include <unistd.h>
 
-enum {
-    DIGEST_THREADS_MAX = 8,
-    /* Of threads that load the next layers, or free old ones, while steps run. */
-    QUIET_PRIORITY = 10,
-    FREE_AFTER_MS = 2000,
-    FREE_POLL_MS = 50,
-};
-
-/* The placement in the form of layer_create. */
-struct table {
-    uint32_t slot; /* own */
-    uint64_t content_hash, hash;
-    size_t layer_count;
-    struct moe_placement *placements; /* [layer_count] */
-    uint32_t *offsets;                /* of all layers, one after the other */
-    uint16_t *slots;
-};
-
-/* What one assignment has loaded. */
-struct share {
-    struct moe_layer **layers;        /* [layer_count] */
-    struct table table;               /* of the layers; placements = NULL when none is loaded */
-    struct moe_digest_table *digests; /* of the layers */
-};
-
-struct moe_loader {
-    const struct moe_backend *backend;
-    struct moe_device *device;
-    const struct moe_model *model;
-    struct moe_loader_events events; /* name NULL: the default model */
-    size_t layer_count;
-    const struct moe_layer_spec **specs; /* [layer_count] */
-    struct share now, next;              /* `next`: in addition */
-    struct share old;                    /* what `freeing` frees */
-    pthread_t freeing;
-    bool is_freeing;
-    atomic_bool free_now;
-    struct share *loading;         /* during a load, one of these */
-    const struct share *assigned;  /* of the last assignment */
-    struct moe_digester *digester; /* during a load */
-    atomic_bool cancelled, may_load_next;
-    _Atomic uint64_t loaded_bytes, total_bytes;
-    uint64_t begun_ns, logged_ns; /* of the present load: its start, its last progress line */
-    uint64_t layer_base;          /* bytes read before the present layer */
-    size_t current_layer;
-};
+enum { DIGEST_THREADS_MAX = 8 };
 
 /* ------------------------------------------------------------------------ tables */
 
-static void free_table(struct table *t)
+void moe_loader__free_table(struct table *t)
 {
     free(t->placements);
     free(t->offsets);
@@ -147,20 +96,44 @@ static struct moe_status allocate_table(const struct moe_group_assignment *a, st
     out->slots = calloc(slots + 1, sizeof *out->slots);
     if (out->placements != NULL && out->offsets != NULL && out->slots != NULL)
         return moe_ok();
-    free_table(out);
+    moe_loader__free_table(out);
     return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                      "no memory for the placement");
 }
 
-/* The assignment in the backend's form, checked against the model. */
-static struct moe_status make_table(const struct moe_loader *l,
-                                    const struct moe_group_assignment *a, struct table *out)
+/* Whether a token's index makes no difference to which of its experts share a slot: there is one
+ * copy of each expert, or the placement is one that a group begins with, with contiguous ranges of
+ * experts and copies that are equally many slots apart. */
+static bool is_regular(const struct moe_placement *p)
+{
+    uint32_t base = p->experts / p->slots, larger = p->experts % p->slots, e = 0;
+    uint32_t copies = p->offset[1];
+    if (p->offset[p->experts] == p->experts)
+        return true;
+    for (uint32_t home = 0; home < p->slots; home++) {
+        uint64_t mask = 0;
+        for (uint32_t c = 0; c < copies; c++)
+            mask |= UINT64_C(1) << (home + c * (p->slots / copies)) % p->slots;
+        for (uint32_t n = base + (home < larger); n > 0; n--, e++) {
+            uint64_t held = 0;
+            for (uint32_t c = p->offset[e]; c < p->offset[e + 1]; c++)
+                held |= UINT64_C(1) << p->slot[c];
+            if (held != mask)
+                return false;
+        }
+    }
+    return true;
+}
+
+struct moe_status moe_loader__make_table(const struct moe_loader *l,
+                                         const struct moe_group_assignment *a, struct table *out)
 {
     if (a->layer_count != l->layer_count)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED,
                          "a placement of %zu layers for a model of %zu", a->layer_count,
                          l->layer_count);
-    *out = (struct table){.slot = a->slot};
+    *out =
+        (struct table){.slot = a->slot, .version = a->placement_version, .spare = a->spare_experts};
     MOE_TRY(allocate_table(a, out));
     uint32_t *offset = out->offsets;
     uint16_t *slot = out->slots;
@@ -168,7 +141,7 @@ static struct moe_status make_table(const struct moe_loader *l,
         const struct moe_group_layer *layer = &a->layers[i];
         struct moe_status st = fill_layer(l->specs[i], layer, a->slots, offset, slot);
         if (moe_failed(&st)) {
-            free_table(out);
+            moe_loader__free_table(out);
             return st;
         }
         out->placements[i] = (struct moe_placement){
@@ -178,6 +151,8 @@ static struct moe_status make_table(const struct moe_loader *l,
             .offset = offset,
             .slot = slot,
         };
+        out->placements[i].by_content =
+            l->backend->layer_succeed != NULL && !is_regular(&out->placements[i]);
         offset += layer->experts + 1;
         slot += layer->slot_count;
     }
@@ -186,7 +161,7 @@ static struct moe_status make_table(const struct moe_loader *l,
     return moe_ok();
 }
 
-static bool same_content(const struct table *a, const struct table *b)
+bool moe_loader__same_content(const struct table *a, const struct table *b)
 {
     if (a->placements == NULL || a->slot != b->slot || a->layer_count != b->layer_count ||
         a->content_hash != b->content_hash)
@@ -201,8 +176,7 @@ static bool same_content(const struct table *a, const struct table *b)
     return true;
 }
 
-/* Experts of `slot`, ascending; `experts` has room for the layer's E. */
-static size_t list_own(const struct moe_placement *p, uint32_t slot, uint32_t *experts)
+size_t moe_loader__list_own(const struct moe_placement *p, uint32_t slot, uint32_t *experts)
 {
     size_t count = 0;
     for (uint32_t e = 0; e < p->experts; e++)
@@ -253,33 +227,26 @@ static void on_progress(void *ctx, uint64_t read_bytes)
 
 /* ----------------------------------------------------------------------- loading */
 
-static void destroy_layers(const struct moe_loader *l, struct share *share)
+void moe_loader__destroy_layers(const struct moe_loader *l, struct moe_layer **layers)
 {
     for (size_t i = 0; i < l->layer_count; i++) {
-        if (share->layers[i] != NULL)
-            l->backend->layer_destroy(share->layers[i]);
-        share->layers[i] = NULL;
+        if (layers[i] != NULL)
+            l->backend->layer_destroy(layers[i]);
+        layers[i] = NULL;
     }
-}
-
-static void drop_share(struct moe_loader *l, struct share *share)
-{
-    destroy_layers(l, share);
-    free_table(&share->table);
-    moe_digest_table_clear(share->digests);
 }
 
 static void drop_layers(struct moe_loader *l)
 {
-    drop_share(l, &l->now);
+    moe_loader__drop_next(l);
+    moe_loader__settle(l);
+    moe_loader__destroy_layers(l, l->layers);
+    moe_mutex_lock(&l->lock);
+    moe_loader__free_table(&l->table);
+    moe_digest_table_clear(l->digests);
+    moe_mutex_unlock(&l->lock);
     atomic_store(&l->loaded_bytes, 0);
     atomic_store(&l->total_bytes, 0);
-}
-
-static bool is_cancelled(const struct moe_loader *l)
-{
-    return atomic_load(&l->cancelled) ||
-           (l->loading == &l->next && !atomic_load(&l->may_load_next));
 }
 
 static struct moe_status load_cancelled(void)
@@ -292,10 +259,10 @@ static struct moe_status upload(void *ctx, enum moe_weight weight, uint32_t expe
                                 enum moe_dtype dtype, const void *data, size_t bytes)
 {
     struct moe_loader *l = ctx;
-    if (is_cancelled(l))
+    if (atomic_load(&l->cancelled))
         return load_cancelled();
-    return l->backend->layer_upload(l->loading->layers[l->current_layer], weight, expert, dtype,
-                                    data, bytes);
+    return l->backend->layer_upload(l->layers[l->current_layer], weight, expert, dtype, data,
+                                    bytes);
 }
 
 /* moe_weight_source_sink: the backend reads from the model's files itself. */
@@ -304,10 +271,10 @@ static struct moe_status fetch(void *ctx, enum moe_weight weight, uint32_t exper
                                size_t bytes)
 {
     struct moe_loader *l = ctx;
-    if (is_cancelled(l))
+    if (atomic_load(&l->cancelled))
         return load_cancelled();
-    return l->backend->layer_fetch(l->loading->layers[l->current_layer], weight, expert, dtype,
-                                   source, bytes);
+    return l->backend->layer_fetch(l->layers[l->current_layer], weight, expert, dtype, source,
+                                   bytes);
 }
 
 /* moe_packed_sink */
@@ -315,10 +282,9 @@ static struct moe_status upload_packed(void *ctx, enum moe_weight weight, uint32
                                        const struct moe_packed_matrix *matrix)
 {
     struct moe_loader *l = ctx;
-    if (is_cancelled(l))
+    if (atomic_load(&l->cancelled))
         return load_cancelled();
-    return l->backend->layer_upload_packed(l->loading->layers[l->current_layer], weight, expert,
-                                           matrix);
+    return l->backend->layer_upload_packed(l->layers[l->current_layer], weight, expert, matrix);
 }
 
 /* Adds the layer's digests to `digests`. */
@@ -326,18 +292,16 @@ static struct moe_status load_layer(struct moe_loader *l, size_t i,
                                     struct moe_digest_table *digests)
 {
     uint32_t experts[MOE_MAX_EXPERTS];
-    struct share *share = l->loading;
-    const struct table *table = &share->table;
-    size_t count = list_own(&table->placements[i], table->slot, experts);
+    size_t count = moe_loader__list_own(&l->table.placements[i], l->table.slot, experts);
     l->current_layer = i;
-    MOE_TRY(l->backend->layer_create(l->device, l->specs[i], &table->placements[i], table->slot,
-                                     &share->layers[i]));
+    MOE_TRY(l->backend->layer_create(l->device, l->specs[i], &l->table.placements[i], l->table.slot,
+                                     &l->layers[i]));
     MOE_TRY(moe_model_stream_layer(l->model, i, experts, count, upload,
                                    l->backend->layer_fetch != NULL ? fetch : NULL,
                                    l->backend->layer_upload_packed != NULL ? upload_packed : NULL,
                                    l, l->digester, on_progress, l));
     l->layer_base += moe_model_layer_bytes(l->model, i, experts, count);
-    MOE_TRY(l->backend->layer_finish(share->layers[i]));
+    MOE_TRY(l->backend->layer_finish(l->layers[i]));
     return moe_digester_finish(l->digester, digests);
 }
 
@@ -363,18 +327,30 @@ static void count_bytes(const struct moe_loader *l, uint64_t *to_read, uint64_t 
     *to_read = *to_keep = 0;
     for (size_t i = 0; i < l->layer_count; i++) {
         uint32_t experts[MOE_MAX_EXPERTS];
-        const struct table *table = &l->loading->table;
-        size_t count = list_own(&table->placements[i], table->slot, experts);
+        size_t count = moe_loader__list_own(&l->table.placements[i], l->table.slot, experts);
         *to_read += moe_model_layer_bytes(l->model, i, experts, count);
         *to_keep += moe_model_layer_memory(l->model, i, experts, count);
     }
+}
+
+/* Bytes of the experts that a slot may get by moves, beyond those that it begins with. */
+static uint64_t count_spare(const struct moe_loader *l, uint32_t spare)
+{
+    static const uint32_t first = 0; /* all experts of a layer are alike */
+    uint64_t bytes = 0;
+    for (size_t i = 0; spare > 0 && i < l->layer_count; i++)
+        bytes += spare * (moe_model_layer_memory(l->model, i, &first, 1) -
+                          moe_model_layer_memory(l->model, i, NULL, 0));
+    return bytes;
 }
 
 static struct moe_status load_all(struct moe_loader *l, struct moe_digest_table *digests)
 {
     uint64_t total, resident;
     count_bytes(l, &total, &resident);
-    MOE_TRY(moe_loader_check_room(l, resident, "the experts"));
+    resident += count_spare(l, l->table.spare);
+    MOE_TRY(moe_loader_check_room(
+        l, resident, l->table.spare > 0 ? "the experts and places for spare ones" : "the experts"));
     atomic_store(&l->total_bytes, total);
     l->begun_ns = l->logged_ns = moe_clock_ns();
     l->layer_base = 0;
@@ -385,182 +361,101 @@ static struct moe_status load_all(struct moe_loader *l, struct moe_digest_table 
     return moe_ok();
 }
 
-static struct moe_status load_with_digests(struct moe_loader *l, struct share *share,
-                                           struct moe_digest_table *digests)
+static struct moe_status load_with_digests(struct moe_loader *l, struct moe_digest_table *digests)
 {
-    l->loading = share;
     uint32_t cores = moe_usable_cores();
     MOE_TRY(moe_digester_create(l->model, cores < DIGEST_THREADS_MAX ? cores : DIGEST_THREADS_MAX,
                                 &l->digester));
     struct moe_status st = load_all(l, digests);
     if (moe_failed(&st)) /* a backend may still read from its sources */
-        destroy_layers(l, share);
+        moe_loader__destroy_layers(l, l->layers);
     moe_digester_destroy(l->digester);
     l->digester = NULL;
-    l->loading = NULL;
     return st;
 }
 
-bool moe_loader_holds(const struct moe_loader *l, const struct moe_group_assignment *a)
+/* In use, or fetched. With `lock`. */
+static bool holds_table(const struct moe_loader *l, const struct table *t)
+{
+    return moe_loader__same_content(&l->table, t) ||
+           (l->ready && moe_loader__same_content(&l->next, t));
+}
+
+bool moe_loader_holds(struct moe_loader *l, const struct moe_group_assignment *a)
 {
     struct table t;
-    struct moe_status st = make_table(l, a, &t);
+    struct moe_status st = moe_loader__make_table(l, a, &t);
     if (moe_failed(&st))
         return false;
-    bool holds = same_content(&l->now.table, &t) || same_content(&l->next.table, &t);
-    free_table(&t);
+    moe_mutex_lock(&l->lock);
+    bool holds = holds_table(l, &t);
+    moe_mutex_unlock(&l->lock);
+    moe_loader__free_table(&t);
     return holds;
 }
 
-/* Threads that this one creates have its priority. It cannot be raised again. */
-static void become_quiet(void)
+/* The version may be a new one. What was fetched for a move stays so: its ticket, or the next view,
+ * brings it in. */
+static bool accept_held(struct moe_loader *l, const struct table *t)
 {
-    (void)setpriority(PRIO_PROCESS, (id_t)gettid(), QUIET_PRIORITY);
+    moe_mutex_lock(&l->lock);
+    bool holds = holds_table(l, t), present = moe_loader__same_content(&l->table, t);
+    if (present) {
+        l->table.hash = t->hash;
+        l->table.version = t->version;
+    }
+    moe_mutex_unlock(&l->lock);
+    if (present && t->spare == 0)
+        moe_loader_drop_fetched(l, 0);
+    return holds;
 }
 
-/* A view that begins touches new memory. Threads that free much meanwhile would delay it. */
-static void *free_old(void *arg)
+static struct moe_status replace(struct moe_loader *l, const struct table *t)
 {
-    struct moe_loader *l = arg;
-    uint64_t due_ns = moe_clock_ns() + FREE_AFTER_MS * MOE_NS_PER_MS;
-    become_quiet();
-    for (uint64_t now = moe_clock_ns(); now < due_ns && !atomic_load(&l->free_now);
-         now = moe_clock_ns())
-        moe_sleep_until(now + FREE_POLL_MS * MOE_NS_PER_MS);
-    drop_share(l, &l->old);
-    return NULL;
-}
-
-static void await_freeing(struct moe_loader *l)
-{
-    atomic_store(&l->free_now, true);
-    if (l->is_freeing)
-        pthread_join(l->freeing, NULL);
-    l->is_freeing = false;
-    atomic_store(&l->free_now, false);
-}
-
-/* Loads `t` into an empty share, and owns it. */
-static struct moe_status fill_share(struct moe_loader *l, struct share *share, struct table t)
-{
-    share->table = t;
-    l->assigned = share;
-    struct moe_status st = load_with_digests(l, share, share->digests);
-    if (moe_failed(&st) && share == &l->now)
+    struct moe_digest_table *digests = NULL, *old = l->digests;
+    drop_layers(l);
+    l->table = *t;
+    struct moe_status st = moe_digest_table_create(&digests);
+    if (!moe_failed(&st))
+        st = load_with_digests(l, digests);
+    if (moe_failed(&st)) {
+        moe_digest_table_destroy(digests);
         drop_layers(l);
-    else if (moe_failed(&st))
-        drop_share(l, share);
+        return st;
+    }
+    moe_mutex_lock(&l->lock);
+    l->digests = digests;
+    moe_mutex_unlock(&l->lock);
+    moe_digest_table_destroy(old);
     return st;
-}
-
-/* True if a share has the content of `t`, which may be of a later version. Owns `t` then. */
-static bool find_share(struct moe_loader *l, struct share *share, struct table *t)
-{
-    if (!same_content(&share->table, t))
-        return false;
-    share->table.hash = t->hash;
-    l->assigned = share;
-    free_table(t);
-    return true;
 }
 
 struct moe_status moe_loader_load(struct moe_loader *l, const struct moe_group_assignment *a)
 {
     struct table t;
-    MOE_TRY(make_table(l, a, &t));
-    if (find_share(l, &l->now, &t)) {
-        drop_share(l, &l->next);
+    MOE_TRY(moe_loader__make_table(l, a, &t));
+    if (accept_held(l, &t)) {
+        moe_loader__free_table(&t);
         return moe_ok();
     }
-    if (find_share(l, &l->next, &t))
-        return moe_ok();
-    drop_share(l, &l->next);
-    drop_layers(l);
-    return fill_share(l, &l->now, t);
-}
-
-struct quiet_load {
-    struct moe_loader *loader;
-    struct table table;
-    struct moe_status status;
-};
-
-static void *load_quietly(void *arg)
-{
-    struct quiet_load *q = arg;
-    become_quiet();
-    q->status = fill_share(q->loader, &q->loader->next, q->table);
-    return NULL;
-}
-
-struct moe_status moe_loader_load_next(struct moe_loader *l, const struct moe_group_assignment *a)
-{
-    struct table t;
-    pthread_t thread;
-    if (l->now.table.placements == NULL)
-        return moe_loader_load(l, a);
-    MOE_TRY(make_table(l, a, &t));
-    if (find_share(l, &l->now, &t) || find_share(l, &l->next, &t))
-        return moe_ok();
-    drop_share(l, &l->next);
-    await_freeing(l);
-    struct quiet_load q = {.loader = l, .table = t};
-    int rc = moe_thread_create(&thread, "moe-load-next", load_quietly, &q);
-    if (rc != 0) {
-        free_table(&t);
-        return moe_thread_failure("moe-load-next", rc);
-    }
-    pthread_join(thread, NULL);
-    return q.status;
-}
-
-void moe_loader_take_next(struct moe_loader *l, uint64_t placement_hash)
-{
-    if (l->next.table.placements == NULL || l->next.table.hash != placement_hash)
-        return;
-    struct share old = l->now;
-    for (size_t i = 0; i < l->layer_count; i++) { /* readers have the array of `now` */
-        struct moe_layer *layer = l->now.layers[i];
-        l->now.layers[i] = l->next.layers[i];
-        l->next.layers[i] = layer;
-    }
-    l->now.table = l->next.table;
-    l->now.digests = l->next.digests;
-    l->next.table = old.table;
-    l->next.digests = old.digests;
-    l->assigned = &l->now;
-}
-
-void moe_loader_drop_next(struct moe_loader *l)
-{
-    if (l->next.table.placements == NULL)
-        return;
-    await_freeing(l);
-    struct share empty = l->old;
-    l->old = l->next;
-    l->next = empty;
-    int rc = moe_thread_create(&l->freeing, "moe-free-layers", free_old, l);
-    l->is_freeing = rc == 0;
-    if (rc != 0)
-        drop_share(l, &l->old);
-}
-
-void moe_loader_allow_next(struct moe_loader *l, bool allowed)
-{
-    atomic_store(&l->may_load_next, allowed);
+    moe_loader_cancel_fetch(l);
+    moe_mutex_lock(&l->fetching);
+    struct moe_status st = replace(l, &t);
+    moe_mutex_unlock(&l->fetching);
+    return st;
 }
 
 struct moe_status moe_loader_reload(struct moe_loader *l)
 {
-    if (l->now.table.placements == NULL)
+    if (l->table.placements == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE, "nothing is loaded");
-    destroy_layers(l, &l->now);
+    moe_loader__destroy_layers(l, l->layers);
     struct moe_digest_table *again = NULL;
     struct moe_digest_difference difference;
     struct moe_status st = moe_digest_table_create(&again);
     if (!moe_failed(&st))
-        st = load_with_digests(l, &l->now, again);
-    if (!moe_failed(&st) && moe_digest_table_differs(again, l->now.digests, &difference))
+        st = load_with_digests(l, again);
+    if (!moe_failed(&st) && moe_digest_table_differs(again, l->digests, &difference))
         st = moe_error(MOE_DATA_LOSS, MOE_REASON_MODEL_MISMATCH,
                        "%s in the model's files is not what was loaded before", difference.name);
     moe_digest_table_destroy(again);
@@ -569,25 +464,33 @@ struct moe_status moe_loader_reload(struct moe_loader *l)
     return st;
 }
 
-const struct moe_digest_table *moe_loader_digests(const struct moe_loader *l)
+bool moe_loader_differs(struct moe_loader *l, const struct moe_digest_table *want,
+                        struct moe_digest_difference *out)
 {
-    return l->assigned->digests;
+    moe_mutex_lock(&l->lock);
+    bool differs = moe_digest_table_differs(l->digests, want, out);
+    moe_mutex_unlock(&l->lock);
+    return differs;
 }
 
-struct moe_status moe_loader_pass_digests(const struct moe_loader *l, moe_group_part_fn add,
+struct moe_status moe_loader_pass_digests(struct moe_loader *l, moe_group_part_fn add,
                                           void *add_ctx)
 {
     uint8_t part[MOE_GROUP_PART_BYTES];
     struct moe_digest_cursor at = {0};
     size_t length;
-    while ((length = moe_digest_table_pack(l->assigned->digests, &at, part, sizeof part)) > 0)
-        MOE_TRY(add(add_ctx, part, length));
-    return moe_ok();
+    struct moe_status st = moe_ok();
+    moe_mutex_lock(&l->lock);
+    while (!moe_failed(&st) &&
+           (length = moe_digest_table_pack(l->digests, &at, part, sizeof part)) > 0)
+        st = add(add_ctx, part, length);
+    moe_mutex_unlock(&l->lock);
+    return st;
 }
 
 const struct moe_placement *moe_loader_placements(const struct moe_loader *l)
 {
-    return l->now.table.placements;
+    return l->table.placements;
 }
 
 void moe_loader_cancel(struct moe_loader *l)
@@ -609,12 +512,15 @@ const struct moe_layer_spec *const *moe_loader_specs(const struct moe_loader *l)
 
 struct moe_layer *const *moe_loader_layers(const struct moe_loader *l)
 {
-    return l->now.layers;
+    return l->layers;
 }
 
-uint64_t moe_loader_placement_hash(const struct moe_loader *l)
+uint64_t moe_loader_placement_hash(struct moe_loader *l)
 {
-    return l->now.table.hash;
+    moe_mutex_lock(&l->lock);
+    uint64_t hash = l->table.hash;
+    moe_mutex_unlock(&l->lock);
+    return hash;
 }
 
 void moe_loader_progress(const struct moe_loader *l, uint64_t *loaded, uint64_t *total)
@@ -623,29 +529,20 @@ void moe_loader_progress(const struct moe_loader *l, uint64_t *loaded, uint64_t 
     *total = atomic_load(&l->total_bytes);
 }
 
-static bool make_share(const struct moe_loader *l, struct share *share)
-{
-    share->layers = calloc(l->layer_count + 1, sizeof *share->layers);
-    struct moe_status st = moe_digest_table_create(&share->digests);
-    return share->layers != NULL && !moe_failed(&st);
-}
-
-static void destroy_share(struct moe_loader *l, struct share *share)
-{
-    if (share->layers != NULL && share->digests != NULL)
-        drop_share(l, share);
-    moe_digest_table_destroy(share->digests);
-    free(share->layers);
-}
-
 struct moe_status moe_loader_create(const struct moe_backend *backend, struct moe_device *device,
                                     const struct moe_model *model,
                                     const struct moe_loader_events *events, struct moe_loader **out)
 {
+    struct moe_digest_table *digests;
+    MOE_TRY(moe_digest_table_create(&digests));
     struct moe_loader *l = calloc(1, sizeof *l);
-    if (l == NULL)
+    if (l == NULL) {
+        moe_digest_table_destroy(digests);
         goto no_memory;
-    l->assigned = &l->now;
+    }
+    moe_mutex_init(&l->fetching);
+    moe_mutex_init(&l->lock);
+    l->digests = digests;
     l->backend = backend;
     l->device = device;
     l->model = model;
@@ -653,9 +550,13 @@ struct moe_status moe_loader_create(const struct moe_backend *backend, struct mo
         l->events = *events;
     l->layer_count = moe_model_layer_count(model);
     l->specs = calloc(l->layer_count + 1, sizeof *l->specs);
-    if (l->specs == NULL || !make_share(l, &l->now) || !make_share(l, &l->next) ||
-        !make_share(l, &l->old))
+    l->layers = calloc(l->layer_count + 1, sizeof *l->layers);
+    l->next_layers = calloc(l->layer_count + 1, sizeof *l->next_layers);
+    l->previous = calloc(l->layer_count + 1, sizeof *l->previous);
+    if (l->specs == NULL || l->layers == NULL || l->next_layers == NULL || l->previous == NULL) {
+        l->layer_count = 0;
         goto no_memory;
+    }
     for (size_t i = 0; i < l->layer_count; i++)
         l->specs[i] = moe_model_layer(model, i);
     *out = l;
@@ -669,10 +570,14 @@ void moe_loader_destroy(struct moe_loader *l)
 {
     if (l == NULL)
         return;
-    await_freeing(l);
-    destroy_share(l, &l->old);
-    destroy_share(l, &l->now);
-    destroy_share(l, &l->next);
+    moe_loader__await_settling(l);
+    drop_layers(l);
+    moe_digest_table_destroy(l->digests);
     free(l->specs);
+    free(l->layers);
+    free(l->next_layers);
+    free(l->previous);
+    moe_mutex_destroy(&l->lock);
+    moe_mutex_destroy(&l->fetching);
     free(l);
 }

@@ -3,6 +3,7 @@
  * order in which they came; the others at once. */
 #include "daemon/log.h"
 #include "daemon/name.h"
+#include "models/assignment.h"
 #include "models/models.h"
 #include "models/state.h"
 
@@ -15,10 +16,7 @@ struct task {
     struct moe_models *models;
     struct entry *entry; /* a reference */
     uint64_t order;
-    /* LOAD; points into `layers` and `numbers`. */
-    struct moe_group_assignment assignment;
-    struct moe_group_layer *layers;
-    uint32_t *numbers;
+    struct moe_assignment_copy copy; /* LOAD */
 };
 
 static struct moe_status no_memory(void)
@@ -31,8 +29,7 @@ static void free_task(struct task *t)
     moe_mutex_lock(&t->models->lock);
     moe_models__drop(t->entry);
     moe_mutex_unlock(&t->models->lock);
-    free(t->layers);
-    free(t->numbers);
+    moe_assignment_free(&t->copy);
     free(t);
 }
 
@@ -283,7 +280,7 @@ static void run_load(void *ctx, void *argument)
         .model = e->known.number, .step = MOE_MODEL_LOAD, .order = t->order};
     report.status = check_listed(m, e);
     if (!moe_failed(&report.status))
-        report.status = load(m, e, &t->assignment);
+        report.status = load(m, e, &t->copy.assignment);
     if (moe_failed(&report.status)) {
         moe_log_warn("model %s is not loaded: %s", e->name, report.status.text);
     } else {
@@ -323,34 +320,6 @@ static void run_close(void *ctx, void *argument)
 
 /* ------------------------------------------------------------- tasks for the executor */
 
-static struct moe_status copy_assignment(const struct moe_group_assignment *from, struct task *t)
-{
-    size_t numbers = 0;
-    for (size_t i = 0; i < from->layer_count; i++)
-        numbers += from->layers[i].experts + from->layers[i].slot_count;
-    t->layers = calloc(from->layer_count + 1, sizeof *t->layers);
-    t->numbers = calloc(numbers + 1, sizeof *t->numbers);
-    if (t->layers == NULL || t->numbers == NULL)
-        return no_memory();
-    t->assignment = *from;
-    t->assignment.layers = t->layers;
-    uint32_t *at = t->numbers;
-    for (size_t i = 0; i < from->layer_count; i++) {
-        const struct moe_group_layer *l = &from->layers[i];
-        struct moe_group_layer *copy = &t->layers[i];
-        *copy = *l;
-        copy->copies = at;
-        if (l->experts > 0)
-            memcpy(at, l->copies, l->experts * sizeof *at);
-        at += l->experts;
-        copy->slots = at;
-        if (l->slot_count > 0)
-            memcpy(at, l->slots, l->slot_count * sizeof *at);
-        at += l->slot_count;
-    }
-    return moe_ok();
-}
-
 /* Takes over a reference of `e`. */
 static void post(struct moe_models *m, struct entry *e, moe_serial_task_fn run,
                  const struct moe_group_model_order *o)
@@ -363,7 +332,7 @@ static void post(struct moe_models *m, struct entry *e, moe_serial_task_fn run,
         moe_mutex_unlock(&m->lock);
     } else {
         *t = (struct task){.models = m, .entry = e, .order = o->order};
-        st = copy_assignment(&o->assignment, t);
+        st = moe_assignment_copy(&o->assignment, &t->copy);
         if (!moe_failed(&st))
             st = moe_serial_executor_post(m->executor, run, m, t);
         if (moe_failed(&st))
@@ -611,6 +580,7 @@ void moe_models_order(struct moe_models *m, const struct moe_group_model_order *
     case MOE_MODEL_QUIESCE: order_quiesce(m, order); return;
     case MOE_MODEL_REMOVE: order_remove(m, order); return;
     case MOE_MODEL_CLOSE: order_close(m, order); return;
+    default: break; /* of the default model */
     }
     moe_log_warn("an order about model %u is of an unknown step", order->model);
 }

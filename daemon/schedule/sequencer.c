@@ -41,6 +41,7 @@ struct moe_sequencer {
     struct key_state keys[MOE_SEQUENCER_KEYS];
     size_t served_count; /* added models between their ADD_MODEL and REMOVE_MODEL */
     uint32_t served[MOE_ADDED_MODELS_MAX];
+    uint32_t swap_due, swapped; /* versions of placements; 0 = none in this view */
     size_t change_first, change_count;
     struct model_change changes[MOE_SEQUENCER_CHANGES]; /* a ring */
     size_t ring_first, ring_count; /* ring[(first + i) % KEYS]: indices into keys */
@@ -450,6 +451,22 @@ static void issue_model_change(struct moe_sequencer *s, struct moe_ticket *out)
     drop_work(s, c.model);
 }
 
+void moe_sequencer_swap_placement(struct moe_sequencer *s, uint32_t version)
+{
+    if (version > s->swapped && version > s->swap_due)
+        s->swap_due = version;
+}
+
+static void issue_swap(struct moe_sequencer *s, struct moe_ticket *out)
+{
+    *out = (struct moe_ticket){.epoch = s->epoch,
+                               .seq = ++s->issued,
+                               .layer = s->swap_due,
+                               .kind = MOE_STEP_SWAP_PLACEMENT};
+    s->swapped = s->swap_due;
+    s->swap_due = 0;
+}
+
 void moe_sequencer_beat(struct moe_sequencer *s, uint32_t layer)
 {
     s->beats = true;
@@ -464,7 +481,9 @@ bool moe_sequencer_next(struct moe_sequencer *s, struct moe_ticket *out)
     if (!MOE_GUARD(EXCLUSIVE_RUNS_ALONE, s->exclusive == 0))
         return false;
     size_t at;
-    if (s->change_count > 0)
+    if (s->swap_due != 0)
+        issue_swap(s, out);
+    else if (s->change_count > 0)
         issue_model_change(s, out);
     else if (next_call(s, &at) && training_is_due(s, at))
         issue_training(s, at, out);

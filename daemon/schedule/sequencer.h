@@ -16,6 +16,7 @@
  *   Allowed     the caller may hold back all tickets, or those of training; they wait in order.
  *   Models      a change of models is due before all others. Work of an added model counts between
  *               its ADD_MODEL and its REMOVE_MODEL; other work of it is dropped.
+ *   Placement   a swap of the placement is due before all others, once in a view for each version.
  *   Fairness    forward work that waits when an exclusive ticket is done is served before the next
  *               exclusive one, so that a request restarts at most once.
  *
@@ -79,6 +80,10 @@ void moe_sequencer_beat(struct moe_sequencer *s, uint32_t layer);
  * of an added model), MOE_RESOURCE_EXHAUSTED (too many models, or changes that wait). */
 struct moe_status moe_sequencer_change_model(struct moe_sequencer *s, uint32_t model,
                                              bool serve) MOE_CHECKED;
+
+/* The group is to use the placement of this version from now on: a ticket SWAP_PLACEMENT is due.
+ * Nothing happens if this view has had one of it or of a later one. */
+void moe_sequencer_swap_placement(struct moe_sequencer *s, uint32_t version);
 
 /* A call with a descriptor (has_descriptor) waits on `slot`. Reads kind, layer, dtype and
  * descriptor of `call`, except the descriptor's origin. `tokens`: its rows, at least 1 for kinds

@@ -33,6 +33,7 @@ static const struct moe_step_traits kinds[MOE_STEP_KINDS] = {
     [MOE_STEP_HEARTBEAT] = {.is_heartbeat = true},
     [MOE_STEP_ADD_MODEL] = {.changes_models = true},
     [MOE_STEP_REMOVE_MODEL] = {.changes_models = true},
+    [MOE_STEP_SWAP_PLACEMENT] = {.swaps_placement = true},
 };
 
 const struct moe_step_traits *moe_step_traits(enum moe_step_kind kind)

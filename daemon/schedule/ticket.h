@@ -30,6 +30,9 @@ enum moe_step_kind { /* values of moe.v1.StepKind */
                         anything. */
                      MOE_STEP_ADD_MODEL = 11,
                      MOE_STEP_REMOVE_MODEL = 12,
+                     /* Other copies of the default model's experts from here on. No device runs
+                        anything. */
+                     MOE_STEP_SWAP_PLACEMENT = 13,
                      MOE_STEP_KINDS /* past the last */
 };
 
@@ -48,6 +51,7 @@ struct moe_step_traits {
     bool is_heartbeat;     /* has no tokens */
     bool changes_models;   /* has no tokens; its place in the sequence decides from where on tickets
                               are of that model */
+    bool swaps_placement;  /* the same for the copies of experts that steps use */
     bool passes_blocked; /* may overtake blocked calls: it changes no training state that they use.
                             (A Load is refused while a Save runs.) */
 };
@@ -74,8 +78,9 @@ struct moe_call_descriptor {
 
 struct moe_ticket {
     uint64_t epoch, seq;
-    uint32_t layer; /* moe_layer_key; index 0 for changes of models, 0 for exclusive kinds. Dtype
-                       and bucket of both are 0 */
+    uint32_t layer; /* moe_layer_key; index 0 for changes of models, 0 for exclusive kinds, the
+                       version of the placement for SWAP_PLACEMENT. Dtype and bucket of all three
+                       are 0 */
     enum moe_step_kind kind;
     enum moe_dtype dtype;
     uint32_t bucket;

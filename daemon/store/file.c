@@ -247,7 +247,9 @@ static struct moe_status read_log(struct file_store *s, struct moe_store_found *
 static void image_name(uint32_t number, char name[IMAGE_NAME_BYTES])
 {
     int n = snprintf(name, IMAGE_NAME_BYTES, "%s", MOE_STORE_IMAGE);
-    if (number != 0)
+    if (number >= MOE_STORE_PLACEMENTS)
+        (void)snprintf(name, IMAGE_NAME_BYTES, "placement.%u", number - MOE_STORE_PLACEMENTS);
+    else if (number != 0)
         (void)snprintf(name + n, IMAGE_NAME_BYTES - (size_t)n, ".%u", number);
 }
 

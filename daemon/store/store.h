@@ -30,6 +30,9 @@ struct moe_store_ops {
     void (*close)(struct moe_store *s);
 };
 
+/* Images from this number on are of placements; the file store names them so. */
+enum { MOE_STORE_PLACEMENTS = 65536 };
+
 /* The first member of each kind of store. */
 struct moe_store {
     const struct moe_store_ops *ops;

@@ -284,6 +284,8 @@ static struct moe_status create_engine(struct moe_worker *w)
         .announce = announce,
         .announce_training = announce_training,
         .model_changed = moe_worker__model_changed,
+        .swap_placement = moe_worker__swap_placement,
+        .placement_swapped = moe_worker__placement_swapped,
         .progress = w->config.progress,
         .heartbeat = heartbeat,
         .block_weight_updates = block_weight_updates,
@@ -430,6 +432,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .wanted_slot_plus_one = c->wanted_slot_plus_one,
                 .trains = w->train != NULL,
                 .partial = c->backend->partial,
+                .moves_experts = moe_loader_moves(w->loader),
                 .host = &w->host,
                 .host_name = w->host_name,
             },
@@ -456,6 +459,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .drained = drained,
                 .model_order = moe_worker__model_order,
                 .models_listed = moe_worker__models_listed,
+                .fetched_listed = moe_worker__fetched_listed,
                 .ended = ended,
                 .ctx = w,
             },
@@ -486,6 +490,7 @@ struct moe_status moe_worker_start(const struct moe_worker_config *config, struc
     moe_worker__measure_widths(w);
     MOE_TRY_GOTO(st, create_engine(w), fail);
     MOE_TRY_GOTO(st, moe_worker__create_models(w), fail);
+    MOE_TRY_GOTO(st, moe_worker__create_mover(w), fail);
     MOE_TRY_GOTO(st, create_tracer(w), fail);
     MOE_TRY_GOTO(st, create_service(w), fail);
     MOE_TRY_GOTO(st, create_peers(w), fail);
@@ -526,6 +531,7 @@ void moe_worker_stop(struct moe_worker *w)
     moe_training_service_destroy(w->training_service);
     moe_region_service_destroy(w->regions);
     moe_service_destroy(w->service);
+    moe_mover_destroy(w->mover);
     moe_models_destroy(w->models);
     moe_row_metrics_destroy(w->row_metrics);
     moe_tracer_destroy(w->tracer);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Connects the table of added models with engine, peers and group. */
+/* Connects the table of added models, and moves of experts, with engine, peers and group. */
 #include "worker/worker_state.h"
 
 /* ------------------------------------------------------------- callbacks of the table */
@@ -40,7 +40,10 @@ void moe_worker__model_changed(void *ctx, uint32_t model, bool served, uint64_t 
 void moe_worker__model_order(void *ctx, const struct moe_group_model_order *order)
 {
     struct moe_worker *w = ctx;
-    moe_models_order(w->models, order);
+    if (order->model == 0)
+        moe_mover_order(w->mover, order);
+    else
+        moe_models_order(w->models, order);
 }
 
 void moe_worker__models_listed(void *ctx, const uint32_t *models, const char *const *names,
@@ -87,4 +90,56 @@ struct moe_status moe_worker__create_models(struct moe_worker *w)
         .ctx = w,
     };
     return moe_models_create(&models, &w->models);
+}
+
+/* ----------------------------------------------------------------------------- moves */
+
+static void rows(void *ctx, uint64_t order, uint32_t layer, const uint64_t *rows, size_t count)
+{
+    struct moe_worker *w = ctx;
+    moe_mutex_lock(&w->wake_lock);
+    if (w->may_wake_group)
+        moe_group_report_rows(w->group, order, layer, rows, count);
+    moe_mutex_unlock(&w->wake_lock);
+}
+
+static void fetch_progress(void *ctx, uint64_t read_bytes)
+{
+    progress(ctx, 0, read_bytes, 0);
+}
+
+static void swap(void *ctx, uint64_t epoch, uint32_t version)
+{
+    struct moe_worker *w = ctx;
+    moe_peers_swap_placement(w->peers, epoch, version);
+}
+
+struct moe_status moe_worker__swap_placement(void *ctx, uint32_t version)
+{
+    struct moe_worker *w = ctx;
+    return moe_loader_swap(w->loader, version);
+}
+
+void moe_worker__placement_swapped(void *ctx, uint32_t version, uint64_t epoch)
+{
+    struct moe_worker *w = ctx;
+    moe_mover_swapped(w->mover, version, epoch);
+}
+
+void moe_worker__fetched_listed(void *ctx, uint32_t version)
+{
+    struct moe_worker *w = ctx;
+    moe_mover_registered(w->mover, version);
+}
+
+struct moe_status moe_worker__create_mover(struct moe_worker *w)
+{
+    const struct moe_mover_config mover = {.loader = w->loader,
+                                           .row_metrics = w->row_metrics,
+                                           .report = report,
+                                           .rows = rows,
+                                           .progress = fetch_progress,
+                                           .swap = swap,
+                                           .ctx = w};
+    return moe_mover_create(&mover, &w->mover);
 }

@@ -12,6 +12,7 @@
 #include "model/sha256.h"
 #include "models/loader.h"
 #include "models/models.h"
+#include "models/mover.h"
 #include "service/region_service.h"
 #include "service/service.h"
 #include "trace/trace.h"
@@ -39,6 +40,7 @@ struct moe_worker {
     struct moe_loader *loader;
     struct moe_engine *engine;
     struct moe_models *models;
+    struct moe_mover *mover;
     struct moe_models_widths widths;       /* of sessions */
     struct moe_step_metrics *step_metrics; /* NULL: none */
     struct moe_tracer *tracer;             /* NULL: none */
@@ -96,6 +98,11 @@ void moe_worker__model_changed(void *ctx, uint32_t model, bool served, uint64_t 
 void moe_worker__model_order(void *ctx, const struct moe_group_model_order *order);
 void moe_worker__models_listed(void *ctx, const uint32_t *models, const char *const *names,
                                size_t count);
+/* Moves of experts, in the same file; the first three are hooks. */
+struct moe_status moe_worker__swap_placement(void *ctx, uint32_t version) MOE_CHECKED;
+void moe_worker__placement_swapped(void *ctx, uint32_t version, uint64_t epoch);
+void moe_worker__fetched_listed(void *ctx, uint32_t version);
+struct moe_status moe_worker__create_mover(struct moe_worker *w) MOE_CHECKED;
 /* Starts both servers, then names the worker. On failure moe_worker__stop_servers follows. */
 struct moe_status moe_worker__start_servers(struct moe_worker *w) MOE_CHECKED;
 /* Clients get the host of `coordinator` with this port. */

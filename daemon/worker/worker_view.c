@@ -80,8 +80,7 @@ static struct moe_status compare_with_manifest(struct moe_worker *w, struct moe_
     if (found == MOE_CHECKPOINT_DIGESTS_UNKNOWN)
         moe_log_info("%s is a checkpoint without digests: its weights are not checked",
                      moe_model_name(w->model));
-    if (found == MOE_CHECKPOINT_DIGESTS_FOUND &&
-        moe_digest_table_differs(moe_loader_digests(w->loader), want, &d))
+    if (found == MOE_CHECKPOINT_DIGESTS_FOUND && moe_loader_differs(w->loader, want, &d))
         return moe_error(MOE_DATA_LOSS, MOE_REASON_MODEL_MISMATCH,
                          "%.150s has other bytes than the checkpoint's manifest says", d.name);
     return moe_ok();
@@ -104,7 +103,9 @@ struct moe_status moe_worker__load(void *ctx, const struct moe_group_assignment 
         if (w->train != NULL)
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                              "a worker that trains loads no second share");
-        MOE_TRY(moe_loader_load_next(w->loader, assignment));
+        MOE_TRY(moe_loader_version(w->loader) == 0
+                    ? moe_loader_load(w->loader, assignment)
+                    : moe_loader_fetch(w->loader, assignment, NULL, NULL));
         return check_manifest(w);
     }
     if (w->session != NULL && !moe_loader_holds(w->loader, assignment)) {
@@ -328,7 +329,7 @@ struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
 {
     struct moe_worker *w = ctx;
     moe_worker__leave_view(w);
-    moe_loader_take_next(w->loader, v->placement_hash);
+    moe_loader_adopt(w->loader, v->placement_hash);
     MOE_TRY(keep_view(w, v));
     MOE_TRY(join_session(w, v, allgather, allgather_ctx));
     struct moe_status st = verify(w, v);
@@ -353,6 +354,6 @@ struct moe_status moe_worker__serve(void *ctx)
     if (w->train != NULL)
         moe_train_in_force(w->train);
     moe_worker__show_health(w);
-    moe_loader_drop_next(w->loader);
+    moe_loader_settle_later(w->loader);
     return moe_ok();
 }

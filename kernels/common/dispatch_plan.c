@@ -21,6 +21,7 @@ static uint32_t choose_slots(const struct moe_dispatch_input *in,
     const uint32_t tokens = in->tokens, top_k = in->top_k;
     const int32_t experts = (int32_t)place.experts, limit = experts + (int32_t)in->zero_experts;
     const uint8_t *state = in->token_state;
+    const uint32_t *keys = in->keys;
     const int32_t *ids = in->ids;
     uint16_t *target = out->target;
     uint32_t *count = out->count;
@@ -28,6 +29,7 @@ static uint32_t choose_slots(const struct moe_dispatch_input *in,
     for (uint32_t t = 0; t < tokens; t++, ids += top_k, target += top_k) {
         bool skip = state != NULL && state[t] != MOE_TOKEN_OK;
         uint64_t wanted = 0;
+        uint32_t key = keys != NULL ? keys[t] : t;
         for (uint32_t k = 0; k < top_k; k++) {
             int32_t id = ids[k];
             if (id >= limit && !skip)
@@ -37,7 +39,7 @@ static uint32_t choose_slots(const struct moe_dispatch_input *in,
                 continue;
             if (!has_copy(&place, id))
                 return t;
-            uint32_t slot = moe_dispatch_target(&place, (uint32_t)id, t);
+            uint32_t slot = moe_dispatch_target(&place, (uint32_t)id, key);
             target[k] = (uint16_t)slot;
             wanted |= UINT64_C(1) << (slot & 63);
             count[slot * stride + (uint32_t)id]++;

@@ -40,6 +40,7 @@ struct moe_dispatch_input {
     uint32_t tokens, top_k;                /* T, K */
     uint32_t zero_experts;                 /* Z: ids E .. E+Z-1 get no row */
     const int32_t *ids;                    /* [T, K]; < 0: not routed */
+    const uint32_t *keys;                  /* [T] choose copies; NULL: the tokens' indices do */
     const uint8_t *token_state; /* [T] enum moe_token_state; a token that is not MOE_TOKEN_OK gets
                                    no row, and its ids are not read. NULL = all OK */
 };
@@ -64,7 +65,7 @@ struct moe_dispatch_plan {
 struct moe_status moe_dispatch_plan(const struct moe_dispatch_input *in,
                                     const struct moe_dispatch_plan *out) MOE_CHECKED;
 
-/* The slot that computes expert `expert` for token `token` of any source. */
+/* The slot that computes expert `expert` for a token of any source; `token`: its index, or key. */
 static inline uint32_t moe_dispatch_target(const struct moe_placement *p, uint32_t expert,
                                            uint32_t token)
 {

@@ -37,6 +37,17 @@ set_tests_properties(models_sim_guards PROPERTIES TIMEOUT 600 LABELS "coordinato
 add_test(NAME models_sim_long COMMAND test_models_sim --seeds 20000)
 set_tests_properties(models_sim_long PROPERTIES TIMEOUT 1800 LABELS "coordinator;nightly")
 
+# The machine of moves, in the same way.
+moe_test(test_moves_sim SOURCES test_moves_sim.c ${coordinator}/moves/moves.c
+  USES moe_coordinator moe_schedule LABELS coordinator TIMEOUT 240)
+target_compile_definitions(test_moves_sim PRIVATE MOE_SIMULATION
+                                                  MOE_GUARD_LIST="moves_guards.h")
+target_include_directories(test_moves_sim PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
+add_test(NAME moves_sim_guards COMMAND test_moves_sim --guards --seeds 20000)
+set_tests_properties(moves_sim_guards PROPERTIES TIMEOUT 600 LABELS "coordinator;slow")
+add_test(NAME moves_sim_long COMMAND test_moves_sim --seeds 20000)
+set_tests_properties(moves_sim_long PROPERTIES TIMEOUT 1800 LABELS "coordinator;nightly")
+
 # What workers believe: 2000 schedules; every guard switched off; the long run.
 moe_test(test_lease_sim SOURCES test_lease_sim.c sim_stream.c USES moe_coordinator moe_daemon_base
   LABELS coordinator TIMEOUT 120)

@@ -627,7 +627,7 @@ static void start_scene(struct scene *s)
         .lease = &s->w.lease,
         .hooks = {hook_load, hook_digests, hook_form, hook_serve, hook_leave, hook_slot_assigned,
                   hook_numbers, hook_nothing, hook_allow_next_load, hook_lease, hook_give_up,
-                  hook_drain, hook_drained, hook_model_order, hook_models_listed, hook_ended,
+                  hook_drain, hook_drained, hook_model_order, hook_models_listed, NULL, hook_ended,
                   &s->w},
     };
     assert_ok(moe_group_start(&config, &s->w.group));

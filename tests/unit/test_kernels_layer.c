@@ -48,6 +48,69 @@ static void a_layer_knows_its_local_experts(void **state)
     moe_cpu_device_close(device);
 }
 
+static void upload_expert(struct moe_layer *layer, const struct moe_layer_spec *spec,
+                          uint32_t expert)
+{
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
+        size_t rows, columns;
+        moe_weight_shape(spec, w, &rows, &columns);
+        bool wanted = moe_weight_is_expert(w) ? expert != UINT32_MAX : expert == UINT32_MAX;
+        if (rows > 0 && wanted)
+            assert_ok(upload_ones(layer, w, expert, rows * columns));
+    }
+}
+
+static uint64_t bytes_of(struct moe_device *device)
+{
+    struct moe_device_info info;
+    moe_cpu_device_info(device, &info);
+    return info.used_bytes;
+}
+
+/* Slot 2 has experts 1 and 2, and gets 0 and 2: it shares 2, and frees 1 when the old layer goes.
+ * In the other order the old layer keeps what it has. */
+static void a_layer_passes_shared_weights_to_its_successor(void **state)
+{
+    (void)state;
+    static const uint32_t offset[] = {0, 1, 2, 3};
+    static const uint16_t slot[] = {2, 0, 2};
+    const struct moe_placement next = {
+        .version = 2, .experts = 3, .slots = 3, .offset = offset, .slot = slot};
+    for (int successor_first = 0; successor_first < 2; successor_first++) {
+        struct moe_device *device = open_device(NULL, 1);
+        struct moe_layer_spec spec = three_spec();
+        struct moe_placement placement = three_experts();
+        struct moe_layer *layer, *heir, *third;
+        assert_ok(moe_cpu_layer_create(device, &spec, &placement, 2, &layer));
+        assert_refused(moe_cpu_layer_succeed(layer, &next, &heir), MOE_FAILED_PRECONDITION,
+                       MOE_REASON_UNSUPPORTED);
+        upload_expert(layer, &spec, UINT32_MAX);
+        upload_expert(layer, &spec, 1);
+        upload_expert(layer, &spec, 2);
+        assert_ok(moe_cpu_layer_finish(layer));
+        uint64_t before = bytes_of(device);
+        assert_ok(moe_cpu_layer_succeed(layer, &next, &heir));
+        assert_refused(moe_cpu_layer_succeed(layer, &next, &third), MOE_FAILED_PRECONDITION,
+                       MOE_REASON_UNSUPPORTED);
+        assert_ptr_equal(heir->matrix[MOE_WEIGHT_UP][1].data, layer->matrix[MOE_WEIGHT_UP][1].data);
+        assert_refused(moe_cpu_layer_finish(heir), MOE_FAILED_PRECONDITION,
+                       MOE_REASON_TENSOR_MISSING);
+        assert_refused(upload_ones(heir, MOE_WEIGHT_GATE, 2, 16), MOE_ALREADY_EXISTS,
+                       MOE_REASON_TENSOR_INVALID);
+        upload_expert(heir, &spec, 0);
+        assert_ok(moe_cpu_layer_finish(heir));
+        assert_true(bytes_of(device) > before);
+        moe_cpu_layer_destroy(successor_first ? heir : layer);
+        assert_int_equal(bytes_of(device), before); /* as many experts as before */
+        struct moe_layer *left = successor_first ? layer : heir;
+        assert_ok(moe_cpu_layer_succeed(left, successor_first ? &next : &placement, &third));
+        moe_cpu_layer_destroy(third);
+        moe_cpu_layer_destroy(left);
+        assert_int_equal(bytes_of(device), 0);
+        moe_cpu_device_close(device);
+    }
+}
+
 static void uploads_that_do_not_fit_are_refused(void **state)
 {
     (void)state;
@@ -186,6 +249,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_layer_knows_its_local_experts),
+        cmocka_unit_test(a_layer_passes_shared_weights_to_its_successor),
         cmocka_unit_test(uploads_that_do_not_fit_are_refused),
         cmocka_unit_test(a_layer_with_any_weight_missing_does_not_run),
         cmocka_unit_test(impossible_specs_are_refused),

@@ -24,7 +24,7 @@ static void check_plan(const struct moe_placement_plan_input *in, const uint16_t
                 copies[*expert]++;
             }
         for (uint32_t e = 0; e < in->experts; e++)
-            assert_true(copies[e] >= 1 && copies[e] <= in->slots);
+            assert_true(copies[e] >= in->copies && copies[e] <= in->slots);
     }
 }
 
@@ -39,8 +39,9 @@ static void random_inputs_keep_the_rules(void **state)
         struct moe_placement_plan_input in = {.slots = slots,
                                               .layers = 2,
                                               .experts = experts,
-                                              .places = (experts + slots - 1) / slots,
+                                              .copies = one_in(2) ? 1 : random_between(1, slots),
                                               .rows = rows};
+        in.places = (experts * in.copies + slots - 1) / slots;
         in.places = one_in(3) ? experts : random_between(in.places, experts);
         for (uint32_t i = 0; i < 2 * experts; i++)
             rows[i] = one_in(4) ? 0 : one_in(8) ? random_bits() >> 8 : random_below(1000);
@@ -52,6 +53,68 @@ static void random_inputs_keep_the_rules(void **state)
         double imbalance = moe_placement_imbalance(&in, rows, first);
         assert_true(imbalance >= 1 - 1e-9 && imbalance <= slots + 1e-9);
     }
+}
+
+static uint64_t mask_of(const struct moe_placement_plan_input *in, const uint16_t *expert,
+                        uint16_t e)
+{
+    uint64_t mask = 0;
+    for (uint32_t i = 0; i < in->slots * in->places; i++)
+        if (expert[i] == e)
+            mask |= UINT64_C(1) << i / in->places;
+    return mask;
+}
+
+/* Copies that slots lack. */
+static uint32_t count_moves(const struct moe_placement_plan_input *in, const uint64_t *holders,
+                            const uint16_t *expert)
+{
+    uint32_t moves = 0;
+    for (uint16_t e = 0; e < in->experts; e++)
+        moves += (uint32_t)__builtin_popcountll(mask_of(in, expert, e) & ~holders[e]);
+    return moves;
+}
+
+/* The lists of a plan in another order go back to where they are: nothing moves. For a plan of
+ * other rows, no more copies move than before. */
+static void matched_plans_move_less(void **state)
+{
+    (void)state;
+    uint16_t expert[8 * 64], shuffled[8 * 64];
+    uint64_t rows[64], holders[64];
+    uint32_t before = 0, after = 0;
+    seed_random();
+    for (int run = 0; run < 200; run++) {
+        uint32_t slots = random_between(1, 8), experts = random_between(slots, 64);
+        struct moe_placement_plan_input in = {.slots = slots,
+                                              .layers = 1,
+                                              .experts = experts,
+                                              .places = (experts + slots - 1) / slots,
+                                              .copies = 1,
+                                              .rows = rows};
+        for (uint32_t e = 0; e < experts; e++)
+            rows[e] = random_below(1000);
+        assert_ok(moe_placement_plan(&in, expert));
+        for (uint16_t e = 0; e < experts; e++)
+            holders[e] = mask_of(&in, expert, e);
+        double mean, busiest = moe_placement_busiest(slots, experts, rows, holders, &mean);
+        assert_true(fabs(busiest - mean * moe_placement_imbalance(&in, rows, expert)) < 1e-3);
+        for (uint32_t s = 0; s < slots; s++)
+            memcpy(shuffled + (s + 1) % slots * in.places, expert + s * in.places,
+                   in.places * sizeof *expert);
+        assert_ok(moe_placement_match(&in, holders, shuffled));
+        check_plan(&in, shuffled);
+        assert_int_equal(count_moves(&in, holders, shuffled), 0);
+        for (uint32_t e = 0; e < experts; e++)
+            rows[e] = random_below(1000);
+        assert_ok(moe_placement_plan(&in, expert));
+        before += count_moves(&in, holders, expert);
+        assert_ok(moe_placement_match(&in, holders, expert));
+        check_plan(&in, expert);
+        after += count_moves(&in, holders, expert);
+    }
+    print_message("  copies that move: %u, matched %u\n", before, after);
+    assert_true(after <= before);
 }
 
 /* Weight k^-1.2 for rank k; ranks are shuffled over experts. */
@@ -101,7 +164,7 @@ static void zipf_becomes_even(void **state)
         double worst = 0, before = 0;
         for (int run = 0; run < 10; run++) {
             struct moe_placement_plan_input in = {
-                .slots = 4, .layers = 1, .experts = 64, .places = 18, .rows = rows};
+                .slots = 4, .layers = 1, .experts = 64, .places = 18, .copies = 1, .rows = rows};
             zipf(weight, 64);
             draw_rows(weight, 64, k, rows);
             draw_rows(weight, 64, k, next);
@@ -125,13 +188,17 @@ static void wrong_sizes_are_refused(void **state)
     uint64_t rows[8] = {0};
     uint16_t expert[64];
     const struct moe_placement_plan_input good = {
-        .slots = 2, .layers = 1, .experts = 8, .places = 4, .rows = rows};
+        .slots = 2, .layers = 1, .experts = 8, .places = 4, .copies = 1, .rows = rows};
     struct moe_placement_plan_input in = good;
     assert_ok(moe_placement_plan(&in, expert));
     in.places = 3;
     assert_refused(moe_placement_plan(&in, expert), MOE_INVALID_ARGUMENT,
                    MOE_REASON_CONFIG_INVALID);
     in.places = 9;
+    assert_refused(moe_placement_plan(&in, expert), MOE_INVALID_ARGUMENT,
+                   MOE_REASON_CONFIG_INVALID);
+    in = good;
+    in.copies = 2;
     assert_refused(moe_placement_plan(&in, expert), MOE_INVALID_ARGUMENT,
                    MOE_REASON_CONFIG_INVALID);
     in = good;
@@ -151,7 +218,7 @@ static void the_time_of_a_large_plan(void **state)
     static uint64_t rows[LAYERS * EXPERTS];
     static uint16_t expert[LAYERS * 8 * 36];
     struct moe_placement_plan_input in = {
-        .slots = 8, .layers = LAYERS, .experts = EXPERTS, .places = 36, .rows = rows};
+        .slots = 8, .layers = LAYERS, .experts = EXPERTS, .places = 36, .copies = 1, .rows = rows};
     double weight[EXPERTS], best = 1e9;
     seed_random();
     for (uint32_t l = 0; l < LAYERS; l++) {
@@ -172,6 +239,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(random_inputs_keep_the_rules),
+        cmocka_unit_test(matched_plans_move_less),
         cmocka_unit_test(zipf_becomes_even),
         cmocka_unit_test(wrong_sizes_are_refused),
         cmocka_unit_test(the_time_of_a_large_plan),

@@ -238,6 +238,27 @@ static void a_model_has_tickets_between_its_first_and_its_last(void **state)
     moe_sequencer_destroy(s);
 }
 
+static void a_placement_is_swapped_in_once_and_before_other_work(void **state)
+{
+    (void)state;
+    struct moe_sequencer *s = begin(0x1, 64);
+    struct moe_ticket t;
+    work(s, 0, &key_a, 5);
+    change(s, 9, true);
+    moe_sequencer_swap_placement(s, 4);
+    moe_sequencer_swap_placement(s, 4); /* orders may be repeated */
+    moe_sequencer_swap_placement(s, 3);
+    expect_ticket(s, MOE_STEP_SWAP_PLACEMENT, 4);
+    moe_sequencer_swap_placement(s, 4); /* by a slot that has not run the ticket yet */
+    expect_ticket(s, MOE_STEP_ADD_MODEL, moe_layer_key(9, 0));
+    expect_ticket(s, MOE_STEP_FORWARD, 3);
+    assert_false(moe_sequencer_next(s, &t));
+    moe_sequencer_swap_placement(s, 5);
+    moe_sequencer_begin(s, 8, 0x1, 64); /* the next view forms with it */
+    assert_false(moe_sequencer_next(s, &t));
+    moe_sequencer_destroy(s);
+}
+
 static void impossible_models_are_refused(void **state)
 {
     (void)state;
@@ -811,6 +832,7 @@ int main(void)
         cmocka_unit_test(a_failed_step_stops_everything_until_the_next_view),
         cmocka_unit_test(nonsense_is_refused),
         cmocka_unit_test(a_model_has_tickets_between_its_first_and_its_last),
+        cmocka_unit_test(a_placement_is_swapped_in_once_and_before_other_work),
         cmocka_unit_test(impossible_models_are_refused),
         cmocka_unit_test(every_announced_token_is_covered_with_two_steps_in_flight_at_most),
         cmocka_unit_test(a_training_call_gets_a_separate_ticket_with_its_body),

@@ -32,7 +32,8 @@ static struct moe_status make_room(struct moe_layer *layer, enum moe_weight w)
     if (rows == 0 || entries == 0)
         return moe_ok();
     layer->uploaded[w] = calloc(entries, sizeof *layer->uploaded[w]);
-    if (layer->uploaded[w] == NULL)
+    layer->borrowed[w] = calloc(entries, sizeof *layer->borrowed[w]);
+    if (layer->uploaded[w] == NULL || layer->borrowed[w] == NULL)
         return out_of_memory();
     if (!moe_weight_is_bias(w)) {
         layer->matrix[w] = calloc(entries, sizeof *layer->matrix[w]);
@@ -78,19 +79,83 @@ fail:
 static void free_weight(struct moe_layer *layer, enum moe_weight w)
 {
     for (uint32_t i = 0; layer->matrix[w] != NULL && i < moe_cpu_layer_entries(layer, w); i++)
-        moe_cpu_matrix_free(layer->device, &layer->matrix[w][i]);
+        if (!layer->borrowed[w][i])
+            moe_cpu_matrix_free(layer->device, &layer->matrix[w][i]);
     free(layer->matrix[w]);
     free(layer->uploaded[w]);
+    free(layer->borrowed[w]);
     size_t bytes = 0;
     struct moe_status st = bias_bytes(layer, w, &bytes);
     MOE_INVARIANT(layer->bias[w] == NULL || !moe_failed(&st));
     moe_cpu_mem_free(layer->device, MOE_MEM_DEVICE, layer->bias[w], bytes);
 }
 
+/* The entry of `from` with the weight that `layer` has at `entry`, or -1. */
+static int32_t entry_in(const struct moe_layer *from, const struct moe_layer *layer,
+                        enum moe_weight w, uint32_t entry)
+{
+    return moe_weight_is_expert(w) ? from->local_index[layer->local[entry]] : 0;
+}
+
+static void share_entry(struct moe_layer *layer, enum moe_weight w, uint32_t entry, uint32_t of)
+{
+    const struct moe_layer *from = layer->forebear;
+    size_t n, columns;
+    moe_weight_shape(&layer->spec, w, &n, &columns);
+    layer->uploaded[w][entry] = true;
+    if (moe_weight_is_bias(w)) {
+        memcpy(layer->bias[w] + entry * n, from->bias[w] + of * n, n * sizeof *layer->bias[w]);
+        return;
+    }
+    layer->matrix[w][entry] = from->matrix[w][of];
+    layer->borrowed[w][entry] = true;
+}
+
+struct moe_status moe_cpu_layer_succeed(struct moe_layer *from,
+                                        const struct moe_placement *placement,
+                                        struct moe_layer **out)
+{
+    if (!from->finished || from->has_trainer || from->heir != NULL || from->forebear != NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "layer %u is not finished, is trained, or changes its placement already",
+                         from->spec.layer);
+    struct moe_layer *layer;
+    MOE_TRY(moe_cpu_layer_create(from->device, &from->spec, placement, from->slot, &layer));
+    layer->forebear = from;
+    from->heir = layer;
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
+        for (uint32_t i = 0; layer->uploaded[w] != NULL && i < moe_cpu_layer_entries(layer, w);
+             i++) {
+            int32_t of = entry_in(from, layer, w, i);
+            if (of >= 0)
+                share_entry(layer, w, i, (uint32_t)of);
+        }
+    *out = layer;
+    return moe_ok();
+}
+
+/* What `layer` owns and its heir has too becomes the heir's. */
+static void bequeath(struct moe_layer *layer)
+{
+    struct moe_layer *heir = layer->heir;
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
+        for (uint32_t i = 0; heir->matrix[w] != NULL && i < moe_cpu_layer_entries(heir, w); i++) {
+            if (!heir->borrowed[w][i])
+                continue;
+            heir->borrowed[w][i] = false;
+            layer->borrowed[w][entry_in(layer, heir, w, i)] = true;
+        }
+    heir->forebear = NULL;
+}
+
 void moe_cpu_layer_destroy(struct moe_layer *layer)
 {
     if (layer == NULL)
         return;
+    if (layer->heir != NULL)
+        bequeath(layer);
+    if (layer->forebear != NULL)
+        layer->forebear->heir = NULL;
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
         free_weight(layer, w);
     moe_placement_free(&layer->placement);

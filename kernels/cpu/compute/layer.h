@@ -19,6 +19,10 @@ struct moe_layer {
     bool finished;
     bool has_trainer;
 
+    /* The layer that this one takes the place of, or that takes its place, while both exist. The
+     * former owns the matrices that both have; as it is destroyed, its heir gets them. */
+    struct moe_layer *forebear, *heir;
+
     uint32_t local_experts; /* experts placed on `slot`; may be 0 */
     uint32_t *local;        /* [local_experts] global ids, ascending */
     int32_t *local_index;   /* [E] global id -> index into `local`, -1 if placed elsewhere */
@@ -28,6 +32,7 @@ struct moe_layer {
     struct moe_cpu_matrix *matrix[MOE_WEIGHT_COUNT];
     float *bias[MOE_WEIGHT_COUNT];
     bool *uploaded[MOE_WEIGHT_COUNT]; /* [entries] */
+    bool *borrowed[MOE_WEIGHT_COUNT]; /* [entries] matrices that `forebear` owns */
 };
 
 /* Entries of a weight; 1 also for a weight that the layer does not have. */
@@ -57,6 +62,9 @@ struct moe_status moe_cpu_layer_upload_packed(struct moe_layer *layer, enum moe_
                                               const struct moe_packed_matrix *data) MOE_CHECKED;
 struct moe_status moe_cpu_layer_finish(struct moe_layer *layer) MOE_CHECKED;
 void moe_cpu_layer_destroy(struct moe_layer *layer); /* NULL is ignored */
+struct moe_status moe_cpu_layer_succeed(struct moe_layer *from,
+                                        const struct moe_placement *placement,
+                                        struct moe_layer **out) MOE_CHECKED;
 
 /* Steps send rows to copies on these slots only, from the next one on. Between steps. */
 void moe_cpu_layer_activate(struct moe_layer *layer, uint64_t live);

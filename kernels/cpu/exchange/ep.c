@@ -52,6 +52,7 @@ struct moe_status moe_cpu_ep_create(struct moe_session *session, struct moe_cpu_
     if (ep != NULL) {
         ep->session = session;
         ep->target = array(pairs, sizeof *ep->target, &ok);
+        ep->keys = array(w->max_tokens, sizeof *ep->keys, &ok);
         ep->wanted = array(w->max_tokens, sizeof *ep->wanted, &ok);
         ep->count = array(experts, sizeof *ep->count, &ok);
         ep->start = array(w->max_experts + 1, sizeof *ep->start, &ok);
@@ -90,6 +91,7 @@ void moe_cpu_ep_destroy(struct moe_cpu_ep *ep)
     moe_cpu_ep_release_rows(ep);
     moe_cpu_ep_domains_destroy(ep->domains);
     free(ep->target);
+    free(ep->keys);
     free(ep->wanted);
     free(ep->count);
     free(ep->start);
@@ -145,6 +147,33 @@ struct moe_status moe_cpu_ep_check(const struct moe_session *session, struct moe
     return moe_ok();
 }
 
+/* The sums of a token depend on which of its experts share a slot. So copies are chosen by what the
+ * token is, and not by its place in the step, unless the placement makes no difference. */
+uint32_t moe_cpu_ep_key(const struct moe_layer *layer, const void *row, size_t bytes, uint32_t t)
+{
+    uint64_t hash = UINT64_C(0xcbf29ce484222325);
+    if (!layer->placement.by_content)
+        return t;
+    for (size_t at = 0; at < bytes; at += sizeof hash) {
+        uint64_t word = 0;
+        size_t n = bytes - at < sizeof word ? bytes - at : sizeof word;
+        memcpy(&word, (const uint8_t *)row + at, n);
+        hash = (hash ^ word) * UINT64_C(0x9e3779b97f4a7c15);
+        hash ^= hash >> 29;
+    }
+    return (uint32_t)(hash >> 32);
+}
+
+static const uint32_t *make_keys(struct moe_cpu_ep *ep, const struct moe_cpu_batch *b)
+{
+    size_t bytes = b->layer->spec.hidden * moe_dtype_bytes(b->dtype);
+    if (!b->layer->placement.by_content)
+        return NULL;
+    for (uint32_t t = 0; t < b->tokens; t++)
+        ep->keys[t] = moe_cpu_ep_key(b->layer, (const uint8_t *)b->x + t * bytes, bytes, t);
+    return ep->keys;
+}
+
 struct moe_status moe_cpu_ep_plan(struct moe_cpu_ep *ep, const struct moe_cpu_batch *b,
                                   const struct moe_domains *map, struct moe_dispatch_plan *out)
 {
@@ -157,6 +186,7 @@ struct moe_status moe_cpu_ep_plan(struct moe_cpu_ep *ep, const struct moe_cpu_ba
                                           .top_k = router->top_k,
                                           .zero_experts = router->zero_experts,
                                           .ids = b->ids,
+                                          .keys = make_keys(ep, b),
                                           .token_state = b->token_state};
     out->target = ep->target;
     out->wanted = ep->wanted;

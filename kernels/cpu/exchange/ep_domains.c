@@ -56,6 +56,9 @@ static bool assign_partner_token(struct moe_cpu_ep *ep, uint32_t from, uint32_t 
         moe_window_routes_of(&s->layout, moe_cpu_session_own(s), ep->parity, ep->source, t);
     struct token_rows *rows = token_of(ep, ep->source, t);
     uint8_t *entry = d->entry_index + domain_token(ep, from, t) * s->layout.shape.max_top_k;
+    const void *row =
+        moe_window_row_of(&s->layout, moe_cpu_session_own(s), ep->source, t, ep->token_stride);
+    uint32_t choice = moe_cpu_ep_key(layer, row, ep->row_bytes, t);
     rows->first = ep->row_used;
     if (n > layer->spec.router.top_k)
         return false;
@@ -64,7 +67,7 @@ static bool assign_partner_token(struct moe_cpu_ep *ep, uint32_t from, uint32_t 
         uint32_t expert = moe_window_flag_value(key);
         if (moe_window_flag_stamp(key) != ep->stamp || expert >= layer->spec.experts)
             return false;
-        uint32_t slot = moe_dispatch_target(&layer->active, expert, t);
+        uint32_t slot = moe_dispatch_target(&layer->active, expert, choice);
         if (d->map.domain_of[slot] != d->own)
             return false;
         entry[i] = (uint8_t)d->map.index_of[slot];

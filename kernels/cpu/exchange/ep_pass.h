@@ -57,6 +57,7 @@ struct moe_cpu_ep {
 
     /* Sending side, by local token. */
     uint16_t *target;       /* [max_tokens * max_top_k] slot of each (t, k), or MOE_PLAN_NO_SLOT */
+    uint32_t *keys;         /* [max_tokens] of a layer that chooses copies by content */
     uint64_t *wanted;       /* [max_tokens] bit p: slot p gets the token's row */
     uint32_t *count;        /* [slots][max_experts] rows for each expert on each slot */
     const uint16_t *hop;    /* as target: the slot that this slot sends the row to */
@@ -118,6 +119,8 @@ static inline uint32_t grain_of_block(const struct moe_cpu_ep *ep, uint32_t item
 /* Releases x, dy and weight of the rows, if any. */
 void moe_cpu_ep_release_rows(struct moe_cpu_ep *ep);
 
+/* What chooses the copies of a token's experts: its index, or a hash of its row of `bytes`. */
+uint32_t moe_cpu_ep_key(const struct moe_layer *layer, const void *row, size_t bytes, uint32_t t);
 /* Sets ep->target, wanted and count from the ids; also the legs of `out` that are set, for `map`.
  * After an error no pass has begun. */
 struct moe_status moe_cpu_ep_plan(struct moe_cpu_ep *ep, const struct moe_cpu_batch *batch,

@@ -72,6 +72,7 @@ const struct moe_backend moe_backend_cpu = {
     .computes = moe_cpu_computes,
     .layer_upload_packed = moe_cpu_layer_upload_packed,
     .layer_finish = moe_cpu_layer_finish,
+    .layer_succeed = moe_cpu_layer_succeed,
     .layer_destroy = moe_cpu_layer_destroy,
     .session_join = moe_cpu_session_join,
     .session_exchange = moe_cpu_session_exchange,

@@ -338,6 +338,15 @@ struct moe_backend {
     struct moe_status (*layer_upload_packed)(struct moe_layer *, enum moe_weight, uint32_t expert,
                                              const struct moe_packed_matrix *);
     struct moe_status (*layer_finish)(struct moe_layer *);
+    /* Creates the layer that is to take the place of `from` with another placement, on the same
+     * slot. It has, without a copy, the weights of experts that both placements put there, and all
+     * that are not an expert's: upload those of the other experts once, then layer_finish. Steps
+     * may run on `from` during all of these calls. Either layer may be destroyed first; a step on
+     * it has finished then. `from` is finished, has no trainer, and has no such layer yet, nor is
+     * one while its own predecessor exists: MOE_FAILED_PRECONDITION/UNSUPPORTED. NULL if the
+     * backend's layers keep their placement. */
+    struct moe_status (*layer_succeed)(struct moe_layer *from, const struct moe_placement *,
+                                       struct moe_layer **out);
     void (*layer_destroy)(struct moe_layer *);
 
     /* Collective over the live slots; returns within a few wait budgets. A failure leaves nothing

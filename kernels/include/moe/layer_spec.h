@@ -94,13 +94,18 @@ struct moe_layer_spec {
 };
 
 /* Expert -> slots with a copy. Slot lists are ascending; the first is the primary. A row of an
- * expert with n copies on live slots goes to live copy number (source token id) % n. */
+ * expert with n copies on live slots goes to live copy number (source token id) % n, or with
+ * `by_content` (hash of the token's row) % n. */
 struct moe_placement {
     uint32_t version;       /* increases with every change */
     uint32_t experts;       /* E */
     uint32_t slots;         /* N */
     const uint32_t *offset; /* [E+1] into `slot` */
     const uint16_t *slot;   /* [offset[E]] */
+    /* The sums of a token depend on which of its experts share a slot. With this, its bits do not
+     * depend on its place in a step, whatever the placement. Only with a backend that has
+     * layer_succeed; others ignore it. */
+    bool by_content;
 };
 
 /* Weights of a layer, each in its canonical form: row-major [out, in], C order. */
