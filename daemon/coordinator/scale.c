@@ -127,10 +127,15 @@ void moe_membership__abandon_scaling(struct moe_membership *m, const struct moe_
     moe_membership__list_slots(slots, m->saved.places);
     moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_NOT_SCALED, MOE_MEMBERSHIP_NO_SLOT,
                         "not scaled, the experts stay on %s: %s", slots, m->scale_error.text);
-    /* Members of views get their present share again, and free the rest. */
-    for (uint32_t s = 0; s < m->config.slots; s++)
-        if ((m->next.asked >> s & 1) != 0 && moe_membership__is_place(m, s))
-            m->members[s].assigned = false;
+    /* Members of the view get their present share again, and free the rest. Others have dropped
+     * what they had. */
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        if ((m->next.asked >> s & 1) == 0 || !moe_membership__is_place(m, s))
+            continue;
+        m->members[s].assigned = false;
+        if ((m->view_live >> s & 1) == 0)
+            m->members[s].loaded = false;
+    }
     forget_next(m);
 }
 
@@ -169,7 +174,7 @@ static void ask(struct moe_membership *m)
         if (a == NULL)
             continue;
         a->version = moe_placement_version(m->next.placement);
-        a->keep = moe_membership__is_place(m, s);
+        a->keep = (m->view_live >> s & 1) != 0;
         m->next.asked |= bit;
     }
 }

@@ -630,6 +630,7 @@ static void on_assign(struct world *w, struct process *p, const struct sim_messa
         send_up(w, p, (struct sim_message){.kind = SIM_LOADED, .version = m->version});
         return;
     }
+    p->loaded_version = 0; /* memory is for one share */
     p->load_version = m->version;
     p->load_done_ns = w->now_ns + (1 + rnd(w, 200)) * MOE_NS_PER_MS;
 }
