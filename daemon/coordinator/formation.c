@@ -267,11 +267,14 @@ bool moe_membership__fenced(const struct moe_membership *m)
            m->now_ns < m->past.lease_end_ns && !has_survivor(m);
 }
 
+/* During a scaling, slots outside of the view have room for their next share only. */
 static void assign(struct moe_membership *m)
 {
+    bool scaling = m->next.places != 0;
     for (uint32_t s = 0; s < m->config.slots; s++) {
         struct member *member = &m->members[s];
-        if (member->assigned || member->draining || !moe_membership__is_place(m, s))
+        if (member->assigned || member->draining || !moe_membership__is_place(m, s) ||
+            (scaling && (m->view_live >> s & 1) == 0))
             continue;
         struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_ASSIGN);
         if (a == NULL)
