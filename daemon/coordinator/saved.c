@@ -303,10 +303,10 @@ static struct moe_status get_placement(struct moe_bytes r, struct moe_placement 
         !moe_bytes_take_u32(&r, &layers))
         return damaged("no placement of this release");
     struct moe_status st = moe_placement_begin(p, version, slots);
-    for (uint32_t i = 0; i < layers && !moe_failed(&st); i++)
-        st = get_layer(&r, p);
     if (moe_failed(&st))
         return damaged(st.text);
+    for (uint32_t i = 0; i < layers; i++)
+        MOE_TRY(get_layer(&r, p));
     const uint8_t *end = moe_bytes_take(&r, PLACEMENT_END_BYTES);
     return end != NULL && r.left == 0 && get(&end, 8) == moe_placement_hash(p)
                ? moe_ok()

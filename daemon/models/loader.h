@@ -67,13 +67,13 @@ void moe_loader_cancel(struct moe_loader *l);
  * stay with its successor. Where it cannot, a fetch loads all experts of the slot. */
 bool moe_loader_moves(const struct moe_loader *l);
 /* Loads the experts that this slot lacks for the placement, next to those in use, unless
- * moe_loader_holds. What was fetched before is freed. `progress`: bytes read, at most once a second;
- * NULL: is not told. An assignment with `keep` is fetched only while moe_loader_allow_next says so.
+ * moe_loader_holds. What was fetched before is freed. `share`: percent of the time in which it works,
+ * 1..100, so that steps have the rest. `progress`: bytes read, at most once a second; or NULL. An assignment with `keep` is fetched only while moe_loader_allow_next says so.
  * Errors: MOE_FAILED_PRECONDITION/UNSUPPORTED (nothing is loaded, or for another slot),
  * OUT_OF_MEMORY (before anything is read), MOE_DATA_LOSS/MODEL_MISMATCH (the files have changed),
  * MOE_ABORTED, as for moe_loader_load. Nothing is fetched then. */
 struct moe_status moe_loader_fetch(struct moe_loader *l, const struct moe_group_assignment *a,
-                                   void (*progress)(void *ctx, uint64_t read_bytes),
+                                   uint32_t share, void (*progress)(void *ctx, uint64_t read_bytes),
                                    void *ctx) MOE_CHECKED;
 /* [any thread] Whether assignments with `keep` may be fetched; at first not. */
 void moe_loader_allow_next(struct moe_loader *l, bool allowed);

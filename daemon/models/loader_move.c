@@ -67,6 +67,9 @@ static struct moe_status check_room(const struct moe_loader *l, const struct tab
 
 /* ------------------------------------------------------------------------------- fetch */
 
+/* Of one pause: a cancelled fetch ends soon. */
+#define PAUSE_MAX_NS (500 * MOE_NS_PER_MS)
+
 /* One fetch; the thread's. */
 struct fetch {
     struct moe_loader *loader;
@@ -75,6 +78,8 @@ struct fetch {
     void (*progress)(void *ctx, uint64_t read_bytes);
     void *ctx;
     uint64_t base, reported_ns; /* bytes read before the layer */
+    uint64_t rested_ns;         /* end of the last pause */
+    uint32_t share;             /* percent of the time in which it works */
     bool keep;                  /* of the assignment */
     struct table *table;
     struct moe_status status;
@@ -117,9 +122,18 @@ static struct moe_status upload_packed(void *ctx, enum moe_weight weight, uint32
     return f->loader->backend->layer_upload_packed(f->layer, weight, expert, matrix);
 }
 
+/* Steps come first: the weight took its share of the time, and the rest is theirs. */
+static void rest(struct fetch *f)
+{
+    uint64_t now = moe_clock_ns(), pause = (now - f->rested_ns) * (100 - f->share) / f->share;
+    moe_sleep_until(now + (pause < PAUSE_MAX_NS ? pause : PAUSE_MAX_NS));
+    f->rested_ns = moe_clock_ns();
+}
+
 static void on_progress(void *ctx, uint64_t read_bytes)
 {
     struct fetch *f = ctx;
+    rest(f);
     uint64_t now = moe_clock_ns();
     if (f->progress == NULL || now - f->reported_ns < MOE_NS_PER_S)
         return;
@@ -225,15 +239,21 @@ static struct moe_status fetch_quietly(struct fetch *f)
 }
 
 struct moe_status moe_loader_fetch(struct moe_loader *l, const struct moe_group_assignment *a,
-                                   void (*progress)(void *ctx, uint64_t read_bytes), void *ctx)
+                                   uint32_t share, void (*progress)(void *ctx, uint64_t read_bytes),
+                                   void *ctx)
 {
     struct table t;
     atomic_store(&l->fetch_cancelled, false);
     if (moe_loader_holds(l, a))
         return moe_ok();
     MOE_TRY(moe_loader__make_table(l, a, &t));
-    struct fetch f = {
-        .loader = l, .progress = progress, .ctx = ctx, .keep = a->keep, .table = &t};
+    struct fetch f = {.loader = l,
+                      .progress = progress,
+                      .ctx = ctx,
+                      .rested_ns = moe_clock_ns(),
+                      .share = share,
+                      .keep = a->keep,
+                      .table = &t};
     moe_mutex_lock(&l->fetching);
     moe_loader__drop_next(l);
     moe_loader__settle(l);

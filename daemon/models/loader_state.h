@@ -38,7 +38,8 @@ struct moe_loader {
 
     /* Moves (loader_move.c). `fetching` is held by a fetch, and by those who need that none runs;
      * it comes before `lock`, which guards what a swap changes: the table, and the fields below. */
-    struct moe_mutex fetching, lock;
+    struct moe_mutex fetching;
+    struct moe_mutex lock;
     atomic_bool fetch_cancelled, may_fetch_next; /* the latter: assignments with `keep` */
     bool ready; /* `next` has all its experts */
     struct table next;

@@ -58,8 +58,8 @@ static void run_fetch(void *ctx, void *argument)
     struct moe_group_model_report report = {
         .step = MOE_MODEL_FETCH,
         .order = t->order,
-        .status = moe_loader_fetch(m->config.loader, &t->copy.assignment, m->config.progress,
-                                   m->config.ctx)};
+        .status = moe_loader_fetch(m->config.loader, &t->copy.assignment, m->config.share,
+                                   m->config.progress, m->config.ctx)};
     if (moe_failed(&report.status)) {
         moe_log_warn("no experts are fetched for placement %u: %s", t->version, report.status.text);
     } else {

@@ -13,6 +13,7 @@ struct moe_mover;
 struct moe_mover_config {
     struct moe_loader *loader;           /* of the default model; borrowed, as all here */
     struct moe_row_metrics *row_metrics; /* the same; NULL = no rows are known */
+    uint32_t share;                      /* see moe_loader_fetch */
     /* The answer to an order; before it the rows of each layer, or progress. Any thread, no lock
      * held. */
     void (*report)(void *ctx, const struct moe_group_model_report *report);

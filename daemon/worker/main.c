@@ -43,7 +43,7 @@ struct settings {
     const char *client_memory_socket;
     const char *net_interface, *otlp;
     double trace_sample;
-    uint64_t domain_size;
+    uint64_t domain_size, rebalance_share;
 };
 
 /* ----------------------------------------------------------------------- training */
@@ -375,6 +375,7 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
         .max_experts = (uint32_t)s->max_experts,
         .max_top_k = (uint32_t)s->max_top_k,
         .domain_size = (uint32_t)s->domain_size,
+        .rebalance_share = (uint32_t)s->rebalance_share,
         .wait_budget_ms = (uint32_t)s->wait_budget_ms,
         .drain_ms = (uint32_t)s->drain_ms,
         .slot_assigned = on_slot_assigned,
@@ -433,6 +434,7 @@ static struct settings settings = {
     .max_tokens_per_request = 65536,
     .max_tokens_per_step = 4096,
     .max_queued_tokens = 1 << 20,
+    .rebalance_share = 5,
     .wait_budget_ms = 2000,
     .drain_ms = 10000,
     .spin_us = MOE_OPTION_UNSET,
@@ -503,6 +505,9 @@ static const struct moe_option other_options[] = {
      "Milliseconds to finish requests after SIGTERM"},
     {"net-interface", 0, MOE_OPTION_STRING, &settings.net_interface, 0, 0, "NAME|ADDRESS",
      "Network interface for rows between hosts; default: that of the address for peers"},
+    {"rebalance-share", 0, MOE_OPTION_UINT, &settings.rebalance_share, 1, 100, "PERCENT",
+     "of the time of one processor and of the disk for experts that move here; steps have the "
+     "rest"},
     {"domain-size", 0, MOE_OPTION_UINT, &settings.domain_size, 0, MOE_MAX_SLOTS, "N",
      "For tests: slots s and t count as hosts apart unless s / N = t / N; 0 = as they are"},
     {"spin-us", 0, MOE_OPTION_UINT, &settings.spin_us, 0, 1000000, "US",

@@ -43,6 +43,7 @@ struct moe_worker_config {
      * on all slots. */
     uint32_t max_hidden, max_experts, max_top_k;
     const char *network_address; /* numeric, for rows of other hosts; NULL = that of the endpoint */
+    uint32_t rebalance_share;    /* percent; see moe_loader_fetch; 0 = 100 */
     uint32_t domain_size;        /* see struct moe_session_config; 0 = hosts as they are */
     uint32_t wait_budget_ms;     /* per wait on a peer */
     uint32_t drain_ms;           /* limit of a drain, unless the coordinator sets one */

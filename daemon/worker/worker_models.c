@@ -134,12 +134,14 @@ void moe_worker__fetched_listed(void *ctx, uint32_t version)
 
 struct moe_status moe_worker__create_mover(struct moe_worker *w)
 {
-    const struct moe_mover_config mover = {.loader = w->loader,
-                                           .row_metrics = w->row_metrics,
-                                           .report = report,
-                                           .rows = rows,
-                                           .progress = fetch_progress,
-                                           .swap = swap,
-                                           .ctx = w};
+    const struct moe_mover_config mover = {
+        .loader = w->loader,
+        .row_metrics = w->row_metrics,
+        .share = w->config.rebalance_share != 0 ? w->config.rebalance_share : 100,
+        .report = report,
+        .rows = rows,
+        .progress = fetch_progress,
+        .swap = swap,
+        .ctx = w};
     return moe_mover_create(&mover, &w->mover);
 }

@@ -105,7 +105,7 @@ struct moe_status moe_worker__load(void *ctx, const struct moe_group_assignment 
                              "a worker that trains loads no second share");
         MOE_TRY(moe_loader_version(w->loader) == 0
                     ? moe_loader_load(w->loader, assignment)
-                    : moe_loader_fetch(w->loader, assignment, NULL, NULL));
+                    : moe_loader_fetch(w->loader, assignment, 100, NULL, NULL));
         return check_manifest(w);
     }
     if (w->session != NULL && !moe_loader_holds(w->loader, assignment)) {

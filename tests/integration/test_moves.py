@@ -3,6 +3,7 @@
 ends, and every answer has the bits that it had before; then workers and a coordinator that come
 later have the placement, and what cannot move is refused with one typed error."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -74,12 +75,17 @@ class Moves(unittest.TestCase):
     def moectl(self, *arguments):
         return moectl(*arguments, "--state-dir", self.state, check=False)
 
-    def up(self, *more):
-        done = self.moectl("up", "--model", model_directory(FAMILY), "--workers", str(WORKERS),
+    def up(self, *more, family=FAMILY):
+        done = self.moectl("up", "--model", model_directory(family), "--workers", str(WORKERS),
                            "--backend", "cpu", "--threads", "1", "--port", "0", "--detach", *more)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.addCleanup(self.moectl, "down")
         return [line.split()[-1] for line in done.stdout.splitlines() if ":" in line]
+
+    def processes(self):
+        """The coordinator, then the workers."""
+        with open(os.path.join(self.state, "group.json")) as file:
+            return [p["pid"] for p in json.load(file)["processes"]]
 
     def status(self):
         return json.loads(self.moectl("status", "-o", "json").stdout)
@@ -134,8 +140,7 @@ class Moves(unittest.TestCase):
         self.refused("VERSION_MISMATCH", "--placement", "1")
         self.assertFalse(self.rebalance("--min-gain", "100")["moved"])
         # A new process in a slot, and a view with it.
-        with open(os.path.join(self.state, "group.json")) as file:
-            os.kill(json.load(file)["processes"][-1]["pid"], signal.SIGKILL)
+        os.kill(self.processes()[-1], signal.SIGKILL)
         done = self.moectl("replace")
         self.assertEqual(done.returncode, 0, done.stderr)
         wait_until(lambda: self.status()["state"] == "SERVING", 60)
@@ -144,6 +149,69 @@ class Moves(unittest.TestCase):
         self.run_on(callers)
         self.assertEqual([c.wrong for c in callers], [0] * CLIENTS)
         self.assertEqual(self.status()["placementVersion"], 1 + moved)
+
+    def test_a_step_has_one_placement_and_bits_do_not_depend_on_it(self):
+        """Four experts per token: a move may change the last bits. So an answer has those before or
+        those after, as a whole; and after it, each token has its bits in any company."""
+        endpoints = self.up("--spare-experts", str(SPARE), family="deepseek_v3")
+        rng = np.random.default_rng(7)
+        with contextlib.ExitStack() as stack:
+            clients = [stack.enter_context(moed.Client(e, timeout=30)) for e in endpoints]
+            layer = clients[0].layers[0]
+            x = rng.standard_normal((64, layer.hidden), np.float32)
+            before = clients[0].forward(layer, x)
+            seen, ending = [], threading.Event()
+
+            def repeat(client):
+                while not ending.is_set():
+                    seen.append(client.forward(layer, x))
+
+            threads = [threading.Thread(target=repeat, args=(c,)) for c in clients]
+            for thread in threads:
+                thread.start()
+            self.addCleanup(ending.set)
+            wait_until(lambda: len(seen) > 20, 60)
+            self.assertTrue(self.rebalance("--min-gain", "0")["moved"])
+            after = clients[0].forward(layer, x)
+            count = len(seen)
+            wait_until(lambda: len(seen) > count + 20, 60)
+            ending.set()
+            for thread in threads:
+                thread.join()
+            kinds = [np.array_equal(y, before) + 2 * np.array_equal(y, after) for y in seen]
+            self.assertNotIn(0, kinds)
+            self.assertTrue(all(kind & 2 for kind in kinds[-10:]))
+            for client in clients:
+                order = rng.permutation(len(x))[:int(rng.integers(1, len(x)))]
+                self.assertTrue(np.array_equal(client.forward(layer, x[order]), after[order]))
+        print("  %d answers with the bits before, %d after" % (
+            sum(kind == 1 for kind in kinds), sum(kind & 2 > 0 for kind in kinds)))
+
+    def test_copies_and_a_restarted_coordinator(self):
+        """Two copies of each expert: a worker may die after a move, and others serve on. A new
+        coordinator has the placement."""
+        endpoints = self.up("--spare-experts", str(SPARE), "--replicas", "2")
+        callers = self.callers(endpoints[:1])
+        for caller in callers:
+            caller.hot = 0  # and 1: both on slots 0 and 2
+        self.run_on(callers, 60)
+        plan = self.rebalance("--min-gain", "0")
+        self.assertTrue(plan["moved"], plan)
+        held = [set(slot["experts"]) for slot in plan["layers"][LAYER]["slots"]]
+        self.assertTrue(all(sum(e in h for h in held) >= 2 for e in range(EXPERTS)))
+        self.run_on(callers)
+        processes = self.processes()
+        os.kill(processes[0], signal.SIGKILL)
+        self.assertEqual(self.moectl("replace").returncode, 0)
+        wait_until(lambda: self.status()["state"] == "SERVING", 60)
+        self.assertEqual(self.status()["placementVersion"], plan["placementVersion"])
+        self.check(callers)
+        epoch = self.status()["epoch"]
+        os.kill(processes[-1], signal.SIGKILL)  # the others have every expert
+        wait_until(lambda: self.status()["epoch"] not in (0, epoch, "0"), 60)
+        self.run_on(callers)
+        self.check(callers)
+        self.refused("takes no part")
 
     def test_what_cannot_move_is_refused(self):
         self.up()

@@ -101,7 +101,8 @@ static int open_engine_with(uint64_t retained_ns, uint32_t lora_rank)
     static struct moe_layer *layers[1];
     static const uint32_t offset[] = {0, 1, 2};
     static const uint16_t slot[] = {0, 1};
-    static const struct moe_placement placement = {1, 2, 2, offset, slot};
+    static const struct moe_placement placement = {
+        .version = 1, .experts = 2, .slots = 2, .offset = offset, .slot = slot};
     memset(&script, 0, sizeof script);
     memset(&test, 0, sizeof test);
     announced_tokens = 0;
