@@ -295,7 +295,7 @@ static void loading_can_be_cancelled(void **state)
     check_nothing_is_held(r);
 }
 
-/* As a worker loads for the next view. */
+/* As a worker loads for the next view, with a backend that shares nothing with the layers before. */
 static void the_next_layers_come_while_the_present_ones_serve(void **state)
 {
     struct resident *r = *state;
@@ -303,6 +303,7 @@ static void the_next_layers_come_while_the_present_ones_serve(void **state)
     struct moe_loader *other;
     next.slots = 2;
     next.placement_version = 2;
+    r->backend.layer_succeed = NULL;
     assert_ok(moe_loader_create(&r->backend, r->device, r->model, NULL, &other));
     assert_ok(moe_loader_load(other, &next));
     uint64_t hash = moe_loader_placement_hash(other);
