@@ -84,8 +84,8 @@ static void restore_view(struct moe_membership *m)
         live |= (uint64_t)(m->saved.members[s].incarnation != 0) << s;
     if (m->saved.view_version == 0)
         m->saved.view_version = m->saved.placement_version;
-    bool covers = moe_membership__covers(m, live) ||
-                  m->saved.view_version != m->saved.placement_version;
+    bool covers =
+        moe_membership__covers(m, live) || m->saved.view_version != m->saved.placement_version;
     bool fits = m->config.size != 0 ? m->saved.slots <= m->config.slots /* --max-workers may rise */
                                     : m->saved.slots == m->config.slots;
     if (!fits || !(m->config.partial || covers))

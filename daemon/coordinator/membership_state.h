@@ -216,7 +216,7 @@ uint32_t moe_membership__size(const struct moe_membership *m);
 uint32_t moe_membership__new_version(struct moe_membership *m);
 /* Begins to move experts to `places`, while the view in force goes on. */
 struct moe_status moe_membership__begin_scaling(struct moe_membership *m, uint64_t places,
-                                             const char *reason) MOE_CHECKED;
+                                                const char *reason) MOE_CHECKED;
 /* Whether the group can be scaled now. */
 struct moe_status moe_membership__may_scale(const struct moe_membership *m) MOE_CHECKED;
 /* Undoes a scaling, unless its placement is active; does nothing when there is none. */
@@ -224,7 +224,8 @@ void moe_membership__abandon_scaling(struct moe_membership *m, const struct moe_
 /* Takes the next step of a scaling, if possible. Called after every input. */
 void moe_membership__advance_scaling(struct moe_membership *m);
 /* The slot has loaded the placement that the group is being scaled to, or failed to. */
-void moe_membership__next_loaded(struct moe_membership *m, uint32_t slot, const struct moe_status *error);
+void moe_membership__next_loaded(struct moe_membership *m, uint32_t slot,
+                                 const struct moe_status *error);
 /* The process in the slot is lost. */
 void moe_membership__note_lost_place(struct moe_membership *m, uint32_t slot);
 

@@ -98,7 +98,7 @@ static void activate(struct moe_membership *m, uint64_t loaded)
 }
 
 struct moe_status moe_membership__begin_scaling(struct moe_membership *m, uint64_t places,
-                                             const char *reason)
+                                                const char *reason)
 {
     char clean[MOE_MEMBERSHIP_REASON_BYTES];
     char from[MOE_MEMBERSHIP_SLOT_LIST_BYTES], to[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
@@ -141,7 +141,8 @@ void moe_membership__abandon_scaling(struct moe_membership *m, const struct moe_
 
 /* ------------------------------------------------------------------ steps */
 
-void moe_membership__next_loaded(struct moe_membership *m, uint32_t slot, const struct moe_status *error)
+void moe_membership__next_loaded(struct moe_membership *m, uint32_t slot,
+                                 const struct moe_status *error)
 {
     if (error->code == MOE_OK) {
         m->next.loaded |= UINT64_C(1) << slot;

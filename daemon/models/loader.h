@@ -39,8 +39,9 @@ struct moe_layer *const *moe_loader_layers(const struct moe_loader *l);
  */
 bool moe_loader_holds(struct moe_loader *l, const struct moe_group_assignment *a);
 /* Loads, unless moe_loader_holds. Frees what was fetched and is not of this assignment, if that has
- * no spare experts. No step may use layers that are replaced. On failure no layer is left. Errors: MOE_INVALID_ARGUMENT (the assignment does not fit the model),
- * OUT_OF_MEMORY, those of the model room, MOE_ABORTED after moe_loader_cancel. */
+ * no spare experts. No step may use layers that are replaced. On failure no layer is left. Errors:
+ * MOE_INVALID_ARGUMENT (the assignment does not fit the model), OUT_OF_MEMORY, those of the model
+ * room, MOE_ABORTED after moe_loader_cancel. */
 struct moe_status moe_loader_load(struct moe_loader *l,
                                   const struct moe_group_assignment *a) MOE_CHECKED;
 /* Loads the same layers from the files again, which undoes all training. Layers must be loaded, no
@@ -63,15 +64,16 @@ void moe_loader_cancel(struct moe_loader *l);
  * and settle: one thread at a time, which may be another one than that of loads; a load waits for
  * it. What they read and free is read and freed by threads of low priority: steps come first. */
 
-/* True if the backend can change the placement of a view: a layer shares the weights of experts that
- * stay with its successor. Where it cannot, a fetch loads all experts of the slot. */
+/* True if the backend can change the placement of a view: a layer shares the weights of experts
+ * that stay with its successor. Where it cannot, a fetch loads all experts of the slot. */
 bool moe_loader_moves(const struct moe_loader *l);
 /* Loads the experts that this slot lacks for the placement, next to those in use, unless
- * moe_loader_holds. What was fetched before is freed. `share`: percent of the time in which it works,
- * 1..100, so that steps have the rest. `progress`: bytes read, at most once a second; or NULL. An assignment with `keep` is fetched only while moe_loader_allow_next says so.
- * Errors: MOE_FAILED_PRECONDITION/UNSUPPORTED (nothing is loaded, or for another slot),
- * OUT_OF_MEMORY (before anything is read), MOE_DATA_LOSS/MODEL_MISMATCH (the files have changed),
- * MOE_ABORTED, as for moe_loader_load. Nothing is fetched then. */
+ * moe_loader_holds. What was fetched before is freed. `share`: percent of the time in which it
+ * works, 1..100, so that steps have the rest. `progress`: bytes read, at most once a second; or
+ * NULL. An assignment with `keep` is fetched only while moe_loader_allow_next says so. Errors:
+ * MOE_FAILED_PRECONDITION/UNSUPPORTED (nothing is loaded, or for another slot), OUT_OF_MEMORY
+ * (before anything is read), MOE_DATA_LOSS/MODEL_MISMATCH (the files have changed), MOE_ABORTED, as
+ * for moe_loader_load. Nothing is fetched then. */
 struct moe_status moe_loader_fetch(struct moe_loader *l, const struct moe_group_assignment *a,
                                    uint32_t share, void (*progress)(void *ctx, uint64_t read_bytes),
                                    void *ctx) MOE_CHECKED;

@@ -20,8 +20,8 @@ enum {
     SETTLE_POLL_MS = 50,
 };
 
-/* Threads that this one creates have its priority. It cannot be raised again. Without it, steps take
- * longer meanwhile, and that is all. */
+/* Threads that this one creates have its priority. It cannot be raised again. Without it, steps
+ * take longer meanwhile, and that is all. */
 static void become_quiet(void)
 {
     (void)setpriority(PRIO_PROCESS, (id_t)gettid(), QUIET_PRIORITY);
@@ -40,9 +40,8 @@ static size_t list_new(const struct moe_loader *l, const struct table *t, size_t
 {
     uint32_t own[MOE_MAX_EXPERTS], held[MOE_MAX_EXPERTS];
     size_t owns = moe_loader__list_own(&t->placements[i], t->slot, own), count = 0, at = 0;
-    size_t holds = moe_loader_moves(l)
-                       ? moe_loader__list_own(&l->table.placements[i], t->slot, held)
-                       : 0;
+    size_t holds =
+        moe_loader_moves(l) ? moe_loader__list_own(&l->table.placements[i], t->slot, held) : 0;
     for (size_t e = 0; e < owns; e++) {
         while (at < holds && held[at] < own[e])
             at++;

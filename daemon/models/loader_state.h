@@ -41,7 +41,7 @@ struct moe_loader {
     struct moe_mutex fetching;
     struct moe_mutex lock;
     atomic_bool fetch_cancelled, may_fetch_next; /* the latter: assignments with `keep` */
-    bool ready; /* `next` has all its experts */
+    bool ready;                                  /* `next` has all its experts */
     struct table next;
     struct moe_layer **next_layers; /* [layer_count]; NULL = none */
     struct moe_layer **previous;    /* the same: replaced by a swap, and not freed yet */

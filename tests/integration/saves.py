@@ -65,7 +65,7 @@ class Background:
 
 
 class Saves(unittest.TestCase):
-    """Training groups whose files a test can hold (gated_fsync.c)."""
+    """Training groups; a test can hold the writing of their files (gated_fsync.c)."""
 
     def setUp(self):
         self.root = tempfile.mkdtemp(prefix="moed-saving-")

@@ -295,7 +295,8 @@ static void loading_can_be_cancelled(void **state)
     check_nothing_is_held(r);
 }
 
-/* As a worker loads for the next view, with a backend that shares nothing with the layers before. */
+/* As a worker loads for the next view, with a backend that shares nothing with the layers before.
+ */
 static void the_next_layers_come_while_the_present_ones_serve(void **state)
 {
     struct resident *r = *state;
