@@ -6,6 +6,7 @@ Every test program here gets the build directory and the golden models as its fi
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -32,6 +33,32 @@ import moed  # noqa: E402 (from the build directory)
 FAMILIES = sorted(
     name for name in os.listdir(MODELS) if os.path.isdir(os.path.join(MODELS, name))
 )
+
+
+@functools.lru_cache(None)
+def _fork_returns(endpoint):
+    program = """
+import os, sys, grpc
+channel = grpc.insecure_channel(sys.argv[1])
+grpc.channel_ready_future(channel).result(30)
+pid = os.fork()
+if pid == 0:
+    os._exit(0)
+os.waitpid(pid, 0)
+"""
+    try:
+        subprocess.run([sys.executable, "-c", program, endpoint], timeout=45, check=True,
+                       stderr=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def skip_without_fork(case, endpoint):
+    """Skips where gRPC itself does not let a process with an open connection fork, as on Debian 13:
+    judged by grpcio without moed."""
+    if not _fork_returns(endpoint):
+        case.skipTest("this gRPC does not let a process with connections fork")
 
 
 def names_in(root):

@@ -18,7 +18,8 @@ import unittest
 import grpc
 import numpy as np
 
-from group import BUILD, Group, freeze, group, main, model_directory, open_files, wait_until
+from group import (BUILD, Group, freeze, group, main, model_directory, open_files,
+                   skip_without_fork, wait_until)
 from test_little_memory import is_sanitized
 from python_fakes import LAYER, HeldFake, rows, SEED
 
@@ -340,6 +341,7 @@ class Real(unittest.TestCase):
         wait_until(lambda: len(open_files(os.getpid())) <= before, 20)
 
     def test_a_child_is_refused_and_the_parent_goes_on(self):
+        skip_without_fork(self, self.g.endpoint)
         client = moed.Client(self.g.endpoint, transport="native")
         x = self.x(1)
         want = client.forward(0, x)
@@ -368,6 +370,7 @@ class Real(unittest.TestCase):
 
     @unittest.skipIf(SANITIZED, "a process without the sanitizer's runtime has no extension")
     def test_a_child_opens_a_client_through_grpcio_and_the_parent_goes_on(self):
+        skip_without_fork(self, self.g.endpoint)
         program = """
 import os, signal, sys
 import numpy as np
@@ -593,6 +596,7 @@ class Ends(unittest.TestCase):
         wait_until(lambda: gc.collect() >= 0 and len(open_files(os.getpid())) <= before, 30)
 
     def test_a_child_may_drop_an_async_client(self):
+        skip_without_fork(self, self.fake.endpoint)
         self.fake.release()
 
         async def run():

@@ -17,7 +17,8 @@ import unittest
 import grpc
 import numpy as np
 
-from group import BUILD, Group, freeze, group, main, model_directory, open_files, wait_until
+from group import (BUILD, Group, freeze, group, main, model_directory, open_files,
+                   skip_without_fork, wait_until)
 from test_little_memory import is_sanitized
 from python_fakes import SEED
 
@@ -275,6 +276,7 @@ class SharedMemory(unittest.TestCase):
             self.assertLess(after[0] - before[0], 1024)
 
     def test_a_child_is_refused(self):
+        skip_without_fork(self, self.g.endpoint)
         regions = self.client.open_regions()
         x, y = self.filled(regions, 2)
         want = self.oracle.forward(0, x).tobytes()
