@@ -112,11 +112,16 @@ static struct moe_status check_format(const struct moe_weight_format *f, const c
             "unknown number format of %s experts", whose);
     REQUIRE(!f->zero_points || f->encoding == MOE_ENC_INT4, "zero points of %s experts in %s",
             whose, moe_encoding_traits(f->encoding).name);
+    REQUIRE((unsigned)f->activations < MOE_ACTIVATIONS_COUNT, "unknown activations of %s experts",
+            whose);
+    REQUIRE(f->activations == MOE_ACTIVATIONS_PLAIN || f->encoding == MOE_ENC_F8E4M3,
+            "FP8 activations for %s experts in %s", whose, moe_encoding_traits(f->encoding).name);
     if (computes != NULL && computes(f))
         return moe_ok();
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                     "this backend cannot compute with %s experts in %s as they are", whose,
-                     moe_encoding_traits(f->encoding).name);
+                     "this backend cannot compute with %s experts in %s as they are%s", whose,
+                     moe_encoding_traits(f->encoding).name,
+                     f->activations != MOE_ACTIVATIONS_PLAIN ? " and FP8 activations" : "");
 }
 
 struct moe_status moe_layer_check_formats(const struct moe_layer_spec *spec,

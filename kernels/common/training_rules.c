@@ -26,7 +26,12 @@ bool moe_train_is_adapted(const struct moe_trainer_config *config, enum moe_weig
     return config->lora_rank > 0 && (config->lora_targets & target) != 0;
 }
 
-/* Quantised matrices cannot learn: only their adapters can. */
+static bool is_w8a8(const struct moe_weight_format *f)
+{
+    return f->encoding != MOE_ENC_NONE && f->activations != MOE_ACTIVATIONS_PLAIN;
+}
+
+/* Quantised matrices cannot learn: only their adapters can. Adapters see the rows as they are. */
 static struct moe_status check_formats(const struct moe_layer_spec *spec,
                                        const struct moe_trainer_config *c)
 {
@@ -36,6 +41,8 @@ static struct moe_status check_formats(const struct moe_layer_spec *spec,
             "quantised experts train adapters only");
     REQUIRE(!shared || moe_weight_format_of(spec, MOE_WEIGHT_SHARED_GATE) == NULL,
             "a quantised shared expert does not train");
+    REQUIRE(!is_w8a8(&spec->routed_format) && !is_w8a8(&spec->shared_format),
+            "layers with FP8 activations do not train");
     return moe_ok();
 }
 

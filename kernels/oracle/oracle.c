@@ -341,18 +341,24 @@ double moe_oracle_activate(enum moe_activation activation, double limit, double 
     return g * moe_oracle_sigmoid(g) * u;
 }
 
-/* down( act(gate x + gate bias, up x + up bias) ) + down bias; biases may be NULL. */
-static struct moe_status network(const struct moe_layer_spec *spec, enum moe_activation activation,
-                                 size_t inner, const double *const w[6], const double *x, double *y)
+/* down( act(gate x + gate bias, up x + up bias) ) + down bias; biases may be NULL. W8A8 rounds x
+ * and the activation, and nothing else. */
+static struct moe_status network(const struct moe_layer_spec *spec,
+                                 const struct moe_weight_format *format,
+                                 enum moe_activation activation, size_t inner,
+                                 const double *const w[6], const double *x, double *y)
 {
-    double *g = calloc(2 * inner, sizeof *g), *u = g + inner;
+    double *g = calloc(2 * inner + spec->hidden, sizeof *g), *u = g + inner, *row = u + inner;
     if (g == NULL)
         return moe_oracle_out_of_memory();
-    linear(w[0], w[3], inner, spec->hidden, x, g);
-    linear(w[1], w[4], inner, spec->hidden, x, u);
+    memcpy(row, x, spec->hidden * sizeof *row);
+    moe_oracle_quantise(format, spec->hidden, row);
+    linear(w[0], w[3], inner, spec->hidden, row, g);
+    linear(w[1], w[4], inner, spec->hidden, row, u);
     for (size_t i = 0; i < inner; i++)
         g[i] = moe_oracle_activate(activation, (double)spec->swiglu_limit,
                                    (double)spec->swiglu_alpha, g[i], u[i]);
+    moe_oracle_quantise(format, inner, g);
     linear(w[2], w[5], spec->hidden, inner, g, y);
     free(g);
     return moe_ok();
@@ -373,7 +379,8 @@ struct moe_status moe_oracle_expert(const struct moe_oracle_layer *layer, uint32
         MOE_TRY(moe_oracle_require(layer, kind[i], expert));
         w[i] = layer->weight[kind[i]][expert];
     }
-    return network(&layer->spec, layer->spec.activation, layer->spec.intermediate, w, x, y);
+    return network(&layer->spec, &layer->spec.routed_format, layer->spec.activation,
+                   layer->spec.intermediate, w, x, y);
 }
 
 struct moe_status moe_oracle_shared(const struct moe_oracle_layer *layer, const double *x,
@@ -388,7 +395,8 @@ struct moe_status moe_oracle_shared(const struct moe_oracle_layer *layer, const 
     const double *w[6] = {layer->weight[MOE_WEIGHT_SHARED_GATE][0],
                           layer->weight[MOE_WEIGHT_SHARED_UP][0],
                           layer->weight[MOE_WEIGHT_SHARED_DOWN][0]};
-    MOE_TRY(network(spec, spec->shared_activation, spec->shared_intermediate, w, x, y));
+    MOE_TRY(network(spec, &spec->shared_format, spec->shared_activation, spec->shared_intermediate,
+                    w, x, y));
     if (!spec->shared_gated)
         return moe_ok();
     double gate;

@@ -28,6 +28,10 @@ void moe_oracle_destroy(struct moe_oracle_layer *layer); /* NULL is ignored */
 double moe_oracle_activate(enum moe_activation activation, double limit, double alpha, double g,
                            double u);
 
+/* The values of a row x [n] that W8A8 multiplies (moe/weight_format.h): x is rounded to single
+ * precision, then quantised; x becomes q * s. Does nothing for other formats. */
+void moe_oracle_quantise(const struct moe_weight_format *format, size_t n, double *x);
+
 /* Routes one token. `logit` [E+Z] is final (bias added) and may be NULL for MOE_ROUTE_IDS_WEIGHTS;
  * `select_bias` [E+Z] or NULL. The mode decides whether ids_in and weights_in [K] are read.
  *

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The values of quantised matrices, from the definitions of their formats. Each rounding to single
- * precision that moe/packed_matrix.h names is a conversion from a double that is exact, or so close
- * that rounding twice gives the same. */
+/* The values of quantised matrices and rows, from the definitions of their formats. Each rounding
+ * to single precision that moe/packed_matrix.h names is a conversion from a double that is exact,
+ * or so close that rounding twice gives the same. */
 #include "oracle/oracle_internal.h"
 
 #include <math.h>
@@ -79,4 +79,47 @@ struct moe_status moe_oracle_upload_packed(struct moe_oracle_layer *layer, enum 
     free(layer->weight[weight][entry]);
     layer->weight[weight][entry] = w;
     return moe_ok();
+}
+
+/* ------------------------------------------------------------------- activations */
+
+/* The nearest value of F8E4M3, ties to even: multiples of 2^-9, and from 2^-6 on four significant
+ * bits. */
+static double round_e4m3(double v)
+{
+    int exponent;
+    if (isnan(v))
+        return v;
+    (void)frexp(v, &exponent); /* |v| < 2^exponent */
+    double step = ldexp(1, exponent < -5 ? -9 : exponent - 4);
+    double q = nearbyint(v / step) * step;
+    return fmax(-448, fmin(448, q));
+}
+
+/* One group; divisions are in single precision. */
+static void quantise_group(bool pow2, size_t n, double *x)
+{
+    float largest = 1e-10f;
+    for (size_t i = 0; i < n; i++)
+        largest = fmaxf(largest, fabsf((float)x[i]));
+    float s = largest / 448;
+    if (pow2) {
+        int exponent;
+        float fraction = frexpf(s, &exponent); /* s = fraction * 2^exponent, fraction in [0.5, 1) */
+        s = ldexpf(1, fraction == 0.5f ? exponent - 1 : exponent);
+    }
+    for (size_t i = 0; i < n; i++) {
+        float v = (float)x[i] / s;
+        x[i] = round_e4m3((double)v) * (double)s;
+    }
+}
+
+void moe_oracle_quantise(const struct moe_weight_format *f, size_t n, double *x)
+{
+    if (f->encoding == MOE_ENC_NONE || f->activations == MOE_ACTIVATIONS_PLAIN)
+        return;
+    size_t group = f->block_columns == 0 ? n : f->block_columns;
+    for (size_t first = 0; first < n; first += group)
+        quantise_group(f->activations == MOE_ACTIVATIONS_F8_POW2,
+                       n - first < group ? n - first : group, x + first);
 }

@@ -36,10 +36,18 @@ static const struct weights {
 } kinds[] = {
     {"bf16", MOE_DTYPE_BF16, {.encoding = MOE_ENC_NONE}},
     {"f32", MOE_DTYPE_F32, {.encoding = MOE_ENC_NONE}},
-    {"fp8", MOE_DTYPE_NONE, {MOE_ENC_F8E4M3, 128, 128, MOE_SCALE_F32, false, false}},
-    {"mxfp4", MOE_DTYPE_NONE, {MOE_ENC_E2M1, 1, 32, MOE_SCALE_E8M0, false, false}},
-    {"nvfp4", MOE_DTYPE_NONE, {MOE_ENC_E2M1, 1, 16, MOE_SCALE_E4M3, false, false}},
-    {"int4", MOE_DTYPE_NONE, {MOE_ENC_INT4, 1, 32, MOE_SCALE_BF16, false, false}},
+    {"fp8",
+     MOE_DTYPE_NONE,
+     {MOE_ENC_F8E4M3, 128, 128, MOE_SCALE_F32, false, false, MOE_ACTIVATIONS_PLAIN}},
+    {"mxfp4",
+     MOE_DTYPE_NONE,
+     {MOE_ENC_E2M1, 1, 32, MOE_SCALE_E8M0, false, false, MOE_ACTIVATIONS_PLAIN}},
+    {"nvfp4",
+     MOE_DTYPE_NONE,
+     {MOE_ENC_E2M1, 1, 16, MOE_SCALE_E4M3, false, false, MOE_ACTIVATIONS_PLAIN}},
+    {"int4",
+     MOE_DTYPE_NONE,
+     {MOE_ENC_INT4, 1, 32, MOE_SCALE_BF16, false, false, MOE_ACTIVATIONS_PLAIN}},
 };
 
 static void require_ok(struct moe_status st)

@@ -67,6 +67,11 @@ double tolerance(enum moe_dtype dtype)
     return dtype == MOE_DTYPE_F32 ? 1e-5 : 1e-2;
 }
 
+double output_tolerance(const struct test_case *c)
+{
+    return case_is_w8a8(c) ? tolerance(MOE_DTYPE_BF16) : tolerance(c->dtype);
+}
+
 size_t tensor_bytes(const struct test_case *c, uint32_t tokens)
 {
     return (size_t)tokens * c->spec.hidden * moe_dtype_bytes(c->dtype);

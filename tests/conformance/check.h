@@ -17,6 +17,7 @@ struct tally {
      * plus one. */
     uint64_t tensor_cases, last_tensor_case;
     uint64_t packed;   /* quantised matrices, of all slots */
+    uint64_t w8a8;     /* those of them that multiply quantised rows */
     uint64_t retained; /* cases in which this slot retained steps for their backward passes */
     uint64_t bits;     /* a hash of all y of whole steps */
     /* Training: a hash of dx, gradients and aux loss of passes, and of values after steps. */
@@ -71,6 +72,8 @@ double frobenius(size_t n, const double *got, const double *want);
  * errors have the size of the summands, and summands of both signs can cancel. */
 double frobenius_of_summands(size_t n, const double *got, const double *want, const double *size);
 double tolerance(enum moe_dtype dtype);
+/* Of y. In W8A8, a hidden value between two of F8E4M3 may be rounded to either: 6 % of it. */
+double output_tolerance(const struct test_case *c);
 /* Adds to *hash, which is 0 at first. */
 void add_to_hash(uint64_t *hash, const void *data, size_t bytes);
 size_t tensor_bytes(const struct test_case *c, uint32_t tokens); /* of x or y */

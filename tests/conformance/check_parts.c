@@ -164,6 +164,7 @@ static void expect_hidden(const struct test_case *c, const struct expected_row *
     double x[CASE_MAX_HIDDEN];
     for (uint32_t i = 0; i < s->hidden; i++)
         x[i] = element(c->dtype, row, i) * (s->weighting == MOE_WEIGHT_INPUT ? weight : 1);
+    moe_oracle_quantise(&s->routed_format, s->hidden, x);
     for (uint32_t i = 0; i < s->intermediate; i++) {
         double limit = (double)s->swiglu_limit, alpha = (double)s->swiglu_alpha;
         double g_size, u_size, by_g, by_u;
@@ -184,6 +185,7 @@ static void expect_down(const struct test_case *c, const struct expected_row *w,
     double h[128];
     for (uint32_t i = 0; i < s->intermediate; i++)
         h[i] = (double)hidden[i];
+    moe_oracle_quantise(&s->routed_format, s->intermediate, h);
     for (uint32_t i = 0; i < s->hidden; i++) {
         double factor = s->weighting == MOE_WEIGHT_INPUT ? 1 : weight;
         out[i] = factor * product(c, MOE_WEIGHT_DOWN, MOE_WEIGHT_DOWN_BIAS, w->expert, i,
@@ -354,7 +356,7 @@ static bool check_shared(struct subject *s, const void *x)
     free(want);
     free(got);
     free(host_y);
-    return good && (error <= tolerance(s->c->dtype) || wrong(s, "shared is off by %g", error));
+    return good && (error <= output_tolerance(s->c) || wrong(s, "shared is off by %g", error));
 }
 
 bool check_parts(struct subject *s)

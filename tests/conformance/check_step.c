@@ -438,12 +438,12 @@ static bool check_output(struct subject *s, const struct outcome *o)
     for (size_t i = 0; i < n && good; i++)
         if (o->state[i / c->spec.hidden] != MOE_TOKEN_OK && got[i] != 0)
             good = wrong(s, "y of the refused token %zu is %g", i / c->spec.hidden, got[i]);
-    double error = frobenius(n, got, want);
-    if (good && !(error <= tolerance(c->dtype))) { /* wrong, or a sum that cancels: look closer */
+    double error = frobenius(n, got, want), limit = output_tolerance(c);
+    if (good && !(error <= limit)) { /* wrong, or a sum that cancels: look closer */
         double plain = error;
         error = error_of_summands(s, o, got, want);
-        good = error <= tolerance(c->dtype) ||
-               wrong(s, "y is off by %g, and by %g of what is summed", plain, error);
+        good =
+            error <= limit || wrong(s, "y is off by %g, and by %g of what is summed", plain, error);
     }
     if (error > s->tally->worst[c->dtype])
         s->tally->worst[c->dtype] = error;

@@ -81,6 +81,7 @@ static bool upload_entry(struct subject *s, enum moe_weight w, uint32_t e, bool 
                (!local || went_well(s, "upload", upload(s, w, e, d, data, bytes)));
     const struct moe_packed_matrix *m = &c->packed[w][e].matrix;
     s->tally->packed++;
+    s->tally->w8a8 += moe_weight_format_of(&c->spec, w)->activations != MOE_ACTIVATIONS_PLAIN;
     return went_well(s, "oracle", moe_oracle_upload_packed(s->oracle, w, e, m)) &&
            (!local || went_well(s, "upload", s->backend->layer_upload_packed(s->layer, w, e, m)));
 }
@@ -108,7 +109,7 @@ static bool run_case(struct subject *s, const struct plan *plan, uint64_t number
         case_draw(case_seed(plan->seed, number), s->member->slots, skew_of(plan, number));
     /* Quantised weights do not learn. */
     if (!plan->training || (adapters_alone(c) && s->backend->training->quantised_base))
-        case_quantise(c, s->backend->computes);
+        case_quantise(c, s->backend->computes, !plan->training);
     s->c = c;
     s->in = &c->input[s->member->slot];
     s->layer = NULL;
@@ -196,14 +197,15 @@ static bool open_device(struct subject *s, const struct plan *plan)
 static void report(const struct subject *s)
 {
     const struct tally *t = s->tally;
-    printf(
-        "%s, slot %u of %u: %llu cases, %llu tokens (%llu refused, %llu near ties), %llu rows, "
-        "%llu quantised matrices, worst error of y: f32 %.1e, bf16 %.1e, rows over %s, bits of y "
-        "%016llx\n",
-        s->backend->name, s->member->slot, s->member->slots, (unsigned long long)t->cases,
-        (unsigned long long)t->tokens, (unsigned long long)t->refused, (unsigned long long)t->swaps,
-        (unsigned long long)t->rows, (unsigned long long)t->packed, t->worst[MOE_DTYPE_F32],
-        t->worst[MOE_DTYPE_BF16], t->transport, (unsigned long long)t->bits);
+    printf("%s, slot %u of %u: %llu cases, %llu tokens (%llu refused, %llu near ties), %llu rows, "
+           "%llu quantised matrices (%llu in W8A8), worst error of y: f32 %.1e, bf16 %.1e, rows "
+           "over %s, bits of y "
+           "%016llx\n",
+           s->backend->name, s->member->slot, s->member->slots, (unsigned long long)t->cases,
+           (unsigned long long)t->tokens, (unsigned long long)t->refused,
+           (unsigned long long)t->swaps, (unsigned long long)t->rows, (unsigned long long)t->packed,
+           (unsigned long long)t->w8a8, t->worst[MOE_DTYPE_F32], t->worst[MOE_DTYPE_BF16],
+           t->transport, (unsigned long long)t->bits);
 }
 
 static void report_training(const struct tally *t)
@@ -236,6 +238,13 @@ static int run_member(struct member *m)
                      (!plan->training || plan->backend->training->quantised_base);
     if (good && tally.packed == 0 && plan->cases >= 100 && quantises)
         good = wrong(&s, "no case had quantised matrices");
+    const struct moe_weight_format w8a8 = {.encoding = MOE_ENC_F8E4M3,
+                                           .block_rows = 128,
+                                           .block_columns = 128,
+                                           .activations = MOE_ACTIVATIONS_F8};
+    if (good && tally.w8a8 == 0 && plan->cases >= 100 && quantises && !plan->training &&
+        plan->backend->computes(&w8a8))
+        good = wrong(&s, "no case was in W8A8");
     report(&s);
     if (plan->training)
         report_training(&tally);

@@ -2,6 +2,9 @@
 /* Random layers, tensors and comparisons for the tests of the compute kernels. */
 #include "kernels_fixture.h"
 
+#include "cpu/compute/packed.h"
+#include "support/packed.h"
+
 void *random_tensor(enum moe_dtype dtype, size_t n, float scale)
 {
     char *p = malloc(n * moe_dtype_bytes(dtype) + 1);
@@ -75,6 +78,21 @@ static struct moe_layer *create_layer(struct moe_device *device, const struct mo
     return layer;
 }
 
+/* A quantised weight, to the layer and to `oracle`, unless it is NULL. */
+static void upload_packed(struct moe_layer *layer, enum moe_weight w, uint32_t e,
+                          struct moe_oracle_layer *oracle)
+{
+    struct rng r = {random_bits()};
+    size_t rows, columns;
+    moe_weight_shape(&layer->spec, w, &rows, &columns);
+    const struct moe_weight_format *format = moe_weight_format_of(&layer->spec, w);
+    struct random_packed p = random_packed(&r, format, rows, columns, 1.0f / sqrtf((float)columns));
+    assert_ok(moe_cpu_layer_upload_packed(layer, w, e, &p.matrix));
+    if (oracle != NULL)
+        assert_ok(moe_oracle_upload_packed(oracle, w, e, &p.matrix));
+    free_packed(&p);
+}
+
 struct moe_layer *random_layer(struct moe_device *device, const struct moe_layer_spec *spec,
                                enum moe_dtype dtype, bool holds_experts,
                                struct moe_oracle_layer **oracle)
@@ -87,6 +105,10 @@ struct moe_layer *random_layer(struct moe_device *device, const struct moe_layer
         moe_weight_shape(spec, w, &rows, &columns);
         uint32_t entries = !moe_weight_is_expert(w) ? 1 : holds_experts ? spec->experts : 0;
         for (uint32_t e = 0; rows != 0 && e < entries; e++) {
+            if (moe_weight_format_of(spec, w) != NULL) {
+                upload_packed(layer, w, e, oracle != NULL ? *oracle : NULL);
+                continue;
+            }
             enum moe_dtype d = dtype != MOE_DTYPE_NONE ? dtype
                                : one_in(2)             ? MOE_DTYPE_F32
                                                        : MOE_DTYPE_BF16;

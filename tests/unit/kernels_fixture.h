@@ -26,7 +26,8 @@ struct moe_device *open_device(const struct moe_cpu_isa *isa, uint32_t threads);
 struct moe_layer_spec plain_spec(void);
 
 /* A layer with random weights and all experts local, or none if `holds_experts` is false. If
- * `dtype` is MOE_DTYPE_NONE, the dtype of each expert weight is random. `oracle` gets the same
+ * `dtype` is MOE_DTYPE_NONE, the dtype of each expert weight is random. Weights with a format are
+ * quantised. `oracle` gets the same
  * weights, unless it is NULL. */
 struct moe_layer *random_layer(struct moe_device *device, const struct moe_layer_spec *spec,
                                enum moe_dtype dtype, bool holds_experts,

@@ -160,6 +160,9 @@ static void formats_have_the_packing_that_computes_them(void **state)
     assert_int_equal(packing(MOE_ENC_E2M1, 1, 16, MOE_SCALE_E4M3), MOE_CUDA_PACKING_NONE);
     assert_int_equal(packing(MOE_ENC_INT4, 1, 32, MOE_SCALE_BF16), MOE_CUDA_PACKING_NONE);
     assert_int_equal(packing(MOE_ENC_NONE, 0, 0, MOE_SCALE_F32), MOE_CUDA_PACKING_NONE);
+    struct moe_weight_format w8a8 = {MOE_ENC_F8E4M3,    128, 128, MOE_SCALE_F32, false, false,
+                                     MOE_ACTIVATIONS_F8};
+    assert_int_equal(moe_cuda_packing_of(&w8a8), MOE_CUDA_PACKING_NONE);
 }
 
 /* Blocks of 128 x 128, each with its scales. */

@@ -123,11 +123,11 @@ static void packed_panels_take_few_bytes_more_than_the_file(void **state)
 {
     (void)state;
     static const struct moe_weight_format formats[] = {
-        {MOE_ENC_F8E4M3, 128, 128, MOE_SCALE_F32, false, false},
-        {MOE_ENC_E2M1, 1, 32, MOE_SCALE_E8M0, false, false},
-        {MOE_ENC_E2M1, 1, 16, MOE_SCALE_E4M3, false, false},
-        {MOE_ENC_INT4, 1, 32, MOE_SCALE_BF16, false, false},
-        {MOE_ENC_INT4, 1, 128, MOE_SCALE_F16, true, false},
+        {MOE_ENC_F8E4M3, 128, 128, MOE_SCALE_F32, false, false, MOE_ACTIVATIONS_PLAIN},
+        {MOE_ENC_E2M1, 1, 32, MOE_SCALE_E8M0, false, false, MOE_ACTIVATIONS_PLAIN},
+        {MOE_ENC_E2M1, 1, 16, MOE_SCALE_E4M3, false, false, MOE_ACTIVATIONS_PLAIN},
+        {MOE_ENC_INT4, 1, 32, MOE_SCALE_BF16, false, false, MOE_ACTIVATIONS_PLAIN},
+        {MOE_ENC_INT4, 1, 128, MOE_SCALE_F16, true, false, MOE_ACTIVATIONS_PLAIN},
     };
     for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
         struct rng r = {random_bits()};

@@ -6,7 +6,9 @@
  * a span's rows. So many rows of one expert and few rows of many experts both spread over all
  * threads. An item has tiles of TILE_ROWS rows by one panel on the stack. It applies bias,
  * activation and weight in fp32 before it stores a tile. It touches only rows inside spans: padding
- * rows may have any contents. */
+ * rows may have any contents.
+ *
+ * W8A8 quantises rows before each of the two products, from their fp32 values. */
 #include "cpu/compute/layer.h"
 
 #include "base/size.h"
@@ -26,12 +28,14 @@ struct span {
     uint32_t entry; /* of the weights: local expert index, 0 for the shared expert */
     uint32_t rows;
     uint32_t panels_per_item;
-    const void *narrow;     /* rows in the job's dtype; NULL if `x` needs no preparation */
-    const float *scale;     /* [rows] factor of each prepared row, or NULL */
-    float *x;               /* [rows, in] */
-    const float *weight;    /* [rows] routing weight, or NULL for 1 */
-    float *out;             /* [rows, out] */
-    struct moe_cpu_pre pre; /* [rows, I] each, or NULLs */
+    const void *narrow; /* rows in the job's dtype; NULL if `x` has the rows */
+    const float *scale; /* [rows] factor of each prepared row, or NULL */
+    const struct moe_cpu_matrix *shared_gate; /* [1, H]: computes `weight`; or NULL */
+    float *x;                                 /* [rows, in] */
+    float *row_scale;                         /* W8A8: [rows, groups], and x is quantised */
+    const float *weight;                      /* [rows] routing weight, or NULL for 1 */
+    float *out;                               /* [rows, out] */
+    struct moe_cpu_pre pre;                   /* [rows, I] each, or NULLs */
 };
 
 /* How the down projection applies a weight. */
@@ -49,13 +53,26 @@ struct ffn_job {
     enum moe_weight down;     /* for down items */
     enum moe_activation activation;
     enum epilogue epilogue;
-    const struct moe_cpu_matrix *shared_gate; /* [1, H]: computes row weights; or NULL */
+    /* Of the current phase. */
+    uint32_t in;            /* inputs of its rows */
+    uint32_t group, groups; /* W8A8: inputs of a group, groups of a row; else groups = 0 */
+    bool pow2;              /* scales of groups are powers of two */
 
     uint32_t spans;
     uint32_t first_item[MOE_MAX_EXPERTS + 1]; /* of each span in the current phase */
     uint32_t rows_per_item;                   /* preparation phase */
     struct span span[MOE_MAX_EXPERTS];
 };
+
+/* Begins a phase. Its rows have `in` inputs. `f` is the format of its matrices. */
+static void begin_phase(struct ffn_job *job, const struct moe_weight_format *f, uint32_t in)
+{
+    bool quantises = f->encoding != MOE_ENC_NONE && f->activations != MOE_ACTIVATIONS_PLAIN;
+    job->in = in;
+    job->group = quantises ? moe_activation_group(f, in) : 0;
+    job->groups = quantises ? moe_cpu_ceil_div(in, job->group) : 0;
+    job->pow2 = f->activations == MOE_ACTIVATIONS_F8_POW2;
+}
 
 /* The span of `*item`, which becomes the number inside the span. */
 static const struct span *find_span(const struct ffn_job *job, uint32_t *item)
@@ -82,7 +99,7 @@ static void weigh_shared_rows(const struct ffn_job *job, const struct span *span
     size_t hidden = job->layer->spec.hidden;
     for (uint32_t end = row + rows; row < end; row += moe_cpu_min(TILE_ROWS, end - row)) {
         uint32_t tile = moe_cpu_min(TILE_ROWS, end - row);
-        moe_cpu_matrix_panel(job->isa, job->shared_gate, 0, tile, span->x + row * hidden, hidden,
+        moe_cpu_matrix_panel(job->isa, span->shared_gate, 0, tile, span->x + row * hidden, hidden,
                              dot, job->isa->panel);
         for (uint32_t r = 0; r < tile; r++)
             weight[row + r] = 1.0f / (1.0f + expf(-dot[r * job->isa->panel]));
@@ -93,20 +110,23 @@ static void prepare_item(void *ctx, uint32_t item)
 {
     const struct ffn_job *job = ctx;
     const struct span *span = find_span(job, &item);
-    size_t hidden = job->layer->spec.hidden, row_bytes = hidden * moe_dtype_bytes(job->dtype);
+    size_t in = job->in, row_bytes = in * moe_dtype_bytes(job->dtype);
     uint32_t first = item * job->rows_per_item;
     uint32_t end = moe_cpu_min(span->rows, first + job->rows_per_item);
     for (uint32_t r = first; span->narrow != NULL && r < end; r++)
-        job->isa->widen(job->dtype, hidden, (const char *)span->narrow + r * row_bytes,
-                        span->scale != NULL ? span->scale[r] : 1.0f, span->x + r * hidden);
-    if (job->shared_gate != NULL)
+        job->isa->widen(job->dtype, in, (const char *)span->narrow + r * row_bytes,
+                        span->scale != NULL ? span->scale[r] : 1.0f, span->x + r * in);
+    if (span->shared_gate != NULL)
         weigh_shared_rows(job, span, first, end - first);
+    for (uint32_t r = first; span->row_scale != NULL && r < end; r++)
+        job->isa->quantise(job->pow2, job->group, in, span->x + r * in,
+                           span->row_scale + (size_t)r * job->groups);
 }
 
 static void prepare_rows(struct ffn_job *job)
 {
-    uint64_t row_work = job->layer->spec.hidden;
-    if (job->shared_gate != NULL)
+    uint64_t row_work = job->in;
+    if (job->span[0].shared_gate != NULL)
         row_work *= job->isa->panel;
     job->rows_per_item = moe_cpu_units_per_item(row_work);
     uint32_t items = 0;
@@ -151,6 +171,24 @@ static uint32_t number_items(struct ffn_job *job, uint32_t panels, uint64_t pane
     return items;
 }
 
+/* tile [rows, panel] = rows of the span times panel `p` of `m` transposed. */
+static void multiply(const struct ffn_job *job, const struct span *span,
+                     const struct moe_cpu_matrix *m, uint32_t p, uint32_t row, uint32_t rows,
+                     float *tile)
+{
+    const float *x = span->x + (size_t)row * m->in;
+    if (span->row_scale == NULL) {
+        moe_cpu_matrix_panel(job->isa, m, p, rows, x, m->in, tile, job->isa->panel);
+        return;
+    }
+    const struct moe_cpu_quantised q = {.q = x,
+                                        .scale = span->row_scale + (size_t)row * job->groups,
+                                        .stride = m->in,
+                                        .group = job->group,
+                                        .groups = job->groups};
+    moe_cpu_matrix_panel_w8a8(job->isa, m, p, rows, &q, tile, job->isa->panel);
+}
+
 static void add_bias(float *tile, uint32_t rows, uint32_t width, const float *bias,
                      uint32_t columns)
 {
@@ -184,10 +222,9 @@ static void gate_up_tile(const struct ffn_job *job, const struct span *span, uin
     const struct moe_cpu_matrix *wu = &layer->matrix[job->up][span->entry];
     uint32_t width = job->isa->panel, column = panel * width;
     uint32_t columns = moe_cpu_min(width, wg->out - column);
-    const float *x = span->x + (size_t)row * wg->in;
 
-    moe_cpu_matrix_panel(job->isa, wg, panel, rows, x, wg->in, gate, width);
-    moe_cpu_matrix_panel(job->isa, wu, panel, rows, x, wu->in, up, width);
+    multiply(job, span, wg, panel, row, rows, gate);
+    multiply(job, span, wu, panel, row, rows, up);
     if (job->gate == MOE_WEIGHT_GATE) {
         add_bias(gate, rows, width, bias_at(layer, MOE_WEIGHT_GATE_BIAS, span->entry, column),
                  columns);
@@ -226,8 +263,7 @@ static void down_tile(const struct ffn_job *job, const struct span *span, uint32
     if (job->down == MOE_WEIGHT_DOWN)
         bias = bias_at(job->layer, MOE_WEIGHT_DOWN_BIAS, span->entry, column);
 
-    moe_cpu_matrix_panel(job->isa, wd, panel, rows, span->x + (size_t)row * wd->in, wd->in, tile,
-                         width);
+    multiply(job, span, wd, panel, row, rows, tile);
     for (uint32_t r = 0; r < rows; r++)
         store_down_row(job->epilogue, span->weight != NULL ? span->weight[row + r] : 1.0f, columns,
                        tile + r * width, bias, span->out + (size_t)(row + r) * wd->out + column);
@@ -310,7 +346,6 @@ static void init_job(struct ffn_job *job, struct moe_layer *layer)
     job->up = MOE_WEIGHT_UP;
     job->down = MOE_WEIGHT_DOWN;
     job->activation = layer->spec.activation;
-    job->shared_gate = NULL;
     job->spans = 0;
 }
 
@@ -357,18 +392,52 @@ static struct moe_cpu_pre pre_at(const struct moe_cpu_pre *pre, size_t row, uint
     return (struct moe_cpu_pre){pre->gate + row * inner, pre->up + row * inner};
 }
 
-static void place_gate_up(struct ffn_job *job, const struct moe_rows *rows, float *wide,
-                          const struct moe_cpu_pre *pre, float *hidden)
+/* fp32 copies of rows in scratch: bf16 rows, rows with input weighting, and rows that W8A8
+ * quantises are copied, max_rows at a time. */
+struct copies {
+    uint32_t max_rows; /* UINT32_MAX without copies */
+    float *x;          /* [max_rows, in]; NULL: no copies */
+    float *scale;      /* W8A8: [max_rows, groups], else NULL */
+};
+
+static struct moe_status take_copies(const struct ffn_job *job, const struct moe_rows *rows,
+                                     struct copies *c)
+{
+    uint64_t all = 0;
+    void *p;
+    for (uint32_t l = 0; l < rows->local_experts; l++)
+        all += rows->count[l];
+    size_t row_floats = (size_t)job->in + job->groups;
+    c->max_rows = (uint32_t)(WIDE_ROWS_BYTES / (row_floats * sizeof(float)));
+    if (all < c->max_rows)
+        c->max_rows = (uint32_t)all;
+    MOE_TRY(moe_cpu_scratch_take(job->layer->device, c->max_rows * row_floats * sizeof(float), &p));
+    c->x = p;
+    c->scale = job->groups != 0 ? c->x + (size_t)c->max_rows * job->in : NULL;
+    return moe_ok();
+}
+
+/* Where the span finds its rows, which are at `rows` in the job's dtype; `used` rows of the copies
+ * belong to spans before it. */
+static void place_rows(const struct ffn_job *job, const struct copies *c, size_t used, char *rows,
+                       struct span *span)
+{
+    span->x = c->x != NULL ? c->x + used * job->in : (float *)(void *)rows;
+    span->narrow = c->x != NULL ? rows : NULL;
+    span->row_scale = c->scale != NULL ? c->scale + used * job->groups : NULL;
+}
+
+static void place_gate_up(struct ffn_job *job, const struct moe_rows *rows,
+                          const struct copies *copies, const struct moe_cpu_pre *pre, float *hidden)
 {
     size_t h = job->layer->spec.hidden, used = 0;
     for (uint32_t s = 0; s < job->spans; s++) {
         struct span *span = &job->span[s];
         size_t first = first_row(rows, span);
-        char *x = (char *)rows->x + first * h * moe_dtype_bytes(job->dtype);
+        place_rows(job, copies, used, (char *)rows->x + first * h * moe_dtype_bytes(job->dtype),
+                   span);
         span->out = hidden + first * job->layer->spec.intermediate;
         span->pre = pre_at(pre, first, job->layer->spec.intermediate);
-        span->x = wide != NULL ? wide + used * h : (float *)(void *)x;
-        span->narrow = wide != NULL ? x : NULL;
         span->scale = job->layer->spec.weighting == MOE_WEIGHT_INPUT ? span->weight : NULL;
         used += span->rows;
     }
@@ -383,27 +452,17 @@ struct moe_status moe_cpu_gate_up_retaining(struct moe_layer *layer, enum moe_dt
     struct ffn_job job;
     init_job(&job, layer);
     job.dtype = dtype;
-
-    /* bf16 rows and rows with input weighting are copied as fp32, max_rows at a time. */
-    uint32_t max_rows = UINT32_MAX;
-    void *wide = NULL;
-    if (dtype != MOE_DTYPE_F32 || layer->spec.weighting == MOE_WEIGHT_INPUT) {
-        uint64_t all = 0;
-        for (uint32_t l = 0; l < rows->local_experts; l++)
-            all += rows->count[l];
-        max_rows = WIDE_ROWS_BYTES / (layer->spec.hidden * (uint32_t)sizeof(float));
-        if (all < max_rows)
-            max_rows = (uint32_t)all;
-        MOE_TRY(moe_cpu_scratch_take(layer->device,
-                                     (size_t)max_rows * layer->spec.hidden * sizeof(float), &wide));
-    }
-    for (struct cursor at = {0}; next_wave(&job, rows, &at, max_rows);) {
-        place_gate_up(&job, rows, wide, pre, hidden);
-        if (wide != NULL)
+    begin_phase(&job, &layer->spec.routed_format, layer->spec.hidden);
+    struct copies copies = {.max_rows = UINT32_MAX};
+    if (dtype != MOE_DTYPE_F32 || layer->spec.weighting == MOE_WEIGHT_INPUT || job.groups != 0)
+        MOE_TRY(take_copies(&job, rows, &copies));
+    for (struct cursor at = {0}; next_wave(&job, rows, &at, copies.max_rows);) {
+        place_gate_up(&job, rows, &copies, pre, hidden);
+        if (copies.x != NULL)
             prepare_rows(&job);
         run_gate_up(&job);
     }
-    moe_cpu_scratch_give(layer->device, wide);
+    moe_cpu_scratch_give(layer->device, copies.x);
     return moe_ok();
 }
 
@@ -413,6 +472,19 @@ struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype d
     return moe_cpu_gate_up_retaining(layer, dtype, rows, NULL, hidden);
 }
 
+static void place_down(struct ffn_job *job, const struct moe_rows *rows,
+                       const struct copies *copies, const float *hidden, float *out)
+{
+    size_t used = 0;
+    for (uint32_t s = 0; s < job->spans; s++) {
+        struct span *span = &job->span[s];
+        size_t first = first_row(rows, span);
+        place_rows(job, copies, used, (char *)(hidden + first * job->in), span);
+        span->out = out + first * job->layer->spec.hidden;
+        used += span->rows;
+    }
+}
+
 struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, enum moe_dtype dtype,
                                     const struct moe_rows *rows, const float *hidden, float *out)
 {
@@ -420,46 +492,70 @@ struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, enum moe_dtype dtyp
     MOE_TRY(check_dtype(dtype)); /* hidden is fp32 for every dtype */
     struct ffn_job job;
     init_job(&job, layer);
+    job.dtype = MOE_DTYPE_F32;
     job.epilogue = layer->spec.weighting == MOE_WEIGHT_INPUT ? EPILOGUE_PLAIN : EPILOGUE_WEIGH_ALL;
-    struct cursor at = {0};
-    if (!next_wave(&job, rows, &at, UINT32_MAX))
-        return moe_ok();
-    for (uint32_t s = 0; s < job.spans; s++) {
-        size_t first = first_row(rows, &job.span[s]);
-        job.span[s].x = (float *)hidden + first * layer->spec.intermediate;
-        job.span[s].out = out + first * layer->spec.hidden;
+    begin_phase(&job, &layer->spec.routed_format, layer->spec.intermediate);
+    struct copies copies = {.max_rows = UINT32_MAX};
+    if (job.groups != 0)
+        MOE_TRY(take_copies(&job, rows, &copies));
+    for (struct cursor at = {0}; next_wave(&job, rows, &at, copies.max_rows);) {
+        place_down(&job, rows, &copies, hidden, out);
+        if (copies.x != NULL)
+            prepare_rows(&job);
+        run_down(&job);
     }
-    run_down(&job);
+    moe_cpu_scratch_give(layer->device, copies.x);
     return moe_ok();
 }
 
 /* ------------------------------------------------------------------- shared expert */
 
-/* Scratch of one pass: fp32 rows (bf16 only), hidden activations, row weights. */
+/* Scratch of one pass: fp32 rows (of bf16, or for W8A8), hidden activations, row weights, scales of
+ * quantised rows. */
 struct shared_scratch {
-    float *x, *hidden, *weight;
+    float *x, *hidden, *weight, *scale;
 };
 
 static void shared_pass(struct ffn_job *job, const struct shared_scratch *scratch, const void *x,
                         uint32_t rows, struct moe_cpu_pre pre, float *y)
 {
     const struct moe_layer *layer = job->layer;
-    bool narrow = job->dtype != MOE_DTYPE_F32;
+    bool gated = layer->spec.shared_gated;
+    begin_phase(job, &layer->spec.shared_format, layer->spec.hidden);
+    bool quantises = job->groups != 0, copies = job->dtype != MOE_DTYPE_F32 || quantises;
     job->spans = 1;
     job->span[0] = (struct span){
         .rows = rows,
-        .narrow = narrow ? x : NULL,
-        .x = narrow ? scratch->x : (float *)x,
-        .weight = layer->spec.shared_gated ? scratch->weight : NULL,
+        .narrow = copies ? x : NULL,
+        .x = copies ? scratch->x : (float *)x,
+        .row_scale = quantises ? scratch->scale : NULL,
+        .weight = gated ? scratch->weight : NULL,
+        .shared_gate = gated ? &layer->matrix[MOE_WEIGHT_SHARED_GATE_VECTOR][0] : NULL,
         .out = scratch->hidden,
         .pre = pre,
     };
-    if (narrow || layer->spec.shared_gated)
+    if (copies || gated)
         prepare_rows(job);
     run_gate_up(job);
+    begin_phase(job, &layer->spec.shared_format, layer->spec.shared_intermediate);
+    job->span[0].narrow = NULL;
+    job->span[0].shared_gate = NULL;
     job->span[0].x = scratch->hidden;
     job->span[0].out = y;
+    if (quantises)
+        prepare_rows(job);
     run_down(job);
+}
+
+/* Groups of a quantised row, at most, in both products. */
+static uint32_t shared_groups(const struct moe_layer_spec *spec)
+{
+    uint32_t in =
+        spec->hidden > spec->shared_intermediate ? spec->hidden : spec->shared_intermediate;
+    return spec->shared_format.encoding == MOE_ENC_NONE ||
+                   spec->shared_format.activations == MOE_ACTIVATIONS_PLAIN
+               ? 0
+               : moe_cpu_ceil_div(in, moe_activation_group(&spec->shared_format, in));
 }
 
 struct moe_status moe_cpu_shared_retaining(struct moe_layer *layer, enum moe_dtype dtype,
@@ -480,11 +576,10 @@ struct moe_status moe_cpu_shared_retaining(struct moe_layer *layer, enum moe_dty
     job.down = MOE_WEIGHT_SHARED_DOWN;
     job.activation = spec->shared_activation;
     job.epilogue = EPILOGUE_WEIGH_AND_ADD;
-    if (spec->shared_gated)
-        job.shared_gate = &layer->matrix[MOE_WEIGHT_SHARED_GATE_VECTOR][0];
 
     uint32_t pass = moe_cpu_min(tokens, SHARED_ROWS);
     size_t floats = (size_t)spec->hidden + spec->shared_intermediate + 1, bytes;
+    floats += shared_groups(spec);
     void *p;
     if (!moe_size_mul3(floats, pass, sizeof(float), &bytes))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "scratch too large");
@@ -492,6 +587,7 @@ struct moe_status moe_cpu_shared_retaining(struct moe_layer *layer, enum moe_dty
     struct shared_scratch scratch = {.x = p};
     scratch.hidden = scratch.x + (size_t)pass * spec->hidden;
     scratch.weight = scratch.hidden + (size_t)pass * spec->shared_intermediate;
+    scratch.scale = scratch.weight + pass;
     size_t row_bytes = spec->hidden * moe_dtype_bytes(dtype);
     for (uint32_t t = 0; t < tokens; t += moe_cpu_min(pass, tokens - t))
         shared_pass(&job, &scratch, (const char *)x + t * row_bytes, moe_cpu_min(pass, tokens - t),

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The kernels that depend on the instruction set: one table per instruction set.
  *
- * isa_kernels.c is compiled once per table; the rest of the backend only for the baseline. Weights
- * are packed for the panel width of the table that reads them (matrix.h). All arithmetic is fp32.
- * The bits of a row's result do not depend on the number of rows in a call. */
+ * isa_kernels.c and isa_packed.c are compiled once per table; the rest of the backend only for the
+ * baseline. Weights are packed for the panel width of the table that reads them (matrix.h). All
+ * arithmetic is fp32. The bits of a row's result do not depend on the number of rows in a call. */
 #ifndef MOE_CPU_ISA_H
 #define MOE_CPU_ISA_H
 
@@ -36,6 +36,16 @@ static inline uint32_t moe_cpu_word_inputs(enum moe_encoding e)
     return e == MOE_ENC_F8E4M3 ? 2 : 4;
 }
 
+enum { MOE_CPU_W8A8_ROWS = 60 };
+
+/* Rows that `quantise` has quantised. */
+struct moe_cpu_quantised {
+    const float *q;     /* [rows, k], rows are `stride` apart */
+    const float *scale; /* [rows, groups] */
+    size_t stride;
+    uint32_t group, groups; /* inputs of a group, the last may have fewer; groups of a row */
+};
+
 struct moe_cpu_isa {
     const char *name; /* "avx512", for people */
     uint32_t panel;   /* output columns of one weight panel, <= MOE_CPU_MAX_PANEL */
@@ -53,12 +63,21 @@ struct moe_cpu_isa {
     /* panel_f32 with a panel of a quantised matrix: the same bits as with its values in F32. */
     void (*panel_packed)(const struct moe_cpu_packed *packed, uint32_t rows, const float *x,
                          size_t x_stride, const void *panel, uint32_t k, float *y, size_t y_stride);
+    /* W8A8 of moe/weight_format.h, for F8E4M3; the groups of `x` are the blocks of `packed`. rows
+     * <= MOE_CPU_W8A8_ROWS. */
+    void (*panel_w8a8)(const struct moe_cpu_packed *packed, uint32_t rows,
+                       const struct moe_cpu_quantised *x, const void *panel, uint32_t k, float *y,
+                       size_t y_stride);
     /* to [n][panel] = the weights of inputs first .. first + n - 1; `first` is a multiple of 4. */
     void (*unpack)(const struct moe_cpu_packed *packed, const void *panel, uint32_t first,
                    uint32_t n, float *to);
 
     /* to[i] = scale * from[i]; `from` is F32 or BF16. */
     void (*widen)(enum moe_dtype dtype, size_t n, const void *from, float scale, float *to);
+
+    /* Quantises a row x [n] in place, in groups of `group` inputs: x becomes the values q of
+     * moe/weight_format.h, and scale [groups] their s, with `pow2` a power of two. */
+    void (*quantise)(bool pow2, uint32_t group, size_t n, float *x, float *scale);
 
     /* gate[i] = activation(gate[i], up[i]) for i < n; a NaN input gives NaN. */
     void (*activate)(enum moe_activation activation, float limit, float alpha, size_t n,

@@ -302,3 +302,32 @@ void moe_cpu_matrix_panel(const struct moe_cpu_isa *isa, const struct moe_cpu_ma
     else
         isa->panel_f32(rows, x, x_stride, panel, matrix->in, y, y_stride);
 }
+
+/* W8A8 with values in F32, which have their scales. */
+static void multiply_values(const struct moe_cpu_isa *isa, const float *panel, uint32_t rows,
+                            const struct moe_cpu_quantised *x, uint32_t in, float *y,
+                            size_t y_stride)
+{
+    float sums[MOE_CPU_W8A8_ROWS * MOE_CPU_MAX_PANEL];
+    const uint32_t width = isa->panel;
+    for (uint32_t g = 0, i = 0; g < x->groups; g++, i += x->group) {
+        uint32_t n = in - i < x->group ? in - i : x->group;
+        isa->panel_f32(rows, x->q + i, x->stride, panel + (size_t)i * width, n, sums, width);
+        for (uint32_t r = 0; r < rows; r++)
+            for (uint32_t c = 0; c < width; c++)
+                y[r * y_stride + c] = (g == 0 ? 0.0f : y[r * y_stride + c]) +
+                                      sums[r * width + c] * x->scale[r * x->groups + g];
+    }
+}
+
+void moe_cpu_matrix_panel_w8a8(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
+                               uint32_t p, uint32_t rows, const struct moe_cpu_quantised *x,
+                               float *y, size_t y_stride)
+{
+    const void *panel = (const char *)matrix->data + (size_t)p * matrix->panel_bytes;
+    MOE_INVARIANT(rows <= MOE_CPU_W8A8_ROWS && matrix->dtype != MOE_DTYPE_BF16);
+    if (matrix->dtype == MOE_DTYPE_NONE)
+        isa->panel_w8a8(&matrix->packed, rows, x, panel, matrix->in, y, y_stride);
+    else
+        multiply_values(isa, panel, rows, x, matrix->in, y, y_stride);
+}

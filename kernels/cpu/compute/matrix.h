@@ -61,5 +61,10 @@ void moe_cpu_matrix_free(struct moe_device *device, struct moe_cpu_matrix *matri
 void moe_cpu_matrix_panel(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
                           uint32_t p, uint32_t rows, const float *x, size_t x_stride, float *y,
                           size_t y_stride);
+/* The same in W8A8, rows <= MOE_CPU_W8A8_ROWS. The matrix is quantised, or packed.c has kept its
+ * values in F32; the groups of `x` are its blocks. */
+void moe_cpu_matrix_panel_w8a8(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
+                               uint32_t p, uint32_t rows, const struct moe_cpu_quantised *x,
+                               float *y, size_t y_stride);
 
 #endif

@@ -15,6 +15,8 @@ static enum moe_cuda_packing packing_of_f8(const struct moe_weight_format *f)
 
 enum moe_cuda_packing moe_cuda_packing_of(const struct moe_weight_format *f)
 {
+    if (f->activations != MOE_ACTIVATIONS_PLAIN)
+        return MOE_CUDA_PACKING_NONE; /* no kernel quantises rows */
     if (f->encoding == MOE_ENC_F8E4M3)
         return packing_of_f8(f);
     bool grouped = f->scale == MOE_SCALE_E8M0 && f->block_columns % GROUP == 0;

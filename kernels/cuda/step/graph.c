@@ -45,7 +45,8 @@ static void put_format(struct writer *w, const struct moe_weight_format *f)
     put(w, f->block_rows);
     put(w, f->block_columns);
     put(w, f->scale);
-    put(w, (uint32_t)f->zero_points | (uint32_t)f->global_divides << 1);
+    put(w, (uint32_t)f->zero_points | (uint32_t)f->global_divides << 1 |
+               (uint32_t)f->activations << 2);
 }
 
 /* All but the layer's index. */
@@ -66,7 +67,7 @@ static void put_spec(struct writer *w, const struct moe_layer_spec *s)
     put_format(w, &s->routed_format);
     put_format(w, &s->shared_format);
 }
-_Static_assert(sizeof(struct moe_layer_spec) == 128,
+_Static_assert(sizeof(struct moe_layer_spec) == 136,
                "a new field of the spec belongs into the key");
 
 void moe_cuda_graph_key_of(const struct moe_layer *layer, enum moe_dtype dtype, uint32_t bucket,

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Narrow number formats to single precision. All conversions are exact. */
+/* Narrow number formats to single precision, which is exact; and rounding to F8E4M3. */
 #ifndef MOE_NUMBERS_H
 #define MOE_NUMBERS_H
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -35,6 +36,34 @@ static inline float moe_e4m3_to_f32(uint8_t b)
     uint32_t magnitude = b & 0x7f, sign = (uint32_t)(b & 0x80) << 24;
     float f = moe_float_of_bits(sign | magnitude << 20) * 0x1p120f;
     return magnitude == 0x7f ? moe_float_of_bits(sign | 0x7fc00000) : f;
+}
+
+/* The scale of a group of activations with this largest magnitude (weight_format.h). */
+static inline float moe_e4m3_scale(float largest, bool pow2)
+{
+    float s = (largest > 1e-10f ? largest : 1e-10f) / 448.0f;
+    if (!pow2 || !(s < 0x1p127f)) /* above, no power of two is finite */
+        return s;
+    uint32_t bits;
+    memcpy(&bits, &s, sizeof bits);
+    return moe_float_of_bits((bits + 0x007fffff) & 0x7f800000);
+}
+
+/* The value of F8E4M3 nearest to `v`, ties to even; at most +-448. NaN stays NaN. Adding and
+ * subtracting 1.5 * 2^23 steps of the format rounds to a multiple of a step. At |v| >= 2^-6 the
+ * step is 2^-3 times the power of two at or below |v|, and below 2^-6 it is 2^-9. No branch, so
+ * that compilers make vectors of it. */
+static inline float moe_round_to_e4m3(float v)
+{
+    uint32_t bits, least = (uint32_t)(127 - 6) << 23;
+    memcpy(&bits, &v, sizeof bits);
+    uint32_t power = bits & 0x7f800000;
+    power = power < least ? least : power;
+    power = power > 0x7f800000 - (20u << 23) ? 0x7f800000 - (20u << 23) : power; /* no overflow */
+    float magic = moe_float_of_bits((power + (20u << 23)) | 0x00400000);
+    float q = (v + magic) - magic;
+    q = q > 448.0f ? 448.0f : q;
+    return q < -448.0f ? -448.0f : q;
 }
 
 /* 2^(b - 127): 0 is 2^-127, a subnormal; 255 is NaN. */

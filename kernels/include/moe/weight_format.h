@@ -9,6 +9,8 @@
  *   (element - zero point) * scale          integers
  *   element * scale                         floats
  *
+ * A format also says whether a product with the matrix quantises the rows that it multiplies.
+ *
  * daemon/quant/README.md says which checkpoints have which format. */
 #ifndef MOE_WEIGHT_FORMAT_H
 #define MOE_WEIGHT_FORMAT_H
@@ -36,13 +38,39 @@ enum moe_scale_type {
     MOE_SCALE_COUNT
 };
 
+/* The rows x that F8E4M3 matrices multiply: tokens for gate and up, hidden rows for down.
+ * Weight-only formats (W8A16, W4A16) use them as they are.
+ *
+ * W8A8 quantises them first. All steps are single precision, rounded to nearest even. The inputs of
+ * one block of the matrix (`block_columns`, the last may have fewer; 0: all) are one group:
+ *
+ *   s = max(largest |x| of the group, 1e-10) / 448;  F8_POW2: rounded up to a power of two
+ *   q = x / s, rounded to F8E4M3, ties to even; never above 448
+ *   y = sum over blocks of  (sum over the block of q * element) * (s * scale)
+ *
+ * With input weighting, x is the token times its weight, rounded. A NaN in x makes all of y NaN,
+ * and so does an infinity. */
+enum moe_activations {
+    MOE_ACTIVATIONS_PLAIN,
+    MOE_ACTIVATIONS_F8,      /* W8A8 */
+    MOE_ACTIVATIONS_F8_POW2, /* W8A8, "ue8m0" */
+    MOE_ACTIVATIONS_COUNT
+};
+
 struct moe_weight_format {
     enum moe_encoding encoding;
     uint32_t block_rows, block_columns; /* elements that share a scale; 0: all of the matrix */
     enum moe_scale_type scale;
     bool zero_points;    /* INT4: each block has a zero point, 0..16 */
     bool global_divides; /* MOE_SCALE_E4M3: the scale is scale / global, not scale * global */
+    enum moe_activations activations;
 };
+
+/* Inputs of a group of activations, in rows of `columns`. */
+static inline uint32_t moe_activation_group(const struct moe_weight_format *f, uint32_t columns)
+{
+    return f->block_columns == 0 || f->block_columns > columns ? columns : f->block_columns;
+}
 
 struct moe_encoding_traits {
     const char *name;
