@@ -74,6 +74,8 @@ void moe_coordinator__fill_layer(const struct moe_membership_layer *l, Moe__V1__
     out->shared_intermediate = l->shared_intermediate;
     out->routed_encoding = (Moe__V1__WeightEncoding)l->routed_encoding;
     out->shared_encoding = (Moe__V1__WeightEncoding)l->shared_encoding;
+    out->routed_activations = (Moe__V1__ActivationEncoding)l->routed_activations;
+    out->shared_activations = (Moe__V1__ActivationEncoding)l->shared_activations;
 }
 
 static size_t fill_cordons(const struct moe_coordinator *c, uint32_t slots, Moe__V1__Cordon *out,

@@ -254,7 +254,7 @@ static struct moe_status check_model(const struct moe_membership *m,
         : strcmp(m->family, r->family) != 0         ? "model family"
         : m->layer_count != r->layer_count ||
                 memcmp(m->layers, r->layers, r->layer_count * sizeof *r->layers) != 0
-            ? "layer list, or the form of its weights (--weights),"
+            ? "layer list, or the form of its weights (--weights, --fp8-compute),"
             : NULL;
     if (differs == NULL)
         return moe_ok();

@@ -324,7 +324,9 @@ static struct moe_status take_files(struct moe_added *m, struct model *x,
                  moe_model_same_layers(x->layers, x->layer_count, r->layers, r->layer_count));
     if (!MOE_GUARD(COMPARE_FILES, same))
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH,
-                         "it has another model in %.120s than the others", x->entry.directory);
+                         "it has another model in %.120s than the others, or another form of its "
+                         "weights (--weights, --fp8-compute)",
+                         x->entry.directory);
     if (x->layer_count == 0) {
         MOE_TRY(moe_model_place(x->placement, m->places, m->config.replicas, r->layers,
                                 r->layer_count));

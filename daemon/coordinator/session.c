@@ -490,7 +490,9 @@ struct moe_membership_layer moe_coordinator__read_layer(const Moe__V1__LayerInfo
                                          .zero_experts = l->zero_experts,
                                          .shared_intermediate = l->shared_intermediate,
                                          .routed_encoding = (uint32_t)l->routed_encoding,
-                                         .shared_encoding = (uint32_t)l->shared_encoding};
+                                         .shared_encoding = (uint32_t)l->shared_encoding,
+                                         .routed_activations = (uint32_t)l->routed_activations,
+                                         .shared_activations = (uint32_t)l->shared_activations};
 }
 
 static void receive_register(struct moe_coordinator *c, struct session *s, uint64_t now,

@@ -19,6 +19,11 @@ _Static_assert((int)MOE_ENC_F8E4M3 == (int)MOE__V1__WEIGHT_ENCODING__WEIGHT_ENCO
                    (int)MOE_ENC_E2M1 == (int)MOE__V1__WEIGHT_ENCODING__WEIGHT_ENCODING_E2M1 &&
                    (int)MOE_ENC_INT4 == (int)MOE__V1__WEIGHT_ENCODING__WEIGHT_ENCODING_INT4,
                "encodings are sent as they are");
+_Static_assert((int)MOE_ACTIVATIONS_F8 ==
+                       (int)MOE__V1__ACTIVATION_ENCODING__ACTIVATION_ENCODING_F8E4M3 &&
+                   (int)MOE_ACTIVATIONS_F8_POW2 ==
+                       (int)MOE__V1__ACTIVATION_ENCODING__ACTIVATION_ENCODING_F8E4M3_POW2,
+               "so are activations");
 
 void moe_report_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out)
 {
@@ -32,6 +37,8 @@ void moe_report_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out
     out->shared_intermediate = spec->shared_intermediate;
     out->routed_encoding = (Moe__V1__WeightEncoding)spec->routed_format.encoding;
     out->shared_encoding = (Moe__V1__WeightEncoding)spec->shared_format.encoding;
+    out->routed_activations = (Moe__V1__ActivationEncoding)spec->routed_format.activations;
+    out->shared_activations = (Moe__V1__ActivationEncoding)spec->shared_format.activations;
 }
 
 void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_identity *id,

@@ -43,6 +43,11 @@ static void set_all(const struct reading *r, struct moe_quant q)
     r->out->routed = r->out->shared = q;
 }
 
+static void set_activations(const struct reading *r, enum moe_activation_format activations)
+{
+    r->out->routed.activations = r->out->shared.activations = activations;
+}
+
 /* ---- values ---- */
 
 /* The key must be absent, null, or equal to `value`. */
@@ -155,18 +160,26 @@ static struct moe_status set_deepseek_v4(const struct reading *r, struct moe_qua
     return moe_ok();
 }
 
+static bool is_word(const char *a, const char *b)
+{
+    return a != NULL && strcmp(a, b) == 0;
+}
+
 static struct moe_status read_fp8_like(const struct reading *r, uint32_t rows, uint32_t columns)
 {
     bool in_blocks = false;
+    const char *scheme = "dynamic", *scale = "float";
     MOE_TRY(need_word(r, "fmt", "e4m3 float8_e4m3fn"));
-    MOE_TRY(need_word(r, "activation_scheme", "dynamic static"));
-    MOE_TRY(need_word(r, "scale_fmt", "ue8m0 float"));
+    MOE_TRY(moe_keys_word(r->keys, "activation_scheme", "dynamic static", &scheme));
+    MOE_TRY(moe_keys_word(r->keys, "scale_fmt", "ue8m0 float", &scale));
     MOE_TRY(need_empty(r, "dequantize"));
     MOE_TRY(read_excluded(r, "modules_to_not_convert ignored_layers", MOE_MODULES_PATHS));
     MOE_TRY(read_block(r, "weight_block_size", &rows, &columns, &in_blocks));
     in_blocks |= rows != 0;
     struct moe_quant q =
         quant_of(in_blocks ? MOE_QUANT_FP8_BLOCK : MOE_QUANT_FP8_SCALE, rows, columns);
+    if (is_word(scheme, "dynamic"))
+        q.activations = is_word(scale, "ue8m0") ? MOE_ACTIVATIONS_F8_POW2 : MOE_ACTIVATIONS_F8;
     if (is_deepseek_v4(r->family))
         return set_deepseek_v4(r, q);
     set_all(r, q);
@@ -180,7 +193,9 @@ static struct moe_status read_fp8(const struct reading *r)
 
 static struct moe_status read_mxfp8(const struct reading *r)
 {
-    return read_fp8_like(r, 1, 32);
+    MOE_TRY(read_fp8_like(r, 1, 32));
+    set_activations(r, MOE_ACTIVATIONS_PLAIN); /* MXFP8 scales rows by another rule */
+    return moe_ok();
 }
 
 static struct moe_status read_fbgemm(const struct reading *r)
@@ -206,11 +221,24 @@ struct group {
     bool is_float, symmetric;
     uint32_t bits, size; /* of an element; elements along a row that share a scale, 0 = all */
     uint32_t block_rows, block_columns;
+    const json_t *inputs; /* input_activations, or NULL */
 };
 
-static bool is_word(const char *a, const char *b)
+/* A scale for each token goes with one for each row of weights, one for a group of a token with
+ * one for such a block. */
+static bool quantises_inputs(const struct group *g, uint32_t block_columns)
 {
-    return a != NULL && strcmp(a, b) == 0;
+    const json_t *inputs = g->inputs;
+    const char *type = json_string_value(json_object_get(inputs, "type"));
+    const char *strategy = json_string_value(json_object_get(inputs, "strategy"));
+    bool fp8 = json_integer_value(json_object_get(inputs, "num_bits")) == 8 &&
+               is_word(type, "float") && json_is_true(json_object_get(inputs, "dynamic"));
+    if (!fp8 || is_word(g->format, "mxfp8-quantized"))
+        return false;
+    return block_columns == 0
+               ? is_word(strategy, "token")
+               : is_word(strategy, "group") &&
+                     json_integer_value(json_object_get(inputs, "group_size")) == block_columns;
 }
 
 static struct moe_status choose_packed(const struct reading *r, const struct group *g)
@@ -252,6 +280,8 @@ static struct moe_status choose_compressed(const struct reading *r, const struct
         set_all(r, quant_of(MOE_QUANT_FP8_BLOCK, 1, g->size));
     else
         return choose_packed(r, g);
+    if (quantises_inputs(g, r->out->routed.format.block_columns))
+        set_activations(r, MOE_ACTIVATIONS_F8);
     return moe_ok();
 }
 
@@ -308,6 +338,7 @@ static struct moe_status read_config_group(const struct reading *r, struct group
     const char *format = NULL;
     MOE_TRY(moe_keys_get(r->keys, "weights", &weights));
     MOE_TRY(moe_keys_get(r->keys, "targets", &targets));
+    MOE_TRY(moe_keys_get(r->keys, "input_activations", &g->inputs));
     MOE_TRY(add_modules(targets, MOE_MODULES_EXACT, &r->out->included));
     MOE_TRY(moe_keys_word(
         r->keys, "format",
@@ -316,7 +347,7 @@ static struct moe_status read_config_group(const struct reading *r, struct group
         &format));
     if (format != NULL)
         g->format = format;
-    MOE_TRY(refuse_unread(r->keys, "input_activations output_activations"));
+    MOE_TRY(refuse_unread(r->keys, "output_activations"));
     return read_inside(r, weights, read_weights, g);
 }
 
@@ -362,7 +393,9 @@ static struct moe_status read_modelopt(const struct reading *r)
         MOE_TRY(need_uint(r, "group_size", 32));
         set_all(r, quant_of(MOE_QUANT_FP8_BLOCK, 1, 32));
     } else {
-        set_all(r, quant_of(MOE_QUANT_FP8_SCALE, strcmp(algorithm, "FP8") == 0 ? 0 : 1, 0));
+        bool per_token = strcmp(algorithm, "FP8") != 0;
+        set_all(r, quant_of(MOE_QUANT_FP8_SCALE, per_token ? 1 : 0, 0));
+        set_activations(r, per_token ? MOE_ACTIVATIONS_F8 : MOE_ACTIVATIONS_PLAIN);
     }
     return moe_ok();
 }

@@ -37,11 +37,15 @@ const char *moe_model_quantisation(const struct moe_model *m);
 
 /* Keeps quantised matrices as they are in the formats that `computes` accepts (moe/backend.h): the
  * specs get these formats, and moe_model_stream_layer gives such matrices to `packed_sink`. Without
- * this call, or with NULL, all matrices are decoded. Call it before anyone reads a spec. Errors: as
- * moe_model_open. */
-struct moe_status
-moe_model_keep_quantised(struct moe_model *m,
-                         bool (*computes)(const struct moe_weight_format *)) MOE_CHECKED;
+ * this call, or with NULL, all matrices are decoded. Call it before anyone reads a spec.
+ *
+ * w8a8  FP8 matrices get the arithmetic that the checkpoint asks for. MOE_FAILED_PRECONDITION with
+ *       UNSUPPORTED if it asks for none that is known, or if `computes` refuses it. Other matrices
+ *       are as without it.
+ * Errors: also as moe_model_open. */
+struct moe_status moe_model_keep_quantised(struct moe_model *m,
+                                           bool (*computes)(const struct moe_weight_format *),
+                                           bool w8a8) MOE_CHECKED;
 /* Whether quantised matrices of routed or of shared experts are decoded, in any layer. */
 bool moe_model_decodes(const struct moe_model *m);
 

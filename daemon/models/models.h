@@ -28,6 +28,7 @@ struct moe_models_config {
     const struct moe_backend *backend; /* all borrowed */
     struct moe_device *device;
     bool decode_weights; /* quantised experts become BF16 while they are loaded */
+    bool w8a8;           /* see moe_model_keep_quantised */
     struct moe_engine *engine;
     const char *default_model; /* its name: no added model may have it */
     size_t default_layers;     /* number of its MoE layers */

@@ -50,6 +50,10 @@ struct moe_quant {
     struct moe_weight_format format;       /* `scale` is that of the file: see below */
     uint32_t zero_offset; /* added to stored zero points: 1 for GPTQ's first format */
     uint32_t needed;      /* bits of enum moe_quant_part: optional ones that must be there */
+    /* FP8: the W8A8 arithmetic that the checkpoint asks for. PLAIN: none, or one that is not
+     * computed (static scales, scales of a whole batch, groups that are not the blocks). The
+     * format gets it only where W8A8 is chosen. */
+    enum moe_activation_format activations;
 };
 
 /* The schemes. */

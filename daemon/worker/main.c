@@ -29,8 +29,8 @@ enum { ANY_SLOT = MOE_MAX_SLOTS, REPORT_MS = 1000 };
 #define ECHO_NS (100 * MOE_NS_PER_MS)
 
 struct settings {
-    const char *model, *weights, *coordinator, *listen, *control_listen, *admin_listen, *advertise,
-        *backend, *worker_id;
+    const char *model, *weights, *fp8_compute, *coordinator, *listen, *control_listen,
+        *admin_listen, *advertise, *backend, *worker_id;
     uint64_t device, threads, slot;
     uint64_t max_message_bytes, max_bytes_in_flight;
     uint64_t max_tokens_per_request, max_tokens_per_step, max_queued_tokens;
@@ -94,10 +94,17 @@ static struct moe_status no_training_directory(const struct settings *s)
 
 enum { ALL_PARTS = 1 << MOE_PARAMS_ROUTER | 1 << MOE_PARAMS_EXPERTS | 1 << MOE_PARAMS_SHARED };
 
+static bool is_w8a8(const struct settings *s)
+{
+    return strcmp(s->fp8_compute, "w8a8") == 0;
+}
+
 /* NULL, or the error. */
 static const char *check_training(const struct settings *s)
 {
     uint32_t bits;
+    if (is_w8a8(s) && strcmp(s->training, "off") != 0)
+        return "--fp8-compute w8a8 does not go with --training: adapters see rows as they are";
     if (!read_frozen(s, &bits))
         return "--freeze must be a list of router, experts, shared";
     if (bits == ALL_PARTS)
@@ -393,6 +400,7 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     config.spin_ns = spin_of(s, on_gpu);
     config.decode_weights =
         strcmp(s->weights, "bf16") == 0 || (on_gpu && strcmp(s->weights, "auto") == 0);
+    config.w8a8 = is_w8a8(s);
     configure_training(s, &config);
     if (interface.name[0] != '\0')
         config.network_address = interface.address;
@@ -428,6 +436,7 @@ static struct settings settings = {
     .listen = "127.0.0.1:0",
     .backend = "auto",
     .weights = "auto",
+    .fp8_compute = "auto",
     .slot = ANY_SLOT,
     .max_message_bytes = UINT64_C(128) << 20,
     .max_bytes_in_flight = UINT64_C(1) << 30,
@@ -468,6 +477,10 @@ static const struct moe_option first_options[] = {
      "Quantised experts: resident = as the checkpoint has them, where the backend computes with "
      "them; bf16 = decoded while they are loaded; auto = resident on CPUs, bf16 on GPUs. The same "
      "on all workers"},
+    {"fp8-compute", 0, MOE_OPTION_CHOICE, &settings.fp8_compute, 0, 0, "auto|w8a8|w8a16",
+     "Rows that experts in FP8 multiply: w8a8 = quantised to FP8 as the checkpoint says, on CPUs "
+     "with resident weights, without training; w8a16 = as they are; auto = w8a16. The same on all "
+     "workers"},
 };
 
 static const struct moe_option device_options[] = {
@@ -640,6 +653,8 @@ static const char *check_settings(const struct moe_daemon_settings *common, cons
         return "--coordinator is required";
     if (moe_pow2_ceil((uint32_t)s->max_tokens_per_step) != s->max_tokens_per_step)
         return "--max-tokens-per-step must be a power of two";
+    if (is_w8a8(s) && strcmp(s->weights, "bf16") == 0)
+        return "--fp8-compute w8a8 needs experts that stay in FP8, not --weights bf16";
     const char *training = check_needs(s, given);
     if (training == NULL)
         training = check_training(s);

@@ -199,6 +199,15 @@ static const char *why_decoded(const struct moe_worker_config *c)
                       : "as this backend does not compute with them";
 }
 
+static const char *arithmetic_of(const struct moe_worker *w)
+{
+    const struct moe_layer_spec *spec = moe_model_layer(w->model, 0);
+    if (spec->routed_format.activations != MOE_ACTIVATIONS_PLAIN ||
+        spec->shared_format.activations != MOE_ACTIVATIONS_PLAIN)
+        return ", and FP8 experts quantise activations (W8A8)";
+    return w->config.w8a8 ? "; none is in FP8, so --fp8-compute changes nothing" : "";
+}
+
 /* How quantised experts lie in memory, and what decoding costs. */
 static void log_quantisation(const struct moe_worker *w)
 {
@@ -207,7 +216,7 @@ static void log_quantisation(const struct moe_worker *w)
     if (scheme == NULL)
         return;
     if (!moe_model_decodes(w->model)) {
-        moe_log_info("quantised experts (%s) stay as they are", scheme);
+        moe_log_info("quantised experts (%s) stay as they are%s", scheme, arithmetic_of(w));
         return;
     }
     uint64_t read = moe_model_layer_bytes(w->model, 0, &first, 1);
@@ -221,7 +230,9 @@ static struct moe_status open_model(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
     MOE_TRY(moe_error_context(moe_model_open(c->model, &w->model), "%.100s", c->model));
-    MOE_TRY(moe_model_keep_quantised(w->model, decodes(c) ? NULL : c->backend->computes));
+    MOE_TRY(moe_error_context(
+        moe_model_keep_quantised(w->model, decodes(c) ? NULL : c->backend->computes, c->w8a8),
+        "%sbackend %s", c->w8a8 ? "--fp8-compute w8a8, " : "", c->backend->name));
     MOE_TRY(c->backend->device_open(&c->device, &w->device));
     MOE_TRY(moe_loader_create(c->backend, w->device, w->model, NULL, &w->loader));
     struct moe_device_info info;

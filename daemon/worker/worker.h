@@ -21,6 +21,7 @@ struct moe_worker_config {
     struct moe_device_config device; /* its settings are the sessions' too */
     const char *model;               /* directory */
     bool decode_weights;             /* quantised experts become BF16 while they are loaded */
+    bool w8a8;                       /* experts in FP8 quantise their rows, too; not in training */
     const char *coordinator;         /* "host:port,..."; see struct moe_group_config */
     const char *listen;              /* "host:port"; port 0 = any */
     const char *control_listen;      /* "host:port" for peers; NULL = host of `listen`, any port */

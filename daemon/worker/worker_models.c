@@ -78,6 +78,7 @@ struct moe_status moe_worker__create_models(struct moe_worker *w)
         .backend = w->config.backend,
         .device = w->device,
         .decode_weights = w->config.decode_weights,
+        .w8a8 = w->config.w8a8,
         .engine = w->engine,
         .default_model = moe_model_name(w->model),
         .default_layers = moe_loader_layer_count(w->loader),

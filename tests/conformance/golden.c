@@ -100,7 +100,7 @@ static bool check_model(struct golden_bench *b, const char *models, const char *
     bool good = true;
     snprintf(path, sizeof path, "%s/%s", models, family);
     must(moe_model_open(path, &m));
-    must(moe_model_keep_quantised(m, resident ? b->backend->computes : NULL));
+    must(moe_model_keep_quantised(m, resident ? b->backend->computes : NULL, false));
     snprintf(path, sizeof path, "%s/%s/golden.safetensors", models, family);
     must(moe_st_open(path, &golden));
     for (size_t i = 0; i < moe_model_layer_count(m); i++)

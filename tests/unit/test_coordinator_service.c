@@ -320,9 +320,10 @@ static void expect_end(struct worker *w, enum moe_code code, enum moe_reason rea
 struct identity {
     const char *fingerprint, *version, *backend;
     uint32_t layers;
+    Moe__V1__ActivationEncoding activations; /* of the first layer's experts */
 };
 enum { LAYERS = 2 };
-static const struct identity honest = {"f00d", "0.2.0", "cpu", LAYERS};
+static const struct identity honest = {"f00d", "0.2.0", "cpu", LAYERS, 0};
 
 static size_t pack_register(const struct worker *w, const struct identity *as, uint8_t *bytes)
 {
@@ -333,6 +334,7 @@ static size_t pack_register(const struct worker *w, const struct identity *as, u
         moe__v1__layer_info__init(&layers[i]);
         list[i] = &layers[i];
         layers[i].layer = 1 + i;
+        layers[i].routed_activations = i == 0 ? as->activations : 0;
         layers[i].hidden = 64;
         layers[i].experts = 8;
         layers[i].top_k = 2;
@@ -742,9 +744,12 @@ static void a_group_lives_from_register_to_shutdown(void **unused)
 static void workers_that_do_not_fit_are_refused(void **unused)
 {
     (void)unused;
-    static const struct identity other_model = {"beef", "0.2.0", "cpu", LAYERS},
-                                 other_backend = {"f00d", "0.2.0", "cuda", LAYERS},
-                                 other_release = {"f00d", "99.0.0", "cpu", LAYERS};
+    static const struct identity other_model = {"beef", "0.2.0", "cpu", LAYERS, 0},
+                                 other_backend = {"f00d", "0.2.0", "cuda", LAYERS, 0},
+                                 other_release = {"f00d", "99.0.0", "cpu", LAYERS, 0},
+                                 other_arithmetic = {
+                                     "f00d", "0.2.0", "cpu", LAYERS,
+                                     MOE__V1__ACTIVATION_ENCODING__ACTIVATION_ENCODING_F8E4M3};
     struct worker w[SLOTS], x = {.id = 7, .incarnation = 1};
     start_coordinator(SLOTS, 60000);
     for (uint32_t i = 0; i < 2; i++)
@@ -754,6 +759,8 @@ static void workers_that_do_not_fit_are_refused(void **unused)
     send_register(&x, &other_backend);
     expect_end(&x, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH);
     send_register(&x, &other_release);
+    expect_end(&x, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH);
+    send_register(&x, &other_arithmetic);
     expect_end(&x, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH);
     open_stream(&x);
     send_heartbeat(&x, 0);
@@ -786,7 +793,7 @@ static void workers_that_do_not_fit_are_refused(void **unused)
 static void a_model_may_have_as_many_layers_as_the_limit_says(void **unused)
 {
     (void)unused;
-    static const struct identity deep = {"deep", "0.2.0", "cpu", MOE_PLACEMENT_LAYERS_MAX};
+    static const struct identity deep = {"deep", "0.2.0", "cpu", MOE_PLACEMENT_LAYERS_MAX, 0};
     struct worker w = {.id = 1, .incarnation = 1};
     start_coordinator(1, 60000);
     send_register(&w, &deep);

@@ -53,7 +53,8 @@ static void scales_are_those_of_the_definition(void **state)
     assert_true(moe_e4m3_scale(0, false) == 1e-10f / 448 && moe_e4m3_scale(1, false) == 1.0f / 448);
     assert_true(isinf(moe_e4m3_scale(INFINITY, true)));
     for (uint32_t i = 0; i < 1000; i++) {
-        float largest = ldexpf(1 + (float)random_below(1 << 20) * 0x1p-20f, (int)random_below(99) - 50);
+        float largest =
+            ldexpf(1 + (float)random_below(1 << 20) * 0x1p-20f, (int)random_below(99) - 50);
         float s = moe_e4m3_scale(largest, false), p = moe_e4m3_scale(largest, true);
         int exponent;
         assert_true(p >= s && p < 2 * s && frexpf(p, &exponent) == 0.5f);
@@ -65,7 +66,8 @@ static void quantised_rows_have_a_scale_for_each_group(void **state)
     (void)state;
     for (uint32_t c = 0; c < 30 * isa_count; c++) {
         const struct moe_cpu_isa *isa = isas[c % isa_count];
-        uint32_t n = random_between(1, 300), group = random_between(1, 140), groups = (n - 1) / group + 1;
+        uint32_t n = random_between(1, 300), group = random_between(1, 140),
+                 groups = (n - 1) / group + 1;
         bool pow2 = one_in(2);
         float *x = random_tensor(MOE_DTYPE_F32, n, 30), *got = malloc(n * sizeof *got);
         float *scale = malloc(groups * sizeof *scale);
@@ -79,9 +81,8 @@ static void quantised_rows_have_a_scale_for_each_group(void **state)
             assert_true(scale[g] == moe_e4m3_scale(largest, pow2));
             for (uint32_t i = g * group; i < n && i < (g + 1) * group; i++)
                 if (got[i] != nearest_e4m3(x[i] / scale[g]))
-                    fail_msg("%s: %g / %g is %g, not %g", isa->name, (double)x[i],
-                             (double)scale[g], (double)got[i],
-                             (double)nearest_e4m3(x[i] / scale[g]));
+                    fail_msg("%s: %g / %g is %g, not %g", isa->name, (double)x[i], (double)scale[g],
+                             (double)got[i], (double)nearest_e4m3(x[i] / scale[g]));
         }
         free(x);
         free(got);
@@ -225,7 +226,8 @@ struct batch {
     float *weight, *hidden, *out, *y;
 };
 
-static struct batch random_batch(const struct moe_layer_spec *spec, enum moe_dtype dtype, uint32_t n)
+static struct batch random_batch(const struct moe_layer_spec *spec, enum moe_dtype dtype,
+                                 uint32_t n)
 {
     size_t h = spec->hidden;
     struct batch b = {.tokens = n, .x = random_tensor(dtype, n * h, 1)};

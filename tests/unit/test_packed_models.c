@@ -88,7 +88,7 @@ static void open_pair(struct pair *p, const char *directory,
     *p = (struct pair){0};
     assert_ok(moe_model_open(directory, &p->packed));
     assert_ok(moe_model_open(directory, &p->plain));
-    assert_ok(moe_model_keep_quantised(p->packed, computes));
+    assert_ok(moe_model_keep_quantised(p->packed, computes, false));
     assert_true(moe_model_decodes(p->plain));
 }
 
@@ -138,11 +138,82 @@ static void formats_that_a_backend_lacks_are_decoded(void **state)
     }
 }
 
+static bool nothing_in_w8a8(const struct moe_weight_format *f)
+{
+    return f->activations == MOE_ACTIVATIONS_PLAIN;
+}
+
+static struct moe_status open_w8a8(const char *name,
+                                   bool (*computes)(const struct moe_weight_format *),
+                                   struct moe_model **m)
+{
+    char path[512];
+    snprintf(path, sizeof path, MOE_QUANTISED_DIR "/%s", name);
+    assert_ok(moe_model_open(path, m));
+    return moe_model_keep_quantised(*m, computes, true);
+}
+
+/* By default no row is quantised. */
+static void fp8_activations_are_those_that_the_checkpoint_asks_for(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *name;
+        enum moe_activation_format routed, shared;
+    } cases[] = {
+        {"fp8_block_deepseek_v3", MOE_ACTIVATIONS_F8, MOE_ACTIVATIONS_F8},
+        {"fp8_ue8m0_deepseek_v3", MOE_ACTIVATIONS_F8_POW2, MOE_ACTIVATIONS_F8_POW2},
+        {"fp8_block_minimax_m2", MOE_ACTIVATIONS_F8, MOE_ACTIVATIONS_PLAIN},
+        {"fp8_channel_glm4_moe", MOE_ACTIVATIONS_F8, MOE_ACTIVATIONS_F8},
+        {"mxfp4_deepseek_v4", MOE_ACTIVATIONS_PLAIN, MOE_ACTIVATIONS_F8_POW2},
+        {"int4_kimi_k2", MOE_ACTIVATIONS_PLAIN, MOE_ACTIVATIONS_PLAIN},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct moe_model *m;
+        assert_ok(open_w8a8(cases[i].name, every_format, &m));
+        const struct moe_layer_spec *spec = moe_model_layer(m, moe_model_layer_count(m) - 1);
+        assert_int_equal(spec->routed_format.activations, cases[i].routed);
+        assert_int_equal(spec->shared_format.activations, cases[i].shared);
+        assert_ok(moe_model_keep_quantised(m, every_format, false));
+        assert_int_equal(spec->routed_format.activations, MOE_ACTIVATIONS_PLAIN);
+        assert_int_equal(spec->shared_format.activations, MOE_ACTIVATIONS_PLAIN);
+        moe_model_close(m);
+    }
+}
+
+/* Static scales, FBGEMM's bound of scales, MXFP8's rule for them; and backends without W8A8. */
+static void fp8_activations_that_are_not_computed_are_refused(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *name;
+        bool (*computes)(const struct moe_weight_format *);
+        const char *why;
+    } cases[] = {
+        {"fp8_tensor_mixtral", every_format, "config.json"},
+        {"fp8_modelopt_mixtral", every_format, "config.json"},
+        {"fp8_fbgemm_qwen2_moe", every_format, "config.json"},
+        {"mxfp8_mixtral", every_format, "config.json"},
+        {"fp8_block_deepseek_v3", nothing_in_w8a8, "this backend"},
+        {"fp8_block_deepseek_v3", NULL, "decoded"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct moe_model *m;
+        struct moe_status st = open_w8a8(cases[i].name, cases[i].computes, &m);
+        if (strstr(st.text, cases[i].why) == NULL || strstr(st.text, "W8A8") == NULL)
+            fail_msg("%s: %s", cases[i].name, st.text);
+        assert_refused(st, MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED);
+        moe_model_close(m);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(packed_values_are_the_decoded_ones_in_every_scheme),
         cmocka_unit_test(formats_that_a_backend_lacks_are_decoded),
+        cmocka_unit_test(fp8_activations_are_those_that_the_checkpoint_asks_for),
+        cmocka_unit_test(fp8_activations_that_are_not_computed_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -50,7 +50,7 @@ enum moe_scale_type {
  *
  * With input weighting, x is the token times its weight, rounded. A NaN in x makes all of y NaN,
  * and so does an infinity. */
-enum moe_activations {
+enum moe_activation_format {
     MOE_ACTIVATIONS_PLAIN,
     MOE_ACTIVATIONS_F8,      /* W8A8 */
     MOE_ACTIVATIONS_F8_POW2, /* W8A8, "ue8m0" */
@@ -63,7 +63,7 @@ struct moe_weight_format {
     enum moe_scale_type scale;
     bool zero_points;    /* INT4: each block has a zero point, 0..16 */
     bool global_divides; /* MOE_SCALE_E4M3: the scale is scale / global, not scale * global */
-    enum moe_activations activations;
+    enum moe_activation_format activations;
 };
 
 /* Inputs of a group of activations, in rows of `columns`. */
