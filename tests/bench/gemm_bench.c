@@ -4,19 +4,27 @@
  *
  *   gemm_bench [THREADS [SECONDS_PER_LINE [INSTRUCTION_SET [WEIGHTS]]]]
  *
- * WEIGHTS is one of bf16, f32, fp8, mxfp4, nvfp4, int4; without it, all.
+ * WEIGHTS is one of bf16, f32, fp8, w8a8, mxfp4, nvfp4, int4; without it, all.
+ *
+ *   gemm_bench ratio [CALLS [INSTRUCTION_SET]]
+ *
+ * How often each kind's time goes into that of bf16, for DeepSeek-V3 on one thread: the median over
+ * calls, which alternate between the kinds, of processor time. That is what a shared machine can
+ * tell.
  *
  * Every call takes the next expert of a pool that exceeds the caches, so weights come from memory,
  * as in service. Prints the best call of each line: on a shared machine the other calls measure the
  * other load. */
 #include "base/clock.h"
 #include "cpu/compute/layer.h"
+#include "support/median.h"
 #include "support/packed.h"
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
 
-enum { POOL_BYTES = 256 << 20, GROUP = 8 };
+enum { POOL_BYTES = 256 << 20, GROUP = 8, MAX_CALLS = 1000 };
 
 struct shape {
     const char *model;
@@ -39,6 +47,9 @@ static const struct weights {
     {"fp8",
      MOE_DTYPE_NONE,
      {MOE_ENC_F8E4M3, 128, 128, MOE_SCALE_F32, false, false, MOE_ACTIVATIONS_PLAIN}},
+    {"w8a8",
+     MOE_DTYPE_NONE,
+     {MOE_ENC_F8E4M3, 128, 128, MOE_SCALE_F32, false, false, MOE_ACTIVATIONS_F8}},
     {"mxfp4",
      MOE_DTYPE_NONE,
      {MOE_ENC_E2M1, 1, 32, MOE_SCALE_E8M0, false, false, MOE_ACTIVATIONS_PLAIN}},
@@ -201,8 +212,84 @@ static void bench_line(struct moe_layer *layer, const struct shape *shape, uint3
     free_batch(&b);
 }
 
+/* ------------------------------------------------------------------------ ratios */
+
+static double processor_s(void)
+{
+    struct timespec t;
+    (void)clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* One kind of weights, and the expert that is next. */
+struct runner {
+    struct moe_layer *layer;
+    uint32_t experts, next;
+};
+
+static double time_call(struct runner *r, struct batch *b)
+{
+    b->expert[0] = r->next = (r->next + 1) % r->experts;
+    double begin = processor_s();
+    require_ok(moe_cpu_gemm_gate_up(r->layer, MOE_DTYPE_BF16, &b->rows, b->hidden));
+    require_ok(moe_cpu_gemm_down(r->layer, MOE_DTYPE_BF16, &b->rows, b->hidden, b->out));
+    return processor_s() - begin;
+}
+
+static void ratio_line(struct runner *bf16, struct runner *other, const char *name, uint32_t m,
+                       uint32_t calls)
+{
+    static double ratio[MAX_CALLS];
+    struct batch b;
+    make_batch(&shapes[1], 1, m, &b);
+    for (uint32_t i = 0; i < calls; i++) {
+        double plain = time_call(bf16, &b);
+        ratio[i] = plain / time_call(other, &b);
+    }
+    double middle = median(ratio, calls); /* sorts */
+    printf("  %-6s %4u rows   %.2f   (quartiles %.2f, %.2f)\n", name, m, middle, ratio[calls / 4],
+           ratio[calls * 3 / 4]);
+    fflush(stdout);
+    free_batch(&b);
+}
+
+static void run_ratios(const struct moe_cpu_isa *isa, uint32_t calls)
+{
+    static const uint32_t row_counts[] = {1, 4, 8, 16, 64};
+    struct moe_device_config config = {.threads = 1};
+    struct moe_device *device;
+    require_ok(moe_cpu_device_open_isa(&config, isa, &device));
+    struct runner bf16 = {0}, other = {0};
+    bf16.layer = make_layer(device, &shapes[1], &kinds[0], &bf16.experts);
+    printf("%s, %s: time of bf16 over that of\n", isa->name, shapes[1].model);
+    for (size_t k = 2; k < sizeof kinds / sizeof *kinds; k++) {
+        other.layer = make_layer(device, &shapes[1], &kinds[k], &other.experts);
+        other.next = 0;
+        for (size_t r = 0; r < sizeof row_counts / sizeof *row_counts; r++)
+            ratio_line(&bf16, &other, kinds[k].name, row_counts[r], calls);
+        moe_cpu_layer_destroy(other.layer);
+    }
+    moe_cpu_layer_destroy(bf16.layer);
+    moe_cpu_device_close(device);
+}
+
+static int main_ratios(int argc, char **argv)
+{
+    int calls = argc > 2 ? atoi(argv[2]) : 15;
+    uint32_t isas;
+    const struct moe_cpu_isa *const *isa = moe_cpu_isa_list(&isas);
+    if (calls < 1 || calls > MAX_CALLS)
+        require_ok(moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE, "CALLS: 1 to %d", MAX_CALLS));
+    for (uint32_t i = 0; i < isas; i++)
+        if (argc > 3 ? strcmp(argv[3], isa[i]->name) == 0 : i == isas - 1)
+            run_ratios(isa[i], (uint32_t)calls);
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
+    if (argc > 1 && strcmp(argv[1], "ratio") == 0)
+        return main_ratios(argc, argv);
     static const uint32_t row_counts[] = {1, 8, 64, 512};
     struct moe_device_config config = {.threads = argc > 1 ? (uint32_t)atoi(argv[1]) : 0};
     double seconds = argc > 2 ? atof(argv[2]) : 0.3;

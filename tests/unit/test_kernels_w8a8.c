@@ -99,7 +99,7 @@ struct product {
     struct moe_weight_format format;
     struct random_packed source;
     struct moe_cpu_matrix matrix;
-    struct moe_cpu_quantised x;
+    struct moe_cpu_rows x;
     float *q, *scale;
     uint32_t rows, out, in;
 };
@@ -126,7 +126,7 @@ static struct product random_product(uint32_t number)
     assert_non_null(p.scale);
     for (uint32_t row = 0; row < p.rows; row++)
         p.isa->quantise(one_in(2), group, p.in, p.q + (size_t)row * p.in, p.scale + row * groups);
-    p.x = (struct moe_cpu_quantised){p.q, p.scale, p.in, group, groups};
+    p.x = (struct moe_cpu_rows){p.q, p.in, p.scale, group, groups};
     return p;
 }
 
@@ -176,16 +176,22 @@ static void products_follow_the_definition_with_the_same_bits_for_any_rows(void 
         struct product p = random_product(c);
         struct moe_packed_sizes sizes;
         uint32_t width = p.isa->panel, panel = random_below(p.matrix.panels);
-        float all[MOE_CPU_W8A8_ROWS * MOE_CPU_MAX_PANEL], some[sizeof all / sizeof *all];
+        float all[MOE_CPU_W8A8_ROWS * MOE_CPU_MAX_PANEL], some[sizeof all / sizeof *all],
+            other[sizeof all / sizeof *all];
         assert_true(moe_packed_sizes(&p.format, p.out, p.in, &sizes));
-        moe_cpu_matrix_panel_w8a8(p.isa, &p.matrix, panel, p.rows, &p.x, all, width);
+        const struct moe_cpu_part part = {&p.matrix, panel, all};
+        moe_cpu_matrix_parts(p.isa, 1, &part, p.rows, &p.x, width);
         check_panel(&p, &sizes, panel, all);
         for (uint32_t rows = 1; rows < 9; rows++) {
-            struct moe_cpu_quantised x = p.x;
+            struct moe_cpu_rows x = p.x;
             uint32_t first = random_below(p.rows - rows);
-            x.q += (size_t)first * p.in;
+            x.x += (size_t)first * p.in;
             x.scale += first * x.groups;
-            moe_cpu_matrix_panel_w8a8(p.isa, &p.matrix, panel, rows, &x, some, width);
+            /* The panel alone, and with another one. */
+            const struct moe_cpu_part two[2] = {{&p.matrix, random_below(p.matrix.panels), other},
+                                                {&p.matrix, panel, some}};
+            uint32_t alone = random_below(2);
+            moe_cpu_matrix_parts(p.isa, 2 - alone, two + alone, rows, &x, width);
             assert_memory_equal(some, all + first * width, rows * width * sizeof *some);
         }
         free_product(&p);

@@ -171,22 +171,17 @@ static uint32_t number_items(struct ffn_job *job, uint32_t panels, uint64_t pane
     return items;
 }
 
-/* tile [rows, panel] = rows of the span times panel `p` of `m` transposed. */
-static void multiply(const struct ffn_job *job, const struct span *span,
-                     const struct moe_cpu_matrix *m, uint32_t p, uint32_t row, uint32_t rows,
-                     float *tile)
+/* The products of rows of the span with one or two panels, of matrices of the same shape. */
+static void multiply(const struct ffn_job *job, const struct span *span, uint32_t count,
+                     const struct moe_cpu_part *parts, uint32_t row, uint32_t rows)
 {
-    const float *x = span->x + (size_t)row * m->in;
-    if (span->row_scale == NULL) {
-        moe_cpu_matrix_panel(job->isa, m, p, rows, x, m->in, tile, job->isa->panel);
-        return;
-    }
-    const struct moe_cpu_quantised q = {.q = x,
-                                        .scale = span->row_scale + (size_t)row * job->groups,
-                                        .stride = m->in,
-                                        .group = job->group,
-                                        .groups = job->groups};
-    moe_cpu_matrix_panel_w8a8(job->isa, m, p, rows, &q, tile, job->isa->panel);
+    const struct moe_cpu_rows x = {
+        .x = span->x + (size_t)row * job->in,
+        .stride = job->in,
+        .scale = span->row_scale != NULL ? span->row_scale + (size_t)row * job->groups : NULL,
+        .group = job->group,
+        .groups = job->groups};
+    moe_cpu_matrix_parts(job->isa, count, parts, rows, &x, job->isa->panel);
 }
 
 static void add_bias(float *tile, uint32_t rows, uint32_t width, const float *bias,
@@ -214,7 +209,7 @@ static void store_tile(float *to, size_t inner, uint32_t row, uint32_t rows, uin
 }
 
 static void gate_up_tile(const struct ffn_job *job, const struct span *span, uint32_t panel,
-                         uint32_t row, uint32_t rows)
+                         uint32_t panels, uint32_t row, uint32_t rows)
 {
     float gate[TILE_ROWS * MOE_CPU_MAX_PANEL], up[TILE_ROWS * MOE_CPU_MAX_PANEL];
     const struct moe_layer *layer = job->layer;
@@ -222,9 +217,10 @@ static void gate_up_tile(const struct ffn_job *job, const struct span *span, uin
     const struct moe_cpu_matrix *wu = &layer->matrix[job->up][span->entry];
     uint32_t width = job->isa->panel, column = panel * width;
     uint32_t columns = moe_cpu_min(width, wg->out - column);
+    const struct moe_cpu_part parts[2] = {{wg, panel, gate}, {wu, panel, up}};
 
-    multiply(job, span, wg, panel, row, rows, gate);
-    multiply(job, span, wu, panel, row, rows, up);
+    MOE_INVARIANT(panels == 1);
+    multiply(job, span, 2, parts, row, rows);
     if (job->gate == MOE_WEIGHT_GATE) {
         add_bias(gate, rows, width, bias_at(layer, MOE_WEIGHT_GATE_BIAS, span->entry, column),
                  columns);
@@ -252,45 +248,61 @@ static void store_down_row(enum epilogue epilogue, float w, uint32_t columns, co
     }
 }
 
-static void down_tile(const struct ffn_job *job, const struct span *span, uint32_t panel,
-                      uint32_t row, uint32_t rows)
+/* One panel of the down projection from its products. */
+static void store_down(const struct ffn_job *job, const struct span *span,
+                       const struct moe_cpu_part *part, uint32_t row, uint32_t rows)
 {
-    float tile[TILE_ROWS * MOE_CPU_MAX_PANEL];
-    const struct moe_cpu_matrix *wd = &job->layer->matrix[job->down][span->entry];
-    uint32_t width = job->isa->panel, column = panel * width;
+    const struct moe_cpu_matrix *wd = part->matrix;
+    uint32_t width = job->isa->panel, column = part->panel * width;
     uint32_t columns = moe_cpu_min(width, wd->out - column);
     const float *bias = NULL;
     if (job->down == MOE_WEIGHT_DOWN)
         bias = bias_at(job->layer, MOE_WEIGHT_DOWN_BIAS, span->entry, column);
-
-    multiply(job, span, wd, panel, row, rows, tile);
     for (uint32_t r = 0; r < rows; r++)
         store_down_row(job->epilogue, span->weight != NULL ? span->weight[row + r] : 1.0f, columns,
-                       tile + r * width, bias, span->out + (size_t)(row + r) * wd->out + column);
+                       part->y + r * width, bias, span->out + (size_t)(row + r) * wd->out + column);
 }
 
-typedef void tile_fn(const struct ffn_job *, const struct span *, uint32_t panel, uint32_t row,
-                     uint32_t rows);
+static void down_tile(const struct ffn_job *job, const struct span *span, uint32_t panel,
+                      uint32_t panels, uint32_t row, uint32_t rows)
+{
+    float tile[2][TILE_ROWS * MOE_CPU_MAX_PANEL];
+    const struct moe_cpu_matrix *wd = &job->layer->matrix[job->down][span->entry];
+    const struct moe_cpu_part parts[2] = {{wd, panel, tile[0]}, {wd, panel + panels - 1, tile[1]}};
+    multiply(job, span, panels, parts, row, rows);
+    for (uint32_t i = 0; i < panels; i++)
+        store_down(job, span, &parts[i], row, rows);
+}
 
-static void run_item(const struct ffn_job *job, uint32_t item, uint32_t panels, tile_fn *tile)
+typedef void tile_fn(const struct ffn_job *, const struct span *, uint32_t panel, uint32_t panels,
+                     uint32_t row, uint32_t rows);
+
+/* `together`: panels of a tile. */
+static void run_item(const struct ffn_job *job, uint32_t item, uint32_t panels, uint32_t together,
+                     tile_fn *tile)
 {
     const struct span *span = find_span(job, &item);
     struct block b = find_block(span, item, panels);
-    for (uint32_t p = b.panel; p < b.panel_end; p++)
+    for (uint32_t p = b.panel, n; p < b.panel_end; p += n) {
+        n = moe_cpu_min(together, b.panel_end - p);
         for (uint32_t row = b.row; row < b.row_end; row += moe_cpu_min(TILE_ROWS, b.row_end - row))
-            tile(job, span, p, row, moe_cpu_min(TILE_ROWS, b.row_end - row));
+            tile(job, span, p, n, row, moe_cpu_min(TILE_ROWS, b.row_end - row));
+    }
 }
 
 static void gate_up_item(void *ctx, uint32_t item)
 {
     const struct ffn_job *job = ctx;
-    run_item(job, item, job->layer->matrix[job->gate][0].panels, gate_up_tile);
+    run_item(job, item, job->layer->matrix[job->gate][0].panels, 1, gate_up_tile);
 }
 
 static void down_item(void *ctx, uint32_t item)
 {
     const struct ffn_job *job = ctx;
-    run_item(job, item, job->layer->matrix[job->down][0].panels, down_tile);
+    const struct moe_cpu_matrix *down = &job->layer->matrix[job->down][0];
+    /* Two of a quantised matrix, because these take less time together; gate and up are two, too.
+     */
+    run_item(job, item, down->panels, down->dtype == MOE_DTYPE_NONE ? 2 : 1, down_tile);
 }
 
 static void run_gate_up(struct ffn_job *job)

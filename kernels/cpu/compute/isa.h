@@ -17,9 +17,11 @@ enum { MOE_CPU_MAX_PANEL = 32 };
  *   scales    [blocks] F32, if all its rows share them; else [blocks][panel] of type `scale`
  *   zeros     [blocks][panel] bytes, if `zero_points`
  *   elements  [words][panel] uint16: two bytes of one row of elements, so two inputs of F8E4M3 or
- *             four of E2M1 and INT4. Zero after the last input and in rows past the matrix's end
+ *             four of E2M1 and INT4. Zero after the last input and in rows past the matrix's end.
+ *             Output row r is number r in a row of words, of E2M1 and INT4 number `place[r]` of
+ *             moe_cpu_isa
  *
- * An input's weight is scale * (element - zero point), rounded once: its F32 value exactly. */
+ * An input's weight is scale * (element - zero point). */
 struct moe_cpu_packed {
     enum moe_encoding encoding; /* MOE_ENC_NONE: the matrix is not quantised */
     enum moe_scale_type scale;
@@ -36,19 +38,27 @@ static inline uint32_t moe_cpu_word_inputs(enum moe_encoding e)
     return e == MOE_ENC_F8E4M3 ? 2 : 4;
 }
 
-enum { MOE_CPU_W8A8_ROWS = 60 };
+/* A panel of a quantised matrix, and its products: y [rows, panel], rows are y_stride apart. */
+struct moe_cpu_panel {
+    const struct moe_cpu_packed *packed;
+    const void *data;
+    float *y;
+};
 
-/* Rows that `quantise` has quantised. */
-struct moe_cpu_quantised {
-    const float *q;     /* [rows, k], rows are `stride` apart */
-    const float *scale; /* [rows, groups] */
+/* Rows of a product. */
+struct moe_cpu_rows {
+    const float *x; /* [rows, k], rows are `stride` apart */
     size_t stride;
-    uint32_t group, groups; /* inputs of a group, the last may have fewer; groups of a row */
+    /* W8A8: `quantise` has made x, and the scales [rows, groups]; groups are the matrix's blocks of
+     * `group` inputs, the last may have fewer. NULL: x are the rows themselves. */
+    const float *scale;
+    uint32_t group, groups;
 };
 
 struct moe_cpu_isa {
-    const char *name; /* "avx512", for people */
-    uint32_t panel;   /* output columns of one weight panel, <= MOE_CPU_MAX_PANEL */
+    const char *name;                 /* "avx512", for people */
+    uint32_t panel;                   /* output columns of one weight panel, <= MOE_CPU_MAX_PANEL */
+    uint8_t place[MOE_CPU_MAX_PANEL]; /* of each output in a row of words: see moe_cpu_packed */
 
     /* y[r * y_stride + c] = sum over k of x[r * x_stride + k] * w(c, k), for r < rows and all
      * c < panel. `w` is one packed panel (matrix.h); strides are in elements. */
@@ -60,14 +70,12 @@ struct moe_cpu_isa {
     void (*panel_f32_add)(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
                           float *y, size_t y_stride);
 
-    /* panel_f32 with a panel of a quantised matrix: the same bits as with its values in F32. */
-    void (*panel_packed)(const struct moe_cpu_packed *packed, uint32_t rows, const float *x,
-                         size_t x_stride, const void *panel, uint32_t k, float *y, size_t y_stride);
-    /* W8A8 of moe/weight_format.h, for F8E4M3; the groups of `x` are the blocks of `packed`. rows
-     * <= MOE_CPU_W8A8_ROWS. */
-    void (*panel_w8a8)(const struct moe_cpu_packed *packed, uint32_t rows,
-                       const struct moe_cpu_quantised *x, const void *panel, uint32_t k, float *y,
-                       size_t y_stride);
+    /* The same with one or two panels of quantised matrices. A block's sum is one chain over its
+     * inputs, times the block's scale; W8A8 of moe/weight_format.h if `x` has scales. Two panels
+     * are of matrices with the same encoding, block, and presence of zero points; with few rows
+     * they take less time together. */
+    void (*panels_packed)(uint32_t count, const struct moe_cpu_panel *panels, uint32_t rows,
+                          const struct moe_cpu_rows *x, uint32_t k, size_t y_stride);
     /* to [n][panel] = the weights of inputs first .. first + n - 1; `first` is a multiple of 4. */
     void (*unpack)(const struct moe_cpu_packed *packed, const void *panel, uint32_t first,
                    uint32_t n, float *to);

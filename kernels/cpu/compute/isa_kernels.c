@@ -285,11 +285,11 @@ const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA);
 const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA) = {
     .name = ISA_NAME,
     .panel = PANEL,
+    .place = {PLACES},
     .panel_bf16 = panel_bf16,
     .panel_f32 = panel_f32,
     .panel_f32_add = panel_f32_add,
-    .panel_packed = MOE_CPU_PANEL_PACKED,
-    .panel_w8a8 = MOE_CPU_PANEL_W8A8,
+    .panels_packed = MOE_CPU_PANELS_PACKED,
     .unpack = MOE_CPU_UNPACK,
     .widen = widen,
     .quantise = quantise,

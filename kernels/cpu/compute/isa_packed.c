@@ -1,21 +1,37 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The inner loops over quantised weights; built once per instruction set, as isa_kernels.c.
  *
- * Elements become F16 by moving their bits: as F16, a byte of F8E4M3 shifted to the right place is
- * 2^-8 times its value, four bits of E2M1 2^-14 times, and an integer 2^-24 times. F16 subnormals
- * make that right for every element. Conversion to F32 is exact, and scales carry the inverse
- * factor, so the product with the scale is rounded once, as moe/packed_matrix.h defines.
- * (packed.c keeps a matrix in F32 if a scale would overflow or an element is NaN.)
+ * A product sums rows times elements over a block of inputs, and multiplies this sum by the block's
+ * scale (in W8A8 also by the row's) when it adds it to y. Sums of a block are one chain of
+ * multiply-adds in ascending order, and so are the sums of blocks: for any number of rows.
  *
- * W8A8 multiplies quantised rows by elements without their scales. These come after the sum over a
- * block (moe/weight_format.h). */
+ * A decoded element is its value, less its zero point, times a constant: the inverse of
+ * `factor_of`. Scales carry the factor. Two ways to decode:
+ *
+ *   by F16    elements become F16 by moving their bits: a byte of F8E4M3 is then 2^-8 times its
+ *             value, four bits of E2M1 2^-14 times, and an integer 2^-24 times. F16 subnormals make
+ *             that right for every element. Conversion to F32 is exact
+ *   by table  AVX2, four bits: they select a BF16, which has the value exactly
+ *
+ * Few rows use elements as they are decoded. One row is one chain for each output, and waits for
+ * each multiply-add, so two panels at a time keep twice as many chains under way. More rows share
+ * elements that are decoded into the first-level cache. */
 #include "cpu/compute/isa_vectors.h"
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define TABLES 1
+#else
+#define TABLES 0
+#endif
 
 enum {
     HALF_LANES = PANEL < 16 ? PANEL : 16, /* of a vector of uint16 */
     HALVES = PANEL / HALF_LANES,          /* such vectors in a row of a panel */
-    FEW_ROWS = 4,                         /* up to here, weights are used as they are widened */
-    UNPACKED = 128,                       /* inputs that are widened at a time for more rows */
+    FEW_ROWS = 4,                         /* up to here, elements are used as they are decoded */
+    FEW_F8_ROWS = 3,                      /* the same for F8E4M3, which takes longer to decode */
+    PAIR_ROWS = 2,                        /* up to here, two panels at a time */
+    CHUNK = 128,                          /* inputs that are decoded at a time for more rows */
+    MAX_ROWS = 60,                        /* of these, at a time */
 };
 
 typedef uint16_t half __attribute__((may_alias, vector_size(HALF_LANES * 2)));
@@ -64,11 +80,118 @@ static inline half select_input(enum moe_encoding e, half word, int j)
     return word >> 4 * j & 15;
 }
 
-/* The inverse of the factor. */
-static inline float factor_of(enum moe_encoding e)
+/* How elements are decoded: an encoding, and for integers whether they have zero points. */
+enum kind { KIND_F8, KIND_E2M1, KIND_INT4, KIND_INT4_ZEROS };
+
+static inline enum moe_encoding encoding_of(enum kind kind)
 {
-    return e == MOE_ENC_F8E4M3 ? 0x1p8f : e == MOE_ENC_E2M1 ? 0x1p14f : 0x1p24f;
+    return kind == KIND_F8 ? MOE_ENC_F8E4M3 : kind == KIND_E2M1 ? MOE_ENC_E2M1 : MOE_ENC_INT4;
 }
+
+#if TABLES
+/* Four bits select a BF16 from a table, which holds it exactly: by its high byte, then its low one.
+ * Interleaved, two inputs of an output are one uint32, as in panels of bf16. The words of a row
+ * stand in the order of `moe_cpu_isa.place`, so that this gives the outputs in order. */
+struct word {
+    __m256i pair[2][VECTORS]; /* inputs 0 and 2; inputs 1 and 3 */
+    half half;
+};
+
+#define TABLE(b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14, b15)                \
+    _mm256_setr_epi8(b0, b1, b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14, b15, b0, b1, \
+                     b2, b3, b4, b5, b6, b7, b8, b9, b10, b11, b12, b13, b14, b15)
+#define N(x) ((char)(x))
+
+static inline __m256i high_table(enum kind kind)
+{
+    if (kind == KIND_E2M1)
+        return TABLE(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, N(0x80), N(0xbf), N(0xbf),
+                     N(0xbf), N(0xc0), N(0xc0), N(0xc0), N(0xc0));
+    if (kind == KIND_INT4) /* less its zero, 8 */
+        return TABLE(N(0xc1), N(0xc0), N(0xc0), N(0xc0), N(0xc0), N(0xc0), N(0xc0), N(0xbf), 0,
+                     0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40);
+    return TABLE(0, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41,
+                 0x41, 0x41);
+}
+
+static inline __m256i low_table(enum kind kind)
+{
+    if (kind == KIND_E2M1)
+        return TABLE(0, 0, N(0x80), N(0xc0), 0, 0x40, N(0x80), N(0xc0), 0, 0, N(0x80), N(0xc0), 0,
+                     0x40, N(0x80), N(0xc0));
+    if (kind == KIND_INT4)
+        return TABLE(0, N(0xe0), N(0xc0), N(0xa0), N(0x80), 0x40, 0, N(0x80), 0, N(0x80), 0, 0x40,
+                     N(0x80), N(0xa0), N(0xc0), N(0xe0));
+    return TABLE(0, N(0x80), 0, 0x40, N(0x80), N(0xa0), N(0xc0), N(0xe0), 0, 0x10, 0x20, 0x30, 0x40,
+                 0x50, 0x60, 0x70);
+}
+#undef N
+#undef TABLE
+
+static inline __attribute__((always_inline)) void read_word(enum kind kind, const uint16_t *words,
+                                                            struct word *w)
+{
+    load_word(words, &w->half);
+    if (kind == KIND_F8)
+        return;
+    const __m256i nibble = _mm256_set1_epi8(15);
+    UNROLL
+    for (int i = 0; i < 2; i++) {
+        __m256i codes = _mm256_and_si256(
+            i == 0 ? (__m256i)w->half : _mm256_srli_epi16((__m256i)w->half, 4), nibble);
+        __m256i high = _mm256_shuffle_epi8(high_table(kind), codes);
+        __m256i low = _mm256_shuffle_epi8(low_table(kind), codes);
+        w->pair[i][0] = _mm256_unpacklo_epi8(low, high);
+        w->pair[i][1] = _mm256_unpackhi_epi8(low, high);
+    }
+}
+
+static inline __attribute__((always_inline)) void elements_of(enum kind kind, const struct word *w,
+                                                              int j, vec to[VECTORS])
+{
+    if (kind == KIND_F8) {
+        half selected[HALVES] = {select_input(MOE_ENC_F8E4M3, w->half, j)};
+        widen_halves(selected, to);
+        return;
+    }
+    UNROLL
+    for (int v = 0; v < VECTORS; v++) {
+        uvec pair = (uvec)w->pair[j & 1][v];
+        to[v] = j < 2 ? (vec)(pair << 16) : (vec)(pair & UINT32_C(0xffff0000));
+    }
+}
+
+static inline float factor_of(enum kind kind)
+{
+    return kind == KIND_F8 ? 0x1p8f : 1;
+}
+#else
+struct word {
+    half half[HALVES];
+};
+
+static inline __attribute__((always_inline)) void read_word(enum kind kind, const uint16_t *words,
+                                                            struct word *w)
+{
+    (void)kind;
+    load_word(words, w->half);
+}
+
+static inline __attribute__((always_inline)) void elements_of(enum kind kind, const struct word *w,
+                                                              int j, vec to[VECTORS])
+{
+    half selected[HALVES];
+    UNROLL
+    for (int i = 0; i < HALVES; i++)
+        selected[i] = select_input(encoding_of(kind), w->half[i], j);
+    widen_halves(selected, to);
+}
+
+static inline float factor_of(enum kind kind)
+{
+    return kind == KIND_F8 ? 0x1p8f : kind == KIND_E2M1 ? 0x1p14f : 0x1p24f;
+}
+#endif
 
 /* Scales and zero points of a block, for each lane and with the factors. */
 struct levels {
@@ -109,11 +232,11 @@ static inline void widen_scales(enum moe_scale_type type, const void *from, vec 
     }
 }
 
-static inline void load_levels(const struct moe_cpu_packed *p, const char *panel, uint32_t block,
-                               struct levels *l)
+static inline void load_levels(enum kind kind, const struct moe_cpu_packed *p, const char *panel,
+                               uint32_t block, struct levels *l)
 {
     const char *scales = panel + p->scales_at;
-    float factor = factor_of(p->encoding);
+    const float factor = factor_of(kind);
     if (p->shared_scales) {
         float f = ((const float *)(const void *)scales)[block];
         for (int v = 0; v < VECTORS; v++)
@@ -130,102 +253,416 @@ static inline void load_levels(const struct moe_cpu_packed *p, const char *panel
         if (has_global)
             l->scale[v] = p->global_divides ? l->scale[v] / p->global : l->scale[v] * p->global;
         l->scale[v] *= factor;
-        l->zero[v] = vec_set(8 * 0x1p-24f);
+        l->zero[v] = vec_set(8 / factor);
     }
-    if (!p->zero_points)
+    if (kind != KIND_INT4_ZEROS)
         return;
     const char *zeros = panel + p->zeros_at + (size_t)block * PANEL;
     for (int v = 0; v < VECTORS; v++) {
         byte_part zero;
         memcpy(&zero, zeros + (size_t)v * sizeof zero, sizeof zero);
-        l->zero[v] = __builtin_convertvector(__builtin_convertvector(zero, ivec), vec) * 0x1p-24f;
+        l->zero[v] =
+            __builtin_convertvector(__builtin_convertvector(zero, ivec), vec) * (1 / factor);
     }
 }
 
-/* The weights of input `j` of a row of words. `l` NULL: without scales, times the factor. */
-static inline __attribute__((always_inline)) void weights_of(enum moe_encoding e,
-                                                             const half word[HALVES], int j,
-                                                             const struct levels *l,
-                                                             vec to[VECTORS])
+/* Whether decoding leaves zero points to be subtracted. The table of KIND_INT4 has values less it.
+ */
+static inline bool subtracts(enum kind kind)
 {
-    half selected[HALVES];
+    return kind == KIND_INT4_ZEROS || (kind == KIND_INT4 && !TABLES);
+}
+
+/* Input `j` of a row of words: its elements less their zero points, times the constant. */
+BLOCK values_of(enum kind kind, const struct word *w, int j, const struct levels *l,
+                vec to[VECTORS])
+{
+    elements_of(kind, w, j, to);
     UNROLL
-    for (int i = 0; i < HALVES; i++)
-        selected[i] = select_input(e, word[i], j);
-    widen_halves(selected, to);
-    if (l == NULL)
-        return;
+    for (int v = 0; v < VECTORS; v++)
+        if (subtracts(kind))
+            to[v] -= l->zero[v];
+}
+
+static inline uint32_t word_inputs(enum kind kind)
+{
+    return moe_cpu_word_inputs(encoding_of(kind));
+}
+
+static inline const uint16_t *words_of(const struct moe_cpu_panel *p)
+{
+    return (const void *)((const char *)p->data + p->packed->elements_at);
+}
+
+/* total += the sums of a block of row `row`, times the scales of the row (W8A8) and of its
+ * elements. No branch between product and sum: compilers join them in one basic block only, and few
+ * and many rows must round alike. */
+BLOCK fold(bool w8a8, const vec sum[VECTORS], const struct moe_cpu_rows *x, uint32_t row,
+           uint32_t block, const vec scale[VECTORS], vec total[VECTORS])
+{
     UNROLL
     for (int v = 0; v < VECTORS; v++) {
-        if (e == MOE_ENC_INT4)
-            to[v] -= l->zero[v];
-        to[v] *= l->scale[v];
+        vec factor = scale[v];
+        if (w8a8)
+            factor *= x->scale[row * x->groups + block];
+        total[v] += sum[v] * factor;
     }
 }
 
+/* --------------------------------------------------------------------- few rows */
+
 /* Adds the inputs of one word, of which `inputs` exist, to the sums of `rows` rows. */
-BLOCK add_word(enum moe_encoding e, uint32_t rows, const uint16_t *words, const struct levels *l,
-               const float *x, size_t x_stride, uint32_t inputs, vec acc[FEW_ROWS][VECTORS])
+BLOCK add_word(enum kind kind, uint32_t rows, const uint16_t *words, const struct levels *l,
+               const float *x, size_t x_stride, uint32_t inputs, vec sum[FEW_ROWS][VECTORS])
 {
-    half word[HALVES];
-    load_word(words, word);
+    struct word word;
+    read_word(kind, words, &word);
     UNROLL
     for (int j = 0; j < 4; j++) {
-        vec weight[VECTORS];
+        vec value[VECTORS];
         if (j >= (int)inputs)
             break;
-        weights_of(e, word, j, l, weight);
+        values_of(kind, &word, j, l, value);
         UNROLL
         for (uint32_t r = 0; r < rows; r++) {
             UNROLL
             for (int v = 0; v < VECTORS; v++)
-                acc[r][v] += x[r * x_stride + (uint32_t)j] * weight[v];
+                sum[r][v] += x[r * x_stride + (uint32_t)j] * value[v];
         }
     }
 }
 
-/* Adds the inputs i .. end - 1, which are of one block; `words` is at input i. */
-BLOCK add_block_of(enum moe_encoding e, uint32_t rows, const uint16_t **words,
-                   const struct levels *l, const float *x, size_t x_stride, uint32_t i,
-                   uint32_t end, vec acc[FEW_ROWS][VECTORS])
+/* Adds the inputs i .. end - 1, which are of one block, for `count` panels; `words` of each is at
+ * input i. */
+BLOCK add_inputs(enum kind kind, uint32_t count, uint32_t rows, const uint16_t *words[2],
+                 const struct levels *l, const struct moe_cpu_rows *x, uint32_t i, uint32_t end,
+                 vec sum[2][FEW_ROWS][VECTORS])
 {
-    const uint32_t step = e == MOE_ENC_F8E4M3 ? 2 : 4;
-    const uint16_t *at = *words;
-    for (; end - i >= step; i += step, at += PANEL) {
-        __builtin_prefetch((const char *)at + PREFETCH_BYTES);
-        add_word(e, rows, at, l, x + i, x_stride, step, acc);
+    const uint32_t step = word_inputs(kind), left = (end - i) % step;
+    const float *from = x->x + i;
+    for (uint32_t steps = (end - i) / step; steps > 0; steps--, from += step) {
+        UNROLL
+        for (uint32_t c = 0; c < count; c++) {
+            __builtin_prefetch((const char *)words[c] + PREFETCH_BYTES);
+            add_word(kind, rows, words[c], &l[c], from, x->stride, step, sum[c]);
+            words[c] += PANEL;
+        }
     }
-    if (i < end) /* the matrix's last inputs */
-        add_word(e, rows, at, l, x + i, x_stride, end - i, acc);
-    *words = at;
+    if (left == 0)
+        return;
+    UNROLL
+    for (uint32_t c = 0; c < count; c++) /* the matrix's last inputs */
+        add_word(kind, rows, words[c], &l[c], from, x->stride, left, sum[c]);
 }
 
-/* `e` and `rows` are constants after inlining. */
-BLOCK few_packed(enum moe_encoding e, uint32_t rows, const struct moe_cpu_packed *p, const float *x,
-                 size_t x_stride, const char *panel, uint32_t k, float *y, size_t y_stride)
+BLOCK load_all_levels(enum kind kind, uint32_t count, const struct moe_cpu_panel *p, uint32_t block,
+                      struct levels l[2])
 {
-    const uint16_t *words = (const void *)(panel + p->elements_at);
-    vec acc[FEW_ROWS][VECTORS] = {0};
-    struct levels l;
+    UNROLL
+    for (uint32_t c = 0; c < count; c++)
+        load_levels(kind, p[c].packed, p[c].data, block, &l[c]);
+}
+
+/* `kind`, `w8a8`, `count` and `rows` are constants after inlining. */
+BLOCK few_packed(enum kind kind, bool w8a8, uint32_t count, uint32_t rows,
+                 const struct moe_cpu_panel *p, const struct moe_cpu_rows *x, uint32_t k,
+                 size_t y_stride)
+{
+    const uint16_t *words[2] = {words_of(&p[0]), words_of(&p[count - 1])};
+    const uint32_t size = p->packed->block;
+    vec total[2][FEW_ROWS][VECTORS] = {0};
+    struct levels l[2];
     for (uint32_t i = 0, block = 0; i < k; block++) {
-        uint32_t end = k - i < p->block ? k : i + p->block;
-        load_levels(p, panel, block, &l);
-        add_block_of(e, rows, &words, &l, x, x_stride, i, end, acc);
+        uint32_t end = k - i < size ? k : i + size;
+        vec sum[2][FEW_ROWS][VECTORS] = {0};
+        if (subtracts(kind))
+            load_all_levels(kind, count, p, block, l);
+        add_inputs(kind, count, rows, words, l, x, i, end, sum);
+        if (!subtracts(kind)) /* late: to spare registers */
+            load_all_levels(kind, count, p, block, l);
+        UNROLL
+        for (uint32_t c = 0; c < count; c++) {
+            UNROLL
+            for (uint32_t r = 0; r < rows; r++)
+                fold(w8a8, sum[c][r], x, r, block, l[c].scale, total[c][r]);
+        }
         i = end;
     }
+    UNROLL
+    for (uint32_t c = 0; c < count; c++) {
+        UNROLL
+        for (uint32_t r = 0; r < rows; r++) {
+            UNROLL
+            for (int v = 0; v < VECTORS; v++)
+                memcpy(p[c].y + r * y_stride + v * LANES, &total[c][r][v], sizeof(vec));
+        }
+    }
+}
+
+/* -------------------------------------------------------------------- many rows */
+
+/* Up to CHUNK inputs, decoded. A piece is a block, or the part of a block that is in the chunk. */
+struct chunk {
+    uint32_t first, end; /* inputs */
+    bool last;           /* the matrix has no more */
+    vec values[CHUNK][VECTORS];
+    vec scale[CHUNK / 2][VECTORS]; /* of each piece; blocks have two inputs or more */
+};
+
+static inline uint32_t piece_end(const struct chunk *c, uint32_t i, uint32_t block)
+{
+    uint32_t left = block - i % block;
+    return c->end - i < left ? c->end : i + left;
+}
+
+BLOCK decode_chunk(enum kind kind, const struct moe_cpu_panel *p, struct chunk *c)
+{
+    const uint32_t size = p->packed->block, step = word_inputs(kind);
+    const uint16_t *words = words_of(p) + (size_t)(c->first / step) * PANEL;
+    vec(*to)[VECTORS] = c->values;
+    uint32_t piece = 0;
+    for (uint32_t i = c->first, end; i < c->end; i = end, piece++) {
+        struct levels l;
+        end = piece_end(c, i, size);
+        load_levels(kind, p->packed, p->data, i / size, &l);
+        for (int v = 0; v < VECTORS; v++)
+            c->scale[piece][v] = l.scale[v];
+        for (uint32_t at = i; at < end; at += step, words += PANEL) {
+            struct word word;
+            __builtin_prefetch((const char *)words + PREFETCH_BYTES);
+            read_word(kind, words, &word);
+            UNROLL
+            for (int j = 0; j < 4; j++) {
+                vec value[VECTORS];
+                if (j >= (int)step || at + (uint32_t)j >= end)
+                    break;
+                values_of(kind, &word, j, &l, value);
+                UNROLL
+                for (int v = 0; v < VECTORS; v++)
+                    (*to)[v] = value[v];
+                to++;
+            }
+        }
+    }
+}
+
+/* Where rows of a product are: their inputs, and their sums [rows][PANEL] of a block that began in
+ * the chunk before. */
+struct place {
+    uint32_t row;
+    const struct moe_cpu_rows *x;
+    float *sums, *y;
+    size_t y_stride;
+};
+
+BLOCK load_sums(uint32_t rows, const float *from, size_t stride, vec to[][VECTORS])
+{
     UNROLL
     for (uint32_t r = 0; r < rows; r++) {
         UNROLL
         for (int v = 0; v < VECTORS; v++)
-            memcpy(y + r * y_stride + v * LANES, &acc[r][v], sizeof(vec));
+            memcpy(&to[r][v], from + r * stride + v * LANES, sizeof(vec));
     }
 }
 
-/* Without scales if not `scaled`, as weights_of. */
-BLOCK unpack_as(enum moe_encoding e, bool scaled, const struct moe_cpu_packed *p, const char *panel,
-                uint32_t first, uint32_t n, float *to)
+/* The chunk times `rows` rows from at->row; `rows` and `w8a8` are constants after inlining. */
+BLOCK multiply_rows(uint32_t rows, bool w8a8, const struct chunk *c, uint32_t size,
+                    const struct place *at)
 {
-    const uint32_t step = e == MOE_ENC_F8E4M3 ? 2 : 4;
+    const float *x = at->x->x + at->row * at->x->stride;
+    float *sums = at->sums + (size_t)at->row * PANEL, *y = at->y + at->row * at->y_stride;
+    const vec(*values)[VECTORS] = c->values;
+    const size_t stride = at->x->stride;
+    uint32_t piece = 0, in_block = c->first % size, block = c->first / size;
+    for (uint32_t i = c->first, end; i < c->end; i = end, block++, piece++, in_block = 0) {
+        vec sum[ROWS][VECTORS] = {0};
+        end = c->end - i < size - in_block ? c->end : i + size - in_block;
+        if (in_block != 0)
+            load_sums(rows, sums, PANEL, sum);
+        const float *from = x + i;
+        for (uint32_t n = end - i; n > 0; n--, from++, values++) {
+            UNROLL
+            for (uint32_t r = 0; r < rows; r++) {
+                UNROLL
+                for (int v = 0; v < VECTORS; v++)
+                    sum[r][v] += from[r * stride] * (*values)[v];
+            }
+        }
+        if (end == c->end && !c->last && in_block + (end - i) < size) { /* the block goes on */
+            store_block(rows, sum, sums, PANEL);
+            return;
+        }
+        UNROLL
+        for (uint32_t r = 0; r < rows; r++) {
+            vec total[1][VECTORS]; /* each vector is copied as a whole: see load_word */
+            load_sums(1, y + r * at->y_stride, 0, total);
+            fold(w8a8, sum[r], at->x, at->row + r, block, c->scale[piece], total[0]);
+            store_block(1, total, y + r * at->y_stride, 0);
+        }
+    }
+}
+
+BLOCK multiply_chunk(uint32_t rows, bool w8a8, const struct chunk *c, uint32_t size,
+                     const struct place *at)
+{
+#define ROWS_CASE(n)                                                                               \
+    case n:                                                                                        \
+        if (n <= ROWS)                                                                             \
+            multiply_rows(n <= ROWS ? n : 1, w8a8, c, size, at);                                   \
+        break;
+    switch (rows) {
+        ROWS_CASE(1)
+        ROWS_CASE(2)
+        ROWS_CASE(3)
+        ROWS_CASE(4)
+        ROWS_CASE(5)
+        ROWS_CASE(6)
+        ROWS_CASE(7)
+        ROWS_CASE(8)
+        ROWS_CASE(9)
+        ROWS_CASE(10)
+        ROWS_CASE(11)
+        ROWS_CASE(12)
+    }
+#undef ROWS_CASE
+}
+
+static void multiply_plain(uint32_t rows, const struct chunk *c, uint32_t size,
+                           const struct place *at)
+{
+    multiply_chunk(rows, false, c, size, at);
+}
+
+static void multiply_w8a8(uint32_t rows, const struct chunk *c, uint32_t size,
+                          const struct place *at)
+{
+    multiply_chunk(rows, true, c, size, at);
+}
+
+static inline enum kind kind_of(const struct moe_cpu_packed *p)
+{
+    if (p->encoding == MOE_ENC_INT4)
+        return p->zero_points ? KIND_INT4_ZEROS : KIND_INT4;
+    return p->encoding == MOE_ENC_E2M1 ? KIND_E2M1 : KIND_F8;
+}
+
+static void decode(const struct moe_cpu_panel *p, struct chunk *c)
+{
+    switch (kind_of(p->packed)) {
+    case KIND_F8: decode_chunk(KIND_F8, p, c); break;
+    case KIND_E2M1: decode_chunk(KIND_E2M1, p, c); break;
+    case KIND_INT4: decode_chunk(KIND_INT4, p, c); break;
+    case KIND_INT4_ZEROS: decode_chunk(KIND_INT4_ZEROS, p, c); break;
+    }
+}
+
+/* rows <= MAX_ROWS */
+static void many_packed(const struct moe_cpu_panel *p, uint32_t rows, const struct moe_cpu_rows *x,
+                        uint32_t k, float *y, size_t y_stride)
+{
+    struct chunk c; /* large: not initialised as a whole */
+    float sums[MAX_ROWS * PANEL];
+    struct place at = {.x = x, .sums = sums, .y = y, .y_stride = y_stride};
+    const uint32_t size = p->packed->block;
+    /* Whole blocks, if they fit. */
+    const uint32_t inputs = size > CHUNK ? CHUNK : CHUNK / size * size;
+    for (uint32_t r = 0; r < rows; r++)
+        memset(y + r * y_stride, 0, PANEL * sizeof *y);
+    for (c.first = 0; c.first < k; c.first = c.end) {
+        c.end = k - c.first < inputs ? k : c.first + inputs;
+        c.last = c.end == k;
+        decode(p, &c);
+        at.row = 0;
+        /* Blocks of nearly equal height, as in DEFINE_PANEL. */
+        for (uint32_t blocks = (rows + ROWS - 1) / ROWS; blocks > 0; blocks--) {
+            uint32_t take = (rows - at.row + blocks - 1) / blocks;
+            (x->scale != NULL ? multiply_w8a8 : multiply_plain)(take, &c, size, &at);
+            at.row += take;
+        }
+    }
+}
+
+/* ------------------------------------------------------------------ entry points */
+
+/* All but `rows` are constants after inlining. */
+BLOCK few_of(enum kind kind, bool w8a8, uint32_t count, uint32_t rows,
+             const struct moe_cpu_panel *p, const struct moe_cpu_rows *x, uint32_t k,
+             size_t y_stride)
+{
+    switch (rows) {
+    case 1: few_packed(kind, w8a8, count, 1, p, x, k, y_stride); break;
+    case 2: few_packed(kind, w8a8, count, 2, p, x, k, y_stride); break;
+    case 3:
+        if (count == 1)
+            few_packed(kind, w8a8, 1, 3, p, x, k, y_stride);
+        break;
+    case 4:
+        if (count == 1)
+            few_packed(kind, w8a8, 1, 4, p, x, k, y_stride);
+        break;
+    }
+}
+
+typedef void few_fn(uint32_t rows, const struct moe_cpu_panel *p, const struct moe_cpu_rows *x,
+                    uint32_t k, size_t y_stride);
+#define DEFINE_FEW(name, kind, w8a8)                                                               \
+    static void one_##name(uint32_t rows, const struct moe_cpu_panel *p,                           \
+                           const struct moe_cpu_rows *x, uint32_t k, size_t y_stride)              \
+    {                                                                                              \
+        few_of(kind, w8a8, 1, rows, p, x, k, y_stride);                                            \
+    }                                                                                              \
+    static void two_##name(uint32_t rows, const struct moe_cpu_panel *p,                           \
+                           const struct moe_cpu_rows *x, uint32_t k, size_t y_stride)              \
+    {                                                                                              \
+        few_of(kind, w8a8, 2, rows, p, x, k, y_stride);                                            \
+    }
+DEFINE_FEW(f8, KIND_F8, false)
+DEFINE_FEW(f8_w8a8, KIND_F8, true)
+DEFINE_FEW(e2m1, KIND_E2M1, false)
+DEFINE_FEW(int4, KIND_INT4, false)
+DEFINE_FEW(int4_zeros, KIND_INT4_ZEROS, false)
+
+static few_fn *find_few(enum kind kind, bool w8a8, uint32_t count)
+{
+    static few_fn *const of_kind[][2] = {[KIND_F8] = {one_f8, two_f8},
+                                         [KIND_E2M1] = {one_e2m1, two_e2m1},
+                                         [KIND_INT4] = {one_int4, two_int4},
+                                         [KIND_INT4_ZEROS] = {one_int4_zeros, two_int4_zeros}};
+    if (w8a8)
+        return count == 2 ? two_f8_w8a8 : one_f8_w8a8;
+    return of_kind[kind][count - 1];
+}
+
+static void multiply_panel(const struct moe_cpu_panel *p, uint32_t rows,
+                           const struct moe_cpu_rows *x, uint32_t k, size_t y_stride)
+{
+    for (uint32_t row = 0, n; row < rows; row += n) {
+        struct moe_cpu_rows some = *x;
+        n = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
+        some.x += row * x->stride;
+        some.scale = x->scale != NULL ? x->scale + (size_t)row * x->groups : NULL;
+        many_packed(p, n, &some, k, p->y + row * y_stride, y_stride);
+    }
+}
+
+void MOE_CPU_PANELS_PACKED(uint32_t count, const struct moe_cpu_panel *panels, uint32_t rows,
+                           const struct moe_cpu_rows *x, uint32_t k, size_t y_stride)
+{
+    const uint32_t few_rows = panels->packed->encoding == MOE_ENC_F8E4M3 ? FEW_F8_ROWS : FEW_ROWS;
+    uint32_t together = rows <= PAIR_ROWS ? count : 1;
+    few_fn *few = find_few(kind_of(panels->packed), x->scale != NULL, together);
+    for (uint32_t c = 0; c < count; c += together)
+        if (rows > few_rows)
+            multiply_panel(&panels[c], rows, x, k, y_stride);
+        else
+            few(rows, &panels[c], x, k, y_stride);
+}
+
+/* The weights themselves: values times scales, rounded once, as moe/packed_matrix.h defines. */
+BLOCK unpack_as(enum kind kind, const struct moe_cpu_packed *p, const char *panel, uint32_t first,
+                uint32_t n, float *to)
+{
+    const uint32_t step = word_inputs(kind);
     const uint16_t *words = (const void *)(panel + p->elements_at);
     words += (size_t)(first / step) * PANEL;
     struct levels l;
@@ -233,18 +670,19 @@ BLOCK unpack_as(enum moe_encoding e, bool scaled, const struct moe_cpu_packed *p
     while (i < last) {
         uint32_t block = i / p->block, end = p->block - i % p->block;
         end = last - i < end ? last : i + end;
-        if (scaled)
-            load_levels(p, panel, block, &l);
+        load_levels(kind, p, panel, block, &l);
         for (; i < end; i += step, words += PANEL) {
-            half word[HALVES];
-            load_word(words, word);
-            __builtin_prefetch((const char *)words + PREFETCH_BYTES);
+            struct word word;
+            read_word(kind, words, &word);
             UNROLL
             for (int j = 0; j < 4; j++) {
                 vec weight[VECTORS];
                 if (j >= (int)step || i + (uint32_t)j >= end)
                     break;
-                weights_of(e, word, j, scaled ? &l : NULL, weight);
+                values_of(kind, &word, j, &l, weight);
+                UNROLL
+                for (int v = 0; v < VECTORS; v++)
+                    weight[v] *= l.scale[v];
                 memcpy(to, weight, sizeof weight);
                 to += PANEL;
             }
@@ -256,158 +694,10 @@ BLOCK unpack_as(enum moe_encoding e, bool scaled, const struct moe_cpu_packed *p
 void MOE_CPU_UNPACK(const struct moe_cpu_packed *p, const void *panel, uint32_t first, uint32_t n,
                     float *to)
 {
-    switch (p->encoding) {
-    case MOE_ENC_F8E4M3: unpack_as(MOE_ENC_F8E4M3, true, p, panel, first, n, to); break;
-    case MOE_ENC_E2M1: unpack_as(MOE_ENC_E2M1, true, p, panel, first, n, to); break;
-    default: unpack_as(MOE_ENC_INT4, true, p, panel, first, n, to);
-    }
-}
-
-/* Many rows: a few weights are widened to `w` [n][PANEL] and used by all rows. The sums of the
- * inputs before are in y, so each sum stays one chain over k. */
-BLOCK block_f32_on(uint32_t rows, const float *x, size_t x_stride, const void *w, uint32_t k,
-                   float *y, size_t y_stride)
-{
-    vec acc[ROWS][VECTORS];
-    UNROLL
-    for (uint32_t r = 0; r < rows; r++) {
-        UNROLL
-        for (int v = 0; v < VECTORS; v++)
-            memcpy(&acc[r][v], y + r * y_stride + v * LANES, sizeof(vec));
-    }
-    const vec *weights = w;
-    for (uint32_t i = 0; i < k; i++, weights += VECTORS) {
-        UNROLL
-        for (uint32_t r = 0; r < rows; r++) {
-            UNROLL
-            for (int v = 0; v < VECTORS; v++)
-                acc[r][v] += x[r * x_stride + i] * weights[v];
-        }
-    }
-    store_block(rows, acc, y, y_stride);
-}
-DEFINE_PANEL(panel_f32_on, block_f32_on)
-
-static void many_packed(const struct moe_cpu_packed *p, uint32_t rows, const float *x,
-                        size_t x_stride, const void *panel, uint32_t k, float *y, size_t y_stride)
-{
-    _Alignas(64) float weights[UNPACKED * PANEL];
-    for (uint32_t r = 0; r < rows; r++)
-        memset(y + r * y_stride, 0, PANEL * sizeof *y);
-    for (uint32_t i = 0; i < k; i += UNPACKED) {
-        uint32_t n = k - i < UNPACKED ? k - i : UNPACKED;
-        MOE_CPU_UNPACK(p, panel, i, n, weights);
-        panel_f32_on(rows, x + i, x_stride, weights, n, y, y_stride);
-    }
-}
-
-#define FEW_CASE(e, n)                                                                             \
-    case n:                                                                                        \
-        few_packed(e, n, p, x, x_stride, panel, k, y, y_stride);                                   \
-        break;
-#define DEFINE_FEW(name, e)                                                                        \
-    static void name(const struct moe_cpu_packed *p, uint32_t rows, const float *x,                \
-                     size_t x_stride, const void *panel, uint32_t k, float *y, size_t y_stride)    \
-    {                                                                                              \
-        switch (rows) {                                                                            \
-            FEW_CASE(e, 1)                                                                         \
-            FEW_CASE(e, 2)                                                                         \
-            FEW_CASE(e, 3)                                                                         \
-            FEW_CASE(e, 4)                                                                         \
-        }                                                                                          \
-    }
-DEFINE_FEW(few_f8e4m3, MOE_ENC_F8E4M3)
-DEFINE_FEW(few_e2m1, MOE_ENC_E2M1)
-DEFINE_FEW(few_int4, MOE_ENC_INT4)
-
-void MOE_CPU_PANEL_PACKED(const struct moe_cpu_packed *p, uint32_t rows, const float *x,
-                          size_t x_stride, const void *panel, uint32_t k, float *y, size_t y_stride)
-{
-    if (rows > FEW_ROWS)
-        many_packed(p, rows, x, x_stride, panel, k, y, y_stride);
-    else if (p->encoding == MOE_ENC_F8E4M3)
-        few_f8e4m3(p, rows, x, x_stride, panel, k, y, y_stride);
-    else if (p->encoding == MOE_ENC_E2M1)
-        few_e2m1(p, rows, x, x_stride, panel, k, y, y_stride);
-    else
-        few_int4(p, rows, x, x_stride, panel, k, y, y_stride);
-}
-
-/* ------------------------------------------------------------------------- W8A8 */
-
-/* y += the sums of a block, times the scales of its row and weights. No branch: compilers join
- * product and sum of one basic block only, and all callers must round alike. */
-BLOCK fold_row(const vec sum[VECTORS], float row_scale, const struct levels *l, float *y)
-{
-    UNROLL
-    for (int v = 0; v < VECTORS; v++) {
-        vec total;
-        memcpy(&total, y + v * LANES, sizeof total);
-        total += sum[v] * (row_scale * l->scale[v]);
-        memcpy(y + v * LANES, &total, sizeof total);
-    }
-}
-
-BLOCK few_w8a8(uint32_t rows, const struct moe_cpu_packed *p, const struct moe_cpu_quantised *x,
-               const char *panel, uint32_t k, float *y, size_t y_stride)
-{
-    const uint16_t *words = (const void *)(panel + p->elements_at);
-    struct levels l;
-    for (uint32_t i = 0, block = 0; i < k; block++) {
-        uint32_t end = k - i < p->block ? k : i + p->block;
-        vec sum[FEW_ROWS][VECTORS] = {0};
-        add_block_of(MOE_ENC_F8E4M3, rows, &words, NULL, x->q, x->stride, i, end, sum);
-        load_levels(p, panel, block, &l);
-        UNROLL
-        for (uint32_t r = 0; r < rows; r++)
-            fold_row(sum[r], x->scale[r * x->groups + block], &l, y + r * y_stride);
-        i = end;
-    }
-}
-
-/* The sums [rows][PANEL] over the inputs of one block. */
-static void sum_block(const struct moe_cpu_packed *p, uint32_t rows, const float *q, size_t stride,
-                      const char *panel, uint32_t first, uint32_t end, float *sums)
-{
-    _Alignas(64) float weights[UNPACKED * PANEL];
-    memset(sums, 0, (size_t)rows * PANEL * sizeof *sums);
-    for (uint32_t i = first; i < end; i += UNPACKED) {
-        uint32_t n = end - i < UNPACKED ? end - i : UNPACKED;
-        unpack_as(MOE_ENC_F8E4M3, false, p, panel, i, n, weights);
-        panel_f32_on(rows, q + i, stride, weights, n, sums, PANEL);
-    }
-}
-
-static void many_w8a8(const struct moe_cpu_packed *p, uint32_t rows,
-                      const struct moe_cpu_quantised *x, const char *panel, uint32_t k, float *y,
-                      size_t y_stride)
-{
-    _Alignas(64) float sums[MOE_CPU_W8A8_ROWS * PANEL];
-    struct levels l;
-    for (uint32_t i = 0, block = 0; i < k; block++) {
-        uint32_t end = k - i < p->block ? k : i + p->block;
-        sum_block(p, rows, x->q, x->stride, panel, i, end, sums);
-        load_levels(p, panel, block, &l);
-        for (uint32_t r = 0; r < rows; r++) {
-            vec sum[VECTORS];
-            memcpy(sum, sums + r * PANEL, sizeof sum);
-            fold_row(sum, x->scale[r * x->groups + block], &l, y + r * y_stride);
-        }
-        i = end;
-    }
-}
-
-void MOE_CPU_PANEL_W8A8(const struct moe_cpu_packed *p, uint32_t rows,
-                        const struct moe_cpu_quantised *x, const void *panel, uint32_t k, float *y,
-                        size_t y_stride)
-{
-    for (uint32_t r = 0; r < rows; r++)
-        memset(y + r * y_stride, 0, PANEL * sizeof *y);
-    switch (rows) {
-    case 1: few_w8a8(1, p, x, panel, k, y, y_stride); break;
-    case 2: few_w8a8(2, p, x, panel, k, y, y_stride); break;
-    case 3: few_w8a8(3, p, x, panel, k, y, y_stride); break;
-    case 4: few_w8a8(4, p, x, panel, k, y, y_stride); break;
-    default: many_w8a8(p, rows, x, panel, k, y, y_stride);
+    switch (kind_of(p)) {
+    case KIND_F8: unpack_as(KIND_F8, p, panel, first, n, to); break;
+    case KIND_E2M1: unpack_as(KIND_E2M1, p, panel, first, n, to); break;
+    case KIND_INT4: unpack_as(KIND_INT4, p, panel, first, n, to); break;
+    case KIND_INT4_ZEROS: unpack_as(KIND_INT4_ZEROS, p, panel, first, n, to); break;
     }
 }

@@ -38,6 +38,16 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 
+/* moe_cpu_isa.place. AVX2 widens words by instructions that take the two halves of a vector apart
+ * (isa_packed.c). */
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define PLACES 0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15
+#else
+#define PLACES                                                                                     \
+    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25,  \
+        26, 27, 28, 29, 30, 31
+#endif
+
 enum {
     LANES = VECTOR_BYTES / 4,
     VECTORS = 2,
@@ -58,7 +68,7 @@ static inline vec vec_set(float f)
 /* One register block: `rows` is a constant after inlining. */
 #define BLOCK static inline __attribute__((always_inline)) void
 
-BLOCK store_block(uint32_t rows, vec acc[ROWS][VECTORS], float *y, size_t y_stride)
+BLOCK store_block(uint32_t rows, vec acc[][VECTORS], float *y, size_t y_stride)
 {
     UNROLL
     for (uint32_t r = 0; r < rows; r++) {
@@ -106,15 +116,10 @@ BLOCK store_block(uint32_t rows, vec acc[ROWS][VECTORS], float *y, size_t y_stri
     }
 
 /* isa_packed.c; members of struct moe_cpu_isa. */
-#define MOE_CPU_PANEL_PACKED GLUE(moe_cpu_panel_packed_, MOE_CPU_ISA)
-#define MOE_CPU_PANEL_W8A8   GLUE(moe_cpu_panel_w8a8_, MOE_CPU_ISA)
-#define MOE_CPU_UNPACK       GLUE(moe_cpu_unpack_, MOE_CPU_ISA)
-void MOE_CPU_PANEL_PACKED(const struct moe_cpu_packed *packed, uint32_t rows, const float *x,
-                          size_t x_stride, const void *panel, uint32_t k, float *y,
-                          size_t y_stride);
-void MOE_CPU_PANEL_W8A8(const struct moe_cpu_packed *packed, uint32_t rows,
-                        const struct moe_cpu_quantised *x, const void *panel, uint32_t k, float *y,
-                        size_t y_stride);
+#define MOE_CPU_PANELS_PACKED GLUE(moe_cpu_panels_packed_, MOE_CPU_ISA)
+#define MOE_CPU_UNPACK        GLUE(moe_cpu_unpack_, MOE_CPU_ISA)
+void MOE_CPU_PANELS_PACKED(uint32_t count, const struct moe_cpu_panel *panels, uint32_t rows,
+                           const struct moe_cpu_rows *x, uint32_t k, size_t y_stride);
 void MOE_CPU_UNPACK(const struct moe_cpu_packed *packed, const void *panel, uint32_t first,
                     uint32_t n, float *to);
 

@@ -290,29 +290,24 @@ void moe_cpu_matrix_free(struct moe_device *device, struct moe_cpu_matrix *matri
     *matrix = (struct moe_cpu_matrix){0};
 }
 
-void moe_cpu_matrix_panel(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
-                          uint32_t p, uint32_t rows, const float *x, size_t x_stride, float *y,
-                          size_t y_stride)
+static struct moe_cpu_panel panel_of(const struct moe_cpu_part *part)
 {
-    const void *panel = (const char *)matrix->data + (size_t)p * matrix->panel_bytes;
-    if (matrix->dtype == MOE_DTYPE_BF16)
-        isa->panel_bf16(rows, x, x_stride, panel, matrix->in, y, y_stride);
-    else if (matrix->dtype == MOE_DTYPE_NONE)
-        isa->panel_packed(&matrix->packed, rows, x, x_stride, panel, matrix->in, y, y_stride);
-    else
-        isa->panel_f32(rows, x, x_stride, panel, matrix->in, y, y_stride);
+    const struct moe_cpu_matrix *m = part->matrix;
+    return (struct moe_cpu_panel){
+        &m->packed, (const char *)m->data + (size_t)part->panel * m->panel_bytes, part->y};
 }
 
 /* W8A8 with values in F32, which have their scales. */
-static void multiply_values(const struct moe_cpu_isa *isa, const float *panel, uint32_t rows,
-                            const struct moe_cpu_quantised *x, uint32_t in, float *y,
+static void multiply_values(const struct moe_cpu_isa *isa, const struct moe_cpu_panel *panel,
+                            uint32_t rows, const struct moe_cpu_rows *x, uint32_t in,
                             size_t y_stride)
 {
-    float sums[MOE_CPU_W8A8_ROWS * MOE_CPU_MAX_PANEL];
+    float sums[MOE_CPU_W8A8_ROWS * MOE_CPU_MAX_PANEL], *y = panel->y;
+    const float *values = panel->data;
     const uint32_t width = isa->panel;
     for (uint32_t g = 0, i = 0; g < x->groups; g++, i += x->group) {
         uint32_t n = in - i < x->group ? in - i : x->group;
-        isa->panel_f32(rows, x->q + i, x->stride, panel + (size_t)i * width, n, sums, width);
+        isa->panel_f32(rows, x->x + i, x->stride, values + (size_t)i * width, n, sums, width);
         for (uint32_t r = 0; r < rows; r++)
             for (uint32_t c = 0; c < width; c++)
                 y[r * y_stride + c] = (g == 0 ? 0.0f : y[r * y_stride + c]) +
@@ -320,14 +315,48 @@ static void multiply_values(const struct moe_cpu_isa *isa, const float *panel, u
     }
 }
 
-void moe_cpu_matrix_panel_w8a8(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
-                               uint32_t p, uint32_t rows, const struct moe_cpu_quantised *x,
-                               float *y, size_t y_stride)
+static void multiply(const struct moe_cpu_isa *isa, const struct moe_cpu_part *part, uint32_t rows,
+                     const struct moe_cpu_rows *x, size_t y_stride)
 {
-    const void *panel = (const char *)matrix->data + (size_t)p * matrix->panel_bytes;
-    MOE_INVARIANT(rows <= MOE_CPU_W8A8_ROWS && matrix->dtype != MOE_DTYPE_BF16);
-    if (matrix->dtype == MOE_DTYPE_NONE)
-        isa->panel_w8a8(&matrix->packed, rows, x, panel, matrix->in, y, y_stride);
+    const struct moe_cpu_matrix *m = part->matrix;
+    const struct moe_cpu_panel panel = panel_of(part);
+    if (m->dtype == MOE_DTYPE_NONE)
+        isa->panels_packed(1, &panel, rows, x, m->in, y_stride);
+    else if (x->scale != NULL)
+        multiply_values(isa, &panel, rows, x, m->in, y_stride);
+    else if (m->dtype == MOE_DTYPE_BF16)
+        isa->panel_bf16(rows, x->x, x->stride, panel.data, m->in, panel.y, y_stride);
     else
-        multiply_values(isa, panel, rows, x, matrix->in, y, y_stride);
+        isa->panel_f32(rows, x->x, x->stride, panel.data, m->in, panel.y, y_stride);
+}
+
+/* Whether the kernels take both panels at a time. */
+static bool go_together(const struct moe_cpu_matrix *a, const struct moe_cpu_matrix *b)
+{
+    return a->dtype == MOE_DTYPE_NONE && b->dtype == MOE_DTYPE_NONE && a->in == b->in &&
+           a->packed.encoding == b->packed.encoding && a->packed.block == b->packed.block &&
+           a->packed.zero_points == b->packed.zero_points;
+}
+
+void moe_cpu_matrix_parts(const struct moe_cpu_isa *isa, uint32_t count,
+                          const struct moe_cpu_part *parts, uint32_t rows,
+                          const struct moe_cpu_rows *x, size_t y_stride)
+{
+    MOE_INVARIANT(x->scale == NULL || rows <= MOE_CPU_W8A8_ROWS);
+    if (count == 2 && go_together(parts[0].matrix, parts[1].matrix)) {
+        const struct moe_cpu_panel panels[2] = {panel_of(&parts[0]), panel_of(&parts[1])};
+        isa->panels_packed(2, panels, rows, x, parts->matrix->in, y_stride);
+        return;
+    }
+    for (uint32_t i = 0; i < count; i++)
+        multiply(isa, &parts[i], rows, x, y_stride);
+}
+
+void moe_cpu_matrix_panel(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
+                          uint32_t p, uint32_t rows, const float *x, size_t x_stride, float *y,
+                          size_t y_stride)
+{
+    const struct moe_cpu_part part = {matrix, p, y};
+    const struct moe_cpu_rows plain = {.x = x, .stride = x_stride};
+    multiply(isa, &part, rows, &plain, y_stride);
 }

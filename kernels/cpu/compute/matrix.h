@@ -13,7 +13,10 @@
 
 struct moe_device;
 
-enum { MOE_CPU_MAX_RANK = 512 }; /* of moe_cpu_matrix_merge */
+enum {
+    MOE_CPU_MAX_RANK = 512, /* of moe_cpu_matrix_merge */
+    MOE_CPU_W8A8_ROWS = 60, /* of moe_cpu_matrix_parts */
+};
 
 struct moe_cpu_matrix {
     void *data; /* NULL: not uploaded */
@@ -61,10 +64,18 @@ void moe_cpu_matrix_free(struct moe_device *device, struct moe_cpu_matrix *matri
 void moe_cpu_matrix_panel(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
                           uint32_t p, uint32_t rows, const float *x, size_t x_stride, float *y,
                           size_t y_stride);
-/* The same in W8A8, rows <= MOE_CPU_W8A8_ROWS. The matrix is quantised, or packed.c has kept its
- * values in F32; the groups of `x` are its blocks. */
-void moe_cpu_matrix_panel_w8a8(const struct moe_cpu_isa *isa, const struct moe_cpu_matrix *matrix,
-                               uint32_t p, uint32_t rows, const struct moe_cpu_quantised *x,
-                               float *y, size_t y_stride);
+/* A panel of a matrix, and its products y [rows, panel]; rows are y_stride apart. */
+struct moe_cpu_part {
+    const struct moe_cpu_matrix *matrix;
+    uint32_t panel;
+    float *y;
+};
+
+/* The same for one or two panels, of matrices with the same number of inputs. In W8A8 (`x` has
+ * scales), rows <= MOE_CPU_W8A8_ROWS, and each matrix is quantised, or packed.c has kept its values
+ * in F32. */
+void moe_cpu_matrix_parts(const struct moe_cpu_isa *isa, uint32_t count,
+                          const struct moe_cpu_part *parts, uint32_t rows,
+                          const struct moe_cpu_rows *x, size_t y_stride);
 
 #endif

@@ -27,7 +27,8 @@ struct pack_job {
     const struct moe_weight_format *format;
     const struct moe_packed_matrix *from;
     struct moe_packed_sizes sizes;
-    uint32_t width;  /* output rows of a panel */
+    uint32_t width; /* output rows of a panel */
+    const uint8_t *place;
     atomic_bool odd; /* an element or a scale that the kernels cannot take */
 };
 
@@ -47,7 +48,7 @@ static void pack_elements(struct pack_job *job, uint32_t p, uint32_t lanes, char
         for (uint32_t r = 0; r < lanes; r++) {
             const uint8_t *from = rows + r * row_bytes + at;
             uint8_t second = at + 1 < row_bytes ? from[1] : 0;
-            words[r] = (uint16_t)(from[0] | second << 8);
+            words[bytes ? r : job->place[r]] = (uint16_t)(from[0] | second << 8);
             nan |= bytes && ((from[0] & 0x7f) == 0x7f || (second & 0x7f) == 0x7f);
         }
     if (nan)
@@ -142,9 +143,11 @@ struct moe_status moe_cpu_matrix_pack_quantised(struct moe_device *device, uint3
                                                 const struct moe_packed_matrix *data,
                                                 struct moe_cpu_matrix *matrix)
 {
-    uint32_t width = moe_cpu_device_isa(device)->panel;
+    const struct moe_cpu_isa *isa = moe_cpu_device_isa(device);
+    uint32_t width = isa->panel;
     struct moe_cpu_matrix m = {.out = out, .in = in, .panels = moe_cpu_ceil_div(out, width)};
-    struct pack_job job = {.matrix = &m, .format = format, .from = data, .width = width};
+    struct pack_job job = {
+        .matrix = &m, .format = format, .from = data, .width = width, .place = isa->place};
     if (!moe_packed_sizes(format, out, in, &job.sizes) || !lay_out(format, &job.sizes, width, &m))
         return too_large(out, in);
     m.packed.global = data->global;
