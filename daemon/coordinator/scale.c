@@ -164,15 +164,21 @@ void moe_membership__note_lost_place(struct moe_membership *m, uint32_t slot)
     moe_membership__abandon_scaling(m, &why);
 }
 
-/* A process that reconnects is asked again. A member of the view is asked once it has reported its
- * present share, so that no later order about that one makes it drop the next. */
+/* No order or report about its present share is under way to or from the slot. */
+static bool is_settled(const struct moe_membership *m, uint32_t slot)
+{
+    const struct member *member = &m->members[slot];
+    if ((m->view_live >> slot & 1) != 0)
+        return member->assigned && member->loaded;
+    return !member->assigned || member->loaded || member->load_failed;
+}
+
+/* A process that reconnects is asked again. */
 static void ask(struct moe_membership *m)
 {
     for (uint32_t s = 0; s < m->config.slots; s++) {
         uint64_t bit = UINT64_C(1) << s;
-        const struct member *member = &m->members[s];
-        bool settled = (m->view_live & bit) == 0 || (member->assigned && member->loaded);
-        if ((m->next.places & bit) == 0 || (m->next.asked & bit) != 0 || !settled)
+        if ((m->next.places & bit) == 0 || (m->next.asked & bit) != 0 || !is_settled(m, s))
             continue;
         struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_ASSIGN);
         if (a == NULL)
