@@ -128,7 +128,12 @@ void make_layer(bench &b)
         offset[e + 1] = e + 1;
         slot[e] = static_cast<uint16_t>(e * slots / b.s.experts);
     }
-    struct moe_placement placement = {1, b.s.experts, slots, offset.data(), slot.data()};
+    struct moe_placement placement = {};
+    placement.version = 1;
+    placement.experts = b.s.experts;
+    placement.slots = slots;
+    placement.offset = offset.data();
+    placement.slot = slot.data();
     require(moe_cuda_layer_create(b.device, &spec, &placement, b.member->slot, &b.layer));
     std::vector<uint16_t> zeros(static_cast<size_t>(b.s.hidden) * std::max(b.s.experts, INNER));
     for (uint32_t w : {MOE_WEIGHT_ROUTER, MOE_WEIGHT_GATE, MOE_WEIGHT_UP, MOE_WEIGHT_DOWN})

@@ -92,7 +92,8 @@ static void make_layer(void)
                                         .activation = MOE_ACT_SWIGLU};
     for (uint32_t e = 0; e < EXPERTS; e++)
         offset[e + 1] = e + 1;
-    const struct moe_placement placement = {1, EXPERTS, 1, offset, slot};
+    const struct moe_placement placement = {
+        .version = 1, .experts = EXPERTS, .slots = 1, .offset = offset, .slot = slot};
     ok(backend->layer_create(device, &spec, &placement, 0, &layer));
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
         for (uint32_t e = 0; e < (moe_weight_is_expert(w) ? EXPERTS : 1); e++)

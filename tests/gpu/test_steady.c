@@ -173,7 +173,11 @@ static struct moe_layer *make_layer(const struct fixture *f, const struct moe_la
         offset[e + 1] = e + 1;
         slot[e] = (uint16_t)(e % f->member->slots);
     }
-    struct moe_placement placement = {1, EXPERTS, f->member->slots, offset, slot};
+    struct moe_placement placement = {.version = 1,
+                                      .experts = EXPERTS,
+                                      .slots = f->member->slots,
+                                      .offset = offset,
+                                      .slot = slot};
     struct moe_layer *layer;
     ok(backend->layer_create(f->device, spec, &placement, f->member->slot, &layer));
     for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
