@@ -382,6 +382,8 @@ bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
                            struct moe_membership_worker *out);
 /* Of views that form. */
 const struct moe_placement *moe_membership_placement(const struct moe_membership *m);
+/* Version of the placement that the group is being scaled to; 0 = it is not. */
+uint32_t moe_membership_next_version(const struct moe_membership *m);
 /* That one, or the one that the group is being scaled to; NULL when neither has this version. */
 const struct moe_placement *moe_membership_find_placement(const struct moe_membership *m,
                                                           uint32_t version);

@@ -188,6 +188,9 @@ struct moe_status moe_coordinator__load_model(struct moe_coordinator *c, struct 
     const Moe__V1__LoadModelRequest *request = message;
     struct moe_membership_group g;
     moe_membership_group(c->machine, &g);
+    if (g.scaling_to != 0) /* the model would be on slots that are about to leave */
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 1000,
+                               "the group is being scaled");
     uint64_t number = ++c->next_call;
     MOE_TRY(moe_added_load(c->models, moe_clock_ns(), number, request->directory, request->name,
                            g.model, request->dry_run));

@@ -238,15 +238,17 @@ static void observe_standby(struct moe_coordinator *c)
     o->reported_state = state;
 }
 
-/* The experts are counted once for each view. */
+/* The experts are counted once for each view, and after each move. */
 static void observe_view(struct moe_coordinator *c, const struct moe_membership_group *g)
 {
     struct observed *o = &c->seen;
     uint32_t experts[MOE_PLACEMENT_SLOTS_MAX + 1] = {0};
     moe_gauge_set(o->live_slots, g->epoch != 0 ? __builtin_popcountll(g->live) : 0);
-    if (o->counted_epoch == g->epoch)
+    uint32_t version = moe_placement_version(moe_membership_placement(c->machine));
+    if (o->counted_epoch == g->epoch && o->counted_version == version)
         return;
     o->counted_epoch = g->epoch;
+    o->counted_version = version;
     if (g->epoch != 0)
         moe_placement_count_copies(moe_membership_placement(c->machine), g->live, experts);
     for (uint32_t n = 0; n <= g->replicas; n++)

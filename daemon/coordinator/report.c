@@ -330,6 +330,11 @@ const struct moe_placement *moe_membership_placement(const struct moe_membership
     return m->placement;
 }
 
+uint32_t moe_membership_next_version(const struct moe_membership *m)
+{
+    return m->next.places != 0 ? moe_placement_version(m->next.placement) : 0;
+}
+
 const struct moe_placement *moe_membership_find_placement(const struct moe_membership *m,
                                                           uint32_t version)
 {

@@ -64,6 +64,7 @@ struct observed {
     struct moe_gauge *slots, *slots_max, *spares, *models[MOE_MODEL_WAITING + 1];
     struct moe_gauge *live_slots, *view_experts[MOE_PLACEMENT_SLOTS_MAX + 1];
     uint64_t counted_epoch; /* of view_experts */
+    uint32_t counted_version;
     struct moe_histogram *recovery_seconds;
     uint64_t seen_epoch;  /* in force at the last look */
     uint64_t view_end_ns; /* the last view ended then; 0 = none has, or one is in force */

@@ -73,9 +73,12 @@ static void send_registered(struct moe_coordinator *c, struct session *s,
     body.lease_ms = c->lease_ms;
     body.epoch = a->epoch;
     body.admin_port = moe_rpc_server_port(c->server);
-    uint32_t fetched = moe_moves_fetched_version(c->moves);
+    uint32_t moved = moe_moves_fetched_version(c->moves),
+             next = moe_membership_next_version(c->machine);
     body.fetched_placement_version =
-        fetched != 0 ? fetched : moe_placement_version(moe_membership_placement(c->machine));
+        moved != 0  ? moved
+        : next != 0 ? next
+                    : moe_placement_version(moe_membership_placement(c->machine));
     uint32_t numbers[MOE_ADDED_MAX];
     char *names[MOE_ADDED_MAX];
     struct moe_added_info info;
@@ -223,6 +226,8 @@ void moe_coordinator__send_order(struct moe_coordinator *c, const struct moe_add
     body.again = a->again;
     body.n_layers = lists.count;
     body.layers = lists.list;
+    if (a->step == MOE_ADDED_LOAD)
+        body.slots = moe_placement_slots(info->placement);
     if (a->step == MOE_ADDED_OPEN) {
         body.name = moe_coordinator__text(info->name);
         body.directory = moe_coordinator__text(info->directory);

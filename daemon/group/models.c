@@ -30,7 +30,7 @@ void moe_group__on_model_order(struct moe_group *g, const Moe__V1__ModelOrder *o
         .again = o->again,
         .resume = o->resume,
         .assignment = {.slot = g->slot,
-                       .slots = g->slots,
+                       .slots = o->slots != 0 ? o->slots : g->slots,
                        .placement_version = o->placement_version != 0 ? o->placement_version : 1,
                        .layers = layers,
                        .layer_count = o->n_layers},

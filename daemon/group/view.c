@@ -171,8 +171,7 @@ void moe_group__on_assign(struct moe_group *g, Moe__V1__SessionResponse *respons
         moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for an assignment");
     uint32_t version = response->assign->placement_version;
     uint32_t slots = response->assign->slots != 0 ? response->assign->slots : g->slots;
-    if (response->assign->keep)
-        g->config.hooks.allow_next_load(g->config.hooks.ctx, true);
+    g->config.hooks.allow_next_load(g->config.hooks.ctx, response->assign->keep != 0);
     if (task != NULL) {
         *task = (struct load_task){g->slot, slots, response};
         st = moe_serial_executor_post(g->executor, run_load, g, task);

@@ -394,19 +394,37 @@ bool moe_loader_holds(struct moe_loader *l, const struct moe_group_assignment *a
     return holds;
 }
 
-/* The version may be a new one. What was fetched for a move stays so: its ticket, or the next view,
- * brings it in. */
-static bool accept_held(struct moe_loader *l, const struct table *t)
+bool moe_loader__accept(struct moe_loader *l, const struct table *t)
 {
     moe_mutex_lock(&l->lock);
-    bool holds = holds_table(l, t), present = moe_loader__same_content(&l->table, t);
-    if (present) {
-        l->table.hash = t->hash;
-        l->table.version = t->version;
+    bool present = moe_loader__same_content(&l->table, t);
+    bool holds = present || (l->ready && moe_loader__same_content(&l->next, t));
+    struct table *held = present ? &l->table : &l->next;
+    if (holds) {
+        held->hash = t->hash;
+        held->version = t->version;
     }
     moe_mutex_unlock(&l->lock);
-    if (present && t->spare == 0)
-        moe_loader_drop_fetched(l, 0);
+    return holds;
+}
+
+/* What was fetched for a move stays so: its ticket, or the next view, brings it in. */
+static bool accept(struct moe_loader *l, const struct table *t)
+{
+    bool holds = moe_loader__accept(l, t);
+    if (holds && t->spare == 0 && moe_loader_version(l) == t->version)
+        moe_loader_drop_fetched(l, t->version);
+    return holds;
+}
+
+bool moe_loader_accept(struct moe_loader *l, const struct moe_group_assignment *a)
+{
+    struct table t;
+    struct moe_status st = moe_loader__make_table(l, a, &t);
+    if (moe_failed(&st))
+        return false;
+    bool holds = accept(l, &t);
+    moe_loader__free_table(&t);
     return holds;
 }
 
@@ -414,7 +432,9 @@ static struct moe_status replace(struct moe_loader *l, const struct table *t)
 {
     struct moe_digest_table *digests = NULL, *old = l->digests;
     drop_layers(l);
+    moe_mutex_lock(&l->lock);
     l->table = *t;
+    moe_mutex_unlock(&l->lock);
     struct moe_status st = moe_digest_table_create(&digests);
     if (!moe_failed(&st))
         st = load_with_digests(l, digests);
@@ -434,7 +454,7 @@ struct moe_status moe_loader_load(struct moe_loader *l, const struct moe_group_a
 {
     struct table t;
     MOE_TRY(moe_loader__make_table(l, a, &t));
-    if (accept_held(l, &t)) {
+    if (accept(l, &t)) {
         moe_loader__free_table(&t);
         return moe_ok();
     }
@@ -553,7 +573,9 @@ struct moe_status moe_loader_create(const struct moe_backend *backend, struct mo
     l->layers = calloc(l->layer_count + 1, sizeof *l->layers);
     l->next_layers = calloc(l->layer_count + 1, sizeof *l->next_layers);
     l->previous = calloc(l->layer_count + 1, sizeof *l->previous);
-    if (l->specs == NULL || l->layers == NULL || l->next_layers == NULL || l->previous == NULL) {
+    l->dying = calloc(l->layer_count + 1, sizeof *l->dying);
+    if (l->specs == NULL || l->layers == NULL || l->next_layers == NULL || l->previous == NULL ||
+        l->dying == NULL) {
         l->layer_count = 0;
         goto no_memory;
     }
@@ -577,6 +599,7 @@ void moe_loader_destroy(struct moe_loader *l)
     free(l->layers);
     free(l->next_layers);
     free(l->previous);
+    free(l->dying);
     moe_mutex_destroy(&l->lock);
     moe_mutex_destroy(&l->fetching);
     free(l);

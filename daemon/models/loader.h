@@ -38,10 +38,12 @@ struct moe_layer *const *moe_loader_layers(const struct moe_loader *l);
 /* True if the layers, or those that were fetched, are of this assignment: same slot, same experts.
  */
 bool moe_loader_holds(struct moe_loader *l, const struct moe_group_assignment *a);
-/* Loads, unless moe_loader_holds. Frees what was fetched and is not of this assignment, if that has
- * no spare experts. No step may use layers that are replaced. On failure no layer is left. Errors:
- * MOE_INVALID_ARGUMENT (the assignment does not fit the model), OUT_OF_MEMORY, those of the model
- * room, MOE_ABORTED after moe_loader_cancel. */
+/* The same, and takes the version of the assignment for them. Layers that are in use stay. */
+bool moe_loader_accept(struct moe_loader *l, const struct moe_group_assignment *a);
+/* Loads, unless moe_loader_accept. Frees what was fetched and is not of this assignment, if that
+ * has no spare experts. No step may use layers that are replaced. On failure no layer is left.
+ * Errors: MOE_INVALID_ARGUMENT (the assignment does not fit the model), OUT_OF_MEMORY, those of the
+ * model room, MOE_ABORTED after moe_loader_cancel. */
 struct moe_status moe_loader_load(struct moe_loader *l,
                                   const struct moe_group_assignment *a) MOE_CHECKED;
 /* Loads the same layers from the files again, which undoes all training. Layers must be loaded, no
@@ -75,11 +77,15 @@ bool moe_loader_moves(const struct moe_loader *l);
  * (before anything is read), MOE_DATA_LOSS/MODEL_MISMATCH (the files have changed), MOE_ABORTED, as
  * for moe_loader_load. Nothing is fetched then. */
 struct moe_status moe_loader_fetch(struct moe_loader *l, const struct moe_group_assignment *a,
-                                   uint32_t share, void (*progress)(void *ctx, uint64_t read_bytes),
+                                   uint64_t order, uint32_t share,
+                                   void (*progress)(void *ctx, uint64_t read_bytes),
                                    void *ctx) MOE_CHECKED;
-/* [any thread] Whether assignments with `keep` may be fetched; at first not. */
+/* [any thread] For `order` of a fetch: it ends if moe_loader_cancel_fetch comes after this call. */
+uint64_t moe_loader_order_fetch(const struct moe_loader *l);
+/* [any thread] Whether assignments with `keep` may be fetched; at first not. False ends a running
+ * fetch of one. */
 void moe_loader_allow_next(struct moe_loader *l, bool allowed);
-/* [any thread] A running fetch ends soon. */
+/* [any thread] A fetch that was ordered ends soon, also one that has not begun. */
 void moe_loader_cancel_fetch(struct moe_loader *l);
 /* Frees what was fetched, unless it is of version `except`; 0 = any. */
 void moe_loader_drop_fetched(struct moe_loader *l, uint32_t except);

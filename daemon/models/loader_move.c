@@ -58,16 +58,15 @@ static struct moe_status check_room(const struct moe_loader *l, const struct tab
         uint32_t experts[MOE_MAX_EXPERTS];
         size_t count = list_new(l, t, i, experts);
         uint64_t shared = moe_loader_moves(l) ? moe_model_layer_memory(l->model, i, NULL, 0) : 0;
-        if (count > 0)
-            bytes += moe_model_layer_memory(l->model, i, experts, count) - shared;
+        bytes += moe_model_layer_memory(l->model, i, experts, count) - shared;
     }
     return moe_loader_check_room(l, bytes, "the experts that move here, next to those in use,");
 }
 
 /* ------------------------------------------------------------------------------- fetch */
 
-/* Of one pause: a cancelled fetch ends soon. */
-#define PAUSE_MAX_NS (500 * MOE_NS_PER_MS)
+/* Of a pause: a cancelled fetch ends soon. */
+#define SLICE_NS (100 * MOE_NS_PER_MS)
 
 /* One fetch; the thread's. */
 struct fetch {
@@ -79,6 +78,7 @@ struct fetch {
     uint64_t base, reported_ns; /* bytes read before the layer */
     uint64_t rested_ns;         /* end of the last pause */
     uint32_t share;             /* percent of the time in which it works */
+    uint64_t order, next_order; /* cancels before it */
     bool keep;                  /* of the assignment */
     struct table *table;
     struct moe_status status;
@@ -87,8 +87,9 @@ struct fetch {
 static struct moe_status check_going_on(const struct fetch *f)
 {
     const struct moe_loader *l = f->loader;
-    bool ends = atomic_load(&l->fetch_cancelled) || atomic_load(&l->cancelled) ||
-                (f->keep && !atomic_load(&l->may_fetch_next));
+    bool ends = atomic_load(&l->cancels) != f->order || atomic_load(&l->cancelled) ||
+                (f->keep && (!atomic_load(&l->may_fetch_next) ||
+                             atomic_load(&l->next_cancels) != f->next_order));
     return ends ? moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "loading other experts was cancelled")
                 : moe_ok();
 }
@@ -124,8 +125,13 @@ static struct moe_status upload_packed(void *ctx, enum moe_weight weight, uint32
 /* Steps come first: the weight took its share of the time, and the rest is theirs. */
 static void rest(struct fetch *f)
 {
-    uint64_t now = moe_clock_ns(), pause = (now - f->rested_ns) * (100 - f->share) / f->share;
-    moe_sleep_until(now + (pause < PAUSE_MAX_NS ? pause : PAUSE_MAX_NS));
+    uint64_t now = moe_clock_ns(), until = now + (now - f->rested_ns) * (100 - f->share) / f->share;
+    struct moe_status st = check_going_on(f);
+    while (now < until && !moe_failed(&st)) {
+        moe_sleep_until(until - now < SLICE_NS ? until : now + SLICE_NS);
+        now = moe_clock_ns();
+        st = check_going_on(f);
+    }
     f->rested_ns = moe_clock_ns();
 }
 
@@ -238,15 +244,19 @@ static struct moe_status fetch_quietly(struct fetch *f)
 }
 
 struct moe_status moe_loader_fetch(struct moe_loader *l, const struct moe_group_assignment *a,
-                                   uint32_t share, void (*progress)(void *ctx, uint64_t read_bytes),
-                                   void *ctx)
+                                   uint64_t order, uint32_t share,
+                                   void (*progress)(void *ctx, uint64_t read_bytes), void *ctx)
 {
     struct table t;
-    atomic_store(&l->fetch_cancelled, false);
-    if (moe_loader_holds(l, a))
-        return moe_ok();
+    uint64_t next_order = atomic_load(&l->next_cancels);
     MOE_TRY(moe_loader__make_table(l, a, &t));
+    if (moe_loader__accept(l, &t)) {
+        moe_loader__free_table(&t);
+        return moe_ok();
+    }
     struct fetch f = {.loader = l,
+                      .order = order,
+                      .next_order = next_order,
                       .progress = progress,
                       .ctx = ctx,
                       .rested_ns = moe_clock_ns(),
@@ -264,12 +274,19 @@ struct moe_status moe_loader_fetch(struct moe_loader *l, const struct moe_group_
 
 void moe_loader_allow_next(struct moe_loader *l, bool allowed)
 {
+    if (!allowed)
+        atomic_fetch_add(&l->next_cancels, 1);
     atomic_store(&l->may_fetch_next, allowed);
 }
 
 void moe_loader_cancel_fetch(struct moe_loader *l)
 {
-    atomic_store(&l->fetch_cancelled, true);
+    atomic_fetch_add(&l->cancels, 1);
+}
+
+uint64_t moe_loader_order_fetch(const struct moe_loader *l)
+{
+    return atomic_load(&l->cancels);
 }
 
 void moe_loader__drop_next(struct moe_loader *l)
@@ -309,7 +326,7 @@ static struct moe_status swap(struct moe_loader *l, uint32_t version)
         l->layers[i] = l->next_layers[i];
         l->next_layers[i] = NULL;
     }
-    atomic_store(&l->unsettled, true);
+    l->swaps++;
     l->next.spare = l->table.spare;
     moe_loader__free_table(&l->table);
     l->table = l->next;
@@ -326,12 +343,21 @@ struct moe_status moe_loader_swap(struct moe_loader *l, uint32_t version)
     return st;
 }
 
-/* The entries of `previous` change in a swap and here. A swap needs a fetch, which settles first.
- */
+/* With `fetching`; with `lock` too. */
+static void let_die(struct moe_loader *l)
+{
+    struct moe_layer **empty = l->dying;
+    l->dying = l->previous;
+    l->previous = empty;
+}
+
+/* A swap needs a fetch, which settles first. */
 void moe_loader__settle(struct moe_loader *l)
 {
-    moe_loader__destroy_layers(l, l->previous);
-    atomic_store(&l->unsettled, false);
+    moe_mutex_lock(&l->lock);
+    let_die(l);
+    moe_mutex_unlock(&l->lock);
+    moe_loader__destroy_layers(l, l->dying);
 }
 
 void moe_loader_settle(struct moe_loader *l)
@@ -349,7 +375,13 @@ static void *settle_soon(void *arg)
     for (uint64_t now = moe_clock_ns(); now < due_ns && !atomic_load(&l->settle_now);
          now = moe_clock_ns())
         moe_sleep_until(now + SETTLE_POLL_MS * MOE_NS_PER_MS);
-    moe_loader_settle(l);
+    moe_mutex_lock(&l->fetching);
+    moe_mutex_lock(&l->lock);
+    if (l->swaps == l->settled_swaps)
+        let_die(l);
+    moe_mutex_unlock(&l->lock);
+    moe_loader__destroy_layers(l, l->dying);
+    moe_mutex_unlock(&l->fetching);
     return NULL;
 }
 
@@ -364,9 +396,14 @@ void moe_loader__await_settling(struct moe_loader *l)
 
 void moe_loader_settle_later(struct moe_loader *l)
 {
-    if (!atomic_load(&l->unsettled))
+    moe_mutex_lock(&l->lock);
+    bool settled = l->layer_count == 0 || l->previous[0] == NULL;
+    uint64_t swaps = l->swaps;
+    moe_mutex_unlock(&l->lock);
+    if (settled)
         return;
     moe_loader__await_settling(l);
+    l->settled_swaps = swaps;
     int rc = moe_thread_create(&l->settling, "moe-free-layers", settle_soon, l);
     l->is_settling = rc == 0;
     if (rc != 0)

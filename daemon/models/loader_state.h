@@ -40,16 +40,19 @@ struct moe_loader {
      * it comes before `lock`, which guards what a swap changes: the table, and the fields below. */
     struct moe_mutex fetching;
     struct moe_mutex lock;
-    atomic_bool fetch_cancelled, may_fetch_next; /* the latter: assignments with `keep` */
-    bool ready;                                  /* `next` has all its experts */
+    _Atomic uint64_t cancels, next_cancels; /* of fetches; the latter: of those with `keep` */
+    atomic_bool may_fetch_next;             /* those with `keep` */
+    bool ready;                             /* `next` has all its experts */
     struct table next;
     struct moe_layer **next_layers; /* [layer_count]; NULL = none */
     struct moe_layer **previous;    /* the same: replaced by a swap, and not freed yet */
-    atomic_bool unsettled;          /* there are some */
+    struct moe_layer **dying;       /* the same: what settle frees; of the holder of `fetching` */
+    uint64_t swaps;                 /* so far */
 
     /* moe_loader_settle_later; of the thread of loads. */
     pthread_t settling;
     bool is_settling;
+    uint64_t settled_swaps; /* `swaps` at its start: what a later swap replaces may be in use */
     atomic_bool settle_now;
 };
 
@@ -72,6 +75,8 @@ void moe_loader__destroy_layers(const struct moe_loader *l, struct moe_layer **l
 void moe_loader__drop_next(struct moe_loader *l);
 /* With `fetching`: frees layers that a swap has replaced. */
 void moe_loader__settle(struct moe_loader *l);
+/* If the layers, or those that were fetched, are of this table: takes its version for them. */
+bool moe_loader__accept(struct moe_loader *l, const struct table *t);
 /* Ends moe_loader_settle_later at once. */
 void moe_loader__await_settling(struct moe_loader *l);
 

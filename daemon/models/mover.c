@@ -7,17 +7,20 @@
 #include "group/serial_executor.h"
 #include "models/assignment.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
 struct moe_mover {
     struct moe_mover_config config;
     struct moe_serial_executor *executor;
+    _Atomic uint64_t fetching; /* order of the FETCH that is queued or runs; 0 = none */
+    uint32_t fetching_version; /* of that, or of the last one */
 };
 
 /* A step for the executor. */
 struct task {
     struct moe_mover *mover;
-    uint64_t order, epoch;
+    uint64_t order, epoch, loader_order; /* the last: see moe_loader_fetch */
     uint32_t version;
     struct moe_assignment_copy copy; /* FETCH */
 };
@@ -58,14 +61,16 @@ static void run_fetch(void *ctx, void *argument)
     struct moe_group_model_report report = {
         .step = MOE_MODEL_FETCH,
         .order = t->order,
-        .status = moe_loader_fetch(m->config.loader, &t->copy.assignment, m->config.share,
-                                   m->config.progress, m->config.ctx)};
+        .status = moe_loader_fetch(m->config.loader, &t->copy.assignment, t->loader_order,
+                                   m->config.share, m->config.progress, m->config.ctx)};
     if (moe_failed(&report.status)) {
         moe_log_warn("no experts are fetched for placement %u: %s", t->version, report.status.text);
     } else {
         report.digests = pass_digests;
         report.digests_ctx = m->config.loader;
     }
+    uint64_t mine = t->order;
+    atomic_compare_exchange_strong(&m->fetching, &mine, 0);
     m->config.report(m->config.ctx, &report);
     moe_assignment_free(&t->copy);
     free(t);
@@ -107,13 +112,23 @@ static void count_rows(struct moe_mover *m, const struct moe_group_model_order *
 
 static void fetch(struct moe_mover *m, const struct moe_group_model_order *o)
 {
-    struct task t = {.order = o->order, .version = o->assignment.placement_version};
+    uint64_t before = atomic_load(&m->fetching);
+    if (before == o->order)
+        return; /* a repeat: its report comes */
+    if (before != 0)
+        moe_loader_cancel_fetch(m->config.loader);
+    struct task t = {.order = o->order,
+                     .version = o->assignment.placement_version,
+                     .loader_order = moe_loader_order_fetch(m->config.loader)};
+    atomic_store(&m->fetching, o->order);
+    m->fetching_version = t.version;
     struct moe_status st = moe_assignment_copy(&o->assignment, &t.copy);
     if (!moe_failed(&st))
         st = post(m, run_fetch, &t);
     if (!moe_failed(&st))
         return;
     moe_assignment_free(&t.copy);
+    atomic_store(&m->fetching, 0);
     answer(m, MOE_MODEL_FETCH, o->order, 0, st);
 }
 
@@ -154,6 +169,8 @@ void moe_mover_order(struct moe_mover *m, const struct moe_group_model_order *o)
 
 void moe_mover_registered(struct moe_mover *m, uint32_t version)
 {
+    if (atomic_load(&m->fetching) != 0 && m->fetching_version != version)
+        moe_loader_cancel_fetch(m->config.loader);
     drop(m, 0, version);
 }
 

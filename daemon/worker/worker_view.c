@@ -105,20 +105,19 @@ struct moe_status moe_worker__load(void *ctx, const struct moe_group_assignment 
                              "a worker that trains loads no second share");
         MOE_TRY(moe_loader_version(w->loader) == 0
                     ? moe_loader_load(w->loader, assignment)
-                    : moe_loader_fetch(w->loader, assignment, 100, NULL, NULL));
+                    : moe_loader_fetch(w->loader, assignment, moe_loader_order_fetch(w->loader),
+                                       100, NULL, NULL));
         return check_manifest(w);
     }
-    if (w->session != NULL && !moe_loader_holds(w->loader, assignment)) {
+    bool held = moe_loader_accept(w->loader, assignment);
+    if (w->session != NULL && !held) {
         moe_group_report_lost(
             w->group, w->view.epoch, 0,
             moe_error(MOE_ABORTED, MOE_REASON_REFORMING, "another placement must be loaded"));
         moe_worker__leave_view(w);
     }
-    if (moe_loader_holds(w->loader, assignment) &&
-        (w->train == NULL || moe_train_attached(w->train))) {
-        MOE_TRY(moe_loader_load(w->loader, assignment));
+    if (held && (w->train == NULL || moe_train_attached(w->train)))
         return check_manifest(w);
-    }
     if (w->train != NULL)
         moe_train_detach(w->train);
     uint64_t begun_ns = moe_clock_ns();

@@ -52,6 +52,7 @@ POLICY = {
     "moe.v1.AdminService": {
         "GetStatus": {"trainer", "worker", "admin", "metrics"},
         "GetPlacement": {"admin", "metrics"}, "DrainWorker": {"admin"}, "Scale": {"admin"},
+        "Rebalance": {"admin"},
         "Shutdown": {"admin"},
         "AcceptModel": {"admin"}, "LoadModel": {"admin"}, "UnloadModel": {"admin"},
         "ListModels": {"trainer", "worker", "admin", "metrics"}, "CordonSlot": {"admin"},

@@ -328,8 +328,12 @@ static void send_down(struct world *w, const struct moe_membership_action *a)
               "a worker is drained for a smaller group once that is durable");
     if (a->message == MOE_MEMBERSHIP_COMMIT)
         check_commit(w, a);
-    if (a->message == MOE_MEMBERSHIP_REGISTERED)
+    if (a->message == MOE_MEMBERSHIP_REGISTERED) {
         check(w, a->epoch <= w->durable.epoch, "only durable epochs are sent to newcomers");
+        m.version = moe_membership_next_version(w->machine);
+        if (m.version == 0)
+            m.version = moe_placement_version(moe_membership_placement(w->machine));
+    }
     if (a->message == MOE_MEMBERSHIP_ASSIGN) {
         m.version = a->version;
         m.keep = a->keep;
@@ -662,6 +666,8 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
     case SIM_REGISTERED:
         p->registered = true;
         p->slot = m->slot;
+        if (p->next_version != m->version)
+            p->next_version = 0; /* of no use */
         send_up(w, p, (struct sim_message){.kind = SIM_HEARTBEAT, .epoch = p->committed});
         break;
     case SIM_ASSIGN: on_assign(w, p, m); break;

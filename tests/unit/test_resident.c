@@ -314,24 +314,28 @@ static void the_next_layers_come_while_the_present_ones_serve(void **state)
     struct moe_layer *const *layers = moe_loader_layers(r->loader), *present = layers[0];
     uint64_t present_hash = moe_loader_placement_hash(r->loader);
     next.keep = true;
-    struct moe_status st = moe_loader_fetch(r->loader, &next, 100, NULL, NULL);
+    struct moe_status st =
+        moe_loader_fetch(r->loader, &next, moe_loader_order_fetch(r->loader), 100, NULL, NULL);
     assert_int_equal(st.code, MOE_ABORTED); /* it is not allowed */
     moe_loader_allow_next(r->loader, true);
     fake.free_bytes = r->bytes - 1;
-    st = moe_loader_fetch(r->loader, &next, 100, NULL, NULL);
+    st = moe_loader_fetch(r->loader, &next, moe_loader_order_fetch(r->loader), 100, NULL, NULL);
     assert_int_equal(st.code, MOE_RESOURCE_EXHAUSTED); /* memory does not hold both */
     assert_true(layers[0] == present && !moe_loader_holds(r->loader, &next));
     fake.free_bytes = 0;
-    assert_ok(moe_loader_fetch(r->loader, &next, 100, NULL, NULL));
+    assert_ok(
+        moe_loader_fetch(r->loader, &next, moe_loader_order_fetch(r->loader), 100, NULL, NULL));
     assert_true(layers[0] == present && moe_loader_placement_hash(r->loader) == present_hash);
     assert_true(moe_loader_holds(r->loader, &next) && moe_loader_holds(r->loader, &r->assignment));
 
     moe_loader_adopt(r->loader, hash + 1); /* a view of another placement */
     assert_true(layers[0] == present && !moe_loader_holds(r->loader, &next));
-    assert_ok(moe_loader_fetch(r->loader, &next, 100, NULL, NULL));
+    assert_ok(
+        moe_loader_fetch(r->loader, &next, moe_loader_order_fetch(r->loader), 100, NULL, NULL));
     assert_ok(moe_loader_load(r->loader, &r->assignment)); /* the change was undone */
     assert_true(layers[0] == present && !moe_loader_holds(r->loader, &next));
-    assert_ok(moe_loader_fetch(r->loader, &next, 100, NULL, NULL));
+    assert_ok(
+        moe_loader_fetch(r->loader, &next, moe_loader_order_fetch(r->loader), 100, NULL, NULL));
     moe_loader_adopt(r->loader, hash);
     assert_true(layers[0] != present && layers[0] != NULL);
     assert_true(moe_loader_placement_hash(r->loader) == hash);
