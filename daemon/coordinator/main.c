@@ -148,11 +148,11 @@ int main(int argc, char **argv)
          "AdminService alone"},
         {"workers", 'n', MOE_OPTION_UINT, &s.workers, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
          "Number of slots: workers that the group needs"},
-        {"max-workers", 0, MOE_OPTION_UINT, &s.max_workers, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
+        {"max-workers", 0, MOE_OPTION_UINT, &s.max_workers, 0, MOE_PLACEMENT_SLOTS_MAX, "N",
          "Workers that the group can have: it can be scaled up to this (`moectl scale`), and "
          "further "
          "workers wait as spares. --workers is the size of a new group then; its state keeps the "
-         "size"},
+         "size. 0: the group has --workers, always"},
         {"replicas", 'r', MOE_OPTION_UINT, &s.replicas, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
          "Slots with a copy of each expert; above 1, the group serves on without workers that it "
          "loses while every expert has a copy. It does not train then"},

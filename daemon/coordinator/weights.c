@@ -227,6 +227,8 @@ static struct moe_status begin_record(struct moe_weights *w, const char *fingerp
         return st;
     }
     for (uint32_t s = 0; s < w->slots; s++) {
+        if (!w->held[s].checked)
+            continue; /* without experts, and still to be compared */
         moe_digest_table_destroy(w->held[s].table);
         w->held[s].table = NULL;
     }

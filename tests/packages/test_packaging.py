@@ -80,6 +80,7 @@ class Guide(unittest.TestCase):
                                             (("client", "moectl", "moectl"), ["help", "forward"]),
                                             (("client", "moectl", "moectl"), ["help", "load"]),
                                             (("client", "moectl", "moectl"), ["help", "unload"]),
+                                            (("client", "moectl", "moectl"), ["help", "log-level"]),
                                             (("client", "moectl", "moectl"), ["help", "health"])))
         known = set(re.findall(r"--([a-z][a-z-]+)", text))
         for name, page in self.pages.items():

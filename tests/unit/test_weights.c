@@ -58,7 +58,8 @@ static void report(uint32_t slot, uint64_t incarnation, struct bytes b, bool cut
                                          expert = {2, {"experts.*.down", "experts.*.up"}};
     struct moe_digest_table *t;
     assert_ok(moe_digest_table_create(&t));
-    uint32_t first = 3 * slot, end = slot == SLOTS - 1 ? EXPERTS : first + 3;
+    uint32_t first = slot < SLOTS ? 3 * slot : EXPERTS;
+    uint32_t end = slot < SLOTS - 1 ? first + 3 : EXPERTS;
     for (uint32_t layer = FIRST_LAYER; layer < FIRST_LAYER + LAYERS; layer++) {
         assert_ok(moe_digest_table_add_layer(t, layer, EXPERTS, &common, &expert));
         set_unit(t, layer, MOE_DIGEST_COMMON, b);
@@ -127,6 +128,19 @@ static void without_a_record_slots_are_compared_with_each_other(void **unused)
     /* Slot 0 is gone: what it had counts no more, and what was refused never did. */
     moe_weights_keep(weights, (uint64_t[SLOTS]){0, 0, 0});
     load_all((struct bytes){2, EXPERTS});
+}
+
+/* It may send digests before the record begins, and its Loaded after that. */
+static void a_slot_without_experts_is_not_waited_for(void **unused)
+{
+    (void)unused;
+    bool begun;
+    moe_weights_destroy(weights);
+    assert_ok(moe_weights_create(SLOTS + 1, "accept", &weights));
+    report(SLOTS, 100 + SLOTS, good, false);
+    load_all(good);
+    assert_ok(moe_weights_check(weights, SLOTS, 100 + SLOTS, "print", placement, &begun));
+    assert_false(begun);
 }
 
 static void missing_digests_are_a_mismatch(void **unused)
@@ -231,6 +245,7 @@ int main(void)
         WEIGHTS_TEST(the_record_begins_when_all_slots_have_loaded_and_agree),
         WEIGHTS_TEST(a_slot_that_differs_from_the_record_is_refused_by_tensor),
         WEIGHTS_TEST(without_a_record_slots_are_compared_with_each_other),
+        WEIGHTS_TEST(a_slot_without_experts_is_not_waited_for),
         WEIGHTS_TEST(missing_digests_are_a_mismatch),
         WEIGHTS_TEST(another_fingerprint_begins_another_record),
         WEIGHTS_TEST(parts_of_other_layers_are_refused),
