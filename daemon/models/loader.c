@@ -409,7 +409,7 @@ bool moe_loader__accept(struct moe_loader *l, const struct table *t)
 }
 
 /* What was fetched for a move stays so: its ticket, or the next view, brings it in. */
-static bool accept(struct moe_loader *l, const struct table *t)
+static bool accept_held(struct moe_loader *l, const struct table *t)
 {
     bool holds = moe_loader__accept(l, t);
     if (holds && t->spare == 0 && moe_loader_version(l) == t->version)
@@ -423,7 +423,7 @@ bool moe_loader_accept(struct moe_loader *l, const struct moe_group_assignment *
     struct moe_status st = moe_loader__make_table(l, a, &t);
     if (moe_failed(&st))
         return false;
-    bool holds = accept(l, &t);
+    bool holds = accept_held(l, &t);
     moe_loader__free_table(&t);
     return holds;
 }
@@ -454,7 +454,7 @@ struct moe_status moe_loader_load(struct moe_loader *l, const struct moe_group_a
 {
     struct table t;
     MOE_TRY(moe_loader__make_table(l, a, &t));
-    if (accept(l, &t)) {
+    if (accept_held(l, &t)) {
         moe_loader__free_table(&t);
         return moe_ok();
     }
