@@ -126,9 +126,9 @@ static int show(const struct rebalance *r, const Moe__V1__RebalanceResponse *ans
     if (code != MOECTL_OK)
         return code;
     if (r->mean == 0)
-        moectl_put("\nno rows so far: a plan has no use before requests have come\n");
+        moectl_put("no rows so far: a plan has no use before requests have come\n");
     else
-        moectl_put("\nthe busiest slot had %.3f of the mean rows, %.3f with the plan: %.0f %% "
+        moectl_put("the busiest slot had %.3f of the mean rows, %.3f with the plan: %.0f %% "
                    "fewer rows; %" PRIu64 " copies %s\n",
                    r->now / r->mean, r->planned / r->mean, 100 * (1 - r->planned / r->now),
                    r->added, answer->moved ? "have moved" : "would move");

@@ -35,14 +35,21 @@ static struct moe_status ask(struct scale *s)
     return moe_ok();
 }
 
-/* What became of it; MOE_UNAVAILABLE while it goes on. */
-static struct moe_status look(struct scale *s, const Moe__V1__GetStatusResponse *status)
+/* What became of it; `goes_on`: nothing yet. */
+static struct moe_status look(struct scale *s, const Moe__V1__GetStatusResponse *status,
+                              bool *goes_on)
 {
+    bool serves = status->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING;
+    bool failed = status->state == MOE__V1__GROUP_STATE__GROUP_STATE_FAILED;
     s->epoch = status->epoch;
+    *goes_on = status->scaling_to != 0 || (status->size == s->size && !serves && !failed);
     if (status->scaling_to != 0)
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING, "the group is being scaled");
     if (status->size == s->size)
-        return moe_ok();
+        return serves ? moe_ok()
+                      : moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING,
+                                  "the size is %" PRIu32 ", and the group does not serve: %.150s",
+                                  s->size, status->reason);
     const Moe__V1__Error *e = status->scale_error;
     if (e == NULL)
         return moe_error(
@@ -60,21 +67,22 @@ static struct moe_status await(struct scale *s)
     uint64_t deadline_ns = moectl_deadline(&s->common);
     struct moe_status st =
         moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "the coordinator does not answer");
+    bool goes_on = true;
     while (moe_clock_ns() < deadline_ns) {
         Moe__V1__GetStatusResponse *status = NULL;
         uint64_t call_ns = moe_clock_ns() + CALL_LIMIT_MS * MOE_NS_PER_MS;
         struct moe_status asked =
             moectl_link_status(s->link, moe_earlier(call_ns, deadline_ns), &status);
         if (!moe_failed(&asked)) {
-            st = look(s, status);
+            st = look(s, status, &goes_on);
             moe__v1__get_status_response__free_unpacked(status, NULL);
         }
-        if (st.code != MOE_UNAVAILABLE && st.code != MOE_DEADLINE_EXCEEDED)
+        if (!goes_on)
             return st;
         moe_sleep_until(moe_clock_ns() + POLL_MS * MOE_NS_PER_MS);
     }
-    return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
-                     "not done in time, and it goes on: see `moectl status`");
+    st.code = MOE_DEADLINE_EXCEEDED;
+    return moe_error_context(st, "not done in time, and it goes on");
 }
 
 static struct moe_status work(struct scale *s)

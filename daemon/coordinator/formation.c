@@ -546,7 +546,7 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
         char why[MOE_MEMBERSHIP_REASON_BYTES];
         snprintf(why, sizeof why, "slot %u: %s", slot, error->text);
         moe_membership__keep_error(&m->members[slot], error);
-        if (error->reason == MOE_REASON_VERSION_MISMATCH) /* it is told again what to load */
+        if (error->reason == MOE_REASON_VERSION_MISMATCH) /* it is asked again to load */
             m->members[slot].assigned = m->members[slot].loaded = false;
         moe_membership__exclude(m, m->live & ~m->view_live);
         moe_membership__end_epoch(m, cause_of(error), why);

@@ -56,6 +56,9 @@ static const char *check_settings(const struct moe_daemon_settings *common, cons
     static struct moe_status wrong; /* outlives the answer */
     if (s->max_workers != 0 && s->max_workers < s->workers)
         return "--max-workers is below --workers";
+    if (s->max_workers != 0 && s->spare != 0)
+        return "a group that can be scaled (--max-workers) has no places for moves "
+               "(--spare-experts)";
     if (s->replicas > s->workers)
         return "--replicas is above --workers: a slot has one copy of an expert";
     wrong = moe_daemon_check_listen(common, "--listen", s->listen);

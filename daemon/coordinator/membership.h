@@ -377,7 +377,7 @@ bool moe_membership_slot_of(const struct moe_membership *m, uint64_t stream, uin
 /* True if the process in `slot` was asked to load this version of the placement. */
 bool moe_membership_awaits(const struct moe_membership *m, uint32_t slot,
                            uint32_t placement_version);
-/* False when the slot was never taken. */
+/* False when the slot was never taken, or holds no experts and its worker has left. */
 bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
                            struct moe_membership_worker *out);
 /* Of views that form. */

@@ -294,6 +294,8 @@ bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
     const struct member *member = &m->members[slot];
     uint64_t end = member->last_message_ns + m->config.lease_ns;
     bool taken = member->state == SLOT_TAKEN;
+    if (!taken && !moe_membership__is_place(m, slot))
+        return false; /* a worker that was not needed any more, or a spare, has left */
     *out = (struct moe_membership_worker){
         .slot = slot,
         .state = worker_state(m, member),

@@ -161,10 +161,11 @@ struct moe_status moe_loader__make_table(const struct moe_loader *l,
     return moe_ok();
 }
 
-bool moe_loader__same_content(const struct table *a, const struct table *b)
+/* Layers carry the version, and steps compare it with other slots: so it counts. */
+static bool is_same(const struct table *a, const struct table *b)
 {
-    if (a->placements == NULL || a->slot != b->slot || a->layer_count != b->layer_count ||
-        a->content_hash != b->content_hash)
+    if (a->placements == NULL || a->slot != b->slot || a->version != b->version ||
+        a->layer_count != b->layer_count || a->content_hash != b->content_hash)
         return false;
     for (size_t i = 0; i < a->layer_count; i++) {
         const struct moe_placement *p = &a->placements[i], *q = &b->placements[i];
@@ -374,11 +375,12 @@ static struct moe_status load_with_digests(struct moe_loader *l, struct moe_dige
     return st;
 }
 
-/* In use, or fetched. With `lock`. */
-static bool holds_table(const struct moe_loader *l, const struct table *t)
+bool moe_loader__holds(struct moe_loader *l, const struct table *t)
 {
-    return moe_loader__same_content(&l->table, t) ||
-           (l->ready && moe_loader__same_content(&l->next, t));
+    moe_mutex_lock(&l->lock);
+    bool holds = is_same(&l->table, t) || (l->ready && is_same(&l->next, t));
+    moe_mutex_unlock(&l->lock);
+    return holds;
 }
 
 bool moe_loader_holds(struct moe_loader *l, const struct moe_group_assignment *a)
@@ -387,32 +389,16 @@ bool moe_loader_holds(struct moe_loader *l, const struct moe_group_assignment *a
     struct moe_status st = moe_loader__make_table(l, a, &t);
     if (moe_failed(&st))
         return false;
-    moe_mutex_lock(&l->lock);
-    bool holds = holds_table(l, &t);
-    moe_mutex_unlock(&l->lock);
+    bool holds = moe_loader__holds(l, &t);
     moe_loader__free_table(&t);
-    return holds;
-}
-
-bool moe_loader__accept(struct moe_loader *l, const struct table *t)
-{
-    moe_mutex_lock(&l->lock);
-    bool present = moe_loader__same_content(&l->table, t);
-    bool holds = present || (l->ready && moe_loader__same_content(&l->next, t));
-    struct table *held = present ? &l->table : &l->next;
-    if (holds) {
-        held->hash = t->hash;
-        held->version = t->version;
-    }
-    moe_mutex_unlock(&l->lock);
     return holds;
 }
 
 /* What was fetched for a move stays so: its ticket, or the next view, brings it in. */
 static bool accept_held(struct moe_loader *l, const struct table *t)
 {
-    bool holds = moe_loader__accept(l, t);
-    if (holds && t->spare == 0 && moe_loader_version(l) == t->version)
+    bool holds = moe_loader__holds(l, t);
+    if (holds && t->spare == 0)
         moe_loader_drop_fetched(l, t->version);
     return holds;
 }

@@ -35,10 +35,10 @@ size_t moe_loader_layer_count(const struct moe_loader *l);
 const struct moe_layer_spec *const *moe_loader_specs(const struct moe_loader *l);
 struct moe_layer *const *moe_loader_layers(const struct moe_loader *l);
 
-/* True if the layers, or those that were fetched, are of this assignment: same slot, same experts.
- */
+/* True if the layers, or those that were fetched, are of this assignment: same slot, same version,
+ * same experts. */
 bool moe_loader_holds(struct moe_loader *l, const struct moe_group_assignment *a);
-/* The same, and takes the version of the assignment for them. Layers that are in use stay. */
+/* The same; then frees what was fetched for another one, if the assignment has no spare experts. */
 bool moe_loader_accept(struct moe_loader *l, const struct moe_group_assignment *a);
 /* Loads, unless moe_loader_accept. Frees what was fetched and is not of this assignment, if that
  * has no spare experts. No step may use layers that are replaced. On failure no layer is left.

@@ -250,7 +250,7 @@ struct moe_status moe_loader_fetch(struct moe_loader *l, const struct moe_group_
     struct table t;
     uint64_t next_order = atomic_load(&l->next_cancels);
     MOE_TRY(moe_loader__make_table(l, a, &t));
-    if (moe_loader__accept(l, &t)) {
+    if (moe_loader__holds(l, &t)) {
         moe_loader__free_table(&t);
         return moe_ok();
     }

@@ -63,7 +63,8 @@ struct moe_status moe_loader__make_table(const struct moe_loader *l,
                                          const struct moe_group_assignment *a,
                                          struct table *out) MOE_CHECKED;
 void moe_loader__free_table(struct table *t);
-bool moe_loader__same_content(const struct table *a, const struct table *b);
+/* The layers in use, or those that were fetched, are of this table. */
+bool moe_loader__holds(struct moe_loader *l, const struct table *t);
 /* Experts of `slot`, ascending; `experts` has room for the layer's E. */
 size_t moe_loader__list_own(const struct moe_placement *p, uint32_t slot, uint32_t *experts);
 /* Destroys layers [layer_count] and forgets them. */
@@ -75,8 +76,6 @@ void moe_loader__destroy_layers(const struct moe_loader *l, struct moe_layer **l
 void moe_loader__drop_next(struct moe_loader *l);
 /* With `fetching`: frees layers that a swap has replaced. */
 void moe_loader__settle(struct moe_loader *l);
-/* If the layers, or those that were fetched, are of this table: takes its version for them. */
-bool moe_loader__accept(struct moe_loader *l, const struct table *t);
 /* Ends moe_loader_settle_later at once. */
 void moe_loader__await_settling(struct moe_loader *l);
 

@@ -328,6 +328,9 @@ static void the_next_layers_come_while_the_present_ones_serve(void **state)
     assert_true(layers[0] == present && moe_loader_placement_hash(r->loader) == present_hash);
     assert_true(moe_loader_holds(r->loader, &next) && moe_loader_holds(r->loader, &r->assignment));
 
+    struct moe_group_assignment later = next; /* layers carry the version into steps */
+    later.placement_version = 3;
+    assert_false(moe_loader_holds(r->loader, &later));
     moe_loader_adopt(r->loader, hash + 1); /* a view of another placement */
     assert_true(layers[0] == present && !moe_loader_holds(r->loader, &next));
     assert_ok(
