@@ -659,13 +659,13 @@ static struct moe_status move_away(struct moe_membership *m, uint64_t now_ns, ui
     if ((uint32_t)__builtin_popcountll(rest) < m->config.replicas)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_EXPERT_UNAVAILABLE,
                          "slot %u has the last copy of some experts, and too few others can take "
-                         "them: force drains it nevertheless",
+                         "them: --force drains it nevertheless",
                          slot);
     for (uint32_t s = 0; s < m->config.slots; s++)
         if ((rest >> s & 1) != 0 && m->members[s].state != SLOT_TAKEN)
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_EXPERT_UNAVAILABLE,
                              "slot %u has the last copy of some experts, and slot %u has no worker "
-                             "to take some: force drains it nevertheless",
+                             "to take some: --force drains it nevertheless",
                              slot, s);
     MOE_TRY(moe_membership__may_scale(m));
     if (!begin_input(m, now_ns))
