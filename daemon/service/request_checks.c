@@ -197,8 +197,10 @@ struct moe_status moe_request_check_worker(const struct moe_standing *worker)
     if (worker->lease_lost)
         return moe_request_lease_lost();
     if (worker->epoch == 0 && !worker->awaited)
-        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
-                               "no view is in force: the group is forming, or a slot is empty");
+        return moe_error_retry(
+            MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
+            "no view is in force here: the group is forming, a slot is empty, or "
+            "this worker is a spare");
     return moe_ok();
 }
 
