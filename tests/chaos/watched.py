@@ -175,7 +175,11 @@ class Group:
             return ""
 
     def await_log(self, name, text, times=1):
-        wait_until(lambda: self.log(name).count(text) >= times, LONG_S)
+        try:
+            wait_until(lambda: self.log(name).count(text) >= times, LONG_S)
+        except AssertionError as error:
+            raise AssertionError("%s's log lacks %r:\n%s" % (
+                name, text, self.log(name)[-3000:])) from error
 
     def await_serving(self, epoch):
         self.await_log("coordinator", "serving under epoch %d\n" % epoch)
