@@ -293,13 +293,13 @@ static void check_slots(struct world *w, bool restored)
             w->tries = 0; /* a worker took the slot: attempts start again */
             if (!same)
                 w->joined_ns = w->now_ns;
-            w->last_holders[s] = holder;
             check(w, restored || same || (w->cordoned & w->cordons_known & UINT64_C(1) << s) == 0,
                   "a cordoned slot gets no new worker");
         }
         w->holders[s] = holder;
         if (!held)
             continue;
+        w->last_holders[s] = holder;
         uint32_t id = (uint32_t)(a.worker_id[1] - '0');
         if (w->latest_of[id] != 0 && w->latest_of[id] != a.incarnation)
             w->processes[w->latest_of[id] - 1].replaced = true;
