@@ -9,11 +9,6 @@
 #include <stdio.h>
 #include <string.h>
 
-static uint64_t all_slots(const struct moe_membership *m)
-{
-    return m->saved.places;
-}
-
 bool moe_membership__covers(const struct moe_membership *m, uint64_t slots)
 {
     return m->moved ? moe_placement_is_live(m->placement, slots)
@@ -46,17 +41,23 @@ bool moe_membership__takes_part(const struct moe_membership *m, uint32_t slot)
     return (live >> slot & 1) != 0;
 }
 
+static uint64_t taken_slots(const struct moe_membership *m)
+{
+    uint64_t taken = 0;
+    for (uint32_t s = 0; s < SLOTS_MAX; s++) /* slots that the group lacks are empty */
+        if (m->members[s].state == SLOT_TAKEN && moe_membership__is_place(m, s))
+            taken |= UINT64_C(1) << s;
+    return taken;
+}
+
 uint32_t moe_membership__count_taken(const struct moe_membership *m)
 {
-    uint32_t taken = 0;
-    for (uint32_t s = 0; s < m->config.slots; s++)
-        taken += m->members[s].state == SLOT_TAKEN && moe_membership__is_place(m, s);
-    return taken;
+    return (uint32_t)__builtin_popcountll(taken_slots(m));
 }
 
 bool moe_membership__all_taken(const struct moe_membership *m)
 {
-    return moe_membership__count_taken(m) == moe_membership__size(m);
+    return taken_slots(m) == m->saved.places;
 }
 
 /* Why this slot keeps the group from forming; NULL when it does not. */
@@ -301,15 +302,6 @@ static void begin_epoch(struct moe_membership *m, uint64_t live)
     moe_membership__save(m, true);
 }
 
-static uint64_t taken_slots(const struct moe_membership *m)
-{
-    uint64_t taken = 0;
-    for (uint32_t s = 0; s < SLOTS_MAX; s++) /* slots that the group lacks are empty */
-        if (m->members[s].state == SLOT_TAKEN && moe_membership__is_place(m, s))
-            taken |= UINT64_C(1) << s;
-    return taken;
-}
-
 /* Slots with a worker that may still load. */
 static uint64_t loading_slots(const struct moe_membership *m)
 {
@@ -326,8 +318,8 @@ static uint64_t loading_slots(const struct moe_membership *m)
 /* Slots that may serve without the others. */
 static bool may_mask(const struct moe_membership *m, uint64_t slots)
 {
-    return slots == all_slots(m) || (MOE_GUARD(START_WAITS, m->now_ns >= m->mask_from_ns) &&
-                                     MOE_GUARD(MASK_COVERS, suffice(m, slots)));
+    return slots == m->saved.places || (MOE_GUARD(START_WAITS, m->now_ns >= m->mask_from_ns) &&
+                                        MOE_GUARD(MASK_COVERS, suffice(m, slots)));
 }
 
 /* The slots of the view that should form now; 0 = none. A view that serves grows only: a member
@@ -338,11 +330,11 @@ static uint64_t next_live(const struct moe_membership *m)
     if (!may_mask(m, able))
         return 0;
     bool has_all = MOE_GUARD(GROWTH_KEEPS_MEMBERS, (m->view_live & ~able) == 0);
-    bool changes = able != m->view_live || m->view_version != moe_placement_version(m->placement);
+    bool changes = able != m->view_live || moe_membership__is_replaced(m);
     bool scaling = m->next.places != 0; /* would lose what its members have loaded */
     if (m->view_epoch != 0)
         return !m->restoring && !scaling && changes && has_all ? able : 0;
-    if (able != all_slots(m) && !m->degraded && loading_slots(m) != 0)
+    if (able != m->saved.places && !m->degraded && loading_slots(m) != 0)
         return 0; /* the group starts */
     return moe_membership__fenced(m) ? 0 : able;
 }
@@ -353,7 +345,7 @@ static void end_smaller_view(struct moe_membership *m, uint64_t live)
     char why[MOE_MEMBERSHIP_REASON_BYTES], slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
     if (m->view_epoch == 0)
         return;
-    bool scaled = m->view_version != moe_placement_version(m->placement);
+    bool scaled = moe_membership__is_replaced(m);
     moe_membership__list_slots(slots, scaled ? live : live & ~m->view_live);
     snprintf(why, sizeof why, scaled ? "the experts move to %s" : "%s can take part", slots);
     m->shrinks = true; /* no failure */
@@ -413,13 +405,13 @@ static void prepare(struct moe_membership *m)
         MOE_INVARIANT(a != NULL); /* a lost stream would have ended the epoch */
         a->epoch = m->epoch;
     }
-    if (m->live == all_slots(m)) {
+    if (m->live == m->saved.places) {
         moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_PREPARING, MOE_MEMBERSHIP_NO_SLOT,
                             "preparing epoch %" PRIu64, m->epoch);
         return;
     }
     char without[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
-    moe_membership__list_slots(without, all_slots(m) & ~m->live);
+    moe_membership__list_slots(without, m->saved.places & ~m->live);
     moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_PREPARING, MOE_MEMBERSHIP_NO_SLOT,
                         "preparing epoch %" PRIu64 " without %s", m->epoch, without);
 }
@@ -585,7 +577,7 @@ void moe_membership__form_timeout(struct moe_membership *m)
 
 bool moe_membership_may_move(const struct moe_membership *m)
 {
-    bool all = m->view_epoch != 0 && m->view_live == all_slots(m) && m->phase == PHASE_IDLE &&
+    bool all = m->view_epoch != 0 && m->view_live == m->saved.places && m->phase == PHASE_IDLE &&
                m->awaited_save == 0 && !m->restoring && !m->shutting_down;
     for (uint32_t s = 0; all && s < m->config.slots; s++)
         all = m->members[s].loaded && !m->members[s].leaving && !m->members[s].draining;

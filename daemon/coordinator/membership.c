@@ -527,7 +527,7 @@ void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
     m->members[slot].leaving = true;
-    bool with_others = (m->removed >> slot & 1) != 0; /* advance_move ends the view for all */
+    bool with_others = (m->removed >> slot & 1) != 0; /* scale.c ends the view for all */
     if (!m->shutting_down && !with_others) {
         char clean[MOE_MEMBERSHIP_REASON_BYTES], what[MOE_MEMBERSHIP_REASON_BYTES];
         moe_membership_copy_text(clean, sizeof clean, reason);

@@ -212,6 +212,8 @@ void moe_membership__drain(struct moe_membership *m, uint32_t slot, const char *
 
 bool moe_membership__is_place(const struct moe_membership *m, uint32_t slot);
 uint32_t moe_membership__size(const struct moe_membership *m);
+/* The view in force has an older placement than the next one. */
+bool moe_membership__is_replaced(const struct moe_membership *m);
 /* A number above those of all placements so far. */
 uint32_t moe_membership__new_version(struct moe_membership *m);
 /* Begins to move experts to `places`, while the view in force goes on. */

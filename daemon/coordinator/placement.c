@@ -222,13 +222,8 @@ void moe_placement_count_copies(const struct moe_placement *p, uint64_t live,
 {
     memset(experts, 0, (MOE_PLACEMENT_SLOTS_MAX + 1) * sizeof *experts);
     for (size_t i = 0; i < p->layer_count; i++)
-        for (uint32_t e = 0; e < p->layers[i].experts; e++) {
-            const uint8_t *holders;
-            uint32_t n = moe_placement_holders(p, i, e, &holders), alive = 0;
-            for (uint32_t c = 0; c < n; c++)
-                alive += (uint32_t)(live >> holders[c] & 1);
-            experts[alive]++;
-        }
+        for (uint32_t e = 0; e < p->layers[i].experts; e++)
+            experts[__builtin_popcountll(moe_placement_mask(p, i, e) & live)]++;
 }
 
 void moe_placement_set_version(struct moe_placement *p, uint32_t version)

@@ -225,13 +225,6 @@ static void describe(const struct moe_membership *m, struct moe_membership_group
     }
 }
 
-/* The view in force has an older placement than the next one. */
-static bool is_replaced(const struct moe_membership *m)
-{
-    return m->view_epoch != 0 && m->model_known &&
-           m->view_version != moe_placement_version(m->placement);
-}
-
 void moe_membership_group(const struct moe_membership *m, struct moe_membership_group *out)
 {
     *out = (struct moe_membership_group){.state = group_state(m),
@@ -254,7 +247,7 @@ void moe_membership_group(const struct moe_membership *m, struct moe_membership_
                                          .group_id = m->saved.group_id,
                                          .causes = m->causes};
     out->scaling_to = (uint32_t)__builtin_popcountll(m->next.places);
-    if (out->scaling_to == 0 && (m->removed != 0 || is_replaced(m)))
+    if (out->scaling_to == 0 && (m->removed != 0 || moe_membership__is_replaced(m)))
         out->scaling_to = out->size;
     describe(m, out);
     for (uint32_t s = 0; s < m->config.slots; s++)

@@ -19,6 +19,12 @@ uint32_t moe_membership__size(const struct moe_membership *m)
     return (uint32_t)__builtin_popcountll(m->saved.places);
 }
 
+bool moe_membership__is_replaced(const struct moe_membership *m)
+{
+    return m->view_epoch != 0 && m->model_known &&
+           m->view_version != moe_placement_version(m->placement);
+}
+
 uint32_t moe_membership__new_version(struct moe_membership *m)
 {
     return ++m->last_version;
@@ -33,15 +39,14 @@ struct moe_status moe_membership__may_scale(const struct moe_membership *m)
     if (m->has_models)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_IN_USE,
                          "a group with added models is not scaled: `moectl model unload` first");
-    bool is_replaced = m->view_epoch != 0 && m->view_version != moe_placement_version(m->placement);
     const char *busy = m->shutting_down      ? "the group is shutting down"
                        : m->next.places != 0 ? "the group is being scaled"
                        : m->removed != 0     ? "workers that are not needed any more leave"
                        : m->restoring        ? "the coordinator waits for the members of the view"
-                       : m->phase != PHASE_IDLE ? "the group is forming"
-                       : is_replaced            ? "another placement comes into force"
-                       : m->awaited_save != 0   ? "the state of the group is being written"
-                                                : NULL;
+                       : m->phase != PHASE_IDLE         ? "the group is forming"
+                       : moe_membership__is_replaced(m) ? "another placement comes into force"
+                       : m->awaited_save != 0           ? "the state of the group is being written"
+                                                        : NULL;
     if (busy == NULL)
         return moe_ok();
     return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 1000, "%s", busy);

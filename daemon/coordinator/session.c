@@ -185,36 +185,46 @@ static void send_assign(struct moe_coordinator *c, struct session *s,
     free_lists(&lists);
 }
 
+/* `placement`: of the order; NULL = it has none. */
+static void send_model_order(struct session *s, Moe__V1__ModelOrder *body,
+                             const struct moe_placement *placement)
+{
+    struct placement_lists lists = {0};
+    if (placement != NULL) {
+        if (!make_lists(s, placement, &lists))
+            return;
+        body->slots = moe_placement_slots(placement);
+        body->n_layers = lists.count;
+        body->layers = lists.list;
+    }
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_MODEL_ORDER;
+    m.model_order = body;
+    send_message(s, &m);
+    free_lists(&lists);
+}
+
 void moe_coordinator__send_move_order(struct moe_coordinator *c, const struct moe_moves_action *a)
 {
     struct session *s = find_session(c, a->stream);
-    const struct moe_placement *p = a->step == MOE_MOVES_FETCH
-                                        ? moe_moves_plan(c->moves)
-                                        : moe_membership_placement(c->machine);
-    struct placement_lists lists = {0};
-    if (s == NULL || s->ended || (a->step == MOE_MOVES_FETCH && !make_lists(s, p, &lists)))
+    bool fetch = a->step == MOE_MOVES_FETCH;
+    const struct moe_placement *p =
+        fetch ? moe_moves_plan(c->moves) : moe_membership_placement(c->machine);
+    if (s == NULL || s->ended)
         return;
     Moe__V1__ModelOrder body = MOE__V1__MODEL_ORDER__INIT;
     body.step = (Moe__V1__ModelStep)a->step;
     body.order = a->order;
     body.epoch = a->epoch;
     body.placement_version = moe_placement_version(p);
-    body.n_layers = lists.count;
-    body.layers = lists.list;
-    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
-    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_MODEL_ORDER;
-    m.model_order = &body;
-    send_message(s, &m);
-    free_lists(&lists);
+    send_model_order(s, &body, fetch ? p : NULL);
 }
 
 void moe_coordinator__send_order(struct moe_coordinator *c, const struct moe_added_action *a,
                                  const struct moe_added_info *info)
 {
     struct session *s = find_session(c, a->stream);
-    struct placement_lists lists = {0};
-    if (s == NULL || s->ended ||
-        (a->step == MOE_ADDED_LOAD && !make_lists(s, info->placement, &lists)))
+    if (s == NULL || s->ended)
         return;
     Moe__V1__ModelOrder body = MOE__V1__MODEL_ORDER__INIT;
     body.model = a->number;
@@ -224,21 +234,13 @@ void moe_coordinator__send_order(struct moe_coordinator *c, const struct moe_add
     body.epoch = a->epoch;
     body.if_idle = a->if_idle;
     body.again = a->again;
-    body.n_layers = lists.count;
-    body.layers = lists.list;
-    if (a->step == MOE_ADDED_LOAD)
-        body.slots = moe_placement_slots(info->placement);
     if (a->step == MOE_ADDED_OPEN) {
         body.name = moe_coordinator__text(info->name);
         body.directory = moe_coordinator__text(info->directory);
     }
     if (a->step == MOE_ADDED_ADD)
         body.digest = moe_coordinator__text(moe_coordinator__added_digest(c, info));
-    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
-    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_MODEL_ORDER;
-    m.model_order = &body;
-    send_message(s, &m);
-    free_lists(&lists);
+    send_model_order(s, &body, a->step == MOE_ADDED_LOAD ? info->placement : NULL);
 }
 
 /* All Prepares of an epoch carry the same secret. */

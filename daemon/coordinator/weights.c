@@ -194,12 +194,8 @@ static uint64_t holders_of_any(const struct moe_placement *p)
 {
     uint64_t mask = 0;
     for (size_t i = 0; i < moe_placement_layer_count(p); i++)
-        for (uint32_t e = 0; e < moe_placement_layer_at(p, i).experts; e++) {
-            const uint8_t *holders;
-            uint32_t count = moe_placement_holders(p, i, e, &holders);
-            for (uint32_t c = 0; c < count; c++)
-                mask |= UINT64_C(1) << holders[c];
-        }
+        for (uint32_t e = 0; e < moe_placement_layer_at(p, i).experts; e++)
+            mask |= moe_placement_mask(p, i, e);
     return mask;
 }
 

@@ -343,21 +343,23 @@ struct moe_status moe_loader_swap(struct moe_loader *l, uint32_t version)
     return st;
 }
 
-/* With `fetching`; with `lock` too. */
-static void let_die(struct moe_loader *l)
+/* With `fetching`. `swaps`: only if there were no more; NULL = in any case. */
+static void free_previous(struct moe_loader *l, const uint64_t *swaps)
 {
-    struct moe_layer **empty = l->dying;
-    l->dying = l->previous;
-    l->previous = empty;
+    moe_mutex_lock(&l->lock);
+    if (swaps == NULL || l->swaps == *swaps) {
+        struct moe_layer **empty = l->dying;
+        l->dying = l->previous;
+        l->previous = empty;
+    }
+    moe_mutex_unlock(&l->lock);
+    moe_loader__destroy_layers(l, l->dying);
 }
 
 /* A swap needs a fetch, which settles first. */
 void moe_loader__settle(struct moe_loader *l)
 {
-    moe_mutex_lock(&l->lock);
-    let_die(l);
-    moe_mutex_unlock(&l->lock);
-    moe_loader__destroy_layers(l, l->dying);
+    free_previous(l, NULL);
 }
 
 void moe_loader_settle(struct moe_loader *l)
@@ -376,11 +378,7 @@ static void *settle_soon(void *arg)
          now = moe_clock_ns())
         moe_sleep_until(now + SETTLE_POLL_MS * MOE_NS_PER_MS);
     moe_mutex_lock(&l->fetching);
-    moe_mutex_lock(&l->lock);
-    if (l->swaps == l->settled_swaps)
-        let_die(l);
-    moe_mutex_unlock(&l->lock);
-    moe_loader__destroy_layers(l, l->dying);
+    free_previous(l, &l->settled_swaps);
     moe_mutex_unlock(&l->fetching);
     return NULL;
 }
@@ -397,7 +395,7 @@ void moe_loader__await_settling(struct moe_loader *l)
 void moe_loader_settle_later(struct moe_loader *l)
 {
     moe_mutex_lock(&l->lock);
-    bool settled = l->layer_count == 0 || l->previous[0] == NULL;
+    bool settled = l->previous[0] == NULL;
     uint64_t swaps = l->swaps;
     moe_mutex_unlock(&l->lock);
     if (settled)

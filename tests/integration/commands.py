@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs moectl as a script does, apart from the groups of the user."""
 
-import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -27,13 +25,8 @@ def run(*arguments, cwd=None, **more):
                           text=True, timeout=120, env=environment, cwd=cwd)
 
 
-@contextlib.contextmanager
 def folder():
-    path = tempfile.mkdtemp(prefix="moed-test-")
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix="moed-test-", ignore_cleanup_errors=True)
 
 
 def listens(endpoint):

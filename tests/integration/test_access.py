@@ -97,13 +97,8 @@ def plain(endpoint):
     return grpc.insecure_channel(endpoint, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
-@contextlib.contextmanager
 def directory():
-    path = tempfile.mkdtemp(prefix="moed-access-")
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix="moed-access-", ignore_cleanup_errors=True)
 
 
 def write(path, text, mode=0o600):

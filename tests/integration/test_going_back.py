@@ -28,6 +28,16 @@ class GoingBack(Saves):
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 1]))
 
+    def save_twice(self, g):
+        """Saves first and second; the client, and its answer at first."""
+        client = Client(g)
+        client.train(1)
+        first = client.ask()
+        client.save("first", 15)
+        client.train(2)
+        client.save("second", 25)
+        return client, first
+
     def recover(self, channel, name="", as_loaded=False):
         return wire.train(channel, "RecoverTraining", training.RecoverTrainingRequest(
             name=name, as_loaded=as_loaded))
@@ -83,12 +93,7 @@ class GoingBack(Saves):
 
     def test_python_reports_the_problem_too(self):
         with self.group(2, "--wait-budget-ms", "500") as g:
-            client = Client(g)
-            client.train(1)
-            first = client.ask()
-            client.save("first", 15)
-            client.train(2)
-            client.save("second", 25)
+            client, first = self.save_twice(g)
             self.damage("second")
             epoch, problem = self.lose_a_worker(g, client)
             with moed.Client(g.endpoints[1]) as other:
@@ -107,12 +112,7 @@ class GoingBack(Saves):
 
     def test_a_group_goes_further_back_only_on_request(self):
         with self.group(2, "--wait-budget-ms", "500") as g:
-            client = Client(g)
-            client.train(1)
-            first = client.ask()
-            client.save("first", 15)
-            client.train(2)
-            client.save("second", 25)
+            client, first = self.save_twice(g)
             self.assertEqual(refusal(self.recover, client.channel, "first")[0],
                              ("FAILED_PRECONDITION", "UNSUPPORTED"))  # the group serves
             self.damage("second")
