@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # What is chosen before kernels run is plain C and tested everywhere; the kernels where they are
 # built, and skipped where no Hopper GPU answers.
-foreach(choice gemm_choice backward_plan)
+foreach(choice gemm_choice graph_key backward_plan)
   moe_test(test_${choice}
     SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${choice}.c
     USES moe_cuda_plan

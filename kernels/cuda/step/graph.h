@@ -7,7 +7,8 @@
 #ifndef MOE_CUDA_GRAPH_H
 #define MOE_CUDA_GRAPH_H
 
-#include "cuda/layer/layer.h"
+#include "cuda/core/device.h"
+#include "cuda/plan/graph_key.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -16,16 +17,7 @@ extern "C" {
 enum {
     MOE_CUDA_STEP_SLOTS = 2,  /* steps of a session that may be unfinished */
     MOE_CUDA_MAX_GRAPHS = 64, /* cached shapes: a dozen buckets of a few kinds of layers */
-    MOE_CUDA_KEY_WORDS = 36,
 };
-
-/* Everything that the launches of a step depend on, except the session's memory. `retains`: the
- * step leaves gate and up for a backward pass. */
-struct moe_cuda_graph_key {
-    uint32_t word[MOE_CUDA_KEY_WORDS];
-};
-void moe_cuda_graph_key_of(const struct moe_layer *layer, enum moe_dtype dtype, uint32_t bucket,
-                           bool retains, struct moe_cuda_graph_key *out);
 
 /* A shape's steps, ready to be launched. */
 struct moe_cuda_graph {

@@ -291,16 +291,31 @@ static struct shape shape_of(const struct moe_step *step)
     return (struct shape){step->owner, a->layer, a->dtype, a->bucket, step->at, step->retains};
 }
 
+static void graph_key_of(const struct moe_step *step, struct moe_cuda_graph_key *out)
+{
+    const struct moe_step_args *a = &step->args;
+    const struct moe_layer *layer = a->layer;
+    struct moe_cuda_graph_shape shape = {.spec = &layer->spec,
+                                         .local_experts = layer->local_experts,
+                                         .copies = layer->active.offset[layer->spec.experts],
+                                         .dtype = a->dtype,
+                                         .bucket = a->bucket,
+                                         .retains = step->retains};
+    _Static_assert((int)MOE_CUDA_MATRICES == MOE_CUDA_KEY_MATRICES, "the key has all matrices");
+    for (uint32_t m = 0; m < MOE_CUDA_MATRICES; m++)
+        shape.matrix[m] = layer->desc.matrix[m].dtype;
+    moe_cuda_graph_key_of(&shape, out);
+}
+
 static struct moe_status take_graph(struct moe_step *step)
 {
     struct moe_cuda_steps *steps = step->owner;
-    const struct moe_step_args *a = &step->args;
     struct shape shape = shape_of(step);
     struct moe_cuda_graph_key key;
     if (steps->buffers_moved != steps->session->device->buffers_moved)
         moe_cuda_graphs_clear(&steps->graphs); /* growing has waited for the device */
     steps->buffers_moved = steps->session->device->buffers_moved;
-    moe_cuda_graph_key_of(a->layer, a->dtype, a->bucket, step->retains, &key);
+    graph_key_of(step, &key);
     return moe_cuda_graphs_take(&steps->graphs, &key, capture_slot, &shape, &step->graph);
 }
 
