@@ -208,6 +208,10 @@ jobs_at_once() {
     echo "large_buffers 300 $suite/large --backend cuda --slots 1 --first 1 --cases 1 --weights-mib 9216"
     echo "golden_backend 120 $suite/golden --backend cuda --models $models"
     echo "golden_quantised 120 $suite/golden --backend cuda --models $models/../quantised"
+    # Quantised checkpoints through daemons: as they are, decoded, and with adapters.
+    echo "quantised_fp8 300 $(integration test_quantised Fp8)"
+    echo "quantised_mx 300 $(integration test_quantised Mx)"
+    echo "quantised_decoded 300 $(integration test_quantised Decoded Training)"
     echo "golden_cublas 120 $suite/golden --backend cuda --models $models --gemm cublas"
     echo "ggemm 120 $build/tests/unit/test_ggemm"
     echo "packed 120 $build/tests/unit/test_packed"
