@@ -299,10 +299,12 @@ double wire_megabytes(const bench &b)
 {
     size_t rows = 0;
     for (uint32_t t = 0; t < b.s.tokens; t++) {
-        uint32_t wanted = 0;
+        uint64_t wanted = 0;
         for (size_t i = t * b.s.top_k; i < (t + 1) * b.s.top_k; i++)
-            wanted |= 1u << (static_cast<uint32_t>(b.ids[i]) * b.member->slots / b.s.experts);
-        rows += static_cast<size_t>(__builtin_popcount(wanted & ~(1u << b.member->slot)));
+            wanted |=
+                UINT64_C(1) << (static_cast<uint32_t>(b.ids[i]) * b.member->slots / b.s.experts);
+        rows +=
+            static_cast<size_t>(__builtin_popcountll(wanted & ~(UINT64_C(1) << b.member->slot)));
     }
     return static_cast<double>(rows * b.s.hidden * 2) / 1e6;
 }

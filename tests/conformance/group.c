@@ -79,7 +79,7 @@ void group_start(struct group *g, uint32_t slots, int (*fn)(struct member *), vo
     g->board =
         mmap(NULL, sizeof *g->board, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     MOE_INVARIANT(g->board != MAP_FAILED);
-    g->board->gather_ms = 60000;
+    g->board->gather_ms = 60000 + 1000 * slots; /* many of them may open one device */
     struct moe_status st = moe_backends_prepare(NULL, NULL);
     MOE_INVARIANT(!moe_failed(&st));
     read_hosts(slots);

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Lets several slots run on one GPU, for tests: stands in for NCCL, which refuses two ranks on one
- * GPU, and for the checks that refuse it before. A module for tests (backend_cuda_one_gpu.so) is
- * the CUDA backend with this file in front of NCCL; all else is the backend's own code. The driver
- * gives the GPU to one process at a time, so waits between slots take milliseconds: results count
- * here, and times do not.
+ * GPU, and for the checks that refuse it before. A machine's GPUs share the slots. A module for
+ * tests (backend_cuda_one_gpu.so) is the CUDA backend with this file in front of NCCL; all else is
+ * the backend's own code. The driver gives the GPU to one process at a time, so waits between slots
+ * take milliseconds: results count here, and times do not.
  *
  * Only what the backend calls is here. Windows are memory that processes share by CUDA IPC.
  * Messages go through a file in memory that all processes of the group have mapped: a few blocks
- * per ordered pair of ranks, and two counters on which streams wait. A call that needs all ranks
+ * per ordered pair of ranks, and two counters on which streams wait. One stream sends and one
+ * receives, both in the order of the calls: to the next rank and from the last, then to the second
+ * next, and so on. So each message waits for earlier ones only. A call that needs all ranks
  * begins at once and ends when ncclCommGetAsyncError has seen all of them begin it. */
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -25,13 +27,14 @@
 #include <unistd.h>
 
 enum {
-    RANKS = 8,
-    BLOCK = 1 << 20,       /* bytes of a message that are under way at once ... */
-    BLOCKS = 4,            /* ... times this */
-    GENERATIONS = 2,       /* a communicator, and the one that is split off it */
-    MEMORY_UNIT = 2 << 20, /* allocations of this size have separate IPC handles */
+    RANKS = 64,
+    BLOCKS = 4,             /* of a message that are under way at once */
+    BLOCK_MAX = 1 << 20,    /* bytes of a block */
+    ALL_BLOCKS = 256 << 20, /* bytes of all blocks of a group; a power of two */
+    GENERATIONS = 2,        /* a communicator, and the one that is split off it */
+    MEMORY_UNIT = 2 << 20,  /* allocations of this size have separate IPC handles */
     POLL_US = 200,
-    DEVICES = 8,
+    DEVICES = 64,
 };
 
 /* One direction of a pair. */
@@ -44,12 +47,14 @@ struct board {
     _Atomic uint64_t reached[RANKS]; /* collective calls that each rank has begun */
     cudaIpcMemHandle_t window[RANKS];
     struct lane lane[RANKS][RANKS]; /* [from][to] */
-    _Alignas(4096) uint8_t block[RANKS][RANKS][BLOCKS][BLOCK];
+    _Alignas(4096) uint8_t block[]; /* [from][to][BLOCKS] of block_bytes */
 };
+enum { BOARD_MAX = sizeof(struct board) + ALL_BLOCKS };
 
 struct ncclComm {
     int rank, ranks;
     struct board *board;    /* of this generation */
+    size_t block_bytes;     /* the same on all ranks */
     int file;               /* for the communicator that is split off; -1 */
     uint64_t calls;         /* collective calls that this rank has begun */
     struct ncclComm *child; /* while a split is under way */
@@ -57,7 +62,7 @@ struct ncclComm {
     ncclWindow_t *registered;
     uint8_t *base[RANKS];
     bool connected; /* the fields below are there */
-    cudaStream_t out[RANKS], in[RANKS];
+    cudaStream_t out, in;
     cudaEvent_t fork_event, join_event;
     uint64_t sent[RANKS], taken[RANKS]; /* blocks */
 };
@@ -74,6 +79,7 @@ ncclResult_t ncclGroupEnd(void);
 
 cudaError_t __real_cudaGetDeviceProperties(struct cudaDeviceProp *p, int device);
 cudaError_t __real_cudaSetDevice(int device);
+cudaError_t __real_cudaGetDeviceCount(int *count);
 cudaError_t __wrap_cudaGetDeviceProperties(struct cudaDeviceProp *p, int device);
 cudaError_t __wrap_cudaSetDevice(int device);
 cudaError_t __wrap_cudaGetDeviceCount(int *count);
@@ -82,16 +88,27 @@ struct moe_status __wrap_moe_session_check_gpus(uint64_t live, uint32_t slots,
 struct moe_status __wrap_moe_cuda_window_read_peers(ncclWindow_t handle, uint32_t ranks,
                                                     uint8_t **table, cudaStream_t stream);
 
+static cudaError_t real_device(int device, int *real)
+{
+    int count = 0;
+    cudaError_t rc = __real_cudaGetDeviceCount(&count);
+    if (rc == cudaSuccess)
+        *real = device % count;
+    return rc;
+}
+
 cudaError_t __wrap_cudaGetDeviceProperties(struct cudaDeviceProp *p, int device)
 {
-    (void)device;
-    return __real_cudaGetDeviceProperties(p, 0);
+    int real = 0;
+    cudaError_t rc = real_device(device, &real);
+    return rc == cudaSuccess ? __real_cudaGetDeviceProperties(p, real) : rc;
 }
 
 cudaError_t __wrap_cudaSetDevice(int device)
 {
-    (void)device;
-    return __real_cudaSetDevice(0);
+    int real = 0;
+    cudaError_t rc = real_device(device, &real);
+    return rc == cudaSuccess ? __real_cudaSetDevice(real) : rc;
 }
 
 cudaError_t __wrap_cudaGetDeviceCount(int *count)
@@ -123,13 +140,34 @@ struct group_name {
     int pid, file;
 };
 
-static struct board *map_board(int file, size_t generation)
+/* Of the blocks of a group of this size. */
+static size_t block_bytes_of(size_t ranks)
 {
-    void *p = mmap(NULL, sizeof(struct board), PROT_READ | PROT_WRITE, MAP_SHARED, file,
-                   (off_t)(generation * sizeof(struct board)));
+    size_t bytes = BLOCK_MAX;
+    while (bytes * ranks * ranks * BLOCKS > ALL_BLOCKS)
+        bytes /= 2;
+    return bytes;
+}
+
+static size_t board_bytes(const struct ncclComm *comm)
+{
+    size_t ranks = (size_t)comm->ranks;
+    return sizeof(struct board) + ranks * ranks * BLOCKS * comm->block_bytes;
+}
+
+static uint8_t *block_of(const struct ncclComm *comm, int from, int to, uint64_t n)
+{
+    size_t pair = (size_t)from * (size_t)comm->ranks + (size_t)to;
+    return comm->board->block + (pair * BLOCKS + n % BLOCKS) * comm->block_bytes;
+}
+
+static struct board *map_board(const struct ncclComm *comm, size_t generation)
+{
+    void *p = mmap(NULL, board_bytes(comm), PROT_READ | PROT_WRITE, MAP_SHARED, comm->file,
+                   (off_t)(generation * BOARD_MAX));
     return p == MAP_FAILED ? NULL : p;
 }
-_Static_assert(sizeof(struct board) % 4096 == 0, "generations begin at pages");
+_Static_assert(BOARD_MAX % 4096 == 0, "generations begin at pages");
 
 ncclResult_t ncclGetVersion(int *version)
 {
@@ -146,7 +184,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *out)
 {
     struct group_name name = {.magic = "one-gpu", .pid = getpid()};
     name.file = memfd_create("one-gpu", MFD_CLOEXEC);
-    if (name.file < 0 || ftruncate(name.file, GENERATIONS * sizeof(struct board)) != 0)
+    if (name.file < 0 || ftruncate(name.file, (off_t)GENERATIONS * BOARD_MAX) != 0)
         return ncclSystemError;
     memset(out, 0, sizeof *out);
     memcpy(out->internal, &name, sizeof name);
@@ -166,7 +204,8 @@ static struct ncclComm *new_comm(int rank, int ranks, int file, size_t generatio
     comm->rank = rank;
     comm->ranks = ranks;
     comm->file = file;
-    comm->board = map_board(file, generation);
+    comm->block_bytes = block_bytes_of((size_t)ranks);
+    comm->board = map_board(comm, generation);
     if (comm->board != NULL)
         return comm;
     free(comm);
@@ -303,36 +342,30 @@ static void free_comm(struct ncclComm *comm)
 {
     close_windows(comm);
     if (comm->connected) {
-        for (int r = 0; r < comm->ranks; r++) {
-            (void)cudaStreamDestroy(comm->out[r]);
-            (void)cudaStreamDestroy(comm->in[r]);
-        }
+        (void)cudaStreamDestroy(comm->out);
+        (void)cudaStreamDestroy(comm->in);
         (void)cudaEventDestroy(comm->fork_event);
         (void)cudaEventDestroy(comm->join_event);
         (void)cudaHostUnregister(comm->board);
     }
-    (void)munmap(comm->board, sizeof *comm->board);
+    (void)munmap(comm->board, board_bytes(comm));
     (void)close(comm->file);
     free(comm);
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm)
 {
-    for (int r = 0; comm->connected && r < comm->ranks; r++)
-        if (cudaStreamSynchronize(comm->out[r]) != cudaSuccess ||
-            cudaStreamSynchronize(comm->in[r]) != cudaSuccess)
-            return ncclUnhandledCudaError;
+    if (comm->connected && (cudaStreamSynchronize(comm->out) != cudaSuccess ||
+                            cudaStreamSynchronize(comm->in) != cudaSuccess))
+        return ncclUnhandledCudaError;
     free_comm(comm);
     return ncclSuccess;
 }
 
 static bool busy(const struct ncclComm *comm)
 {
-    bool any = false;
-    for (int r = 0; r < comm->ranks; r++)
-        any = any || cudaStreamQuery(comm->out[r]) == cudaErrorNotReady ||
-              cudaStreamQuery(comm->in[r]) == cudaErrorNotReady;
-    return any;
+    return cudaStreamQuery(comm->out) == cudaErrorNotReady ||
+           cudaStreamQuery(comm->in) == cudaErrorNotReady;
 }
 
 /* This rank alone waits on these counters, so peers notice nothing. A peer that still runs may
@@ -371,14 +404,13 @@ static ncclResult_t connect_comm(struct ncclComm *comm)
 {
     if (comm->connected)
         return ncclSuccess;
-    bool good = find_driver() && cudaHostRegister(comm->board, sizeof *comm->board,
+    bool good = find_driver() && cudaHostRegister(comm->board, board_bytes(comm),
                                                   cudaHostRegisterDefault) == cudaSuccess;
     good = good &&
            cudaEventCreateWithFlags(&comm->fork_event, cudaEventDisableTiming) == cudaSuccess &&
            cudaEventCreateWithFlags(&comm->join_event, cudaEventDisableTiming) == cudaSuccess;
-    for (int r = 0; good && r < comm->ranks; r++)
-        good = cudaStreamCreateWithFlags(&comm->out[r], cudaStreamNonBlocking) == cudaSuccess &&
-               cudaStreamCreateWithFlags(&comm->in[r], cudaStreamNonBlocking) == cudaSuccess;
+    good = good && cudaStreamCreateWithFlags(&comm->out, cudaStreamNonBlocking) == cudaSuccess &&
+           cudaStreamCreateWithFlags(&comm->in, cudaStreamNonBlocking) == cudaSuccess;
     comm->connected = good;
     return good ? ncclSuccess : ncclUnhandledCudaError;
 }
@@ -439,20 +471,20 @@ static CUdeviceptr address(const void *p)
 static bool send_message(struct ncclComm *comm, const struct message *m)
 {
     struct lane *lane = &comm->board->lane[comm->rank][m->peer];
-    cudaStream_t stream = comm->out[m->peer];
+    cudaStream_t stream = comm->out;
     bool good = true;
-    for (size_t at = 0; good && at < m->bytes; at += BLOCK) {
+    for (size_t at = 0; good && at < m->bytes; at += comm->block_bytes) {
         uint64_t n = comm->sent[m->peer]++;
-        size_t bytes = m->bytes - at < BLOCK ? m->bytes - at : BLOCK;
+        size_t bytes = m->bytes - at < comm->block_bytes ? m->bytes - at : comm->block_bytes;
         if (n >= BLOCKS)
             good = driver.wait(stream, address(&lane->consumed), n - BLOCKS + 1,
                                CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS;
-        good = good &&
-               cudaMemcpyAsync(comm->board->block[comm->rank][m->peer][n % BLOCKS],
-                               (const uint8_t *)m->from + at, bytes, cudaMemcpyDeviceToHost,
-                               stream) == cudaSuccess &&
-               driver.write(stream, address(&lane->produced), n + 1,
-                            CU_STREAM_WRITE_VALUE_DEFAULT) == CUDA_SUCCESS;
+        good =
+            good &&
+            cudaMemcpyAsync(block_of(comm, comm->rank, m->peer, n), (const uint8_t *)m->from + at,
+                            bytes, cudaMemcpyDeviceToHost, stream) == cudaSuccess &&
+            driver.write(stream, address(&lane->produced), n + 1, CU_STREAM_WRITE_VALUE_DEFAULT) ==
+                CUDA_SUCCESS;
     }
     return good;
 }
@@ -460,15 +492,14 @@ static bool send_message(struct ncclComm *comm, const struct message *m)
 static bool take_message(struct ncclComm *comm, const struct message *m)
 {
     struct lane *lane = &comm->board->lane[m->peer][comm->rank];
-    cudaStream_t stream = comm->in[m->peer];
+    cudaStream_t stream = comm->in;
     bool good = true;
-    for (size_t at = 0; good && at < m->bytes; at += BLOCK) {
+    for (size_t at = 0; good && at < m->bytes; at += comm->block_bytes) {
         uint64_t n = comm->taken[m->peer]++;
-        size_t bytes = m->bytes - at < BLOCK ? m->bytes - at : BLOCK;
+        size_t bytes = m->bytes - at < comm->block_bytes ? m->bytes - at : comm->block_bytes;
         good = driver.wait(stream, address(&lane->produced), n + 1, CU_STREAM_WAIT_VALUE_GEQ) ==
                    CUDA_SUCCESS &&
-               cudaMemcpyAsync((uint8_t *)m->to + at,
-                               comm->board->block[m->peer][comm->rank][n % BLOCKS], bytes,
+               cudaMemcpyAsync((uint8_t *)m->to + at, block_of(comm, m->peer, comm->rank, n), bytes,
                                cudaMemcpyHostToDevice, stream) == cudaSuccess &&
                driver.write(stream, address(&lane->consumed), n + 1,
                             CU_STREAM_WRITE_VALUE_DEFAULT) == CUDA_SUCCESS;
@@ -476,12 +507,15 @@ static bool take_message(struct ncclComm *comm, const struct message *m)
     return good;
 }
 
-static bool move(struct ncclComm *comm, const struct message *m)
+/* Work on `stream` follows the group's stream, which then waits for it. */
+static bool fork_stream(const struct ncclComm *comm, cudaStream_t stream)
 {
-    cudaStream_t stream = m->sends ? comm->out[m->peer] : comm->in[m->peer];
-    return cudaStreamWaitEvent(stream, comm->fork_event, 0) == cudaSuccess &&
-           (m->sends ? send_message(comm, m) : take_message(comm, m)) &&
-           cudaEventRecord(comm->join_event, stream) == cudaSuccess &&
+    return cudaStreamWaitEvent(stream, comm->fork_event, 0) == cudaSuccess;
+}
+
+static bool join_stream(const struct ncclComm *comm, cudaStream_t stream)
+{
+    return cudaEventRecord(comm->join_event, stream) == cudaSuccess &&
            cudaStreamWaitEvent(group.stream, comm->join_event, 0) == cudaSuccess;
 }
 
@@ -493,8 +527,11 @@ ncclResult_t ncclGroupEnd(void)
     ncclResult_t rc = connect_comm(comm);
     if (rc != ncclSuccess)
         return rc;
-    bool good = cudaEventRecord(comm->fork_event, group.stream) == cudaSuccess;
+    bool good = cudaEventRecord(comm->fork_event, group.stream) == cudaSuccess &&
+                fork_stream(comm, comm->out) && fork_stream(comm, comm->in);
     for (size_t i = 0; good && i < group.count; i++)
-        good = move(comm, &group.message[i]);
+        good = group.message[i].sends ? send_message(comm, &group.message[i])
+                                      : take_message(comm, &group.message[i]);
+    good = good && join_stream(comm, comm->out) && join_stream(comm, comm->in);
     return good ? ncclSuccess : ncclUnhandledCudaError;
 }

@@ -15,8 +15,9 @@
 #   --sanitizer   also memcheck and racecheck of a few cases, on 1 and 2 GPUs: minutes
 #   --only TEXT   only steps with names that contain this
 #   --list GPUS   prints the steps of a machine with so many Hopper GPUs, and runs nothing
-#   --same-gpu N  runs the steps of N GPUs with 2 or more slots on one GPU: all kernels, daemons and
-#                 faults, but with one_gpu.c in the place of NCCL. Waits take milliseconds there
+#   --same-gpu N  runs the steps of N GPUs with 2 or more slots on fewer GPUs: all kernels, daemons and
+#                 faults, but with one_gpu.c in the place of NCCL. Waits take milliseconds there. With
+#                 N = 64, also groups of 64 slots: minutes, some 80 GB of GPU memory
 #
 # Runs all steps, prints one line each, the last log lines of failed steps, and a summary. Exits 0
 # only if no step failed; a step that the backend cannot do counts as skipped. BUILD_DIRECTORY may be
@@ -228,6 +229,15 @@ jobs_at_once() {
 }
 
 alone() {
+    # Masks of 64 slots, two turns of sending, more than 32 copies of an expert: two cases that have
+    # them, with and without the quick regions. Each wait lasts a round of all slots.
+    if [ "$gpus" -ge 64 ]; then
+        many="$suite/conformance --backend cuda --slots 64 --seed 1"
+        echo "conformance_64 600 $many --first 4 --cases 2"
+        echo "network_64 600 $many --first 4 --cases 2 --transport network"
+        echo "domains_64 600 $many --first 4 --cases 2 --domain-size 8"
+        echo "training_64 600 $many --first 5 --cases 1 --training"
+    fi
     for n in $(group_sizes); do
         [ "$n" -gt 1 ] || continue
         # The backend refuses a setting that windows do not support, and names it.

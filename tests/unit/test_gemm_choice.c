@@ -102,9 +102,12 @@ static void layers_without_room_for_their_tables_are_found(void **state)
     assert_true(moe_cuda_tables_fit(8, 1024, 8 * 1024)); /* every expert on every slot */
     assert_true(moe_cuda_tables_fit(16, 512, 16 * 512));
     assert_true(moe_cuda_tables_fit(32, 352, 32 * 352));
+    assert_true(moe_cuda_tables_fit(64, 16, 1024));      /* the largest layer, spread evenly */
+    assert_true(moe_cuda_tables_fit(64, 176, 64 * 176)); /* and eleven copies of each */
+    assert_false(moe_cuda_tables_fit(64, 177, 1024));
     assert_false(moe_cuda_tables_fit(32, 353, 1024));
     assert_false(moe_cuda_tables_fit(16, 1024, 16 * 1024));
-    assert_false(moe_cuda_tables_fit(32, 32, MOE_CUDA_MAX_COPIES + 1));
+    assert_false(moe_cuda_tables_fit(64, 32, MOE_CUDA_MAX_COPIES + 1));
 }
 
 /* A bigger bucket never goes back to a tile for fewer rows. */

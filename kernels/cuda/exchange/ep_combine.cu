@@ -17,13 +17,16 @@
 
 constexpr uint32_t SLOTS_AT_ONCE = 3; /* loads of different peers' partials in flight */
 
-/* Parameters of a kernel: dtypes of tokens and of the experts' rows, columns per lane, and whether
- * partials use the quick regions. */
-template <typename Element_, typename Out_, uint32_t N_, bool QUICK_> struct kind {
+/* Parameters of a kernel: dtypes of tokens and of the experts' rows, columns per lane, whether
+ * partials use the quick regions, and the mask of slots: 64 bits in groups of more than 32, which
+ * take more registers. */
+template <typename Element_, typename Out_, uint32_t N_, bool QUICK_, typename Slots_> struct kind {
     using Element = Element_;
     using Out = Out_;
+    using Slots = Slots_;
     static constexpr uint32_t N = N_, STEP = 32 * N_; /* per warp */
     static constexpr bool QUICK = QUICK_;
+    static constexpr uint32_t MAX_SLOTS = 8 * sizeof(Slots);
     /* Loads in flight, as many as registers allow: of different rows, and steps of each. */
     static constexpr uint32_t RETURN_ROWS = 4, RETURN_STEPS = sizeof(Out) != 2 ? 2 : QUICK_ ? 3 : 4;
     static constexpr uint32_t FINISH_ROWS = QUICK_ ? 2 : 4, FINISH_STEPS = sizeof(Out) != 2 ? 1 : 2;
@@ -120,22 +123,23 @@ __device__ static void return_tokens(const struct moe_cuda_pass &p, const struct
 
 /* --------------------------------------------------------------- at home */
 
-/* Data to finish a token: lane k has its k-th choice, lane s the slot s. */
-struct own_token {
-    uint32_t row;    /* local row of choice k, or MOE_CUDA_NO_ROW */
-    uint32_t local;  /* bit k: choice k has a local row */
-    uint32_t wanted; /* bit s: slot s has rows of this token */
-    uint32_t zero;   /* bit k: choice k is a zero expert */
-    float weight;    /* of choice k, if there are zero experts */
-    bool base;       /* its sum begins with its row of `base` */
+/* Data to finish a token: lane k has its k-th choice. */
+template <typename Slots> struct own_token {
+    uint32_t row;   /* local row of choice k, or MOE_CUDA_NO_ROW */
+    uint32_t local; /* bit k: choice k has a local row */
+    Slots wanted;   /* bit s: slot s has rows of this token */
+    uint32_t zero;  /* bit k: choice k is a zero expert */
+    float weight;   /* of choice k, if there are zero experts */
+    bool base;      /* its sum begins with its row of `base` */
 };
 
-__device__ static struct own_token describe_token(const struct moe_cuda_pass &p, uint32_t t)
+template <typename Slots>
+__device__ static own_token<Slots> describe_token(const struct moe_cuda_pass &p, uint32_t t)
 {
     const uint32_t lane = threadIdx.x % 32;
-    struct own_token o;
+    own_token<Slots> o;
     o.row = lane < p.top_k ? row_of_token(p, p.slot, t)[lane] : MOE_CUDA_NO_ROW;
-    o.wanted = p.own[t].wanted;
+    o.wanted = static_cast<Slots>(p.own[t].wanted);
     o.zero = p.own[t].zero;
     o.local = __ballot_sync(ALL_LANES, o.row != MOE_CUDA_NO_ROW);
     o.weight = 0.0f;
@@ -157,17 +161,37 @@ template <typename K> struct batch {
     packed<typename K::Element, K::N> part[SLOTS_AT_ONCE][K::FINISH_STEPS];
 };
 
+__device__ inline uint32_t count_of(uint32_t slots)
+{
+    return static_cast<uint32_t>(__popc(slots));
+}
+
+__device__ inline uint32_t count_of(uint64_t slots)
+{
+    return static_cast<uint32_t>(__popcll(slots));
+}
+
+__device__ inline uint32_t lowest_of(uint32_t slots)
+{
+    return static_cast<uint32_t>(__ffs(static_cast<int>(slots))) - 1;
+}
+
+__device__ inline uint32_t lowest_of(uint64_t slots)
+{
+    return static_cast<uint32_t>(__ffsll(static_cast<long long>(slots))) - 1;
+}
+
 /* Begins to load the partials of the next peers in `left`. */
 template <typename K>
 __device__ static void begin_batch(const struct moe_cuda_pass &p, const struct stretch &at,
-                                   uint32_t *left, struct batch<K> *b)
+                                   typename K::Slots *left, struct batch<K> *b)
 {
-    b->n = min(SLOTS_AT_ONCE, static_cast<uint32_t>(__popc(*left)));
+    b->n = min(SLOTS_AT_ONCE, count_of(*left));
 #pragma unroll
     for (uint32_t i = 0; i < SLOTS_AT_ONCE; i++) {
         if (i >= b->n)
             continue;
-        b->slot[i] = static_cast<uint32_t>(__ffs(*left)) - 1;
+        b->slot[i] = lowest_of(*left);
         *left &= *left - 1;
         const typename K::Element *from = partial_at<K>(p, at.window, b->slot[i], at.t) + at.h;
 #pragma unroll
@@ -224,9 +248,9 @@ __device__ static bool add_batch(const struct moe_cuda_pass &p, const struct str
 
 /* Adds w * x of the zero experts and stores y. */
 template <typename K>
-__device__ static void store_stretch(const struct moe_cuda_pass &p, const struct own_token &o,
-                                     const struct stretch &at,
-                                     columns<K::N> (&sum)[K::FINISH_STEPS])
+__device__ static void
+store_stretch(const struct moe_cuda_pass &p, const own_token<typename K::Slots> &o,
+              const struct stretch &at, columns<K::N> (&sum)[K::FINISH_STEPS])
 {
     using Element = typename K::Element;
     const size_t first = static_cast<size_t>(at.t) * p.hidden + at.h;
@@ -253,12 +277,13 @@ __device__ static void store_stretch(const struct moe_cuda_pass &p, const struct
 
 /* Finishes a stretch of this slot's token: base, then the slots in order, then zero experts. */
 template <typename K>
-__device__ static bool finish_stretch(const struct moe_cuda_pass &p, const struct own_token &o,
+__device__ static bool finish_stretch(const struct moe_cuda_pass &p,
+                                      const own_token<typename K::Slots> &o,
                                       const struct stretch &at)
 {
     columns<K::N> sum[K::FINISH_STEPS], own[K::FINISH_STEPS];
     bool good = true, own_left = (o.wanted >> p.slot & 1) != 0;
-    uint32_t left = o.wanted & ~(1u << p.slot);
+    typename K::Slots left = o.wanted & ~(static_cast<typename K::Slots>(1) << p.slot);
     struct batch<K> b;
     begin_batch(p, at, &left, &b);
     if (own_left)
@@ -306,14 +331,19 @@ __device__ static bool finish_token(const struct moe_cuda_pass &p, struct homes 
         write_zeros<K>(p, t, begin, end);
         return true;
     }
-    const struct own_token o = describe_token(p, t);
+    const auto o = describe_token<typename K::Slots>(p, t);
     bool good = true;
-    if (part == 0 && lane != p.slot && (o.wanted >> lane & 1))
-        atomicAdd(&homes.sent_rows[lane], 1u);
-    if (!K::QUICK && lane != p.slot && (o.wanted >> lane & 1))
-        good = wait_flag(p.control, p.abort,
-                         moe_window_returned_part_of(&p.layout, window, lane, t, part), homes.stamp,
-                         lane, &unused);
+#pragma unroll
+    for (uint32_t slot = lane; slot < K::MAX_SLOTS; slot += 32) {
+        if (slot == p.slot || !(o.wanted >> slot & 1))
+            continue;
+        if (part == 0)
+            atomicAdd(&homes.sent_rows[slot], 1u);
+        if (!K::QUICK)
+            good = good && wait_flag(p.control, p.abort,
+                                     moe_window_returned_part_of(&p.layout, window, slot, t, part),
+                                     homes.stamp, slot, &unused);
+    }
     good = __all_sync(ALL_LANES, good);
     __syncwarp(); /* a vote orders no memory */
     constexpr uint32_t WIDTH = K::STEP * K::FINISH_STEPS;
@@ -352,8 +382,9 @@ __device__ static void report(const struct moe_cuda_pass &p)
 {
     const struct moe_cuda_step_outcome *v = &p.control->outcome;
     const uint32_t lane = threadIdx.x;
-    if (p.counts != nullptr && lane < p.slots)
-        p.counts->sent_rows[lane] = load_volatile(&p.control->sent_rows[lane]);
+#pragma unroll 1
+    for (uint32_t slot = lane; p.counts != nullptr && slot < p.slots; slot += 32)
+        p.counts->sent_rows[slot] = load_volatile(&p.control->sent_rows[slot]);
     if (lane != 0)
         return;
     if (p.outcome != nullptr) {
@@ -370,13 +401,16 @@ __device__ static void find_homes(const struct moe_cuda_pass &p, struct homes *h
 {
     const struct moe_cuda_control *c = p.control;
     const uint32_t lane = threadIdx.x % 32;
-    uint32_t tokens = lane < p.slots ? c->tokens_of[lane] : 0;
-    if (lane < p.slots) {
-        homes->tokens_of[lane] = tokens;
-        homes->window[lane] = c->window[lane];
+    uint32_t most = 0; /* tokens of the peers that this lane looks at */
+#pragma unroll 1
+    for (uint32_t slot = lane; slot < p.slots; slot += 32) {
+        const uint32_t tokens = c->tokens_of[slot];
+        homes->tokens_of[slot] = tokens;
+        homes->window[slot] = c->window[slot];
+        homes->sent_rows[slot] = 0;
+        most = slot == p.slot ? most : max(most, tokens);
     }
-    homes->sent_rows[lane] = 0;
-    uint32_t max_tokens = __reduce_max_sync(ALL_LANES, lane == p.slot ? 0 : tokens);
+    const uint32_t max_tokens = __reduce_max_sync(ALL_LANES, most);
     if (lane != 0)
         return;
     homes->max_tokens = max_tokens;
@@ -444,15 +478,23 @@ static struct moe_status launch_kind(const struct moe_cuda_pass *pass, uint32_t 
     return MOE_LAUNCHED("combine_kernel");
 }
 
+template <typename Element, typename Out, typename Slots>
+static struct moe_status launch_for(const struct moe_cuda_pass *pass, uint32_t ctas,
+                                    cudaStream_t stream)
+{
+    if (pass->quick)
+        return launch_kind<kind<Element, Out, WIDE, true, Slots>>(pass, ctas, stream);
+    if (pass->hidden % WIDE == 0)
+        return launch_kind<kind<Element, Out, WIDE, false, Slots>>(pass, ctas, stream);
+    return launch_kind<kind<Element, Out, 1, false, Slots>>(pass, ctas, stream);
+}
+
 template <typename Element, typename Out>
 static struct moe_status launch(const struct moe_cuda_pass *pass, uint32_t ctas,
                                 cudaStream_t stream)
 {
-    if (pass->quick)
-        return launch_kind<kind<Element, Out, WIDE, true>>(pass, ctas, stream);
-    if (pass->hidden % WIDE == 0)
-        return launch_kind<kind<Element, Out, WIDE, false>>(pass, ctas, stream);
-    return launch_kind<kind<Element, Out, 1, false>>(pass, ctas, stream);
+    return pass->slots <= 32 ? launch_for<Element, Out, uint32_t>(pass, ctas, stream)
+                             : launch_for<Element, Out, uint64_t>(pass, ctas, stream);
 }
 
 extern "C" struct moe_status moe_cuda_launch_combine(const struct moe_cuda_pass *pass,
@@ -465,11 +507,18 @@ extern "C" struct moe_status moe_cuda_launch_combine(const struct moe_cuda_pass 
                : launch<__nv_bfloat16, __nv_bfloat16>(pass, ctas, stream);
 }
 
+template <typename Element, typename Out, typename Slots>
+static struct moe_status load_kinds_for(void)
+{
+    return moe_cuda_load(combine_kernel<kind<Element, Out, WIDE, true, Slots>>,
+                         combine_kernel<kind<Element, Out, WIDE, false, Slots>>,
+                         combine_kernel<kind<Element, Out, 1, false, Slots>>);
+}
+
 template <typename Element, typename Out> static struct moe_status load_kinds(void)
 {
-    return moe_cuda_load(combine_kernel<kind<Element, Out, WIDE, true>>,
-                         combine_kernel<kind<Element, Out, WIDE, false>>,
-                         combine_kernel<kind<Element, Out, 1, false>>);
+    MOE_TRY((load_kinds_for<Element, Out, uint32_t>()));
+    return load_kinds_for<Element, Out, uint64_t>();
 }
 
 extern "C" struct moe_status moe_cuda_load_ep_combine(void)

@@ -47,14 +47,14 @@ __device__ static void lay_blanks(const struct moe_cuda_pass &p, uint32_t last,
                                   const struct group &group)
 {
     struct moe_cuda_control *c = p.control;
-    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t slot = group.thread;
     const uint64_t stamp = moe_window_stamp(c->epoch, last);
     uint8_t *window = c->window[p.slot];
-    if (group.warp == 0 && lane < p.slots && lane != p.slot && is_live(c->live, lane)) {
+    if (slot < p.slots && slot != p.slot && is_live(c->live, slot)) {
         fence_system(); /* the kernel that sent has ended */
-        store_relaxed(moe_window_flushed_of(&p.layout, c->window[lane], p.slot),
+        store_relaxed(moe_window_flushed_of(&p.layout, c->window[slot], p.slot),
                       moe_window_flag(stamp, 0));
-        wait_flag_reached(c, p.abort, moe_window_flushed_of(&p.layout, window, lane), stamp, lane);
+        wait_flag_reached(c, p.abort, moe_window_flushed_of(&p.layout, window, slot), stamp, slot);
     }
     group_sync(group);
     uint4 *from = reinterpret_cast<uint4 *>(window + p.layout.quick_rows);

@@ -95,10 +95,11 @@ __device__ static bool await_sent(const struct moe_cuda_pass &p, const struct ar
 __device__ static void find_own_choices(const struct moe_cuda_pass &p, struct arrival *a,
                                         struct incoming *in)
 {
-    const struct send_plan plan = plan_token(p, a, in->t, in->id);
-    in->choices = __shfl_sync(ALL_LANES, plan.choices, 0);
+    const uint32_t target = target_of_choice(p, a, in->t, in->id);
+    const struct moe_cuda_own_token own = own_token_of(p, target, in->id);
+    in->choices = __ballot_sync(ALL_LANES, target == p.slot);
     if (threadIdx.x % 32 == 0)
-        p.own[in->t] = plan.own;
+        p.own[in->t] = own;
 }
 
 /* Finds the row of lane k's choice and stores its weight. False if the wait for its route failed,

@@ -60,16 +60,20 @@ __global__ void __launch_bounds__(32 * SHARES)
     const uint32_t pairs = p.params->tokens * p.top_k;
     const uint32_t share = (pairs + 32 * SHARES - 1) / (32 * SHARES) * 32;
     const uint32_t first = min(warp * share, pairs), end = min(first + share, pairs);
-    counts[warp][lane] = walk_pairs(p, e, copies, first, end, 0, nullptr);
-    __syncthreads();
-    uint32_t before = 0, all = 0;
-    for (uint32_t w = 0; w < SHARES; w++) {
-        before += w < warp ? counts[w][lane] : 0;
-        all += counts[w][lane];
+    for (uint32_t some = 0; some < copies; some += 32) {
+        const struct walked_copies those = {e, copies, some};
+        counts[warp][lane] = walk_pairs(p, those, first, end, 0, nullptr);
+        __syncthreads();
+        uint32_t before = 0, all = 0;
+        for (uint32_t w = 0; w < SHARES; w++) {
+            before += w < warp ? counts[w][lane] : 0;
+            all += counts[w][lane];
+        }
+        __syncthreads();
+        walk_pairs(p, those, first, end, before, n.position);
+        if (warp == 0 && some + lane < copies)
+            control_to(p, n, placement.slot[entry + some + lane])->body[e] = all;
     }
-    walk_pairs(p, e, copies, first, end, before, n.position);
-    if (warp == 0 && lane < copies)
-        control_to(p, n, placement.slot[entry + lane])->body[e] = all;
 }
 
 /* ------------------------------------------------------------------ list */
@@ -177,7 +181,7 @@ __device__ static uint8_t *records_for(const struct moe_cuda_pass &p,
 /* Place of token t among the records for each slot of domain d that gets it. */
 __device__ static void store_places(const struct moe_cuda_pass &p,
                                     const struct moe_cuda_net_pass &n, uint32_t d, uint32_t t,
-                                    uint32_t wanted, struct moe_cuda_record *record)
+                                    uint64_t wanted, struct moe_cuda_record *record)
 {
     const uint32_t lane = threadIdx.x % 32;
     if (lane >= n.relay.size)
@@ -198,8 +202,7 @@ __device__ static void pack_record(const struct moe_cuda_pass &p, const struct m
     bool mine = target == slot;
     if (slot >= p.slots) {
         mine = target != NOWHERE && n.relay.domain_of[target] == slot - p.slots;
-        store_places(p, n, slot - p.slots, t,
-                     __reduce_or_sync(ALL_LANES, target == NOWHERE ? 0 : 1u << target),
+        store_places(p, n, slot - p.slots, t, slots_of_lanes(target),
                      reinterpret_cast<struct moe_cuda_record *>(record));
     }
     uint32_t choices = __ballot_sync(ALL_LANES, mine);
@@ -382,18 +385,27 @@ __global__ void __launch_bounds__(CTA_THREADS)
 
 /* ---------------------------------------------------------------- finish */
 
-/* Data to finish a token: lane k has its k-th choice, lane s the slot s. */
+/* Data to finish a token: lane k has its k-th choice, lane s the slots s and s + 32. */
 struct own_token {
-    uint32_t row;    /* local row of choice k, or MOE_CUDA_NO_ROW */
-    uint32_t local;  /* bit k: choice k has a local row */
-    uint32_t wanted; /* bit s: slot s has rows of this token */
-    uint32_t record; /* index of this token among those for slot s */
-    uint32_t far;    /* lane d: the same among those for domain d */
-    uint32_t across; /* bit d: domain d has rows of this token; not the own one */
-    uint32_t zero;   /* bit k: choice k is a zero expert */
-    float weight;    /* of choice k */
-    bool base;       /* its sum begins with its row of `base` */
+    uint32_t row;       /* local row of choice k, or MOE_CUDA_NO_ROW */
+    uint32_t local;     /* bit k: choice k has a local row */
+    uint64_t wanted;    /* bit s: slot s has rows of this token */
+    uint32_t record[2]; /* index of this token among those for slot s, and for slot s + 32 */
+    uint32_t far;       /* lane d: the same among those for domain d */
+    uint32_t across;    /* bit d: domain d has rows of this token; not the own one */
+    uint32_t zero;      /* bit k: choice k is a zero expert */
+    float weight;       /* of choice k */
+    bool base;          /* its sum begins with its row of `base` */
 };
+static_assert(MOE_CUDA_MAX_SLOTS <= 64, "a lane has two slots, and half as many domains have two");
+
+/* Index of token t among those for `slot`, if that slot has rows of it and is another one. */
+__device__ static uint32_t record_for(const struct moe_cuda_pass &p,
+                                      const struct moe_cuda_net_pass &n, const struct own_token &o,
+                                      uint32_t slot, uint32_t t)
+{
+    return slot != p.slot && (o.wanted >> slot & 1) ? table_of(p, n.send_index, slot)[t] : 0;
+}
 
 __device__ static struct own_token describe_token(const struct moe_cuda_pass &p,
                                                   const struct moe_cuda_net_pass &n, uint32_t t)
@@ -407,9 +419,9 @@ __device__ static struct own_token describe_token(const struct moe_cuda_pass &p,
     o.base = has_base(p, t);
     o.row = lane < p.top_k ? row_of_token(p, p.slot, t)[lane] : MOE_CUDA_NO_ROW;
     o.local = __ballot_sync(ALL_LANES, o.row != MOE_CUDA_NO_ROW);
-    o.wanted = __reduce_or_sync(ALL_LANES, target == NOWHERE ? 0 : 1u << target);
-    if (lane != p.slot && (o.wanted >> lane & 1))
-        o.record = table_of(p, n.send_index, lane)[t];
+    o.wanted = slots_of_lanes(target);
+    o.record[0] = record_for(p, n, o, lane, t);
+    o.record[1] = record_for(p, n, o, lane + 32, t);
     if (n.relay.domains != 0) {
         uint32_t domain = target == NOWHERE ? n.relay.own : n.relay.domain_of[target];
         o.across = __reduce_or_sync(ALL_LANES, 1u << domain) & ~(1u << n.relay.own);
@@ -423,12 +435,13 @@ __device__ static struct own_token describe_token(const struct moe_cuda_pass &p,
 /* Adds the sums of the slots in `slots`, in order, to *sum. */
 template <typename Element, typename Out, uint32_t N>
 __device__ static void add_slots(const struct moe_cuda_pass &p, const struct moe_cuda_net_pass &n,
-                                 const struct own_token &o, uint32_t slots, uint32_t h,
+                                 const struct own_token &o, uint64_t slots, uint32_t h,
                                  columns<N> &sum)
 {
-    for (uint32_t left = slots; left != 0; left &= left - 1) {
-        uint32_t s = static_cast<uint32_t>(__ffs(left)) - 1;
-        size_t record = __shfl_sync(ALL_LANES, o.record, static_cast<int>(s));
+    for (uint64_t left = slots; left != 0; left &= left - 1) {
+        uint32_t s = static_cast<uint32_t>(__ffsll(static_cast<long long>(left))) - 1;
+        size_t record =
+            __shfl_sync(ALL_LANES, s < 32 ? o.record[0] : o.record[1], static_cast<int>(s % 32));
         const uint8_t *from = n.relay.domains == 0 ? n.out + s * n.region : sums_from(n, s);
         packed<Element, N> element = {};
         if (s == p.slot) {
@@ -448,7 +461,7 @@ template <typename Element, typename Out, uint32_t N>
 __device__ static void add_domains(const struct moe_cuda_pass &p, const struct moe_cuda_net_pass &n,
                                    const struct own_token &o, uint32_t h, columns<N> &sum)
 {
-    const uint32_t near = o.wanted & slots_near(n.relay);
+    const uint64_t near = o.wanted & slots_near(n.relay);
     for (uint32_t d = 0; d < n.relay.domains; d++) {
         packed<Element, N> element = {};
         size_t record = __shfl_sync(ALL_LANES, o.far, static_cast<int>(d));

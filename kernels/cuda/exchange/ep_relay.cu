@@ -5,7 +5,7 @@
  * forward   a warp per record of a partner: stores it for each slot of this domain that needs it
  * gather    a warp per record of a partner, or part of its row: adds this domain's sums for it
  * announce  one warp: flags in the memory of the domain's slots
- * await     one warp, a lane per slot; the only kernel here that waits for a peer
+ * await     a thread per slot; the only kernel here that waits for a peer
  *
  * Values from a peer are checked before they are used as an index. */
 #include "cuda/core/load.h"
@@ -18,7 +18,7 @@ struct far_record {
     uint32_t token;
     struct moe_cuda_route route; /* lane k */
     uint32_t target;             /* lane k: slot of choice k, or NOWHERE */
-    uint32_t wanted;             /* bit s: slot s gets the record */
+    uint64_t wanted;             /* bit s: slot s gets the record */
     uint32_t slot;               /* lane j, or NOWHERE */
     uint32_t place;              /* lane j: among the source's records for the slot */
 };
@@ -39,7 +39,7 @@ __device__ static bool read_record(const struct moe_cuda_pass &p, const struct m
                              static_cast<int32_t>(r.route.expert));
         good = r.target != NOWHERE && is_near(n.relay, r.target);
     }
-    r.wanted = __reduce_or_sync(ALL_LANES, good && r.target != NOWHERE ? 1u << r.target : 0);
+    r.wanted = slots_of_lanes(good ? r.target : NOWHERE);
     r.slot = NOWHERE;
     if (lane < n.relay.size) {
         r.slot = n.relay.slot_at[n.relay.own * n.relay.size + lane];

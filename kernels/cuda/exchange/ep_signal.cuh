@@ -13,13 +13,15 @@
 
 constexpr uint32_t ROWS_AHEAD = 4; /* per sender: handed over, not yet signalled */
 
-/* Shared memory of a CTA, by sender. Counts start at 0 and only rise. */
+/* Shared memory of a CTA, by sender. Counts start at 0 and only rise. A row counts once for each of
+ * its plans. */
 struct arrived_rows {
     uint32_t arrived[CTA_WARPS];   /* rows handed over */
     uint32_t signalled[CTA_WARPS]; /* of those, signalled */
     uint32_t ended[CTA_WARPS];     /* 1: no more rows */
     uint32_t token[CTA_WARPS][ROWS_AHEAD];
-    uint32_t choices[CTA_WARPS][ROWS_AHEAD][32]; /* as in struct send_plan, by lane */
+    uint8_t first[CTA_WARPS][ROWS_AHEAD];        /* as in struct send_plan */
+    uint32_t choices[CTA_WARPS][ROWS_AHEAD][32]; /* the same, by lane */
 };
 
 __device__ inline uint32_t load_acquire_shared(const uint32_t *word)
@@ -47,8 +49,8 @@ __device__ inline void clear_arrived(struct arrived_rows *rows)
         rows->arrived[threadIdx.x] = rows->signalled[threadIdx.x] = rows->ended[threadIdx.x] = 0;
 }
 
-/* Hands over the calling warp's row number `n`, of token t. Lane 0 knows that it has arrived
- * everywhere. */
+/* Hands over the calling warp's row number `n`, of token t. Lane 0 knows that it has arrived at all
+ * slots of the plan. */
 __device__ static void hand_over(struct arrived_rows *rows, uint32_t n, uint32_t t,
                                  const struct send_plan &plan)
 {
@@ -58,8 +60,10 @@ __device__ static void hand_over(struct arrived_rows *rows, uint32_t n, uint32_t
             __nanosleep(20);
     __syncwarp();
     rows->choices[warp][i][lane] = plan.choices;
-    if (lane == 0)
+    if (lane == 0) {
         rows->token[warp][i] = t;
+        rows->first[warp][i] = static_cast<uint8_t>(plan.first);
+    }
     __syncwarp();
     if (lane == 0)
         store_release_shared(&rows->arrived[warp], n + 1);
@@ -80,7 +84,6 @@ __device__ static void signal_rows(const struct moe_cuda_pass &p, const struct a
 {
     const uint32_t lane = threadIdx.x % 32;
     struct send_plan plan = {};
-    plan.peer = (p.slot + lane) % p.slots;
     uint32_t signalled = 0; /* lane w: rows of warp w */
     for (;;) {
         const bool ended = lane >= senders || load_acquire_shared(&rows->ended[lane]) != 0;
@@ -97,6 +100,8 @@ __device__ static void signal_rows(const struct moe_cuda_pass &p, const struct a
             const uint32_t until = __shfl_sync(ALL_LANES, arrived, static_cast<int>(w));
             for (uint32_t n = __shfl_sync(ALL_LANES, signalled, static_cast<int>(w)); n != until;
                  n++) {
+                plan.first = rows->first[w][n % ROWS_AHEAD];
+                plan.peer = slot_at(p, plan.first + lane);
                 plan.choices = rows->choices[w][n % ROWS_AHEAD][lane];
                 store_sent(p, a, plan, rows->token[w][n % ROWS_AHEAD], 1);
             }
@@ -110,6 +115,24 @@ __device__ static void signal_rows(const struct moe_cuda_pass &p, const struct a
 
 /* ------------------------------------------------------------------- sending */
 
+/* Stores the ring's row `row`, of token t, at the plan's slots, and waits until it is there. */
+__device__ static void store_row_at(const struct moe_cuda_pass &p, const struct arrival *a,
+                                    struct row_ring *ring, uint32_t row,
+                                    const struct send_plan &plan, uint32_t t)
+{
+    void *to = target_row(p, a, plan, t, false);
+    for (uint32_t left = plan.lanes; left != 0; left &= left - 1) {
+        void *target = reinterpret_cast<void *>(
+            __shfl_sync(ALL_LANES, reinterpret_cast<unsigned long long>(to), __ffs(left) - 1));
+        if (threadIdx.x % 32 == 0)
+            store_row(*ring, row, target);
+    }
+    if (threadIdx.x % 32 == 0) {
+        end_row();
+        await_stores();
+    }
+}
+
 /* Loads the next row while the last one is stored. */
 __device__ static void send_bulk(const struct moe_cuda_pass &p, struct arrival *a, struct walk w,
                                  struct row_ring *ring, struct arrived_rows *arrived)
@@ -120,25 +143,18 @@ __device__ static void send_bulk(const struct moe_cuda_pass &p, struct arrival *
         begin_row(ring, own_row(p, w.item));
     int32_t id = w.item < tokens ? own_choice(p, w.item) : -1;
     while (w.item < tokens) {
-        const uint32_t t = w.item;
-        const struct send_plan plan = plan_token(p, a, t, id);
-        uint8_t *to = static_cast<uint8_t *>(target_row(p, a, plan, t, false));
+        const uint32_t t = w.item, target = target_of_choice(p, a, t, id);
         next_item(&w);
         if (lane == 0 && w.item < tokens)
             begin_row(ring, own_row(p, w.item));
         id = w.item < tokens ? own_choice(p, w.item) : -1;
         uint32_t row = lane == 0 ? await_row(ring) : 0;
-        for (uint32_t left = plan.lanes; left != 0; left &= left - 1) {
-            void *target = reinterpret_cast<void *>(
-                __shfl_sync(ALL_LANES, reinterpret_cast<unsigned long long>(to), __ffs(left) - 1));
-            if (lane == 0)
-                store_row(*ring, row, target);
+#pragma unroll 1
+        for (uint32_t first = 0; first < p.slots; first += MOE_CUDA_WARP_SLOTS) {
+            const struct send_plan plan = plan_sends(p, a, target, first);
+            store_row_at(p, a, ring, row, plan, t);
+            hand_over(arrived, sent++, t, plan);
         }
-        if (lane == 0) {
-            end_row();
-            await_stores();
-        }
-        hand_over(arrived, sent++, t, plan);
     }
 }
 

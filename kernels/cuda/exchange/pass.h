@@ -22,7 +22,7 @@ enum { MOE_CUDA_NO_ROW = 0xffffffff };
 
 /* Combine's data about one of this slot's tokens. */
 struct moe_cuda_own_token {
-    uint32_t wanted; /* bit s: slot s has rows of it */
+    uint64_t wanted; /* bit s: slot s has rows of it */
     uint32_t zero;   /* bit k: choice k is a zero expert */
 };
 

@@ -50,11 +50,11 @@ __device__ inline bool is_near(const struct moe_cuda_relay &r, uint32_t slot)
 }
 
 /* Bit s: slot s is in the own domain. */
-__device__ inline uint32_t slots_near(const struct moe_cuda_relay &r)
+__device__ inline uint64_t slots_near(const struct moe_cuda_relay &r)
 {
-    uint32_t near = 0;
+    uint64_t near = 0;
     for (uint32_t i = 0; i < r.size; i++)
-        near |= 1u << r.slot_at[r.own * r.size + i];
+        near |= UINT64_C(1) << r.slot_at[r.own * r.size + i];
     return near;
 }
 

@@ -11,8 +11,17 @@ constexpr uint32_t NOWHERE = 0xffffffffu;
 constexpr uint32_t CTA_THREADS = 512;
 constexpr uint32_t CTA_WARPS = CTA_THREADS / 32;
 
-static_assert(MOE_MAX_TOP_K <= 32 && MOE_CUDA_MAX_SLOTS <= 32,
-              "a lane per choice, a lane per slot");
+static_assert(MOE_MAX_TOP_K <= 32, "a lane per choice");
+
+/* Bit s: slot s is some lane's `target` (a slot or NOWHERE). All lanes. */
+__device__ inline uint64_t slots_of_lanes(uint32_t target)
+{
+    static_assert(MOE_CUDA_MAX_SLOTS <= 64, "bits of a mask");
+    const uint32_t bit = target == NOWHERE ? 0 : 1u << target % 32;
+    const uint32_t low = __reduce_or_sync(ALL_LANES, target < 32 ? bit : 0);
+    const uint32_t high = __reduce_or_sync(ALL_LANES, target < 32 ? 0 : bit);
+    return static_cast<uint64_t>(high) << 32 | low;
+}
 
 /* Call first in the first kernel of a stage. */
 __device__ inline void stamp_stage(const struct moe_cuda_pass &p, enum moe_stage stage)
@@ -106,9 +115,11 @@ __device__ inline void signal_done(const struct moe_cuda_pass &p, uint32_t step)
     struct moe_cuda_control *c = p.control;
     const uint32_t lane = threadIdx.x % 32;
     fence_system();
-    if (lane < p.slots && lane != p.slot && is_live(c->live, lane))
-        store_relaxed(moe_window_done_of(&p.layout, c->window[lane], p.slot),
-                      moe_window_flag(moe_window_stamp(c->epoch, step), 0));
+#pragma unroll 1
+    for (uint32_t slot = lane; slot < p.slots; slot += 32)
+        if (slot != p.slot && is_live(c->live, slot))
+            store_relaxed(moe_window_done_of(&p.layout, c->window[slot], p.slot),
+                          moe_window_flag(moe_window_stamp(c->epoch, step), 0));
     if (lane == 0)
         c->done_sent = step;
 }

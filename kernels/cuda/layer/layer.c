@@ -99,11 +99,6 @@ struct moe_status moe_cuda_layer_create(struct moe_device *device,
 {
     MOE_TRY(moe_layer_check(spec, placement, slot));
     MOE_TRY(moe_layer_check_formats(spec, moe_cuda_layer_computes));
-    if (spec->experts > MOE_CUDA_MAX_EXPERTS || placement->slots > MOE_CUDA_MAX_SLOTS)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                         "%u experts on %u slots: a group of GPUs has at most %d slots, and %d "
-                         "experts in a layer",
-                         spec->experts, placement->slots, MOE_CUDA_MAX_SLOTS, MOE_CUDA_MAX_EXPERTS);
     struct moe_layer *layer = calloc(1, sizeof *layer);
     if (layer == NULL)
         return out_of_memory();

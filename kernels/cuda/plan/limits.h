@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How large groups of GPUs are. A warp of the exchange has a lane for each slot, so there are fewer
- * than moe/types.h allows. A CTA of dispatch keeps tables of its layer in shared memory, so not
- * every slot can have a copy of every expert in the largest groups. layer_create and session_join
- * refuse more. */
+/* How large groups of GPUs are. A CTA of dispatch keeps tables of its layer in shared memory. So in
+ * the largest groups not every slot can have a copy of every expert; layer_create refuses that. */
 #ifndef MOE_CUDA_LIMITS_H
 #define MOE_CUDA_LIMITS_H
 
@@ -11,7 +9,8 @@
 #include <stdbool.h>
 
 enum {
-    MOE_CUDA_MAX_SLOTS = 32,
+    /* Kernels have masks of 64 slots, and two slots for each lane of a warp. */
+    MOE_CUDA_MAX_SLOTS = MOE_MAX_SLOTS,
     MOE_CUDA_MAX_EXPERTS = MOE_MAX_EXPERTS, /* routed experts of one layer */
     /* Slots times the experts of one of them: tables by source and local expert. */
     MOE_CUDA_MAX_CELLS = 11264,

@@ -15,7 +15,7 @@ __global__ void read_peers_kernel(ncclWindow_t handle, uint32_t ranks, uint8_t *
 extern "C" struct moe_status moe_cuda_window_read_peers(ncclWindow_t handle, uint32_t ranks,
                                                         uint8_t **table, cudaStream_t stream)
 {
-    read_peers_kernel<<<1, 32, 0, stream>>>(handle, ranks, table);
+    read_peers_kernel<<<1, ranks, 0, stream>>>(handle, ranks, table);
     return MOE_LAUNCHED("read_peers_kernel");
 }
 

@@ -42,10 +42,10 @@ static struct moe_status send_piece(struct moe_session *s, const struct moe_cuda
 
 static struct moe_status add_piece(struct moe_session *s, const struct moe_cuda_piece *piece)
 {
-    struct moe_sources sources = {{NULL}};
+    struct moe_sources sources = {0};
     for (uint32_t p = 0; p < s->config.slots; p++)
         if (piece->holders >> p & 1)
-            sources.from[p] =
+            sources.from[sources.count++] =
                 p == s->config.slot ? piece->data : region_of(s, s->config.slot, p, piece->at);
     return moe_cuda_sum_sources(&sources, piece->n, piece->data, s->device->compute);
 }

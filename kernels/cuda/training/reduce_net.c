@@ -162,12 +162,13 @@ static struct moe_status add_parts(const struct sums *u)
         if (piece->data == NULL)
             continue;
         struct part part = part_of(piece, s->config.slot);
-        struct moe_sources sources = {{NULL}};
-        sources.from[s->config.slot] = piece->data + part.begin;
+        struct moe_sources sources = {0};
         for (uint32_t p = 0; p < s->config.slots; p++) {
+            if (p == s->config.slot)
+                sources.from[sources.count++] = piece->data + part.begin;
             if (!is_common(u, piece, p))
                 continue;
-            sources.from[p] = (const float *)(const void *)at[p];
+            sources.from[sources.count++] = (const float *)(const void *)at[p];
             at[p] += part_bytes(piece, s->config.slot);
         }
         MOE_TRY(

@@ -172,14 +172,9 @@ template <typename T> void launch_update(const update_args &a, void *resident, c
 __global__ void sum_sources_kernel(const struct moe_sources s, size_t n, float *to)
 {
     for (size_t i = first_index(); i < n; i += index_step()) {
-        float sum = 0;
-        bool first = true;
-        for (uint32_t slot = 0; slot < MOE_CUDA_MAX_SLOTS; slot++) {
-            if (s.from[slot] == nullptr)
-                continue;
-            sum = first ? s.from[slot][i] : sum + s.from[slot][i];
-            first = false;
-        }
+        float sum = s.from[0][i];
+        for (uint32_t j = 1; j < s.count; j++)
+            sum += s.from[j][i];
         to[i] = sum;
     }
 }

@@ -116,8 +116,9 @@ struct moe_status moe_cuda_update(const struct moe_train_update *u, size_t n, fl
                                   const float *grad, float *moment1, float *moment2,
                                   enum moe_dtype dtype, void *resident,
                                   cudaStream_t stream) MOE_CHECKED;
-/* to[i] = sum of from[s][i] over the slots s with from[s] != NULL, in slot order. */
+/* to[i] = sum of from[j][i], in this order; `to` may be one of them. At least one. */
 struct moe_sources {
+    uint32_t count;
     const float *from[MOE_CUDA_MAX_SLOTS];
 };
 struct moe_status moe_cuda_sum_sources(const struct moe_sources *sources, size_t n, float *to,
