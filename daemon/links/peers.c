@@ -444,6 +444,8 @@ struct moe_status moe_peers_expect(struct moe_peers *p, const struct moe_peers_v
         p->role = lowest == view->slot ? SEQUENCER : MEMBER;
         p->joined = UINT64_C(1) << view->slot;
         moe_sequencer_begin(p->sequencer, view->epoch, view->live, view->max_bucket);
+        if (view->max_bucket_f32 != 0)
+            moe_sequencer_limit_f32(p->sequencer, view->max_bucket_f32);
         p->reader = reader;
         moe_pulse_begin(p->pulse, view->epoch, reader);
         p->welcome = false;

@@ -55,10 +55,11 @@ struct moe_peer {
 /* A view that the coordinator has PREPAREd. */
 struct moe_peers_view {
     uint64_t epoch;
-    uint64_t live;       /* bit s: slot s is a member; the own bit is set */
-    uint32_t slot;       /* own */
-    uint32_t max_bucket; /* a power of two */
-    uint8_t secret[16];  /* of the epoch; callers of Sequence show it */
+    uint64_t live;           /* bit s: slot s is a member; the own bit is set */
+    uint32_t slot;           /* own */
+    uint32_t max_bucket;     /* a power of two */
+    uint32_t max_bucket_f32; /* of forward steps of F32 tokens: at most max_bucket; 0 = the same */
+    uint8_t secret[16];      /* of the epoch; callers of Sequence show it */
     bool may_shrink; /* the group can go on without some slots: a peer of this host that has stopped
                         is lost at once (pulse.h). Else its return is awaited in each step */
     struct moe_peer members[MOE_MAX_SLOTS]; /* of live slots; strings are copied */

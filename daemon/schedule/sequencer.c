@@ -30,7 +30,7 @@ struct model_change {
 
 struct moe_sequencer {
     uint64_t epoch, live;
-    uint32_t max_bucket;
+    uint32_t max_bucket, max_bucket_f32;
     bool stopped;
     uint64_t issued;              /* seq of the last ticket */
     uint64_t done[MOE_MAX_SLOTS]; /* last ticket that the slot reported; <= issued */
@@ -98,7 +98,14 @@ void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
     s->holds_training = holds_training;
     s->epoch = epoch;
     s->live = live;
-    s->max_bucket = max_bucket;
+    s->max_bucket = s->max_bucket_f32 = max_bucket;
+}
+
+void moe_sequencer_limit_f32(struct moe_sequencer *s, uint32_t max_bucket)
+{
+    MOE_INVARIANT(max_bucket != 0 && moe_pow2_ceil(max_bucket) == max_bucket);
+    MOE_INVARIANT(max_bucket <= s->max_bucket);
+    s->max_bucket_f32 = max_bucket;
 }
 
 void moe_sequencer_block_weight_updates(struct moe_sequencer *s, bool block)
@@ -247,14 +254,15 @@ static uint64_t completed(const struct moe_sequencer *s)
     return least;
 }
 
-/* The smallest bucket that holds the pending tokens of every slot, at most max_bucket. */
+/* The smallest bucket that holds the pending tokens of every slot, at most that of the dtype. */
 static uint32_t choose_bucket(const struct moe_sequencer *s, const struct key_state *k)
 {
+    const uint32_t limit = k->key.dtype == MOE_DTYPE_F32 ? s->max_bucket_f32 : s->max_bucket;
     uint64_t most = 0;
     for (uint32_t slot = 0; slot < MOE_MAX_SLOTS; slot++)
         if (k->pending[slot] > most)
             most = k->pending[slot];
-    return most >= s->max_bucket ? s->max_bucket : moe_pow2_ceil((uint32_t)most);
+    return most >= limit ? limit : moe_pow2_ceil((uint32_t)most);
 }
 
 static uint64_t lesser(uint64_t a, uint64_t b)

@@ -58,6 +58,9 @@ void moe_sequencer_set_share(struct moe_sequencer *s, uint32_t permille);
 void moe_sequencer_begin(struct moe_sequencer *s, uint64_t epoch, uint64_t live,
                          uint32_t max_bucket);
 
+/* Forward steps of F32 tokens have at most this bucket, a power of two, in this view. */
+void moe_sequencer_limit_f32(struct moe_sequencer *s, uint32_t max_bucket);
+
 /* While `block` is set, no ticket of a kind that is_weight_update is issued. moe_sequencer_begin
  * clears it. */
 void moe_sequencer_block_weight_updates(struct moe_sequencer *s, bool block);

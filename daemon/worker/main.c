@@ -503,7 +503,8 @@ static const struct moe_option other_options[] = {
     {"max-tokens-per-request", 0, MOE_OPTION_UINT, &settings.max_tokens_per_request, 1, INT32_MAX,
      "N", "Most tokens of one request"},
     {"max-tokens-per-step", 0, MOE_OPTION_UINT, &settings.max_tokens_per_step, 1, 65536, "N",
-     "Most tokens of this worker in one step, a power of two"},
+     "Most tokens of this worker in one step, a power of two; half as many in F32 in groups of "
+     "several GPUs that do not train"},
     {"max-queued-tokens", 0, MOE_OPTION_UINT, &settings.max_queued_tokens, 1, 0, "N",
      "Most tokens that wait for a step"},
     {"max-hidden", 0, MOE_OPTION_UINT, &settings.max_hidden, 0, MOE_MAX_HIDDEN, "H",

@@ -181,6 +181,16 @@ static struct moe_status name_widths(const struct moe_worker *w, struct moe_stat
         c->max_hidden, c->max_experts, c->max_top_k);
 }
 
+/* Largest bucket of F32 tokens. Half as many tokens need the memory of BF16 tokens. A group that
+ * trains sends fp32 gradients anyway, and a Backward has as many tokens as its forward pass. A lone
+ * worker's rows never pass through a window. */
+static uint32_t max_tokens_f32(const struct moe_worker *w, const struct moe_group_view *v)
+{
+    const uint32_t all = v->max_tokens_per_step;
+    bool half = w->config.backend->eager_windows && w->train == NULL && v->slots > 1 && all > 1;
+    return half ? all / 2 : all;
+}
+
 static struct moe_status join_session(struct moe_worker *w, const struct moe_group_view *v,
                                       moe_allgather_fn allgather, void *allgather_ctx)
 {
@@ -194,6 +204,7 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
         .live = v->live,
         .epoch = v->epoch,
         .max_tokens = v->max_tokens_per_step,
+        .max_tokens_f32 = max_tokens_f32(w, v),
         .max_hidden = w->widths.hidden,
         .max_top_k = w->widths.top_k,
         .max_experts = w->widths.experts,
@@ -314,6 +325,7 @@ static struct moe_status expect_peers(struct moe_worker *w, const struct moe_gro
         .live = v->live,
         .slot = v->slot,
         .max_bucket = v->max_tokens_per_step,
+        .max_bucket_f32 = max_tokens_f32(w, v),
         .may_shrink = v->may_shrink,
     };
     memcpy(expected.secret, v->secret, sizeof expected.secret);

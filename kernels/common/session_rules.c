@@ -12,12 +12,14 @@ struct moe_status moe_session_check(const struct moe_session_config *c,
                                      .max_hidden = c->max_hidden,
                                      .max_top_k = c->max_top_k,
                                      .max_experts = c->max_experts,
-                                     .training = c->training};
+                                     .training = c->training,
+                                     .max_tokens_f32 = c->max_tokens_f32};
     if (!moe_window_layout_of(&shape, layout))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "no window can be laid out for %u slots, %u tokens, hidden %u, top-k %u, "
-                         "%u experts",
-                         c->slots, c->max_tokens, c->max_hidden, c->max_top_k, c->max_experts);
+                         "no window can be laid out for %u slots, %u tokens (%u in F32), hidden "
+                         "%u, top-k %u, %u experts",
+                         c->slots, c->max_tokens, c->max_tokens_f32, c->max_hidden, c->max_top_k,
+                         c->max_experts);
     uint64_t slots = UINT64_MAX >> (64 - c->slots); /* the layout has 1 to 64 */
     if (c->slot >= c->slots || !(c->live >> c->slot & 1) || (c->live & ~slots) != 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
@@ -84,10 +86,11 @@ struct moe_status moe_session_check_step(const struct moe_session_config *c,
                          "hidden %u, top-k %u, %u experts exceed the session's %u, %u, %u",
                          spec->hidden, spec->router.top_k, spec->experts, c->max_hidden,
                          c->max_top_k, c->max_experts);
-    if (bucket == 0 || (bucket & (bucket - 1)) != 0 || bucket > c->max_tokens || tokens > bucket)
+    uint32_t most = moe_session_max_tokens(c, dtype);
+    if (bucket == 0 || (bucket & (bucket - 1)) != 0 || bucket > most || tokens > bucket)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT,
                          "%u tokens in a bucket of %u: a bucket is a power of two, at most %u",
-                         tokens, bucket, c->max_tokens);
+                         tokens, bucket, most);
     return check_placement(c, p, slot);
 }
 

@@ -16,6 +16,14 @@ extern "C" {
 struct moe_status moe_session_check(const struct moe_session_config *config,
                                     struct moe_window_layout *layout) MOE_CHECKED;
 
+/* Largest bucket of steps of tokens of this dtype. */
+static inline uint32_t moe_session_max_tokens(const struct moe_session_config *config,
+                                              enum moe_dtype dtype)
+{
+    return dtype == MOE_DTYPE_F32 && config->max_tokens_f32 != 0 ? config->max_tokens_f32
+                                                                 : config->max_tokens;
+}
+
 /* Globally unique id of a GPU. */
 struct moe_gpu_uuid {
     uint8_t bytes[16];

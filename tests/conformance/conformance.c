@@ -144,6 +144,11 @@ static bool run_session(struct subject *s, const struct plan *plan, uint64_t fir
 {
     struct moe_session_config config = member_session(s->member, 1 + first * 7919, BUDGET_MS);
     config.training = plan->training;
+    /* Half of the sessions have windows with room for fewer tokens in F32 than in BF16. */
+    if ((plan->seed + first / CASES_PER_SESSION) % 2 != 0) {
+        config.max_tokens_f32 = config.max_tokens;
+        config.max_tokens *= 2;
+    }
     if (!went_well(s, "join", s->backend->session_join(s->device, &config, &s->session)))
         return false;
     uint64_t mine = first * 100 + s->member->slot, all[MOE_MAX_SLOTS];

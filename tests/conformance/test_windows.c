@@ -136,7 +136,7 @@ static void a_slot_that_leaves_in_order_is_not_lost(void **state)
 static void a_window_that_could_shrink_is_not_mapped(void **state)
 {
     (void)state;
-    struct moe_window_shape shape = {2, 64, 32, 4, 8, false};
+    struct moe_window_shape shape = {2, 64, 32, 4, 8, false, 0};
     struct moe_window_layout layout, larger;
     struct moe_cpu_window window, mapped;
     int fd;
@@ -173,16 +173,19 @@ static void windows_of_impossible_shapes_are_refused(void **state)
 {
     (void)state;
     struct moe_window_layout l;
-    const struct moe_window_shape fits = {MOE_MAX_SLOTS, MOE_WINDOW_MAX_TOKENS, MOE_MAX_HIDDEN,
-                                          MOE_MAX_TOP_K, MOE_MAX_EXPERTS,       true};
+    const struct moe_window_shape fits = {
+        MOE_MAX_SLOTS, MOE_WINDOW_MAX_TOKENS, MOE_MAX_HIDDEN, MOE_MAX_TOP_K, MOE_MAX_EXPERTS,
+        true,          MOE_WINDOW_MAX_TOKENS};
     assert_true(moe_window_layout_of(&fits, &l));
     assert_true(l.bytes >= MOE_MAX_SLOTS * (l.row_region + l.partial_region) &&
                 l.bytes % MOE_WINDOW_PAGE == 0);
-    for (int field = 0; field < 5; field++)
+    for (int field = 0; field < 6; field++)
         for (int zero = 0; zero < 2; zero++) {
             struct moe_window_shape s = fits;
-            uint32_t *each[] = {&s.slots, &s.max_tokens, &s.max_hidden, &s.max_top_k,
-                                &s.max_experts};
+            uint32_t *each[] = {&s.slots,     &s.max_tokens,  &s.max_hidden,
+                                &s.max_top_k, &s.max_experts, &s.max_tokens_f32};
+            if (zero && each[field] == &s.max_tokens_f32)
+                continue; /* means max_tokens */
             *each[field] = zero ? 0 : *each[field] + 1;
             assert_false(moe_window_layout_of(&s, &l));
         }

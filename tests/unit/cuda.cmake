@@ -7,6 +7,10 @@ foreach(choice gemm_choice graph_key backward_plan)
     USES moe_cuda_plan
     LABELS kernels)
 endforeach()
+moe_test(test_group_size
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_group_size.c
+  USES moe_cuda_plan moe_common moe_test_support
+  LABELS kernels)
 # Stands for the driver's library; a variable of the environment says what it answers.
 add_library(fake_nvml MODULE ${CMAKE_CURRENT_LIST_DIR}/fake_nvml.c)
 moe_test(test_fabric

@@ -120,6 +120,30 @@ static void more_than_the_largest_bucket_is_split_over_steps(void **state)
     moe_sequencer_destroy(s);
 }
 
+/* Windows of GPUs have room for half as many tokens in F32. */
+static void a_limit_of_f32_holds_for_f32_alone_and_for_one_view(void **state)
+{
+    (void)state;
+    struct moe_sequencer *s = begin(0x1, 16);
+    struct moe_ticket t;
+    moe_sequencer_limit_f32(s, 8);
+    work(s, 0, &key_a, 20);
+    work(s, 0, &key_b, 20);
+    static const uint32_t want[] = {8, 16, 8, 4, 4};
+    for (uint64_t seq = 1; seq <= 5; seq++) {
+        assert_true(moe_sequencer_next(s, &t));
+        assert_int_equal(t.dtype, seq % 2 == 1 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16);
+        assert_int_equal(t.bucket, want[seq - 1]);
+        done(s, 0, seq);
+    }
+    assert_false(moe_sequencer_next(s, &t));
+    moe_sequencer_begin(s, 8, 0x1, 16);
+    work(s, 0, &key_a, 20);
+    assert_true(moe_sequencer_next(s, &t));
+    assert_int_equal(t.bucket, 16);
+    moe_sequencer_destroy(s);
+}
+
 static void kinds_of_work_take_turns(void **state)
 {
     (void)state;
@@ -282,7 +306,7 @@ enum { MODELS = 3, KEYS_EACH = 4, KEYS = MODELS * KEYS_EACH, RUNS = 300, EVENTS 
 struct sim {
     struct moe_sequencer *s;
     struct rng random;
-    uint32_t slots[MOE_MAX_SLOTS], slot_count, max_bucket;
+    uint32_t slots[MOE_MAX_SLOTS], slot_count, max_bucket, max_bucket_f32;
     uint64_t pending[KEYS][MOE_MAX_SLOTS]; /* announced, not covered; from the slots' view */
     uint64_t waited[KEYS];                 /* tickets of other keys since this one has waited */
     uint64_t done[MOE_MAX_SLOTS], issued;
@@ -339,14 +363,15 @@ static void check_ticket(struct sim *m, const struct moe_ticket *t)
     }
     assert_int_equal(m->change_count, 0); /* changes come first */
     assert_true(m->served[moe_layer_model(t->layer)]);
-    assert_true(moe_pow2_ceil(t->bucket) == t->bucket && t->bucket <= m->max_bucket);
+    const uint32_t limit = t->dtype == MOE_DTYPE_F32 ? m->max_bucket_f32 : m->max_bucket;
+    assert_true(moe_pow2_ceil(t->bucket) == t->bucket && t->bucket <= limit);
     uint32_t chosen = moe_layer_model(t->layer) * KEYS_EACH + moe_layer_index(t->layer) * 2 +
                       (t->dtype == MOE_DTYPE_BF16);
     uint64_t most = 0;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         most = m->pending[chosen][s] > most ? m->pending[chosen][s] : most;
     assert_true(most > 0); /* no ticket without work */
-    uint64_t fits = most < m->max_bucket ? most : m->max_bucket;
+    uint64_t fits = most < limit ? most : limit;
     assert_true(t->bucket >= fits);
     assert_true(t->bucket == 1 || t->bucket / 2 < fits); /* and no larger than necessary */
     for (uint32_t k = 0; k < KEYS; k++)
@@ -417,7 +442,9 @@ static void run_simulation(struct sim *m, uint64_t seed)
             live |= UINT64_C(1) << s;
         }
     m->max_bucket = UINT32_C(1) << rng_below(&m->random, 7);
+    m->max_bucket_f32 = m->max_bucket > 1 ? m->max_bucket >> rng_below(&m->random, 2) : 1;
     m->s = begin(live, m->max_bucket);
+    moe_sequencer_limit_f32(m->s, m->max_bucket_f32);
     for (int i = 0; i < EVENTS; i++) {
         if (rng_below(&m->random, 24) == 0)
             change_something(m);
@@ -828,6 +855,7 @@ int main(void)
         cmocka_unit_test(a_heartbeat_comes_when_nothing_else_does),
         cmocka_unit_test(work_that_comes_while_two_steps_run_shares_the_next),
         cmocka_unit_test(more_than_the_largest_bucket_is_split_over_steps),
+        cmocka_unit_test(a_limit_of_f32_holds_for_f32_alone_and_for_one_view),
         cmocka_unit_test(kinds_of_work_take_turns),
         cmocka_unit_test(a_failed_step_stops_everything_until_the_next_view),
         cmocka_unit_test(nonsense_is_refused),

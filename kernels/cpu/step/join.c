@@ -25,8 +25,8 @@ enum {
 /* Travels from every slot to every other through the caller's all-gather. */
 struct join_record {
     uint64_t magic, epoch, live, window_bytes;
-    uint32_t version, slot, slots, max_tokens, max_hidden, max_top_k, max_experts, training;
-    uint32_t domain_size, network_only;
+    uint32_t version, slot, slots, max_tokens, max_tokens_f32, max_hidden, max_top_k, max_experts;
+    uint32_t training, domain_size, network_only;
     uint64_t host, machine;
     uint32_t user, has_network, loopback;
     struct moe_cpu_endpoint endpoint;
@@ -69,6 +69,7 @@ static struct join_record make_join_record(const struct moe_session *s)
                                 .slot = c->slot,
                                 .slots = c->slots,
                                 .max_tokens = c->max_tokens,
+                                .max_tokens_f32 = c->max_tokens_f32,
                                 .max_hidden = c->max_hidden,
                                 .max_top_k = c->max_top_k,
                                 .max_experts = c->max_experts,
@@ -92,11 +93,11 @@ static struct moe_status describe_mismatch(uint32_t slot, const struct join_reco
                          theirs->training ? "with" : "without",
                          want->training ? "with" : "without");
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
-                     "slot %u joins with other sizes: %u tokens, width %u, top-k %u, %u experts; "
-                     "this slot %u, %u, %u, %u",
-                     slot, theirs->max_tokens, theirs->max_hidden, theirs->max_top_k,
-                     theirs->max_experts, want->max_tokens, want->max_hidden, want->max_top_k,
-                     want->max_experts);
+                     "slot %u joins with other sizes: %u tokens (%u in F32), width %u, top-k %u, "
+                     "%u experts; this slot %u (%u), %u, %u, %u",
+                     slot, theirs->max_tokens, theirs->max_tokens_f32, theirs->max_hidden,
+                     theirs->max_top_k, theirs->max_experts, want->max_tokens, want->max_tokens_f32,
+                     want->max_hidden, want->max_top_k, want->max_experts);
 }
 
 /* All slots see the same records, so all of them refuse, or none. */

@@ -7,6 +7,8 @@
 #include "cuda/exchange/ep_net.h"
 #include "cuda/exchange/pass.h"
 #include "cuda/layer/ffn.h"
+#include "cuda/plan/limits.h"
+#include "cuda/plan/rows.h"
 
 #include <stdlib.h>
 
@@ -65,13 +67,14 @@ static void list_tables(struct moe_cuda_ep *ep, struct table out[TABLES])
 {
     const struct moe_window_shape *w = &ep->session->layout.shape;
     size_t pairs = (size_t)w->max_tokens * w->max_top_k, ctas = max_ctas(ep->session);
+    size_t copies = (size_t)w->max_experts * w->slots;
+    copies = copies < MOE_CUDA_MAX_COPIES ? copies : MOE_CUDA_MAX_COPIES;
     out[0] = (struct table){(void **)&ep->own, w->max_tokens * sizeof *ep->own};
     out[1] = (struct table){(void **)&ep->row_of, w->slots * pairs * sizeof(uint32_t)};
     out[2] = (struct table){(void **)&ep->start, (w->max_experts + (size_t)1) * sizeof(uint32_t)};
     out[3] = (struct table){(void **)&ep->count, w->max_experts * sizeof(uint32_t)};
     out[4] = (struct table){(void **)&ep->params, sizeof *ep->params};
-    out[5] = (struct table){(void **)&ep->share_tally,
-                            ctas * (w->max_experts * w->slots + (size_t)3) * sizeof(uint32_t)};
+    out[5] = (struct table){(void **)&ep->share_tally, ctas * (copies + 3) * sizeof(uint32_t)};
     out[6] = (struct table){(void **)&ep->share_ready, ctas * sizeof(uint64_t)};
 }
 
@@ -152,25 +155,19 @@ struct moe_status moe_cuda_ep_check(const struct moe_session *session, struct mo
     return moe_cuda_layer_activate(layer, session->config.live);
 }
 
-/* All choices of all slots may come here, each expert's rows padded to whole blocks. */
 uint32_t moe_cuda_ep_max_rows(const struct moe_session *session, const struct moe_layer *layer,
                               uint32_t bucket)
 {
-    uint32_t live = (uint32_t)__builtin_popcountll(session->config.live);
-    uint32_t rows = live * bucket * layer->spec.router.top_k;
-    uint32_t experts = layer->local_experts < rows ? layer->local_experts : rows;
-    if (experts == 0)
-        return 0;
-    rows += experts * (MOE_ROW_ALIGN - 1);
-    return rows / MOE_ROW_ALIGN * MOE_ROW_ALIGN;
+    return moe_cuda_max_rows((uint32_t)__builtin_popcountll(session->config.live), bucket,
+                             layer->spec.router.top_k, layer->local_experts);
 }
 
-/* Bytes of an arrived row, which a forward step replaces by its result. */
+/* Bytes of an arrived row. */
 static size_t row_bytes_of(const struct moe_layer *layer, enum moe_dtype dtype, bool x_dy_rows)
 {
-    size_t row = moe_dtype_bytes(dtype) * (x_dy_rows ? 2 : 1);
-    size_t result = moe_dtype_bytes(moe_cuda_ffn_out_dtype(layer, dtype));
-    return layer->spec.hidden * (x_dy_rows || row > result ? row : result);
+    if (x_dy_rows)
+        return 2 * layer->spec.hidden * moe_dtype_bytes(dtype);
+    return moe_cuda_row_bytes(layer->spec.hidden, dtype, moe_cuda_ffn_out_dtype(layer, dtype));
 }
 
 struct moe_status moe_cuda_ep_reserve(struct moe_session *session, struct moe_layer *layer,
@@ -203,8 +200,9 @@ bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer 
 /* Whether all slots use the quick regions. It follows from values that are equal on all slots. */
 static bool is_quick(const struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
 {
-    return ep->session->config.slots > 1 && !b->x_dy_rows && b->bucket <= MOE_WINDOW_QUICK_TOKENS &&
-           b->layer->spec.hidden % QUICK_COLUMNS == 0;
+    const uint32_t hidden = b->layer->spec.hidden;
+    return ep->session->config.slots > 1 && !b->x_dy_rows && hidden % QUICK_COLUMNS == 0 &&
+           moe_window_is_quick(&ep->session->layout, b->bucket, hidden, b->dtype);
 }
 
 /* Few tokens would leave warps without work, and long rows would take a warp too long. */

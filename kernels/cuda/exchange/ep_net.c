@@ -3,6 +3,7 @@
 #include "cuda/exchange/ep_net.h"
 
 #include "base/size.h"
+#include "common/session_rules.h"
 #include "cuda/layer/layer.h"
 #include "cuda/plan/limits.h"
 #include "cuda/session/session.h"
@@ -182,13 +183,18 @@ static bool lay_out_messages(const struct moe_session *s, const struct moe_layer
 size_t moe_cuda_ep_net_shared_bytes(const struct moe_session *s)
 {
     const struct moe_session_config *c = &s->config;
-    struct moe_cuda_net_pass p;
-    size_t bytes;
-    if (!lay_out_regions(s, c->max_hidden, c->max_top_k, MOE_DTYPE_F32, c->max_tokens, c->training,
-                         &p) ||
-        !moe_size_mul(p.region, 2 * (size_t)c->slots, &bytes) ||
+    const enum moe_dtype dtypes[] = {MOE_DTYPE_BF16, MOE_DTYPE_F32};
+    size_t region = 0, bytes;
+    for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++) {
+        struct moe_cuda_net_pass p;
+        if (!lay_out_regions(s, c->max_hidden, c->max_top_k, dtypes[i],
+                             moe_session_max_tokens(c, dtypes[i]), c->training, &p))
+            return SIZE_MAX; /* no device has it */
+        region = p.region > region ? p.region : region;
+    }
+    if (!moe_size_mul(region, 2 * (size_t)c->slots, &bytes) ||
         !moe_size_add(bytes, MOE_CUDA_SHARED_REGIONS, &bytes))
-        return SIZE_MAX; /* no device has it */
+        return SIZE_MAX;
     return bytes;
 }
 

@@ -25,8 +25,8 @@ enum {
  * `slot` and everything from `group` on. */
 struct introduction {
     uint64_t magic, epoch, live, window_bytes;
-    uint32_t version, slot, slots, max_tokens, max_hidden, max_top_k, max_experts, transport,
-        domain_size;
+    uint32_t version, slot, slots, max_tokens, max_tokens_f32, max_hidden, max_top_k, max_experts,
+        transport, domain_size;
     int32_t nccl_version;
     struct moe_cuda_group_id group; /* made by the lowest live slot, zeros from the others */
     struct moe_gpu_uuid gpu;
@@ -43,6 +43,7 @@ static struct moe_status introduce(const struct moe_session *s, struct introduct
                                  .slot = c->slot,
                                  .slots = c->slots,
                                  .max_tokens = c->max_tokens,
+                                 .max_tokens_f32 = c->max_tokens_f32,
                                  .max_hidden = c->max_hidden,
                                  .max_top_k = c->max_top_k,
                                  .max_experts = c->max_experts,
@@ -262,10 +263,6 @@ struct moe_status moe_cuda_session_join(struct moe_device *device,
     uint32_t chosen[MOE_CUDA_OPTION_COUNT];
     MOE_TRY(moe_backend_choose(moe_cuda_options, config->settings, chosen));
     MOE_TRY(moe_session_check(config, &layout));
-    if (config->slots > MOE_CUDA_MAX_SLOTS || config->max_experts > MOE_CUDA_MAX_EXPERTS)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                         "a group of GPUs has at most %d slots, and %d experts in a layer",
-                         MOE_CUDA_MAX_SLOTS, MOE_CUDA_MAX_EXPERTS);
     MOE_TRY(moe_cuda_device_use(device));
     struct moe_session *s = calloc(1, sizeof *s);
     if (s == NULL)

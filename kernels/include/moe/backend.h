@@ -94,7 +94,10 @@ struct moe_session_config {
     uint64_t live;        /* bit s: slot s takes part; this slot's bit is set */
     uint64_t epoch;       /* of the view, 1..2^40-2 */
     uint32_t max_tokens;  /* largest bucket: tokens of one slot in a step */
-    uint32_t max_hidden;  /* over all layers of this session */
+    /* Largest bucket of F32 tokens, at most max_tokens; 0 = max_tokens. At half of max_tokens,
+     * windows need no more memory than BF16 tokens do. */
+    uint32_t max_tokens_f32;
+    uint32_t max_hidden; /* over all layers of this session */
     uint32_t max_top_k;
     uint32_t max_experts; /* routed */
     bool training;        /* backward passes will run: windows hold x, dy and fp32 gradients */
@@ -269,6 +272,9 @@ struct moe_backend {
     /* NULL if this backend cannot train. */
     const struct moe_training *training;
     bool partial; /* its sessions may be partial: see moe_session_config */
+    /* A window takes all its memory when the session is joined, not as rows come. So a limit for
+     * F32 tokens saves memory. */
+    bool eager_windows;
 
     /* Whether this host has such a device. On CUDA it starts the driver in this process: a child
      * that is forked later cannot use it. Errors: MOE_FAILED_PRECONDITION/UNSUPPORTED, with what is

@@ -38,10 +38,11 @@
  * Why no barrier is needed   s starts step n+1 after done[p] of step n came from every live p. p
  * stores done after it has read its rows of step n. So rows of n+1 never overwrite rows that are in
  * use. s stores partials of step n+1 after head[p] of n+1 came from every live p. p stores that
- * head after it has summed its partials of step n. For this, every live slot must run every step,
- * also with T = 0. It must wait for the flags of all live peers, also of peers that send it no
- * rows. Heads, counts and routing entries have two copies, by the parity of the step's number: a
- * slot that refuses a step stores no done flags, so its peers may then be one step ahead.
+ * head after it has summed its partials of step n. Partials have separate memory: s stores those of
+ * step n while p may still read rows of step n, even those of s. For this, every live slot must run
+ * every step, also with T = 0. It must wait for the flags of all live peers, also of peers that
+ * send it no rows. Heads, counts and routing entries have two copies, by the parity of the step's
+ * number: a slot that refuses a step stores no done flags, so its peers may then be one step ahead.
  *
  * Several domains   If slots of one host or NVLink domain form domains (common/domains.h), a source
  * of another domain stores a row and its entries only into the gateway's window, at the same
@@ -71,14 +72,14 @@
 #endif
 
 enum {
-    MOE_WINDOW_VERSION = 2,
+    MOE_WINDOW_VERSION = 3,
     MOE_WINDOW_PAGE = 4096,
     MOE_WINDOW_LINE = 64, /* data of two writers never share a line */
     MOE_WINDOW_VALUE_BITS = 24,
     MOE_WINDOW_STEP_BITS = 28,
     MOE_WINDOW_EXCHANGE_BYTES = 256,
     MOE_WINDOW_MAX_TOKENS = 1 << 20, /* times MOE_MAX_TOP_K: counts fit into a flag's value */
-    MOE_WINDOW_QUICK_TOKENS = 512,   /* largest bucket that the quick regions hold */
+    MOE_WINDOW_QUICK_TOKENS = 512,   /* largest bucket that uses the quick regions */
     MOE_WINDOW_PARTS = 2,            /* most parts of a partial; each part has a flag */
 };
 #define MOE_WINDOW_BLANK     UINT32_C(0xffffffff)
@@ -88,7 +89,8 @@ enum {
 /* Decides the layout. All slots of a session have the same shape. */
 struct moe_window_shape {
     uint32_t slots, max_tokens, max_hidden, max_top_k, max_experts;
-    bool training; /* room for backward passes */
+    bool training;           /* room for backward passes */
+    uint32_t max_tokens_f32; /* largest bucket of F32 tokens; 0 = max_tokens */
 };
 
 /* First bytes of a window. The owner writes them; peers write only wake_count. */
@@ -171,12 +173,12 @@ struct moe_window_layout {
     size_t pass;     /* [2][slots][MOE_PASS_LOADS + max_experts] flag; training only */
     size_t sent;     /* [slots][max_tokens] flag: routing entries, and the row if > 0, are here */
     size_t returned; /* [slots][max_tokens][PARTS] flag: the partial, or this part of it, is here */
-    size_t rows;     /* [slots] regions of `row_region` bytes */
+    size_t rows; /* [slots] regions of `row_region` bytes: all rows of a bucket of either dtype */
     size_t partials; /* [slots] regions of `partial_region` bytes */
     size_t row_region, partial_region;
     size_t bytes; /* of the window up to here; the whole window on the CPU */
-    /* CUDA: rows and partials of forward passes of at most MOE_WINDOW_QUICK_TOKENS tokens. They
-     * hold blanks between steps. */
+    /* CUDA: rows and partials of forward passes that fit (moe_window_is_quick). They hold blanks
+     * between steps. */
     size_t quick_rows;
     size_t quick_partials;
     size_t quick_region;
@@ -204,8 +206,8 @@ MOE_WINDOW_INLINE uint32_t moe_window_flag_value(uint64_t flag)
     return (uint32_t)flag & ((1u << MOE_WINDOW_VALUE_BITS) - 1);
 }
 
-/* Bytes from one row of a step to the next. A region always has room for all rows, because
- * H <= max_hidden and no dtype is wider than F32. */
+/* Bytes from one row of a step to the next. A region has room for all rows of a step, because H <=
+ * max_hidden, and buckets of each dtype are limited. */
 static inline size_t moe_window_row_stride(uint32_t hidden, enum moe_dtype dtype)
 {
     size_t bytes = hidden * moe_dtype_bytes(dtype);
@@ -229,6 +231,18 @@ static inline bool moe_window_place(size_t *at, size_t *offset, size_t count, si
            moe_size_round_up(*at, MOE_WINDOW_PAGE, at);
 }
 
+/* Bytes of `tokens` rows, or of `tokens_f32` rows of F32 tokens, whichever are more. */
+static inline bool moe_window_rows_bytes(uint32_t hidden, size_t tokens, size_t tokens_f32,
+                                         size_t *bytes)
+{
+    size_t wide;
+    if (!moe_size_mul(tokens, moe_window_row_stride(hidden, MOE_DTYPE_BF16), bytes) ||
+        !moe_size_mul(tokens_f32, moe_window_row_stride(hidden, MOE_DTYPE_F32), &wide))
+        return false;
+    *bytes = wide > *bytes ? wide : *bytes;
+    return true;
+}
+
 /* False when the shape is out of range or the size does not fit a size_t. */
 static inline bool moe_window_layout_of(const struct moe_window_shape *s,
                                         struct moe_window_layout *l)
@@ -236,11 +250,11 @@ static inline bool moe_window_layout_of(const struct moe_window_shape *s,
     if (s->slots < 1 || s->slots > MOE_MAX_SLOTS || s->max_tokens < 1 ||
         s->max_tokens > MOE_WINDOW_MAX_TOKENS || s->max_hidden < 1 ||
         s->max_hidden > MOE_MAX_HIDDEN || s->max_top_k < 1 || s->max_top_k > MOE_MAX_TOP_K ||
-        s->max_experts < 1 || s->max_experts > MOE_MAX_EXPERTS)
+        s->max_experts < 1 || s->max_experts > MOE_MAX_EXPERTS || s->max_tokens_f32 > s->max_tokens)
         return false;
     size_t slots = s->slots, tokens = s->max_tokens, per_token, at = MOE_WINDOW_PAGE;
-    size_t row = moe_window_row_stride(s->max_hidden, MOE_DTYPE_F32), pass_flags;
-    size_t quick = MOE_WINDOW_QUICK_TOKENS;
+    size_t tokens_f32 = s->max_tokens_f32 != 0 ? s->max_tokens_f32 : tokens, pass_flags;
+    size_t quick = MOE_WINDOW_QUICK_TOKENS, rows;
     quick = tokens < quick ? tokens : quick;
     /* Flags of two sources are on different lines. */
     if (!moe_size_round_up(tokens * sizeof(uint64_t), MOE_WINDOW_LINE, &per_token))
@@ -260,16 +274,27 @@ static inline bool moe_window_layout_of(const struct moe_window_shape *s,
                             pass_flags * sizeof(uint64_t)) &&
            moe_window_place(&at, &l->sent, slots, per_token) &&
            moe_window_place(&at, &l->returned, slots, MOE_WINDOW_PARTS * per_token) &&
-           moe_size_mul(tokens, s->training ? 2 * row : row, &l->row_region) &&
-           moe_size_mul(tokens, s->training ? moe_window_gradient_stride(s->max_hidden) : row,
-                        &l->partial_region) &&
-           moe_size_mul(quick, row, &l->quick_region) &&
+           moe_window_rows_bytes(s->max_hidden, tokens, tokens_f32, &rows) &&
+           moe_size_mul(rows, s->training ? 2 : 1, &l->row_region) &&
+           (s->training ? moe_size_mul(tokens, moe_window_gradient_stride(s->max_hidden),
+                                       &l->partial_region)
+                        : moe_size_mul(rows, 1, &l->partial_region)) &&
+           moe_window_rows_bytes(s->max_hidden, quick, quick * tokens_f32 / tokens,
+                                 &l->quick_region) &&
            moe_window_place(&at, &l->rows, slots, l->row_region) &&
            moe_window_place(&at, &l->partials, slots, l->partial_region) &&
            ((l->bytes = at), true) &&
            moe_window_place(&at, &l->quick_rows, slots, l->quick_region) &&
            moe_window_place(&at, &l->quick_partials, slots, l->quick_region) &&
            ((l->quick_bytes = at), true);
+}
+
+/* Whether the quick regions hold all rows of a forward pass. */
+static inline bool moe_window_is_quick(const struct moe_window_layout *l, uint32_t bucket,
+                                       uint32_t hidden, enum moe_dtype dtype)
+{
+    return bucket <= MOE_WINDOW_QUICK_TOKENS &&
+           bucket * moe_window_row_stride(hidden, dtype) <= l->quick_region;
 }
 
 /* Addresses inside the window that starts at `base`. */
