@@ -358,6 +358,18 @@ static void confirm(struct moe_membership *m, uint32_t slot)
     a->epoch = m->announced_epoch;
 }
 
+/* The worker may be what the group lacked. A spare is not: it takes part in no view. */
+static void expect_more(struct moe_membership *m, const struct moe_membership_register *r)
+{
+    m->trains = r->trains;
+    m->attempts = 0;
+    m->waits = 0;
+    m->failed = false;
+    m->next_try_ns = m->now_ns;
+    if (m->view_epoch == 0 && !m->degraded)
+        m->mask_from_ns = m->now_ns + m->config.lease_ns;
+}
+
 static void take_slot(struct moe_membership *m, uint64_t stream, uint32_t slot,
                       const struct moe_membership_register *r)
 {
@@ -374,13 +386,8 @@ static void take_slot(struct moe_membership *m, uint64_t stream, uint32_t slot,
     moe_membership_copy_text(member->control_endpoint, sizeof member->control_endpoint,
                              r->control_endpoint);
     (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
-    m->trains = r->trains;
-    m->attempts = 0;
-    m->waits = 0;
-    m->failed = false;
-    m->next_try_ns = m->now_ns;
-    if (m->view_epoch == 0 && !m->degraded)
-        m->mask_from_ns = m->now_ns + m->config.lease_ns;
+    if (MOE_GUARD(SPARES_TRY_NOTHING, moe_membership__is_place(m, slot)))
+        expect_more(m, r);
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_JOINED, slot, "slot %u: %s at %s", slot,
                         member->worker_id, member->endpoint);
     moe_membership__remember(m, member);
@@ -429,7 +436,8 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
     (void)snprintf(member->identity, sizeof member->identity, "%s", r->identity);
     member->unverified = m->view_epoch != 0 && moe_membership__takes_part(m, slot);
     member->missed = false;
-    m->trains = r->trains;
+    if (moe_membership__is_place(m, slot))
+        m->trains = r->trains;
     member->assigned = member->loaded || member->load_failed;
     m->next.asked &= m->next.loaded | ~(UINT64_C(1) << slot);
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_RECONNECTED, slot, "%s", why);

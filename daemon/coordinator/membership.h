@@ -64,10 +64,11 @@ struct moe_membership_config {
     uint64_t shutdown_ns; /* time for a shutdown that names no limit */
     uint64_t backoff_ns;  /* pause after the first failed attempt; doubles up to backoff_max_ns */
     uint64_t backoff_max_ns;
-    uint32_t attempts_max; /* failed attempts in a row, then FAILED until a new worker registers or
-                              TryAgain arrives. Attempts that fail with CANNOT_GO_BACK, or because
-                              the state cannot be written, do not count */
-    const char *version;   /* release, "major.minor.patch"; lives as long as the machine */
+    /* Failed attempts in a row, then FAILED until a new worker that is no spare registers or
+     * TryAgain arrives. Attempts that fail with CANNOT_GO_BACK, or because the state cannot be
+     * written, do not count. */
+    uint32_t attempts_max;
+    const char *version; /* release, "major.minor.patch"; lives as long as the machine */
 };
 
 /* The durable state. */

@@ -14,3 +14,4 @@ X(PLACEMENT_IS_DURABLE, "a worker is drained for a smaller group once that is du
 X(LOSS_UNDOES_SCALING, "a scaling ends")
 X(LEAVE_TOGETHER, "a worker that lost its place leaves when it has drained")
 X(SUSPECTS_STAY_OUT, "a member that answers no peer does not keep the others from serving")
+X(SPARES_TRY_NOTHING, "attempts are bounded")

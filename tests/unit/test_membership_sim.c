@@ -205,6 +205,39 @@ static bool suffice(const struct world *w, uint64_t live)
            (w->partial && 2 * (uint32_t)__builtin_popcountll(live) >= size_of(w));
 }
 
+static void check_slots(struct world *w, bool restored)
+{
+    for (uint32_t s = 0; s < w->slots; s++) {
+        struct moe_membership_worker a, b;
+        bool held = moe_membership_worker(w->machine, s, &a) && a.lease_remaining_ns > 0;
+        uint64_t holder = held ? a.incarnation : 0;
+        if (held && w->holders[s] != holder) {
+            bool same = w->last_holders[s] == holder; /* its lease had ended, and no tick came */
+            bool place = (all_slots(w) >> s & 1) != 0;
+            if (place)
+                w->tries = 0; /* a worker that the group may have lacked: attempts start again */
+            if (place && !same)
+                w->joined_ns = w->now_ns;
+            check(w, restored || same || (w->cordoned & w->cordons_known & UINT64_C(1) << s) == 0,
+                  "a cordoned slot gets no new worker");
+        }
+        w->holders[s] = holder;
+        if (!held)
+            continue;
+        w->last_holders[s] = holder;
+        uint32_t id = (uint32_t)(a.worker_id[1] - '0');
+        if (w->latest_of[id] != 0 && w->latest_of[id] != a.incarnation)
+            w->processes[w->latest_of[id] - 1].replaced = true;
+        check(w, !w->processes[a.incarnation - 1].replaced, "a replaced process never comes back");
+        w->latest_of[id] = a.incarnation;
+        for (uint32_t o = s + 1; o < w->slots; o++)
+            check(w,
+                  !moe_membership_worker(w->machine, o, &b) || b.lease_remaining_ns == 0 ||
+                      strcmp(a.worker_id, b.worker_id) != 0,
+                  "a worker has one slot");
+    }
+}
+
 /* After each input, before its actions are carried out. */
 static void check_begin(struct world *w)
 {
@@ -226,6 +259,7 @@ static void check_begin(struct world *w)
               w->now_ns - w->joined_ns >= w->config.lease_ns,
           "a group that starts waits a lease for its last workers");
     w->last_epoch = last;
+    check_slots(w, false);
 }
 
 static void check_prepare(struct world *w, const struct moe_membership_action *a)
@@ -280,37 +314,6 @@ static void check_commit(struct world *w, const struct moe_membership_action *a)
     w->epochs[e].committed[a->slot] = worker.incarnation;
     w->commit_ns = w->now_ns;
     w->commits++;
-}
-
-static void check_slots(struct world *w, bool restored)
-{
-    for (uint32_t s = 0; s < w->slots; s++) {
-        struct moe_membership_worker a, b;
-        bool held = moe_membership_worker(w->machine, s, &a) && a.lease_remaining_ns > 0;
-        uint64_t holder = held ? a.incarnation : 0;
-        if (held && w->holders[s] != holder) {
-            bool same = w->last_holders[s] == holder; /* its lease had ended, and no tick came */
-            w->tries = 0; /* a worker took the slot: attempts start again */
-            if (!same)
-                w->joined_ns = w->now_ns;
-            check(w, restored || same || (w->cordoned & w->cordons_known & UINT64_C(1) << s) == 0,
-                  "a cordoned slot gets no new worker");
-        }
-        w->holders[s] = holder;
-        if (!held)
-            continue;
-        w->last_holders[s] = holder;
-        uint32_t id = (uint32_t)(a.worker_id[1] - '0');
-        if (w->latest_of[id] != 0 && w->latest_of[id] != a.incarnation)
-            w->processes[w->latest_of[id] - 1].replaced = true;
-        check(w, !w->processes[a.incarnation - 1].replaced, "a replaced process never comes back");
-        w->latest_of[id] = a.incarnation;
-        for (uint32_t o = s + 1; o < w->slots; o++)
-            check(w,
-                  !moe_membership_worker(w->machine, o, &b) || b.lease_remaining_ns == 0 ||
-                      strcmp(a.worker_id, b.worker_id) != 0,
-                  "a worker has one slot");
-    }
 }
 
 static void send_down(struct world *w, const struct moe_membership_action *a)
@@ -421,7 +424,6 @@ static void carry_out(struct world *w)
     }
     if (w->crash_now)
         crash_machine(w);
-    check_slots(w, false);
     if (moe_membership_cordons_saved(w->machine)) {
         w->cordons_known = UINT64_MAX;
         w->cordoned = w->durable.cordoned;

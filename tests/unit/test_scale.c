@@ -361,6 +361,65 @@ static void the_limit_can_be_raised_while_the_group_serves(void **unused)
     assert_true(group().slots == SLOTS + 2 && group().size == 2);
 }
 
+static void pass(uint64_t ms, const uint64_t *s, uint32_t count)
+{
+    const struct moe_membership_heartbeat h = {0};
+    now += ms * MOE_NS_PER_MS;
+    for (uint32_t i = 0; i < count; i++) {
+        moe_membership_on_heartbeat(m, now, s[i], &h);
+        carry_out();
+    }
+}
+
+static void fail_to_form(uint64_t stream)
+{
+    const struct moe_status st = moe_error(MOE_INTERNAL, MOE_REASON_NONE, "no windows");
+    moe_membership_on_ready(m, now, stream, last_epoch, &st);
+    carry_out();
+}
+
+/* It takes part in no view, so it cannot be what the group lacked. Spares that come and go would
+ * else keep the group trying for ever. */
+static void a_spare_does_not_start_a_failed_group_again(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    assert_ok(create(SLOTS, 2));
+    for (uint32_t i = 0; i < 2; i++)
+        s[i] = join(i);
+    for (uint32_t i = 0; i < 2; i++)
+        loaded(s[i], version, moe_ok());
+    for (int attempt = 0; attempt < 3; attempt++) {
+        fail_to_form(s[1]);
+        pass(400, s, 2);
+    }
+    assert_int_equal(group().state, MOE_GROUP_FAILED);
+    forget();
+    s[2] = join(2);
+    pass(400, s, 3);
+    assert_true(group().state == MOE_GROUP_FAILED && prepared == 0);
+    moe_membership_on_leaving(m, now, s[1], "drained");
+    carry_out();
+    s[3] = join(3); /* in its place */
+    loaded(s[3], version, moe_ok());
+    assert_int_equal(prepared, 3);
+}
+
+/* Only those that hold experts change them. */
+static void a_spare_does_not_say_whether_the_group_trains(void **unused)
+{
+    (void)unused;
+    trains = true;
+    assert_ok(create(SLOTS, 2));
+    for (uint32_t i = 0; i < 2; i++)
+        join(i);
+    trains = false;
+    join(2);
+    assert_true(group().trains);
+    join(2); /* on a new stream */
+    assert_true(group().trains);
+}
+
 int main(void)
 {
 #define STORY(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
@@ -372,6 +431,8 @@ int main(void)
         STORY(the_last_holder_leaves_only_by_force),
         STORY(the_size_outlives_the_coordinator),
         STORY(the_limit_can_be_raised_while_the_group_serves),
+        STORY(a_spare_does_not_start_a_failed_group_again),
+        STORY(a_spare_does_not_say_whether_the_group_trains),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
