@@ -425,6 +425,7 @@ static void commit(struct moe_membership *m)
     m->view_since_ns = m->now_ns;
     m->degraded = false;
     m->waits = 0;
+    m->reported_epoch = 0;
     m->operator_decided = false;
     m->trouble[0] = '\0';
     for (uint32_t s = 0; s < m->config.slots; s++) {

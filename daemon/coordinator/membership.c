@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Inputs of the machine, and its life from the log to the shutdown. */
+#include "base/guard.h"
 #include "coordinator/membership_state.h"
 
 #include <inttypes.h>
@@ -450,21 +451,24 @@ static void end_by_peer(struct moe_membership *m, uint32_t slot, uint64_t slots)
     else
         snprintf(why, sizeof why, "slot %u reports a failed step", slot);
     moe_membership__exclude(m, slots & m->view_live & ~(UINT64_C(1) << slot));
-    m->unnamed_epoch = slots == 0 ? m->view_epoch : 0;
-    m->unnamed_by = slot;
+    m->reported_epoch = m->view_epoch;
+    m->reporters = UINT64_C(1) << slot;
     moe_membership__end_epoch(m, MOE_CAUSE_PEER_LOST, why);
 }
 
-/* The sequencer learns from others that a step has failed, and may report before they do. It leaves
- * the session then, so that they may miss it too. */
-static void name_suspects(struct moe_membership *m, uint32_t slot, uint64_t slots)
+/* Several members report the end of one view, and the first report may be the one that says least:
+ * the sequencer learns from others that a step has failed, and a member that leaves the view may be
+ * missed by one that does not know why. So each counts, once. Who reports is there. */
+static void receive_another_report(struct moe_membership *m, uint32_t slot, uint64_t slots)
 {
-    uint64_t honest = UINT64_C(1) << slot | UINT64_C(1) << m->unnamed_by;
     char why[MOE_MEMBERSHIP_REASON_BYTES], missed[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
-    slots &= m->view_live & ~honest;
+    if (MOE_GUARD(LATER_REPORTS_COUNT, (m->reporters >> slot & 1) != 0))
+        return;
+    m->reporters |= UINT64_C(1) << slot;
+    m->members[slot].missed = false;
+    slots &= m->view_live & ~m->reporters;
     if (slots == 0)
         return;
-    m->unnamed_epoch = 0;
     moe_membership__exclude(m, slots);
     bool forms_with = m->phase != PHASE_IDLE && (m->live & slots) != 0;
     moe_membership__list_slots(missed, slots);
@@ -486,8 +490,8 @@ void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint
     if (m->view_epoch != 0 && epoch == m->view_epoch) {
         end_by_peer(m, slot, slots);
         miss(m, slots);
-    } else if (epoch != 0 && epoch == m->unnamed_epoch && m->view_epoch == 0) {
-        name_suspects(m, slot, slots);
+    } else if (epoch != 0 && epoch == m->reported_epoch && m->view_epoch == 0) {
+        receive_another_report(m, slot, slots);
     }
     end_input(m);
 }

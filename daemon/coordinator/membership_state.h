@@ -121,10 +121,9 @@ struct moe_membership {
     uint64_t view_epoch, view_live;
     uint32_t view_version; /* of its placement */
     uint64_t view_since_ns;
-    /* The last view ended by a report that names no slot, of this slot; 0 = it did not. The first
-     * report that names some still counts. */
-    uint64_t unnamed_epoch;
-    uint32_t unnamed_by;
+    /* The last view that ended by a report, and the slots that have reported its end so far; 0 =
+     * none, or a later view is in force. */
+    uint64_t reported_epoch, reporters;
     uint64_t mask_from_ns; /* no view forms of fewer than all slots before */
     bool shrinks; /* the epoch that ends has lost a slot: the next one may do without it, at once */
     bool planned; /* the epoch ends for another placement, which is loaded: this is no failure */

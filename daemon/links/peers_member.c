@@ -210,12 +210,15 @@ static void stream_message(void *ctx, struct moe_rpc_msg *m)
     moe_mutex_unlock(&p->lock);
 }
 
+/* A sequencer that leaves the view says so (moe_peers_stop): it is there, and reports itself whom
+ * it misses. */
 static void stream_closed(void *ctx, struct moe_status status)
 {
     struct moe_peers *p = ctx;
+    bool left = status.reason == MOE_REASON_REFORMING;
     moe_mutex_lock(&p->lock);
     if (p->phase == STARTED)
-        moe_peers__lost(p, UINT64_C(1) << p->sequencer_slot,
+        moe_peers__lost(p, left ? 0 : UINT64_C(1) << p->sequencer_slot,
                         moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST,
                                   "the sequencer ended its stream: %s",
                                   moe_failed(&status) ? status.text : "closed by the peer"));

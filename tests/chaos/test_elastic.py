@@ -183,7 +183,7 @@ class Elastic(unittest.TestCase):
         lost = self.group.processes["spare"]
         lost.kill()
         lost.wait()
-        self.group.await_log("coordinator", "slot 2 lost")
+        self.group.await_log("coordinator", "slot 2 lost: disconnected and missed")
         self.scale(2)  # without a view: at once
         wait_until(lambda: self.status().get("liveSlots") == [0, 1], LONG_S)
         clients = self.clients(self.endpoints)

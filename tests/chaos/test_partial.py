@@ -186,7 +186,7 @@ class Partial(unittest.TestCase):
         victim = self.group.processes["w%d" % VICTIM]
         victim.kill()
         victim.wait()
-        self.group.await_log("coordinator", "slot %d lost: " % VICTIM)
+        self.group.await_log("coordinator", "slot %d lost: disconnected and missed" % VICTIM)
         self.refused(self.x[1], "REFORMING", on_unavailable="partial", timeout=30)
         self.start_again()
         y = self.client.forward(LAYER, self.x[64], timeout=LATER_S, patient=True)

@@ -338,6 +338,35 @@ static void a_missed_peer_is_lost_as_soon_as_its_stream_ends(void **unused)
     assert_int_equal(w.incarnation, 99);
 }
 
+/* A member that leaves the view may be missed by one that does not know why. */
+static void each_member_s_report_of_a_loss_counts(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    moe_membership_on_stream_closed(m, now, s[2]);
+    carry_out();
+    moe_membership_on_peer_lost(m, now, s[1], 1, 1 << 0);
+    carry_out();
+    struct moe_membership_worker w;
+    assert_true(moe_membership_worker(m, 2, &w));
+    assert_int_not_equal(w.state, MOE_WORKER_GONE); /* it may come back within its lease */
+    moe_membership_on_peer_lost(m, now, s[0], 1, 1 << 1 | 1 << 2);
+    carry_out();
+    assert_true(moe_membership_worker(m, 2, &w));
+    assert_int_equal(w.state, MOE_WORKER_GONE);
+    moe_membership_on_peer_lost(m, now, s[1], 1, 1 << 0); /* again: it has left the view */
+    carry_out();
+    for (uint32_t i = 0; i < 2; i++) {
+        moe_membership_on_stream_closed(m, now, s[i]);
+        carry_out();
+    }
+    for (uint32_t i = 0; i < 2; i++) { /* who reports is there */
+        assert_true(moe_membership_worker(m, i, &w));
+        assert_int_not_equal(w.state, MOE_WORKER_GONE);
+    }
+}
+
 static void evidence_of_a_view_that_is_over_does_not_count_later(void **unused)
 {
     (void)unused;
@@ -1263,6 +1292,7 @@ int main(void)
         STORY(a_missed_peer_ends_the_view_but_not_its_worker),
         STORY(a_missed_peer_without_a_stream_is_lost_at_once),
         STORY(a_missed_peer_is_lost_as_soon_as_its_stream_ends),
+        STORY(each_member_s_report_of_a_loss_counts),
         STORY(evidence_of_a_view_that_is_over_does_not_count_later),
         STORY(heartbeats_are_answered_with_the_silence_of_the_others),
         STORY(a_restarted_coordinator_vouches_for_no_silent_member),

@@ -82,6 +82,7 @@ struct world {
     size_t scalings, scaled, undone, refused;
     bool partial;                     /* views may lack experts */
     bool quiet, async_saves, verbose; /* verbose: the log is printed */
+    bool busy;                        /* steps run in each view */
     struct moe_membership *machine;
     struct moe_membership_config config;
     struct moe_membership_saved durable;
@@ -725,16 +726,46 @@ static uint64_t missed_by(const struct world *w, const struct process *p)
     return missed;
 }
 
+/* Living peers that have left the view. */
+static uint64_t left_by(const struct world *w, const struct process *p)
+{
+    uint64_t left = 0;
+    for (uint32_t s = 0; s < w->slots; s++) {
+        uint64_t member = w->epochs[p->committed].members[s];
+        const struct process *peer = member != 0 ? &w->processes[member - 1] : NULL;
+        if (peer != NULL && is_running(w, peer) && peer->committed != p->committed &&
+            peer->preparing != p->committed)
+            left |= UINT64_C(1) << s;
+    }
+    return left;
+}
+
+/* Whether the view is over for this member, and whom it misses. The sequencer has a stream of each
+ * member, and takes one that has left for lost. The others have a stream of the sequencer, which
+ * says that it leaves; and they see all peers if steps run. */
+static bool misses(struct world *w, const struct process *p, uint64_t *missed)
+{
+    uint64_t live = w->epochs[p->committed].live;
+    bool sequencer = p->slot == (uint32_t)__builtin_ctzll(live);
+    bool steps = w->busy || (w->seed + p->committed) % 2 == 0;
+    uint64_t left = left_by(w, p) & (sequencer ? live : live & -live);
+    *missed = missed_by(w, p) & (sequencer || steps ? live : live & -live);
+    bool others = (live & ~*missed & ~(UINT64_C(1) << p->slot)) != 0;
+    if (*missed == 0 && (left == 0 || rnd(w, 2) == 0))
+        return false;
+    if (sequencer && left != 0 && rnd(w, 2) == 0)
+        *missed = left;
+    else if (sequencer && steps && others && rnd(w, 2) == 0)
+        *missed = 0; /* it knows only that a step has failed */
+    return true;
+}
+
 /* If a step fails, the worker reports the peers, and leaves the view. */
 static void miss_peers(struct world *w, struct process *p)
 {
-    uint64_t missed = p->committed != 0 ? missed_by(w, p) : 0;
-    if (missed == 0)
+    uint64_t missed;
+    if (p->committed == 0 || !misses(w, p, &missed))
         return;
-    /* The sequencer may know only that a step has failed. */
-    uint64_t others = w->epochs[p->committed].live & ~missed & ~(UINT64_C(1) << p->slot);
-    if (others != 0 && p->slot < (uint32_t)__builtin_ctzll(others) && rnd(w, 2) == 0)
-        missed = 0;
     send_up(w, p,
             (struct sim_message){.kind = SIM_PEER_LOST, .epoch = p->committed, .mask = missed});
     p->committed = 0;
@@ -987,6 +1018,39 @@ static bool serves_without_the_dead(const struct world *w)
     return true;
 }
 
+/* The operator's part in the middle: workers that cannot load are replaced. */
+static void await_all(struct world *w)
+{
+    for (int i = 0; i < 1200 && !is_serving(w); i++) {
+        step(w);
+        for (size_t p = 0; i == 300 && p < w->process_count; p++)
+            if (w->processes[p].alive && w->processes[p].broken_loader)
+                end_process(w, &w->processes[p]);
+    }
+    check(w, is_serving(w), "the group serves with all slots once all are back");
+}
+
+/* A process dies, and its peers miss it. The lease is not what decides. */
+static void expect_loss_at_once(struct world *w)
+{
+    struct moe_membership_group g;
+    struct moe_membership_worker worker;
+    moe_membership_group(w->machine, &g);
+    uint32_t slot = (uint32_t)rnd(w, w->slots);
+    if (g.size < 2 || (g.live >> slot & 1) == 0)
+        return;
+    struct process *p = &w->processes[w->epochs[g.epoch].members[slot] - 1];
+    end_process(w, p);
+    w->respawn_at_ns[p->id] = w->now_ns + 2 * LEASE_MS * MOE_NS_PER_MS;
+    for (int i = 0; i < LEASE_MS / 2 / STEP_MS; i++)
+        step(w);
+    check(w,
+          !moe_membership_worker(w->machine, slot, &worker) || !worker.taken ||
+              worker.incarnation != p->incarnation,
+          "a dead member loses its slot when its peers miss it");
+    await_all(w);
+}
+
 /* The processes of some slots die, or stop for long. The others suffice, and serve within a lease.
  * Once all are back, the group serves with all. */
 static void expect_mask(struct world *w)
@@ -997,6 +1061,7 @@ static void expect_mask(struct world *w)
     if (lost == 0 || !suffice(w, all_slots(w) & ~lost))
         return;
     bool stop = rnd(w, 2) == 0;
+    w->busy = true; /* in an idle view, only the sequencer would see others stop */
     for (uint32_t s = 0; s < w->slots; s++) {
         struct process *p = &w->processes[w->epochs[epoch].members[s] - 1];
         if ((lost >> s & 1) == 0)
@@ -1011,13 +1076,7 @@ static void expect_mask(struct world *w)
         step(w);
     check(w, serves_without_the_dead(w), "the others serve within a lease if they suffice");
     w->masks_ended++;
-    for (int i = 0; i < 1200 && !is_serving(w); i++) {
-        step(w);
-        for (size_t p = 0; i == 300 && p < w->process_count; p++) /* the operator's part */
-            if (w->processes[p].alive && w->processes[p].broken_loader)
-                end_process(w, &w->processes[p]);
-    }
-    check(w, is_serving(w), "the group serves with all slots once all are back");
+    await_all(w);
 }
 
 static void expect_shutdown(struct world *w)
@@ -1071,6 +1130,7 @@ static void run_one(struct world *w, uint64_t seed)
     for (uint64_t i = 0; i < steps; i++)
         step(w);
     expect_serving(w);
+    expect_loss_at_once(w);
     if (w->replicas > 1 || w->partial)
         expect_mask(w);
     if (rnd(w, 2) == 0)
