@@ -450,6 +450,8 @@ void moe_membership_on_saved(struct moe_membership *m, uint64_t now_ns, uint64_t
                             "cannot save the group's state: %s", status->text);
     if (status->code == MOE_OK && sequence >= m->cordon_save)
         m->cordon_save = 0; /* a write has the whole state */
+    if (sequence == m->next.version_save && !m->exited)
+        moe_membership__version_saved(m, status);
     if (sequence != m->awaited_save || m->exited)
         return;
     m->awaited_save = 0;
@@ -592,8 +594,8 @@ static void use(struct moe_membership *m, const struct moe_placement *p, bool mo
     m->saved.placement_version = moe_placement_version(p);
     m->saved.placement_hash = moe_placement_content_hash(p);
     m->view_version = m->saved.view_version = moe_placement_version(p); /* the view goes on */
-    if (m->last_version < m->view_version)
-        m->last_version = m->view_version;
+    if (m->saved.last_version < m->view_version)
+        m->saved.last_version = m->view_version;
 }
 
 void moe_membership_move(struct moe_membership *m, const struct moe_placement *p)

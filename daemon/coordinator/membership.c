@@ -152,7 +152,8 @@ struct moe_status moe_membership_create(const struct moe_membership_config *conf
     m->now_ns = now_ns;
     m->saved = *saved;
     m->announced_epoch = saved->epoch;
-    m->last_version = saved->placement_version;
+    if (m->saved.last_version < saved->placement_version)
+        m->saved.last_version = saved->placement_version;
     m->placement_durable = saved->placement_version != 0;
     m->mask_from_ns = now_ns + config->lease_ns;
     MOE_TRY_GOTO(st, restore_places(m), fail);

@@ -89,6 +89,8 @@ struct moe_membership_saved {
     char cordon_reasons[MOE_PLACEMENT_SLOTS_MAX][MOE_MEMBERSHIP_CORDON_BYTES];
     uint64_t places;       /* bit s: slot s holds experts in views that form; 0 = not known */
     uint32_t view_version; /* placement of the view in force; 0 = placement_version */
+    uint32_t last_version; /* highest version of a placement that workers may know; also of one that
+                              is not saved itself */
 };
 
 /* `saved`: from the store; zeroes for a new group. Members of a view in it have one lease from

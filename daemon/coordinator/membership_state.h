@@ -75,13 +75,13 @@ struct moe_membership {
     bool trains; /* the process that registered last: views compare their training as they form */
     struct moe_placement *placement; /* over saved.places */
     bool placement_durable;          /* its version may be announced */
-    uint32_t last_version;           /* highest version of a placement so far */
 
     /* The placement that the group is being scaled to. */
     struct {
         uint64_t places; /* 0 = it is not */
         struct moe_placement *placement;
         uint64_t asked, loaded; /* slots that were asked to load it; that have */
+        uint64_t version_save; /* the SAVE of its version, before any is asked; 0 = it is durable */
     } next;
     uint64_t removed; /* slots that lost their place; their workers have not left yet */
     bool has_models;  /* added ones */
@@ -213,7 +213,8 @@ bool moe_membership__is_place(const struct moe_membership *m, uint32_t slot);
 uint32_t moe_membership__size(const struct moe_membership *m);
 /* The view in force has an older placement than the next one. */
 bool moe_membership__is_replaced(const struct moe_membership *m);
-/* A number above those of all placements so far. */
+/* A number above those of all placements so far, also of those before a restart. Make it durable
+ * before a worker gets it: one that still loads an older placement reports it by its version. */
 uint32_t moe_membership__new_version(struct moe_membership *m);
 /* Begins to move experts to `places`, while the view in force goes on. */
 struct moe_status moe_membership__begin_scaling(struct moe_membership *m, uint64_t places,
@@ -227,6 +228,8 @@ void moe_membership__advance_scaling(struct moe_membership *m);
 /* The slot has loaded the placement that the group is being scaled to, or failed to. */
 void moe_membership__next_loaded(struct moe_membership *m, uint32_t slot,
                                  const struct moe_status *error);
+/* The version of the placement that the group is being scaled to is durable, or cannot be saved. */
+void moe_membership__version_saved(struct moe_membership *m, const struct moe_status *status);
 /* The process in the slot is lost. */
 void moe_membership__note_lost_place(struct moe_membership *m, uint32_t slot);
 

@@ -19,9 +19,11 @@ enum {
     MODEL_MAX_BYTES = 4 + 1 + 2 + MOE_ADDED_NAME_BYTES + 2 + MOE_ADDED_DIRECTORY_BYTES + 2 +
                       MOE_ADDED_FINGERPRINT_BYTES,
     PLACES_BYTES = 8 + 4, /* after the models: the slots with experts; the view's placement */
+    VERSION_BYTES = 4,    /* after the places: the highest version of a placement */
     RECORD_MAX_BYTES = STATE_FIXED_BYTES + STATE_LEASE_BYTES + CORDONS_MIN_BYTES +
                        MOE_PLACEMENT_SLOTS_MAX * (MEMBER_MAX_BYTES + CORDON_MAX_BYTES) +
-                       MODELS_MIN_BYTES + MOE_ADDED_MAX * MODEL_MAX_BYTES + PLACES_BYTES,
+                       MODELS_MIN_BYTES + MOE_ADDED_MAX * MODEL_MAX_BYTES + PLACES_BYTES +
+                       VERSION_BYTES,
     NUMBERS_LOST_MAX = 64, /* with the records of a bad end of the file */
 };
 
@@ -91,6 +93,7 @@ static size_t encode_record(uint8_t to[RECORD_MAX_BYTES], const struct moe_membe
     at = put_models(at, models);
     at = put(at, state->places, 8);
     at = put(at, state->view_version, 4);
+    at = put(at, state->last_version, 4);
     return (size_t)(at - to);
 }
 
@@ -182,16 +185,22 @@ static struct moe_status decode_state(const uint8_t *at, size_t length,
         if (end - at >= PLACES_BYTES) {
             state->places = get(&at, 8);
             state->view_version = (uint32_t)get(&at, 4);
+            if (end - at >= VERSION_BYTES)
+                state->last_version = (uint32_t)get(&at, 4);
         }
     }
     return at == end ? moe_ok() : damaged("record too long");
 }
 
-/* So many acknowledged records may be lost. The epoch therefore rises by their number, and the view
- * is void. So do numbers of models, of which few records give one. */
+/* So many acknowledged records may be lost. The epoch therefore rises by their number, and so does
+ * the highest version of a placement; the view is void. So do numbers of models, of which few
+ * records give one. */
 static void lose(size_t lost, struct moe_membership_saved *state, struct moe_added_saved *models)
 {
     state->epoch += lost;
+    if (state->last_version < state->placement_version)
+        state->last_version = state->placement_version;
+    state->last_version += (uint32_t)lost;
     models->highest += (uint32_t)(lost < NUMBERS_LOST_MAX ? lost : NUMBERS_LOST_MAX);
     if (models->highest > MOE_ADDED_NUMBER_MAX)
         models->highest = MOE_ADDED_NUMBER_MAX;

@@ -27,7 +27,7 @@ bool moe_membership__is_replaced(const struct moe_membership *m)
 
 uint32_t moe_membership__new_version(struct moe_membership *m)
 {
-    return ++m->last_version;
+    return ++m->saved.last_version;
 }
 
 struct moe_status moe_membership__may_scale(const struct moe_membership *m)
@@ -70,7 +70,7 @@ static struct moe_status place_next(struct moe_membership *m, uint64_t places)
 
 static void forget_next(struct moe_membership *m)
 {
-    m->next.places = m->next.asked = m->next.loaded = 0;
+    m->next.places = m->next.asked = m->next.loaded = m->next.version_save = 0;
 }
 
 /* The next placement becomes the active one. Slots in `loaded` hold it. */
@@ -118,6 +118,9 @@ struct moe_status moe_membership__begin_scaling(struct moe_membership *m, uint64
     if (m->view_epoch == 0) {
         activate(m, 0);
         m->unsaved = true;
+    } else if (!MOE_GUARD(VERSION_IS_SAVED, false)) {
+        moe_membership__save(m, false);
+        m->next.version_save = m->save_sequence;
     }
     return moe_ok();
 }
@@ -145,6 +148,16 @@ void moe_membership__abandon_scaling(struct moe_membership *m, const struct moe_
 }
 
 /* ------------------------------------------------------------------ steps */
+
+void moe_membership__version_saved(struct moe_membership *m, const struct moe_status *status)
+{
+    m->next.version_save = 0;
+    if (status->code != MOE_OK) {
+        struct moe_status why = moe_error_context(*status, "cannot save the group's state");
+        moe_membership__abandon_scaling(m, &why);
+    }
+    moe_membership__advance(m);
+}
 
 void moe_membership__next_loaded(struct moe_membership *m, uint32_t slot,
                                  const struct moe_status *error)
@@ -221,7 +234,8 @@ static void let_removed_go(struct moe_membership *m)
 void moe_membership__advance_scaling(struct moe_membership *m)
 {
     if (m->next.places != 0) {
-        ask(m);
+        if (m->next.version_save == 0)
+            ask(m);
         if (MOE_GUARD(SCALE_LOADS_FIRST, (m->next.places & ~m->next.loaded) == 0))
             activate(m, m->next.places);
     }

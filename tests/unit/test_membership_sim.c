@@ -29,6 +29,7 @@ enum {
     IDS_MAX = 7,
     PROCESSES_MAX = 400,
     EPOCHS_MAX = 4000,
+    VERSIONS_MAX = 4000,
     STEP_MS = 5,
     LEASE_MS = 300,
     FORM_MS = 400,
@@ -106,8 +107,9 @@ struct world {
         uint32_t version; /* of the placement */
         bool prepared, aborted;
     } epochs[EPOCHS_MAX];
-    uint64_t last_live; /* of the epoch that was committed last */
-    uint64_t grown;     /* views that have ended for a larger one, since the machine started */
+    uint64_t contents[VERSIONS_MAX]; /* hash of each version of the placement; 0 = not seen */
+    uint64_t last_live;              /* of the epoch that was committed last */
+    uint64_t grown; /* views that have ended for a larger one, since the machine started */
     uint64_t last_epoch;
     bool had_view;      /* since the machine started; in the log counts too */
     uint64_t joined_ns; /* a worker took a slot, or the machine started */
@@ -317,6 +319,18 @@ static void check_commit(struct world *w, const struct moe_membership_action *a)
     w->commits++;
 }
 
+/* A worker says by the version alone what it has loaded. */
+static void check_version(struct world *w, uint32_t version)
+{
+    check(w, version < VERSIONS_MAX, "versions do not run away");
+    const struct moe_placement *p = moe_membership_find_placement(w->machine, version);
+    check(w, p != NULL, "what is assigned is known");
+    uint64_t *content = &w->contents[version], now = moe_placement_content_hash(p);
+    check(w, *content == 0 || *content == now,
+          "a version names one placement, also after a restart");
+    *content = now;
+}
+
 static void send_down(struct world *w, const struct moe_membership_action *a)
 {
     struct sim_message m = {
@@ -345,6 +359,7 @@ static void send_down(struct world *w, const struct moe_membership_action *a)
         moe_membership_group(w->machine, &g);
         check(w, m.version == w->durable.placement_version || g.scaling_to != 0,
               "a placement is durable before it is assigned, or loaded for the next view");
+        check_version(w, a->version);
         check(w, !a->keep || g.epoch != 0, "a second share is loaded only during a view");
     }
     if (a->message == MOE_MEMBERSHIP_ABORT && a->epoch < EPOCHS_MAX)

@@ -276,6 +276,8 @@ static void what_is_refused_changes_nothing(void **unused)
     assert_int_equal(st.reason, MOE_REASON_REFORMING);
     assert_ok(scale(2)); /* the present size: undone */
     assert_true(group().scaling_to == 0 && group().size == 2 && drained == 0);
+    assert_true(disk.last_version > before.last_version); /* no other placement gets it */
+    before.last_version = disk.last_version;
     assert_memory_equal(&disk, &before, sizeof disk);
     trains = true;
     join(3);
@@ -361,6 +363,42 @@ static void the_limit_can_be_raised_while_the_group_serves(void **unused)
     assert_true(group().slots == SLOTS + 2 && group().size == 2);
 }
 
+/* A worker may still load a placement that a restart has undone, and report it by its version. */
+static void no_two_placements_have_one_version(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s, 2);
+    s[2] = join(2);
+    disk_full = true;
+    assert_ok(scale(3));
+    assert_true(assigned == 0 && group().scaling_to == 0);
+    assert_int_equal(group().scale_error->reason, MOE_REASON_IO);
+    disk_full = false;
+    assert_ok(scale(3));
+    assert_int_equal(assigned, 7);
+    uint32_t undone = version;
+    moe_membership_destroy(m);
+    m = NULL;
+    assert_ok(create(SLOTS, 2));
+    for (uint32_t i = 0; i < 3; i++) {
+        struct moe_membership_heartbeat h = {.epoch = i < 2};
+        s[i] = join(i);
+        moe_membership_on_heartbeat(m, now, s[i], &h);
+        carry_out();
+    }
+    for (uint32_t i = 0; i < 2; i++)
+        loaded(s[i], version, moe_ok());
+    assert_ok(scale(3));
+    assert_true(version > undone);
+    for (uint32_t i = 0; i < 3; i++)
+        loaded(s[i], undone, moe_ok());
+    assert_int_equal(group().places, 3);
+    for (uint32_t i = 0; i < 3; i++)
+        loaded(s[i], version, moe_ok());
+    assert_int_equal(group().places, 7);
+}
+
 static void pass(uint64_t ms, const uint64_t *s, uint32_t count)
 {
     const struct moe_membership_heartbeat h = {0};
@@ -431,6 +469,7 @@ int main(void)
         STORY(the_last_holder_leaves_only_by_force),
         STORY(the_size_outlives_the_coordinator),
         STORY(the_limit_can_be_raised_while_the_group_serves),
+        STORY(no_two_placements_have_one_version),
         STORY(a_spare_does_not_start_a_failed_group_again),
         STORY(a_spare_does_not_say_whether_the_group_trains),
     };

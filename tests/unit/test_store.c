@@ -56,7 +56,8 @@ static struct moe_membership_saved state_of(uint64_t epoch, bool view)
                                      .settled = !view,
                                      .cordoned = view ? 0 : 2,
                                      .places = 3,
-                                     .view_version = view ? 2 : 0};
+                                     .view_version = view ? 2 : 0,
+                                     .last_version = 4};
     if (!view)
         strcpy(s.cordon_reasons[1], "a fan is broken");
     if (!view)
@@ -162,7 +163,7 @@ static void put_sum(uint8_t *at, uint32_t sum)
 static void a_log_of_the_release_before_is_read(void **unused)
 {
     (void)unused;
-    enum { PLACES_BYTES = 8 + 4 };
+    enum { PLACES_BYTES = 8 + 4 + 4 };
     uint8_t image[4096];
     struct moe_membership_saved found, want = state_of(7, false);
     struct moe_store *s = open_store(&found);
@@ -177,7 +178,7 @@ static void a_log_of_the_release_before_is_read(void **unused)
     put_sum(image + 28, crc(image + 16, 12));
     write_file(image, length);
     want.places = 0; /* not known */
-    want.view_version = 0;
+    want.view_version = want.last_version = 0;
     for (int i = 0; i < 2; i++) { /* the second time, in the format of this release */
         moe_store_close(open_store(&found));
         assert_memory_equal(&found, &want, sizeof want);
