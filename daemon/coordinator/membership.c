@@ -34,10 +34,24 @@ static void restore_past(struct moe_membership *m)
     m->saved.lease_ms = (uint32_t)(m->config.lease_ns / MOE_NS_PER_MS);
 }
 
-/* A group of a fixed size has all of its slots. */
+/* A group of a fixed size has all of its slots. One that was scaled, and has lost its
+ * --max-workers, is such a group again: the operator learns what that changes. */
+static void say_fixed(struct moe_membership *m, uint64_t before)
+{
+    char was[MOE_MEMBERSHIP_SLOT_LIST_BYTES], is[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    if (before == 0 || before == m->saved.places)
+        return;
+    moe_membership__list_slots(was, before);
+    moe_membership__list_slots(is, m->saved.places);
+    moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_SCALED, MOE_MEMBERSHIP_NO_SLOT,
+                        "the experts were on %s, and are on %s now: without --max-workers, "
+                        "--workers is the size of the group",
+                        was, is);
+}
+
 static struct moe_status restore_places(struct moe_membership *m)
 {
-    uint64_t all = moe_placement_first_slots(m->config.slots);
+    uint64_t before = m->saved.places, all = moe_placement_first_slots(m->config.slots);
     bool fixed = m->config.size == 0;
     uint64_t first = fixed ? all : moe_placement_first_slots(m->config.size);
     if (fixed || m->saved.places == 0)
@@ -50,6 +64,8 @@ static struct moe_status restore_places(struct moe_membership *m)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "%u workers hold the experts of the group, too few for %u replicas",
                          moe_membership__size(m), m->config.replicas);
+    if (fixed)
+        say_fixed(m, before);
     char slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
     moe_membership__list_slots(slots, m->saved.places);
     if (m->saved.places != first)

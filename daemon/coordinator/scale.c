@@ -30,6 +30,18 @@ uint32_t moe_membership__new_version(struct moe_membership *m)
     return ++m->saved.last_version;
 }
 
+/* What to do comes first: a list of many slots is cut. */
+static struct moe_status being_scaled(const struct moe_membership *m)
+{
+    char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], loading[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    moe_membership__list_slots(to, m->next.places);
+    moe_membership__list_slots(loading, m->next.places & ~m->next.loaded);
+    return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 1000,
+                           "the group is being scaled: ask again when that is done, or undo it "
+                           "with `moectl scale %u`. The experts move to %s; still loading: %s",
+                           moe_membership__size(m), to, loading);
+}
+
 struct moe_status moe_membership__may_scale(const struct moe_membership *m)
 {
     if (m->trains)
@@ -39,17 +51,19 @@ struct moe_status moe_membership__may_scale(const struct moe_membership *m)
     if (m->has_models)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_IN_USE,
                          "a group with added models is not scaled: `moectl model unload` first");
-    const char *busy = m->shutting_down      ? "the group is shutting down"
-                       : m->next.places != 0 ? "the group is being scaled"
-                       : m->removed != 0     ? "workers that are not needed any more leave"
-                       : m->restoring        ? "the coordinator waits for the members of the view"
+    if (m->next.places != 0 && !m->shutting_down)
+        return being_scaled(m);
+    const char *busy = m->shutting_down ? "the group is shutting down"
+                       : m->removed != 0
+                           ? "workers that are not needed any more finish their requests"
+                       : m->restoring ? "the coordinator waits for the members of the view"
                        : m->phase != PHASE_IDLE         ? "the group is forming"
                        : moe_membership__is_replaced(m) ? "another placement comes into force"
                        : m->awaited_save != 0           ? "the state of the group is being written"
                                                         : NULL;
     if (busy == NULL)
         return moe_ok();
-    return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 1000, "%s", busy);
+    return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 1000, "%s; ask again", busy);
 }
 
 void moe_membership_set_models(struct moe_membership *m, bool has_models)

@@ -17,7 +17,8 @@ static uint64_t now, last_stream, last_epoch, closed_stream;
 static struct moe_status closed_with;
 /* Outputs since the last look; bit s: to slot s. */
 static uint64_t prepared, committed, assigned, kept, drained;
-static uint32_t version; /* of the last ASSIGN */
+static uint32_t version;              /* of the last ASSIGN */
+static char warning[MOE_STATUS_TEXT]; /* the last one */
 
 static void carry_out(void)
 {
@@ -27,6 +28,8 @@ static void carry_out(void)
         uint64_t bit = a.slot < SLOTS ? UINT64_C(1) << a.slot : 0;
         if (a.kind == MOE_MEMBERSHIP_LOG)
             print_message("    %s\n", a.status.text);
+        if (a.kind == MOE_MEMBERSHIP_LOG && a.level == MOE_LOG_WARN)
+            (void)snprintf(warning, sizeof warning, "%s", a.status.text);
         if (a.kind == MOE_MEMBERSHIP_CLOSE) {
             closed_stream = a.stream;
             closed_with = a.status;
@@ -274,6 +277,7 @@ static void what_is_refused_changes_nothing(void **unused)
     s[2] = join(2);
     st = scale(3);
     assert_int_equal(st.reason, MOE_REASON_REFORMING);
+    assert_non_null(strstr(st.text, "undo it with `moectl scale 2`. The experts move to slot 0;"));
     assert_ok(scale(2)); /* the present size: undone */
     assert_true(group().scaling_to == 0 && group().size == 2 && drained == 0);
     assert_true(disk.last_version > before.last_version); /* no other placement gets it */
@@ -340,6 +344,8 @@ static void the_size_outlives_the_coordinator(void **unused)
     assert_non_null(strstr(st.text, "slot 3 of the group holds experts"));
     assert_ok(create(SLOTS, 0)); /* a fixed size: all slots */
     assert_int_equal(group().size, SLOTS);
+    assert_non_null(strstr(warning, "were on slot 3, and are on slots 0, 1, 2, 3 now: without "
+                                    "--max-workers"));
     st = scale(2);
     assert_int_equal(st.reason, MOE_REASON_UNSUPPORTED);
 }
