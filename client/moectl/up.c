@@ -43,7 +43,7 @@ struct up {
     const struct moectl_command *command;
     struct moectl_common common;
     const char *model, *backend, *transport, *log_level, *worker_config;
-    uint64_t workers, replicas, spare, port, metrics_port, threads, drain_s;
+    uint64_t workers, max_workers, replicas, spare, port, metrics_port, threads, drain_s;
     bool partial; /* views may lack experts */
     bool detach, restart;
 
@@ -123,12 +123,14 @@ static size_t add_trust(const struct up *u, const char **argv, size_t n)
 static struct moe_status start_coordinator(struct up *u)
 {
     char listen[ARGUMENT_MAX], control[ARGUMENT_MAX], metrics[ARGUMENT_MAX], workers[ARGUMENT_MAX],
-        replicas[ARGUMENT_MAX], spare[ARGUMENT_MAX], state[MOECTL_PATH_MAX], log[MOECTL_PATH_MAX];
+        most[ARGUMENT_MAX], replicas[ARGUMENT_MAX], spare[ARGUMENT_MAX], state[MOECTL_PATH_MAX],
+        log[MOECTL_PATH_MAX];
     MOE_TRY(log_path(u, "coordinator", log));
     listen_address(u, u->workers, listen);
     listen_address(u, u->workers + 1, control);
     metrics_address(u, 0, metrics);
     snprintf(workers, sizeof workers, "%" PRIu64, u->workers);
+    snprintf(most, sizeof most, "%" PRIu64, u->max_workers);
     snprintf(replicas, sizeof replicas, "%" PRIu64, u->replicas);
     snprintf(spare, sizeof spare, "%" PRIu64, u->spare);
     if (snprintf(state, sizeof state, "%s/coordinator", u->state_path) >= (int)sizeof state)
@@ -143,7 +145,7 @@ static struct moe_status start_coordinator(struct up *u)
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO, "cannot remove %s/model.digests",
                          state);
     enum { FIXED = 19 };
-    const char *argv[FIXED + 3 + 2 * TRUST_FILES + 1] = {u->coordinator_program,
+    const char *argv[FIXED + 5 + 2 * TRUST_FILES + 1] = {u->coordinator_program,
                                                          "--listen",
                                                          listen,
                                                          "--control-listen",
@@ -165,6 +167,10 @@ static struct moe_status start_coordinator(struct up *u)
     size_t n = add_trust(u, argv, FIXED);
     if (u->partial)
         argv[n++] = "--partial-views";
+    if (u->max_workers != 0) {
+        argv[n++] = "--max-workers";
+        argv[n++] = most;
+    }
     if (metrics[0] != '\0') {
         argv[n++] = "--metrics-listen";
         argv[n++] = metrics;
@@ -501,6 +507,9 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "model directory with config.json and *.safetensors (required)"},
         {"workers", 'n', MOE_OPTION_UINT, &u.workers, 1, MOE_MAX_SLOTS, "N",
          "number of workers, 1 to 64"},
+        {"max-workers", 0, MOE_OPTION_UINT, &u.max_workers, 0, MOE_MAX_SLOTS, "N",
+         "workers that the group can have: `moectl scale` changes how many hold experts. You start "
+         "those above --workers with moe-worker; 0 = a fixed size"},
         {"replicas", 'r', MOE_OPTION_UINT, &u.replicas, 1, MOE_MAX_SLOTS, "N",
          "workers with a copy of each expert; above 1, the group serves on without workers that "
          "it loses while every expert has a copy. It does not train then"},
@@ -554,6 +563,12 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         return moectl_usage_error("--replicas %" PRIu64 " is above --workers %" PRIu64
                                   ": a worker has one copy of an expert",
                                   u.replicas, u.workers);
+    if (u.max_workers != 0 && u.max_workers < u.workers)
+        return moectl_usage_error("--max-workers %" PRIu64 " is below --workers %" PRIu64,
+                                  u.max_workers, u.workers);
+    if (u.max_workers != 0 && u.spare != 0)
+        return moectl_usage_error("--max-workers excludes --spare-experts: experts of a group that "
+                                  "can be scaled do not move");
     if (u.restart && u.detach)
         return moectl_usage_error("--restart needs a moectl that goes on: it excludes --detach");
     code = moectl_require(&(struct moectl_required){"model", u.model != NULL}, 1);

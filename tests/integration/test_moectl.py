@@ -21,7 +21,7 @@ import moed
 
 COMMANDS = ("up", "down", "status", "wait", "get", "describe", "health", "top", "placement",
             "diag", "drain", "cordon",
-            "uncordon", "replace", "restart", "rebalance", "load", "unload", "forward",
+            "uncordon", "replace", "restart", "scale", "rebalance", "load", "unload", "forward",
             "bench", "training", "model", "context", "log-level", "version")
 
 
@@ -144,6 +144,8 @@ class CommandLine(unittest.TestCase):
                 ["status", "--timeout", "soon"], ["status", "--timeout", "-1"], ["up"],
                 ["up", "--model", "/tmp", "--workers", "0"],
                 ["up", "--model", "/tmp", "--workers", "65"],
+                ["up", "--model", "/tmp", "--workers", "2", "--max-workers", "1"],
+                ["up", "--model", "/tmp", "--max-workers", "2", "--spare-experts", "1"],
                 ["up", "--model", "/tmp", "--backend", "tpu"],
                 ["up", "--model", "/tmp", "--transport", "pigeon"],
                 ["up", "--model", "/tmp", "--port", "70000"],

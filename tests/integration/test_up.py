@@ -125,6 +125,31 @@ class UpAndDown(unittest.TestCase):
             self.assertEqual([p["pid"] for p in after if is_alive(p["pid"])], [])
             self.assertEqual(run("replace", *here).returncode, NOT_FOUND)
 
+    def test_a_group_that_can_be_scaled(self):
+        with folder() as state:
+            here = ("--state-dir", state)
+            done = self.up(state, "--max-workers", "3", "--detach")
+            self.assertEqual(done.returncode, OK, done.stderr)
+            try:
+                status = json.loads(run("status", "-o", "json", *here).stdout)
+                self.assertEqual((status["size"], status["maxWorkers"]), (2, 3))
+                command = self.processes(state)[1]["command"]
+                more = subprocess.Popen(
+                    [command[0], "--model", model_directory(FAMILY), "--listen", "127.0.0.1:0",
+                     "--backend", "cpu", "--coordinator",
+                     command[command.index("--coordinator") + 1]], stderr=subprocess.DEVNULL)
+                self.addCleanup(more.wait)
+                self.addCleanup(more.kill)
+                wait_until(lambda: len(json.loads(run("status", "-o", "json", *here).stdout).get(
+                    "spareSlots", [])) == 1)
+                for size in ("3", "2"):
+                    done = run("scale", size, *here)
+                    self.assertEqual(done.returncode, OK, done.stderr)
+                self.assertEqual(more.wait(60), 0)
+            finally:
+                down = run("down", *here)
+            self.assertEqual(down.returncode, OK, down.stderr)
+
     def test_up_starts_again_what_dies(self):
         """Each daemon in turn, then both workers; the group has its old addresses."""
         g = Group(model_directory(FAMILY), 2, "--restart")
