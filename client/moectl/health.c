@@ -86,11 +86,16 @@ static void check_group(struct health *h)
     add(h, "GROUP_SERVING", "group", serves ? RESULT_OK : RESULT_CRITICAL, "%s%s%s", state,
         s->reason[0] != '\0' ? ": " : "", s->reason);
     bool masked = serves && s->n_live_slots < moectl_workers_size(s);
+    char fill[96] = "";
+    if (moectl_workers_can_fill(s))
+        (void)snprintf(fill, sizeof fill,
+                       "; spare workers: %zu, `moectl scale %" PRIu32 "` gives the place to one",
+                       s->n_spare_slots, size);
     add(h, "SLOTS_TAKEN", "group",
         live == size ? RESULT_OK
         : masked     ? RESULT_WARNING
                      : RESULT_CRITICAL,
-        "%zu of %" PRIu32 " slots have a live worker", live, size);
+        "%zu of %" PRIu32 " slots have a live worker%s", live, size, fill);
     if ((s->replicas > 1 || masked) && s->epoch != 0) {
         char view[512];
         moectl_workers_describe_view(s, view, sizeof view);
@@ -143,8 +148,10 @@ static size_t count_recent(const struct health *h, Moe__V1__EventKind kind)
     return found;
 }
 
-/* Views that served and ended. An attempt that did not form ends with the same kind of event. */
-static size_t count_ended_views(const struct health *h)
+/* Views that served and failed. An attempt that did not form ends with the same kind of event, and
+ * so does a view that somebody wanted to end: of a group that was scaled or has grown, or of a
+ * worker that was drained. Such an end is no warning. */
+static size_t count_failed_views(const struct health *h)
 {
     size_t ended = 0;
     /* The event of its commit may be forgotten. */
@@ -152,7 +159,8 @@ static size_t count_ended_views(const struct health *h)
     for (size_t i = 0; i < h->events->n_events; i++) {
         const Moe__V1__Event *e = h->events->events[i];
         if (e->kind == MOE__V1__EVENT_KIND__EVENT_KIND_EPOCH_ENDED)
-            ended += serves && e->unix_ms > coordinators_clock(h) - RECENT_MS;
+            ended += serves && e->severity >= MOE__V1__EVENT_SEVERITY__EVENT_SEVERITY_WARNING &&
+                     e->unix_ms > coordinators_clock(h) - RECENT_MS;
         if (e->kind == MOE__V1__EVENT_KIND__EVENT_KIND_EPOCH_SERVING ||
             e->kind == MOE__V1__EVENT_KIND__EVENT_KIND_GROUP_RESTORING)
             serves = true;
@@ -193,11 +201,11 @@ static void check_store(struct health *h)
 
 static void check_events(struct health *h)
 {
-    size_t ended = count_ended_views(h);
+    size_t failed = count_failed_views(h);
     size_t refused = count_recent(h, MOE__V1__EVENT_KIND__EVENT_KIND_WORKER_REFUSED);
     int64_t off = coordinators_clock(h) - unix_ms();
-    add(h, "GROUP_STABLE", "group", ended == 0 ? RESULT_OK : RESULT_WARNING,
-        "views that served and ended in the last 10 minutes: %zu", ended);
+    add(h, "GROUP_STABLE", "group", failed == 0 ? RESULT_OK : RESULT_WARNING,
+        "views that served and failed in the last 10 minutes: %zu", failed);
     add(h, "WORKER_REFUSED", "group", refused == 0 ? RESULT_OK : RESULT_WARNING,
         "refusals of workers in the last 10 minutes: %zu; see moectl get events", refused);
     add(h, "CLOCK", "coordinator", llabs(off) <= CLOCK_MS ? RESULT_OK : RESULT_WARNING,

@@ -172,7 +172,12 @@ static int print_status(const struct moectl_common *common, const Moe__V1__GetSt
     if (cordon_keeps_empty(s))
         moectl_say("an empty slot is cordoned: it gets no worker until `moectl uncordon`; then "
                    "start one again");
-    else if (moectl_workers_live(s) < s->n_workers)
+    else if (moectl_workers_can_fill(s))
+        moectl_say("a place is empty, and %zu spare worker%s: `moectl scale %" PRIu32 "` gives it "
+                   "to one",
+                   s->n_spare_slots, s->n_spare_slots == 1 ? " waits" : "s wait",
+                   moectl_workers_size(s));
+    else if (moectl_workers_gone(s) > 0)
         say_replace(common);
     report_at_stake(s, deadline_ns);
     return code == MOECTL_OK && fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;

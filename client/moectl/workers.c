@@ -95,6 +95,24 @@ size_t moectl_workers_live(const Moe__V1__GetStatusResponse *s)
     return live;
 }
 
+size_t moectl_workers_gone(const Moe__V1__GetStatusResponse *s)
+{
+    size_t gone = 0;
+    for (size_t i = 0; i < s->n_workers; i++)
+        gone += s->workers[i]->state == MOE__V1__WORKER_STATE__WORKER_STATE_GONE;
+    return gone;
+}
+
+/* A worker that cannot load is GONE too, and has its slot: another one does not get it. */
+bool moectl_workers_can_fill(const Moe__V1__GetStatusResponse *s)
+{
+    size_t taken = 0;
+    for (size_t i = 0; i < s->n_workers; i++)
+        taken += s->workers[i]->lease_remaining_ms > 0 &&
+                 !moectl_workers_is_spare(s, s->workers[i]->slot);
+    return s->n_spare_slots > 0 && s->scaling_to == 0 && taken < moectl_workers_size(s);
+}
+
 bool moectl_workers_load(const Moe__V1__GetStatusResponse *s, uint64_t *done, uint64_t *total)
 {
     bool loading = false;

@@ -15,6 +15,10 @@ uint32_t moectl_workers_size(const Moe__V1__GetStatusResponse *s);
 bool moectl_workers_is_spare(const Moe__V1__GetStatusResponse *s, uint32_t slot);
 /* Workers that are not GONE, without spares. */
 size_t moectl_workers_live(const Moe__V1__GetStatusResponse *s);
+/* Workers that are GONE. */
+size_t moectl_workers_gone(const Moe__V1__GetStatusResponse *s);
+/* Whether `moectl scale` with the present size gives the place of a lost worker to a spare. */
+bool moectl_workers_can_fill(const Moe__V1__GetStatusResponse *s);
 /* Whether a worker loads weights, and knows how many bytes they have: bytes loaded and in all,
  * summed over the live workers. */
 bool moectl_workers_load(const Moe__V1__GetStatusResponse *s, uint64_t *done, uint64_t *total);

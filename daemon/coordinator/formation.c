@@ -209,6 +209,12 @@ static void end_view(struct moe_membership *m, bool shrinks)
         back_off(m);
 }
 
+/* A change that somebody wants, no failure: operators need not look for its reason. */
+static bool is_intended(enum moe_membership_cause cause)
+{
+    return cause == MOE_CAUSE_SCALED || cause == MOE_CAUSE_GROWN || cause == MOE_CAUSE_LEFT;
+}
+
 void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cause cause,
                                const char *why)
 {
@@ -222,8 +228,8 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
     m->shrinks = m->planned = false;
     moe_membership_copy_text(m->trouble, sizeof m->trouble, why);
     m->causes[cause]++;
-    moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_ENDED, MOE_MEMBERSHIP_NO_SLOT,
-                        "epoch %" PRIu64 " ends: %s", epoch, why);
+    moe_membership__log(m, is_intended(cause) ? MOE_LOG_INFO : MOE_LOG_WARN, MOE_EVENT_ENDED,
+                        MOE_MEMBERSHIP_NO_SLOT, "epoch %" PRIu64 " ends: %s", epoch, why);
     for (uint32_t s = 0; m->phase != PHASE_SAVE_EPOCH && s < m->config.slots; s++) {
         struct moe_membership_action *a = moe_membership__takes_part(m, s)
                                               ? moe_membership__send(m, s, MOE_MEMBERSHIP_ABORT)

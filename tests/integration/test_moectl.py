@@ -288,6 +288,28 @@ class AgainstAFakeCoordinator(unittest.TestCase):
         finally:
             fake.server.stop(None).wait()
 
+    def test_a_spare_may_take_an_empty_place(self):
+        fake = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_DEGRADED, slots=3, size=2,
+                         max_workers=3, spare_slots=[2])
+        fake.events = admin.ListEventsResponse()
+        fake.status.workers.add(slot=0, state=admin.WORKER_STATE_LOADED, lease_remaining_ms=9)
+        lost = fake.status.workers.add(slot=1, state=admin.WORKER_STATE_GONE)
+        fake.status.workers.add(slot=2, state=admin.WORKER_STATE_REGISTERED, lease_remaining_ms=9)
+        try:
+            done = run("status", "--endpoint", fake.endpoint)
+            self.assertEqual(done.stderr, "moectl: a place is empty, and 1 spare worker waits: "
+                             "`moectl scale 2` gives it to one\n")
+            done = run("health", "-o", "json", "--endpoint", fake.endpoint)
+            texts = {c["code"]: c["text"] for c in json.loads(done.stdout)["checks"]}
+            self.assertEqual(texts["SLOTS_TAKEN"], "1 of 2 slots have a live worker; spare "
+                             "workers: 1, `moectl scale 2` gives the place to one")
+            lost.lease_remaining_ms = 9  # it cannot load, and has the place
+            self.assertIn("a worker is gone", run("status", "--endpoint", fake.endpoint).stderr)
+            lost.state = admin.WORKER_STATE_LOADED
+            self.assertEqual(run("status", "--endpoint", fake.endpoint).stderr, "")
+        finally:
+            fake.server.stop(None).wait()
+
     def test_a_hostile_string_controls_no_terminal(self):
         hostile = "\x1b]0;owned\x07\r\u009b31m\x7f\nstate    SERVING"
         escaped = r"\x1b]0;owned\x07\x0d\u009b31m\x7f\nstate    SERVING"
@@ -349,7 +371,11 @@ class AgainstAFakeCoordinator(unittest.TestCase):
             self.assertEqual(check("GROUP_STABLE")[0], "OK")
             event("EPOCH_PREPARING", epoch=2)
             event("EPOCH_SERVING", epoch=2)
-            event("EPOCH_ENDED")
+            event("EPOCH_ENDED", severity=admin.EVENT_SEVERITY_INFO)  # scaled, or a worker drained
+            self.assertEqual(check("GROUP_STABLE")[0], "OK")
+            event("EPOCH_PREPARING", epoch=3)
+            event("EPOCH_SERVING", epoch=3)
+            event("EPOCH_ENDED", severity=admin.EVENT_SEVERITY_WARNING)
             self.assertEqual(check("GROUP_STABLE")[0], "WARNING")
             self.assertRegex(check("GROUP_STABLE")[1], "10 minutes: 1$")
             self.assertEqual(check("STATE_SAVED")[0], "OK")
