@@ -589,7 +589,8 @@ bool moe_membership_may_move(const struct moe_membership *m)
     bool all = m->view_epoch != 0 && m->view_live == m->saved.places && m->phase == PHASE_IDLE &&
                m->awaited_save == 0 && !m->restoring && !m->shutting_down;
     for (uint32_t s = 0; all && s < m->config.slots; s++)
-        all = m->members[s].loaded && !m->members[s].leaving && !m->members[s].draining;
+        all = !moe_membership__is_place(m, s) ||
+              (m->members[s].loaded && !m->members[s].leaving && !m->members[s].draining);
     return all;
 }
 

@@ -165,6 +165,23 @@ class Elastic(unittest.TestCase):
         self.assertEqual(self.status()["size"], 1)
         print("  drained twice: worst gap %.0f ms" % (1e3 * self.judge(clients, [0] * 2)))
 
+    def test_a_spare_has_no_experts(self):
+        self.start(2, 3)
+        self.group.start_worker("spare", 0)
+        self.await_spare()
+        self.check_dry_run([0, 1])
+
+    def check_dry_run(self, places):
+        """A plan is over the slots that hold experts, wherever these are."""
+        done = self.moectl("rebalance", "--dry-run", "-o", "json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for layer in json.loads(done.stdout)["layers"]:
+            self.assertEqual([s["slot"] for s in layer["slots"]], places)
+            self.assertEqual(set().union(*(s["experts"] for s in layer["slots"])), set(range(8)))
+        done = self.moectl("rebalance")
+        self.assertEqual(done.returncode, CONFLICT)
+        self.assertIn("no spare places", done.stderr)
+
     def test_the_size_survives_a_coordinator_and_replaces_a_lost_worker(self):
         self.start(2, 3)
         self.group.start_worker("spare", 0)

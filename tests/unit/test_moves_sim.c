@@ -642,6 +642,7 @@ static void operate(void)
     struct call *c = &w.calls[w.call_count + 1];
     struct moe_moves_request r = {.call = w.call_count + 1,
                                   .now = w.placement,
+                                  .places = UINT64_MAX >> (64 - w.slots),
                                   .dry_run = rnd(8) == 0,
                                   .spare = 1,
                                   .least_gain = rnd(3) == 0 ? 5 : 0,

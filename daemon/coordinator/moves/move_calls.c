@@ -19,14 +19,17 @@ struct layer_view {
     uint32_t *experts; /* of all slots */
 };
 
-static bool fill_slots(struct layer_view *v, const struct moe_placement *p, size_t index)
+static bool fill_slots(struct layer_view *v, const struct moe_moves_outcome *o, size_t index)
 {
+    const struct moe_placement *p = o->plan;
     uint32_t experts = moe_placement_layer_at(p, index).experts, slots = moe_placement_slots(p);
-    size_t count = 0;
+    size_t count = 0, listed = 0;
     for (uint32_t e = 0; e < experts; e++)
         count += (size_t)__builtin_popcountll(moe_placement_mask(p, index, e));
     uint32_t *at = v->experts = calloc(count + 1, sizeof *v->experts);
     for (uint32_t s = 0; at != NULL && s < slots; s++) {
+        if ((o->places >> s & 1) == 0)
+            continue;
         moe__v1__slot_experts__init(&v->slots[s]);
         v->slots[s].slot = s;
         v->slots[s].experts = at;
@@ -34,9 +37,9 @@ static bool fill_slots(struct layer_view *v, const struct moe_placement *p, size
             if (moe_placement_mask(p, index, e) >> s & 1)
                 *at++ = e;
         v->slots[s].n_experts = (size_t)(at - v->slots[s].experts);
-        v->list[s] = &v->slots[s];
+        v->list[listed++] = &v->slots[s];
     }
-    v->move.n_slots = slots;
+    v->move.n_slots = listed;
     v->move.slots = v->list;
     return at != NULL;
 }
@@ -50,7 +53,7 @@ static bool fill_layer(struct layer_view *v, const struct moe_moves_outcome *o, 
     v->move.busiest_rows = gain->now;
     v->move.planned_rows = gain->planned;
     v->move.copies_added = gain->added;
-    return fill_slots(v, o->plan, index);
+    return fill_slots(v, o, index);
 }
 
 static void answer(struct moe_coordinator *c, struct moe_rpc_call *call)
@@ -175,6 +178,7 @@ struct moe_status moe_coordinator__rebalance(struct moe_coordinator *c, struct a
             MOE_PLACEMENT_EXPERTS_MAX);
     const struct moe_moves_request request = {.call = ++c->next_call,
                                               .now = moe_membership_placement(c->machine),
+                                              .places = g.places,
                                               .dry_run = r->dry_run,
                                               .spare = r->spare_experts,
                                               .least_gain = r->least_gain,

@@ -10,7 +10,25 @@ _Static_assert((int)MOE_PLACEMENT_SLOTS_MAX <= (int)MOE_MAX_SLOTS &&
                    (int)MOE_PLACEMENT_EXPERTS_MAX <= (int)MOE_MAX_EXPERTS,
                "every placement can be planned");
 
-/* One layer: who has the experts now, and with the plan. */
+/* Slots without experts may lie between others, and a plan knows none: slots are numbered without
+ * them meanwhile. */
+static uint64_t pack(uint64_t slots, uint64_t places)
+{
+    uint64_t packed = 0;
+    for (unsigned at = 0; places != 0; at++, places &= places - 1)
+        packed |= (slots >> __builtin_ctzll(places) & 1) << at;
+    return packed;
+}
+
+static uint64_t unpack(uint64_t packed, uint64_t places)
+{
+    uint64_t slots = 0;
+    for (; places != 0; packed >>= 1, places &= places - 1)
+        slots |= (packed & 1) << __builtin_ctzll(places);
+    return slots;
+}
+
+/* One layer: who has the experts now, and with the plan; packed. */
 struct masks {
     uint32_t experts;
     uint64_t now[MOE_PLACEMENT_EXPERTS_MAX], planned[MOE_PLACEMENT_EXPERTS_MAX];
@@ -37,10 +55,10 @@ static bool has_rows(const uint64_t *rows, uint32_t experts)
 static struct moe_status plan_layer(const struct moe_move_input *in, size_t index,
                                     const uint64_t *rows, uint16_t *expert, struct masks *m)
 {
-    uint32_t slots = moe_placement_slots(in->now);
+    uint32_t slots = (uint32_t)__builtin_popcountll(in->places);
     m->experts = moe_placement_layer_at(in->now, index).experts;
     for (uint32_t e = 0; e < m->experts; e++)
-        m->now[e] = moe_placement_mask(in->now, index, e);
+        m->now[e] = pack(moe_placement_mask(in->now, index, e), in->places);
     memcpy(m->planned, m->now, m->experts * sizeof *m->now);
     if (!has_rows(rows, m->experts))
         return moe_ok();
@@ -57,14 +75,15 @@ static struct moe_status plan_layer(const struct moe_move_input *in, size_t inde
     return moe_ok();
 }
 
-static struct moe_status add_layer(struct moe_placement *out, uint32_t layer, const struct masks *m)
+static struct moe_status add_layer(struct moe_placement *out, uint32_t layer, uint64_t places,
+                                   const struct masks *m)
 {
     uint8_t copies[MOE_PLACEMENT_EXPERTS_MAX];
     uint8_t holders[MOE_PLACEMENT_EXPERTS_MAX * MOE_PLACEMENT_SLOTS_MAX];
     size_t count = 0;
     for (uint32_t e = 0; e < m->experts; e++) {
         copies[e] = (uint8_t)__builtin_popcountll(m->planned[e]);
-        for (uint64_t left = m->planned[e]; left != 0; left &= left - 1)
+        for (uint64_t left = unpack(m->planned[e], places); left != 0; left &= left - 1)
             holders[count++] = (uint8_t)__builtin_ctzll(left);
     }
     const struct moe_placement_layer l = {layer, m->experts};
@@ -74,7 +93,7 @@ static struct moe_status add_layer(struct moe_placement *out, uint32_t layer, co
 static void judge(const struct moe_move_input *in, const uint64_t *rows, const struct masks *m,
                   struct moe_move_layer *out, struct moe_move_gain *gain)
 {
-    uint32_t slots = moe_placement_slots(in->now);
+    uint32_t slots = (uint32_t)__builtin_popcountll(in->places);
     out->now = moe_placement_busiest(slots, m->experts, rows, m->now, &out->mean);
     out->planned = moe_placement_busiest(slots, m->experts, rows, m->planned, &out->mean);
     for (uint32_t e = 0; e < m->experts; e++)
@@ -100,7 +119,7 @@ struct moe_status moe_move_plan(const struct moe_move_input *in, struct moe_plac
     for (size_t i = 0; i < moe_placement_layer_count(in->now) && !moe_failed(&st); i++) {
         st = plan_layer(in, i, rows, expert, m);
         if (!moe_failed(&st))
-            st = add_layer(out, moe_placement_layer_at(in->now, i).layer, m);
+            st = add_layer(out, moe_placement_layer_at(in->now, i).layer, in->places, m);
         if (!moe_failed(&st))
             judge(in, rows, m, &gain->layers[i], gain);
         rows += moe_placement_layer_at(in->now, i).experts;

@@ -8,6 +8,7 @@
 
 struct moe_move_input {
     const struct moe_placement *now; /* in force */
+    uint64_t places;                 /* bit s: slot s holds experts, before and after */
     uint32_t replicas, spare;        /* of the group; see moe_placement_places */
     const uint64_t *rows;            /* of each expert: of the first layer, then of the next one */
 };

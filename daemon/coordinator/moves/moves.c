@@ -41,6 +41,7 @@ struct moe_moves {
     enum phase phase;
     uint64_t phase_ns, order; /* of the phase */
     uint64_t epoch;           /* phase != IDLE: the view that it belongs to */
+    uint64_t members;         /* phase != IDLE: the slots that it asks */
     uint64_t processes[MOE_PLACEMENT_SLOTS_MAX];
     struct place places[MOE_PLACEMENT_SLOTS_MAX];
     struct moe_moves_request request; /* call 0: no operator waits */
@@ -93,6 +94,7 @@ struct moe_status moe_moves_create(const struct moe_moves_config *config, uint64
     if (swap_epoch != 0) {
         enter(m, PHASE_SWAP);
         m->epoch = m->view = swap_epoch;
+        m->members = moe_placement_first_slots(config->slots); /* groups that move have all */
     }
     *out = m;
     return st;
@@ -108,6 +110,14 @@ void moe_moves_destroy(struct moe_moves *m)
     free(m->rows_before);
     free(m->rows_used);
     free(m);
+}
+
+/* The next member from slot `s` on; config.slots past the last. */
+static uint32_t member_from(const struct moe_moves *m, uint32_t s)
+{
+    while (s < m->config.slots && (m->members >> s & 1) == 0)
+        s++;
+    return s;
 }
 
 static void begin(struct moe_moves *m, uint64_t now_ns)
@@ -192,6 +202,7 @@ static struct moe_status make_plan(struct moe_moves *m)
     for (size_t i = 0; i < m->row_count; i++)
         m->rows_used[i] = m->rows[i] - (recent ? m->rows_before[i] : 0);
     const struct moe_move_input in = {.now = m->before,
+                                      .places = m->members,
                                       .replicas = m->config.replicas,
                                       .spare =
                                           m->request.dry_run ? m->request.spare : m->config.spare,
@@ -293,7 +304,7 @@ static bool is_done(const struct moe_moves *m, uint32_t slot)
 static bool all_done(const struct moe_moves *m)
 {
     bool all = true;
-    for (uint32_t s = 0; s < m->config.slots; s++)
+    for (uint32_t s = member_from(m, 0); s < m->config.slots; s = member_from(m, s + 1))
         all = all && is_done(m, s);
     return m->phase == PHASE_FETCH ? MOE_GUARD(FETCHED_BY_ALL, all) : all;
 }
@@ -305,7 +316,8 @@ static bool has_lasted(const struct moe_moves *m, enum phase phase, uint64_t lim
 
 static void expire_fetch(struct moe_moves *m)
 {
-    for (uint32_t s = 0; m->phase == PHASE_FETCH && s < m->config.slots; s++) {
+    for (uint32_t s = member_from(m, 0); m->phase == PHASE_FETCH && s < m->config.slots;
+         s = member_from(m, s + 1)) {
         const struct place *p = &m->places[s];
         uint64_t alive = p->alive_ns > m->phase_ns ? p->alive_ns : m->phase_ns;
         if (!p->done && m->now_ns - alive >= MOE_MOVES_STALL_NS)
@@ -361,7 +373,8 @@ static void check_group(struct moe_moves *m)
         undo(m, moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 1000, "the view has ended"));
         return;
     }
-    for (uint32_t s = 0; s < m->config.slots && is_undoable(m); s++)
+    for (uint32_t s = member_from(m, 0); s < m->config.slots && is_undoable(m);
+         s = member_from(m, s + 1))
         if (is_lost(m, s))
             undo(m, moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, 1000,
                                     "slot %u has lost its worker, or its connection", s));
@@ -395,7 +408,7 @@ static struct moe_status check_request(const struct moe_moves *m, const struct m
     if (m->view == 0)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING, "no view is in force");
     for (uint32_t s = 0; s < m->config.slots; s++)
-        if ((m->live >> s & 1) == 0 || m->slots[s].stream == 0)
+        if ((r->places >> s & 1) != 0 && ((m->live >> s & 1) == 0 || m->slots[s].stream == 0))
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING,
                              "slot %u takes no part: experts move in a view of all slots", s);
     if (!m->loaded)
@@ -446,6 +459,7 @@ struct moe_status moe_moves_begin(struct moe_moves *m, uint64_t now_ns,
     m->request.now = NULL;
     m->moved = false;
     m->epoch = m->view;
+    m->members = request->places;
     for (uint32_t s = 0; s < m->config.slots; s++)
         m->processes[s] = m->slots[s].process;
     enter(m, PHASE_COUNT);
@@ -561,7 +575,8 @@ static bool may_order(const struct moe_moves *m)
 /* The next order that is due. */
 static bool next_order(struct moe_moves *m, struct moe_moves_action *out)
 {
-    for (uint32_t s = 0; may_order(m) && s < m->config.slots; s++) {
+    for (uint32_t s = member_from(m, 0); may_order(m) && s < m->config.slots;
+         s = member_from(m, s + 1)) {
         struct place *p = &m->places[s];
         uint64_t stream = m->slots[s].stream;
         bool sent = p->stream == stream && m->now_ns < p->sent_ns + repeat_ns(m);
@@ -595,7 +610,7 @@ bool moe_moves_next_action(struct moe_moves *m, struct moe_moves_action *out)
 void moe_moves_outcome(const struct moe_moves *m, struct moe_moves_outcome *out)
 {
     *out = (struct moe_moves_outcome){
-        .moved = m->moved, .before = m->before, .plan = m->plan, .gain = &m->gain};
+        .moved = m->moved, .places = m->members, .plan = m->plan, .gain = &m->gain};
 }
 
 const struct moe_placement *moe_moves_plan(const struct moe_moves *m)

@@ -66,6 +66,7 @@ void moe_moves_on_group(struct moe_moves *m, uint64_t now_ns, uint64_t view, uin
 struct moe_moves_request {
     uint64_t call;                   /* above 0, and no call that is not answered */
     const struct moe_placement *now; /* saved; copied */
+    uint64_t places;                 /* bit s: slot s holds experts in it */
     bool dry_run;                    /* the plan is the answer */
     uint32_t spare;                  /* of a dry run */
     uint32_t least_gain;             /* percent: no move for less */
@@ -74,7 +75,7 @@ struct moe_moves_request {
 };
 
 /* A failure is the answer. Otherwise MOE_MOVES_ANSWER follows. Errors: MOE_FAILED_PRECONDITION
- * with REFORMING (no view of all slots, or one of them loads), UNSUPPORTED (no spare places; the
+ * with REFORMING (no view of all places, or one of them loads), UNSUPPORTED (no spare places; the
  * group trains), VERSION_MISMATCH; MOE_UNAVAILABLE (another move is under way). */
 struct moe_status moe_moves_begin(struct moe_moves *m, uint64_t now_ns,
                                   const struct moe_moves_request *request) MOE_CHECKED;
@@ -140,8 +141,9 @@ bool moe_moves_next_action(struct moe_moves *m, struct moe_moves_action *out);
 
 /* Of the last plan. */
 struct moe_moves_outcome {
-    bool moved; /* slots have its experts, or take them as they form the next view */
-    const struct moe_placement *before, *plan;
+    bool moved;      /* slots have its experts, or take them as they form the next view */
+    uint64_t places; /* bit s: slot s has a share of it */
+    const struct moe_placement *plan;
     const struct moe_move_gain *gain;
 };
 void moe_moves_outcome(const struct moe_moves *m, struct moe_moves_outcome *out);
