@@ -371,11 +371,32 @@ static void send_trying_again(struct session *s)
     send_message(s, &m);
 }
 
-static void send_heartbeat_answer(struct session *s, const struct moe_membership_action *a)
+/* Where clients of a spare find the experts. */
+static size_t list_places(const struct moe_coordinator *c, uint32_t slot,
+                          char *endpoints[MOE_PLACEMENT_SLOTS_MAX])
+{
+    struct moe_membership_group g;
+    struct moe_membership_worker w;
+    size_t count = 0;
+    moe_membership_group(c->machine, &g);
+    if ((g.places >> slot & 1) != 0)
+        return 0;
+    for (uint32_t s = 0; s < g.slots; s++)
+        if ((g.places >> s & 1) != 0 && moe_membership_worker(c->machine, s, &w) && w.connected &&
+            w.endpoint[0] != '\0')
+            endpoints[count++] = moe_coordinator__text(w.endpoint);
+    return count;
+}
+
+static void send_heartbeat_answer(const struct moe_coordinator *c, struct session *s,
+                                  const struct moe_membership_action *a)
 {
     Moe__V1__HeartbeatAnswer body = MOE__V1__HEARTBEAT_ANSWER__INIT;
+    char *places[MOE_PLACEMENT_SLOTS_MAX];
     body.sequence = a->sequence;
     body.oldest_ms = a->oldest_ms;
+    body.n_places = list_places(c, a->slot, places);
+    body.places = places;
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_HEARTBEAT_ANSWER;
     m.heartbeat_answer = &body;
@@ -392,7 +413,7 @@ static void send_action(struct moe_coordinator *c, const struct moe_membership_a
     case MOE_MEMBERSHIP_ASSIGN: send_assign(c, s, a); break;
     case MOE_MEMBERSHIP_PREPARE: send_prepare(c, s, a); break;
     case MOE_MEMBERSHIP_BLOBS: send_blobs(c, s, a); break;
-    case MOE_MEMBERSHIP_HEARTBEAT_ANSWER: send_heartbeat_answer(s, a); break;
+    case MOE_MEMBERSHIP_HEARTBEAT_ANSWER: send_heartbeat_answer(c, s, a); break;
     case MOE_MEMBERSHIP_COMMIT: send_commit(s, a); break;
     case MOE_MEMBERSHIP_ABORT: send_abort(s, a); break;
     case MOE_MEMBERSHIP_DRAIN: send_drain(s, a); break;

@@ -141,5 +141,8 @@ void moe_group__on_heartbeat_answer(struct moe_group *g, const Moe__V1__Heartbea
         moe_histogram_observe(g->config.heartbeat_seconds,
                               (double)(g->config.lease->clock() - sent_ns) / (double)MOE_NS_PER_S);
     moe_lease_on_answered(&g->lease, a->sequence, a->oldest_ms * MOE_NS_PER_MS);
+    if (g->config.hooks.places_listed != NULL)
+        g->config.hooks.places_listed(g->config.hooks.ctx, (const char *const *)a->places,
+                                      a->n_places);
     moe_group__show_lease(g);
 }

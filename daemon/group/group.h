@@ -161,6 +161,9 @@ struct moe_group_hooks {
     void (*allow_next_load)(void *ctx, bool allowed);
     /* The lease was renewed, is a little shorter, or has ended. The gate shows it already. */
     void (*lease_changed)(void *ctx, bool held);
+    /* With each answer to a heartbeat: endpoints for clients of the workers that hold experts, if
+     * this one is a spare; else none. NULL: not needed. */
+    void (*places_listed)(void *ctx, const char *const *endpoints, size_t count);
     /* There has been no view for reform_ms: fails waiting requests with `why`. */
     void (*give_up)(void *ctx, struct moe_status why);
     /* Refuses new requests; accepted ones continue. */

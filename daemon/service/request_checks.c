@@ -5,6 +5,7 @@
 
 #include "base/size.h"
 #include "daemon/name.h"
+#include "service/places.h"
 
 #include <math.h>
 
@@ -189,6 +190,18 @@ struct moe_status moe_request_check_version(uint64_t present, uint64_t wanted)
     return moe_ok();
 }
 
+static struct moe_status no_view(const struct moe_standing *worker)
+{
+    char places[MOE_PLACES_BYTES] = "";
+    if (worker->places != NULL)
+        moe_places_read(worker->places, places);
+    if (places[0] != '\0')
+        return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
+                               "this worker is a spare, without experts: call %s", places);
+    return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
+                           "no view is in force here: the group is forming, or a slot is empty");
+}
+
 struct moe_status moe_request_check_worker(const struct moe_standing *worker)
 {
     if (worker->draining)
@@ -197,10 +210,7 @@ struct moe_status moe_request_check_worker(const struct moe_standing *worker)
     if (worker->lease_lost)
         return moe_request_lease_lost();
     if (worker->epoch == 0 && !worker->awaited)
-        return moe_error_retry(
-            MOE_UNAVAILABLE, MOE_REASON_REFORMING, REFORMING_RETRY_MS,
-            "no view is in force here: the group is forming, a slot is empty, or "
-            "this worker is a spare");
+        return no_view(worker);
     return moe_ok();
 }
 

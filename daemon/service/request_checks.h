@@ -64,7 +64,8 @@ void moe_request_fill_stages(const struct moe_step_result *step, Moe__V1__StageT
 
 /* What decides whether this worker takes requests now. */
 struct moe_standing {
-    uint64_t epoch; /* of the committed view; 0 = there is none */
+    struct moe_places *places; /* for the text of a refusal; borrowed. NULL: none */
+    uint64_t epoch;            /* of the committed view; 0 = there is none */
     bool draining;
     bool awaited;    /* a view has ended a short while ago: requests may wait for the next one */
     bool lease_lost; /* the group trains, and this worker has no lease */

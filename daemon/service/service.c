@@ -11,6 +11,7 @@
 #include "daemon/log.h"
 #include "group/report.h"
 #include "moe/v1/expert.pb-c.h"
+#include "service/places.h"
 #include "service/request.h"
 #include "service/request_trace.h"
 #include "service/service_metrics.h"
@@ -41,6 +42,7 @@ struct moe_service {
     const struct moe_lease_gate *lease; /* NULL: none is needed */
     struct moe_tracer *tracer;          /* NULL = none */
     _Atomic(const struct moe_served_model *) model;
+    struct moe_places places;
     struct moe_mutex lock; /* of the endpoints and names */
     MOE_GUARDED_BY(lock) struct {
         struct served *served; /* each pair once; the group has few in its life */
@@ -675,6 +677,7 @@ struct moe_status moe_service_create(const struct moe_service_config *config,
         return st;
     }
     moe_mutex_init(&s->lock);
+    moe_places_init(&s->places);
     st = moe_service_set_model(s, s->info.model, "");
     if (moe_failed(&st)) {
         moe_service_destroy(s);
@@ -696,6 +699,7 @@ void moe_service_destroy(struct moe_service *s)
     if (s == NULL)
         return;
     moe_mutex_not_shared(&s->lock);
+    moe_places_destroy(&s->places);
     free_strings(s->workers, s->worker_count);
     free(s->coordinator);
     free(s->training_endpoint);
@@ -792,6 +796,11 @@ void moe_service_set_slot(struct moe_service *s, uint32_t slot)
     atomic_store(&s->slot, slot);
 }
 
+void moe_service_set_places(struct moe_service *s, const char *const *endpoints, size_t count)
+{
+    moe_places_set(&s->places, endpoints, count);
+}
+
 void moe_service_set_draining(struct moe_service *s)
 {
     atomic_store(&s->draining, true);
@@ -807,9 +816,10 @@ bool moe_service_may_answer(const struct moe_service *s)
     return moe_lease_gate_held(s->lease);
 }
 
-void moe_service_read(const struct moe_service *s, struct moe_standing *out)
+void moe_service_read(struct moe_service *s, struct moe_standing *out)
 {
-    *out = (struct moe_standing){.epoch = atomic_load(&s->epoch),
+    *out = (struct moe_standing){.places = &s->places,
+                                 .epoch = atomic_load(&s->epoch),
                                  .draining = atomic_load(&s->draining),
                                  .awaited = atomic_load(&s->awaited),
                                  .lease_lost = !moe_service_may_answer(s),

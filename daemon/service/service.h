@@ -55,7 +55,7 @@ struct moe_status moe_service_out_of_memory(void) MOE_CHECKED;
 
 /* [any thread] For the training service: whether requests are taken; whether an answer may leave (a
  * group that trains answers with a lease only); the endpoint of a slot's worker ("" = none). */
-void moe_service_read(const struct moe_service *s, struct moe_standing *out);
+void moe_service_read(struct moe_service *s, struct moe_standing *out);
 bool moe_service_may_answer(const struct moe_service *s);
 void moe_service_worker(struct moe_service *s, uint32_t slot, char *out, size_t capacity);
 
@@ -77,6 +77,9 @@ struct moe_status moe_service_set_training_endpoint(struct moe_service *s,
                                                     const char *endpoint) MOE_CHECKED;
 /* [any thread] The slot that the coordinator assigned; info.slot until then. */
 void moe_service_set_slot(struct moe_service *s, uint32_t slot);
+/* [any thread] This worker is a spare, and these endpoints have experts: refusals name them. count
+ * = 0: it is none. Copied. */
+void moe_service_set_places(struct moe_service *s, const char *const *endpoints, size_t count);
 /* [any thread] From now on new requests are refused with UNAVAILABLE/DRAINING. */
 void moe_service_set_draining(struct moe_service *s);
 

@@ -130,6 +130,12 @@ static void numbers(void *ctx, struct moe_group_numbers *out)
     out->steps = c.steps;
 }
 
+static void places_listed(void *ctx, const char *const *endpoints, size_t count)
+{
+    struct moe_worker *w = ctx;
+    moe_service_set_places(w->service, endpoints, count);
+}
+
 static void lease_changed(void *ctx, bool held)
 {
     struct moe_worker *w = ctx;
@@ -465,6 +471,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .cancel_load = cancel_load,
                 .allow_next_load = allow_next_load,
                 .lease_changed = lease_changed,
+                .places_listed = places_listed,
                 .give_up = give_up,
                 .drain = drain,
                 .drained = drained,

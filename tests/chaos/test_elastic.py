@@ -25,6 +25,7 @@ import numpy as np  # noqa: E402
 FAMILY, LAYER, SMALL, LARGE, TOKENS = "mixtral", 0, 3, 4, 16
 NEAR = 1e-5  # float32
 CEILING_S = 1.0  # of a gap, on a busy machine
+SOON_S = 5.0
 CONFLICT, FAILED, USAGE = 7, 1, 2
 
 
@@ -167,9 +168,12 @@ class Elastic(unittest.TestCase):
 
     def test_a_spare_has_no_experts(self):
         self.start(2, 3)
-        self.group.start_worker("spare", 0)
+        spare = self.group.start_worker("spare", 0)
         self.await_spare()
         self.check_dry_run([0, 1])
+        with moed.Client(self.endpoints[0]) as client:
+            x = np.zeros((1, client.find_layer(LAYER).hidden), np.float32)
+        self.refused_by_a_spare(spare, x)
 
     def check_dry_run(self, places):
         """A plan is over the slots that hold experts, wherever these are."""
@@ -181,6 +185,17 @@ class Elastic(unittest.TestCase):
         done = self.moectl("rebalance")
         self.assertEqual(done.returncode, CONFLICT)
         self.assertIn("no spare places", done.stderr)
+
+    def refused_by_a_spare(self, endpoint, x):
+        """The refusal names those that have experts."""
+        address = moed.Client(endpoint, spread=False, retry_time=0.0, timeout=SOON_S)
+        self.addCleanup(address.close)
+        with self.assertRaises(moed.MoeError) as caught:
+            address.forward(LAYER, x)
+        text = str(caught.exception)
+        self.assertIn("this worker is a spare, without experts: call ", text)
+        for named in self.endpoints:
+            self.assertIn(named, text)
 
     def test_the_size_survives_a_coordinator_and_replaces_a_lost_worker(self):
         self.start(2, 3)

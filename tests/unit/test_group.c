@@ -130,6 +130,9 @@ static void answer_heartbeat(struct coordinator *c, uint64_t sequence)
 {
     Moe__V1__HeartbeatAnswer answer = MOE__V1__HEARTBEAT_ANSWER__INIT;
     answer.sequence = sequence;
+    char *place = (char *)(uintptr_t) "10.0.0.1:7600";
+    answer.places = &place;
+    answer.n_places = 1;
     Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
     r.body_case = MOE__V1__SESSION_RESPONSE__BODY_HEARTBEAT_ANSWER;
     r.heartbeat_answer = &answer;
@@ -583,6 +586,13 @@ static void hook_model_order(void *ctx, const struct moe_group_model_order *o)
     moe_group_report_model(w->group, &r);
 }
 
+static void hook_places(void *ctx, const char *const *endpoints, size_t count)
+{
+    struct fake_worker *w = ctx;
+    if (count == 1 && !has_line(&w->did, "places: 10.0.0.1:7600")) /* with each answer */
+        note(&w->did, "places: %s", endpoints[0]);
+}
+
 static void hook_ended(void *ctx, struct moe_status why)
 {
     struct fake_worker *w = ctx;
@@ -626,9 +636,9 @@ static void start_scene(struct scene *s)
         .reform_ms = 50,
         .lease = &s->w.lease,
         .hooks = {hook_load, hook_digests, hook_form, hook_serve, hook_leave, hook_slot_assigned,
-                  hook_numbers, hook_nothing, hook_allow_next_load, hook_lease, hook_give_up,
-                  hook_drain, hook_drained, hook_model_order, hook_models_listed, NULL, hook_ended,
-                  &s->w},
+                  hook_numbers, hook_nothing, hook_allow_next_load, hook_lease, hook_places,
+                  hook_give_up, hook_drain, hook_drained, hook_model_order, hook_models_listed,
+                  NULL, hook_ended, &s->w},
     };
     assert_ok(moe_group_start(&config, &s->w.group));
 }
@@ -928,6 +938,7 @@ static void start_with_a_lease(struct scene *s)
     start_scene(s);
     atomic_store(&s->c.answers, true);
     lead_to_serving(s, 7);
+    await_line(&s->w.did, "places: 10.0.0.1:7600");
     await_line(&s->w.did, "lease");
 }
 
