@@ -194,8 +194,7 @@ void moe_membership_destroy(struct moe_membership *m)
     free(m);
 }
 
-/* Begins every input except on_saved. False after EXIT. */
-static bool begin_input(struct moe_membership *m, uint64_t now_ns)
+bool moe_membership__begin_input(struct moe_membership *m, uint64_t now_ns)
 {
     MOE_INVARIANT(m->action_count == 0);
     moe_membership__set_time(m, now_ns);
@@ -236,7 +235,7 @@ static void settle_shutdown(struct moe_membership *m)
     moe_membership__emit(m, MOE_MEMBERSHIP_EXIT);
 }
 
-static void end_input(struct moe_membership *m)
+void moe_membership__end_input(struct moe_membership *m)
 {
     if (m->exited)
         return;
@@ -251,7 +250,7 @@ static void end_input(struct moe_membership *m)
 static bool begin_member_input(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                uint32_t *slot)
 {
-    if (!begin_input(m, now_ns))
+    if (!moe_membership__begin_input(m, now_ns))
         return false;
     if (!moe_membership__find_stream(m, stream, slot)) {
         moe_membership__close(m, stream,
@@ -288,7 +287,7 @@ static void log_refusal(struct moe_membership *m, const struct moe_status *st)
 void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                 const struct moe_membership_register *r)
 {
-    if (!begin_input(m, now_ns))
+    if (!moe_membership__begin_input(m, now_ns))
         return;
     struct moe_status st = moe_membership__register(m, stream, r);
     if (st.code != MOE_OK) {
@@ -299,7 +298,7 @@ void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint6
         else
             moe_membership__lose(m, slot, MOE_CAUSE_LEFT, "broke the protocol", st);
     }
-    end_input(m);
+    moe_membership__end_input(m);
 }
 
 /* ------------------------------------------------------------------ messages of members */
@@ -372,7 +371,7 @@ void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint
         abort_stale(m, slot, h->epoch);
     else
         answer_heartbeat(m, slot, h->sequence);
-    end_input(m);
+    moe_membership__end_input(m);
 }
 
 void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -395,14 +394,14 @@ void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_
         moe_membership__log(m, MOE_LOG_ERROR, MOE_EVENT_LOAD_FAILED, slot,
                             "slot %u cannot load: %s", slot, error->text);
     }
-    end_input(m);
+    moe_membership__end_input(m);
 }
 
 void moe_membership_on_digests(struct moe_membership *m, uint64_t now_ns, uint64_t stream)
 {
     uint32_t slot;
     if (begin_member_input(m, now_ns, stream, &slot))
-        end_input(m);
+        moe_membership__end_input(m);
 }
 
 void moe_membership_on_wrong_weights(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -415,7 +414,7 @@ void moe_membership_on_wrong_weights(struct moe_membership *m, uint64_t now_ns, 
     snprintf(what, sizeof what, "was refused: %s", why->text);
     moe_membership__lose(m, slot, MOE_CAUSE_WRONG_WEIGHTS, what, *why);
     moe_membership__keep_error(&m->members[slot], why);
-    end_input(m);
+    moe_membership__end_input(m);
 }
 
 void moe_membership_on_blob(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -425,7 +424,7 @@ void moe_membership_on_blob(struct moe_membership *m, uint64_t now_ns, uint64_t 
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
     moe_membership__blob(m, slot, epoch, round, data, length);
-    end_input(m);
+    moe_membership__end_input(m);
 }
 
 void moe_membership_on_ready(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -435,7 +434,7 @@ void moe_membership_on_ready(struct moe_membership *m, uint64_t now_ns, uint64_t
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
     moe_membership__ready(m, slot, epoch, error);
-    end_input(m);
+    moe_membership__end_input(m);
 }
 
 static void lose_missed(struct moe_membership *m, uint32_t slot)
@@ -510,12 +509,11 @@ void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint
     } else if (epoch != 0 && epoch == m->reported_epoch && m->view_epoch == 0) {
         receive_another_report(m, slot, slots);
     }
-    end_input(m);
+    moe_membership__end_input(m);
 }
 
-/* An epoch that forms starts over without the slot; a view goes on until it has left. */
-static void begin_drain(struct moe_membership *m, uint32_t slot, const char *why,
-                        const char *reason, uint32_t limit_ms)
+void moe_membership__begin_drain(struct moe_membership *m, uint32_t slot, const char *why,
+                                 const char *reason, uint32_t limit_ms)
 {
     m->members[slot].draining = true;
     m->shrinks = true;
@@ -525,20 +523,44 @@ static void begin_drain(struct moe_membership *m, uint32_t slot, const char *why
     moe_membership__drain(m, slot, reason, limit_ms);
 }
 
+/* Its experts move to others first, if there are some to take them. */
+static bool move_before_leaving(struct moe_membership *m, uint32_t slot, const char *why)
+{
+    uint64_t places;
+    if (!moe_membership__moves_first(m, slot))
+        return false;
+    struct moe_status st = moe_membership__find_other_places(m, slot, &places);
+    if (st.code == MOE_OK)
+        st = moe_membership__begin_scaling(m, places, why);
+    if (st.code != MOE_OK) {
+        moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_NOT_SCALED, slot,
+                            "the experts of slot %u do not move: %s", slot, st.text);
+        return false;
+    }
+    m->members[slot].wants_to_leave = true;
+    struct moe_membership_action *a = moe_membership__send(m, slot, MOE_MEMBERSHIP_DRAIN);
+    if (a != NULL) { /* else reconnect drains it */
+        a->keep = true;
+        moe_membership_copy_text(a->status.text, sizeof a->status.text, why);
+    }
+    return true;
+}
+
 void moe_membership_on_drain_notice(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                     const char *reason)
 {
     uint32_t slot;
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
-    if (!m->members[slot].draining) {
+    if (!m->members[slot].draining && !m->members[slot].wants_to_leave) {
         char clean[MOE_MEMBERSHIP_REASON_BYTES], why[MOE_MEMBERSHIP_REASON_BYTES];
         moe_membership_copy_text(clean, sizeof clean, reason);
         snprintf(why, sizeof why, "slot %u is leaving: %s", slot, clean);
         moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_DRAINING, slot, "%s", why);
-        begin_drain(m, slot, why, clean, 0);
+        if (!move_before_leaving(m, slot, why))
+            moe_membership__begin_drain(m, slot, why, clean, 0);
     }
-    end_input(m);
+    moe_membership__end_input(m);
 }
 
 void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -555,7 +577,7 @@ void moe_membership_on_leaving(struct moe_membership *m, uint64_t now_ns, uint64
         snprintf(what, sizeof what, "left: %s", clean);
         moe_membership__lose(m, slot, MOE_CAUSE_LEFT, what, moe_ok());
     }
-    end_input(m);
+    moe_membership__end_input(m);
 }
 
 /* An operator's decision ends the wait for it. A forming epoch may have begun before the decision.
@@ -571,14 +593,14 @@ void moe_membership_on_try_again(struct moe_membership *m, uint64_t now_ns, uint
     m->waits = 0;
     m->failed = false;
     m->next_try_ns = m->now_ns;
-    end_input(m);
+    moe_membership__end_input(m);
 }
 
 /* The member may reconnect until its lease ends, unless its peers miss it too. */
 void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, uint64_t stream)
 {
     uint32_t slot;
-    if (!begin_input(m, now_ns) || !moe_membership__find_stream(m, stream, &slot))
+    if (!moe_membership__begin_input(m, now_ns) || !moe_membership__find_stream(m, stream, &slot))
         return;
     m->members[slot].stream = 0;
     char why[MOE_MEMBERSHIP_REASON_BYTES];
@@ -594,14 +616,14 @@ void moe_membership_on_stream_closed(struct moe_membership *m, uint64_t now_ns, 
             moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED, why);
         m->shrinks = false;
     }
-    end_input(m);
+    moe_membership__end_input(m);
 }
 
 /* ------------------------------------------------------------------ time */
 
 void moe_membership_on_tick(struct moe_membership *m, uint64_t now_ns)
 {
-    if (!begin_input(m, now_ns))
+    if (!moe_membership__begin_input(m, now_ns))
         return;
     for (uint32_t s = 0; s < m->config.slots; s++) {
         const struct member *member = &m->members[s];
@@ -612,7 +634,7 @@ void moe_membership_on_tick(struct moe_membership *m, uint64_t now_ns)
     }
     if (m->phase != PHASE_IDLE && now_ns >= m->form_deadline_ns)
         moe_membership__form_timeout(m);
-    end_input(m);
+    moe_membership__end_input(m);
 }
 
 uint64_t moe_membership_deadline(const struct moe_membership *m)
@@ -642,76 +664,29 @@ uint64_t moe_membership_deadline(const struct moe_membership *m)
 
 /* ------------------------------------------------------------------ operators */
 
-static struct moe_status check_reason(const char *reason)
+struct moe_status moe_membership__check_reason(const char *reason)
 {
     if (reason[0] == '\0')
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE, "a reason is required");
     return moe_ok();
 }
 
-/* Whether the slots that serve, or could, have every expert without this one. */
-static bool spares(const struct moe_membership *m, uint32_t slot)
-{
-    uint64_t others = moe_membership__able_slots(m) & ~(UINT64_C(1) << slot);
-    return moe_membership__covers(m, others);
-}
-
-/* The experts of the slot go to others before its worker leaves. */
-static bool moves_first(const struct moe_membership *m, uint32_t slot, bool force)
-{
-    bool can_move = m->config.size != 0 && moe_membership__is_place(m, slot) &&
-                    m->view_epoch != 0 && !m->trains;
-    return can_move && !force && !m->members[slot].draining && !spares(m, slot);
-}
-
-/* To a spare worker if there is one, else to all others. */
-static struct moe_status move_away(struct moe_membership *m, uint64_t now_ns, uint32_t slot,
-                                   const char *reason, uint64_t *epoch)
-{
-    uint64_t rest = m->saved.places & ~(UINT64_C(1) << slot);
-    for (uint32_t s = 0; s < m->config.slots; s++) {
-        const struct member *member = &m->members[s];
-        bool spare = member->state == SLOT_TAKEN && !moe_membership__is_place(m, s);
-        if (!spare || member->stream == 0 || member->draining || moe_membership__is_cordoned(m, s))
-            continue;
-        rest |= UINT64_C(1) << s;
-        break;
-    }
-    if ((uint32_t)__builtin_popcountll(rest) < m->config.replicas)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_EXPERT_UNAVAILABLE,
-                         "slot %u has the last copy of some experts, and too few others can take "
-                         "them: --force drains it nevertheless",
-                         slot);
-    for (uint32_t s = 0; s < m->config.slots; s++)
-        if ((rest >> s & 1) != 0 && m->members[s].state != SLOT_TAKEN)
-            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_EXPERT_UNAVAILABLE,
-                             "slot %u has the last copy of some experts, and slot %u has no worker "
-                             "to take some: --force drains it nevertheless",
-                             slot, s);
-    MOE_TRY(moe_membership__may_scale(m));
-    if (!begin_input(m, now_ns))
-        return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group has shut down");
-    *epoch = m->view_epoch;
-    struct moe_status st = moe_membership__begin_scaling(m, rest, reason);
-    end_input(m);
-    return st;
-}
-
 struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns, uint32_t slot,
                                        const char *reason, uint32_t limit_ms, bool force,
                                        uint64_t *epoch)
 {
-    MOE_TRY(check_reason(reason));
+    MOE_TRY(moe_membership__check_reason(reason));
     if (slot >= m->config.slots || m->members[slot].state != SLOT_TAKEN)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "slot %u has no worker", slot);
-    if (moves_first(m, slot, force))
-        return move_away(m, now_ns, slot, reason, epoch);
-    if (m->config.replicas > 1 && !force && !m->members[slot].draining && !spares(m, slot))
+    if (!force && moe_membership__moves_first(m, slot))
+        return moe_membership__move_away(m, now_ns, slot, reason, epoch);
+    if (m->config.replicas > 1 && !force && !m->members[slot].draining &&
+        !moe_membership__spares(m, slot))
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_EXPERT_UNAVAILABLE,
                          "slot %u has the last copy of some experts: without it the group does "
                          "not serve; force drains it nevertheless",
                          slot);
-    if (!begin_input(m, now_ns))
+    if (!moe_membership__begin_input(m, now_ns))
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group has shut down");
     *epoch = m->view_epoch;
     if (!m->members[slot].draining) {
@@ -719,18 +694,18 @@ struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns
         moe_membership_copy_text(clean, sizeof clean, reason);
         snprintf(why, sizeof why, "slot %u is drained: %s", slot, clean);
         moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_DRAINING, slot, "%s", why);
-        begin_drain(m, slot, why, clean, limit_ms);
+        moe_membership__begin_drain(m, slot, why, clean, limit_ms);
     }
-    end_input(m);
+    moe_membership__end_input(m);
     return moe_ok();
 }
 
 struct moe_status moe_membership_shutdown(struct moe_membership *m, uint64_t now_ns,
                                           const char *reason, uint32_t limit_ms, uint64_t *epoch)
 {
-    MOE_TRY(check_reason(reason));
+    MOE_TRY(moe_membership__check_reason(reason));
     *epoch = m->view_epoch;
-    if (!begin_input(m, now_ns) || m->shutting_down)
+    if (!moe_membership__begin_input(m, now_ns) || m->shutting_down)
         return moe_ok();
     moe_membership_copy_text(m->shutdown_reason, sizeof m->shutdown_reason, reason);
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_ENDING, MOE_MEMBERSHIP_NO_SLOT,
@@ -745,72 +720,8 @@ struct moe_status moe_membership_shutdown(struct moe_membership *m, uint64_t now
     for (uint32_t s = 0; s < m->config.slots; s++)
         if (m->members[s].state == SLOT_TAKEN && !m->members[s].draining)
             moe_membership__drain(m, s, m->shutdown_reason, limit_ms);
-    end_input(m);
+    moe_membership__end_input(m);
     return moe_ok();
-}
-
-/* Slots that can hold experts come first: those that do, spares, then empty ones. A view in force
- * cannot wait for a worker. */
-static uint64_t choose_places(const struct moe_membership *m, uint32_t size)
-{
-    uint64_t chosen = 0;
-    uint32_t count = 0;
-    for (int rank = 0; rank < (m->view_epoch != 0 ? 2 : 4); rank++)
-        for (uint32_t s = 0; s < m->config.slots && count < size; s++) {
-            const struct member *member = &m->members[s];
-            bool here = member->state == SLOT_TAKEN && !member->draining && !member->leaving;
-            bool place = moe_membership__is_place(m, s);
-            if (rank != (here ? 0 : 2) + (place ? 0 : 1) ||
-                (!place && moe_membership__is_cordoned(m, s)))
-                continue;
-            chosen |= UINT64_C(1) << s;
-            count++;
-        }
-    return chosen;
-}
-
-static struct moe_status check_size(const struct moe_membership *m, uint32_t size)
-{
-    if (m->config.size == 0)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                         "the group has a fixed size: with --max-workers, it could be scaled");
-    if (size < 1 || size > m->config.slots)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "this group can have 1 to %u workers (--max-workers), not %u",
-                         m->config.slots, size);
-    if (size < m->config.replicas)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
-                         "%u workers cannot hold %u copies of each expert", size,
-                         m->config.replicas);
-    return moe_ok();
-}
-
-struct moe_status moe_membership_scale(struct moe_membership *m, uint64_t now_ns, uint32_t size,
-                                       const char *reason)
-{
-    MOE_TRY(check_reason(reason));
-    MOE_TRY(check_size(m, size));
-    bool undo = m->next.places != 0 && size == moe_membership__size(m);
-    if (!undo)
-        MOE_TRY(moe_membership__may_scale(m));
-    uint64_t places = choose_places(m, size);
-    uint32_t found = (uint32_t)__builtin_popcountll(places);
-    if (!undo && found < size)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
-                         "%u workers can hold experts: start %u more, which wait as spares", found,
-                         size - found);
-    if (!begin_input(m, now_ns))
-        return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group has shut down");
-    struct moe_status st = moe_ok();
-    if (undo) {
-        st = moe_error(MOE_ABORTED, MOE_REASON_NONE, "an operator has ended it");
-        moe_membership__abandon_scaling(m, &st);
-        st = moe_ok();
-    } else if (places != m->saved.places) {
-        st = moe_membership__begin_scaling(m, places, reason);
-    }
-    end_input(m);
-    return st;
 }
 
 /* ------------------------------------------------------------------ cordons */

@@ -238,7 +238,8 @@ enum moe_membership_message {
     MOE_MEMBERSHIP_BLOBS,      /* epoch, round; moe_membership_blob() */
     MOE_MEMBERSHIP_COMMIT,     /* epoch */
     MOE_MEMBERSHIP_ABORT,      /* epoch; status.text = reason */
-    MOE_MEMBERSHIP_DRAIN,      /* limit_ms; status.text = reason */
+    MOE_MEMBERSHIP_DRAIN,      /* limit_ms; status.text = reason; keep: its experts move first,
+                                  and another one follows */
     MOE_MEMBERSHIP_TRYING_AGAIN,
     MOE_MEMBERSHIP_HEARTBEAT_ANSWER, /* sequence, oldest_ms */
 };

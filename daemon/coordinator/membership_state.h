@@ -38,10 +38,11 @@ struct member {
     uint32_t max_tokens;
     bool assigned; /* ASSIGN was sent to this process */
     bool loaded;
-    bool load_failed; /* this process cannot take part; see `error` */
-    bool draining;    /* DRAIN was sent */
-    bool leaving;     /* it sent Leaving */
-    bool unverified;  /* its next heartbeat must confirm the view in force */
+    bool load_failed;    /* this process cannot take part; see `error` */
+    bool draining;       /* DRAIN was sent */
+    bool wants_to_leave; /* after its experts have moved, or cannot */
+    bool leaving;        /* it sent Leaving */
+    bool unverified;     /* its next heartbeat must confirm the view in force */
     bool missed; /* peers reported it since a view last came in force: it is lost with its stream */
     /* With replicas: views form without it until then, as it failed `strikes` times in a row; and
      * while it is `silent`: it has sent no heartbeat that shows that it has left the ended epoch.
@@ -194,6 +195,14 @@ void moe_membership__list_slots(char to[MOE_MEMBERSHIP_SLOT_LIST_BYTES], uint64_
 
 bool moe_membership__is_cordoned(const struct moe_membership *m, uint32_t slot);
 
+/* ------------------------------------------------------------------ inputs (membership.c) */
+
+/* Begins every input except on_saved. False after EXIT. */
+bool moe_membership__begin_input(struct moe_membership *m, uint64_t now_ns);
+/* Takes the steps that the input allows. */
+void moe_membership__end_input(struct moe_membership *m);
+struct moe_status moe_membership__check_reason(const char *reason) MOE_CHECKED;
+
 /* ------------------------------------------------------------------ slots (members.c) */
 
 bool moe_membership__find_stream(const struct moe_membership *m, uint64_t stream, uint32_t *slot);
@@ -206,6 +215,9 @@ void moe_membership__lose(struct moe_membership *m, uint32_t slot, enum moe_memb
                           const char *what, struct moe_status last_status);
 void moe_membership__drain(struct moe_membership *m, uint32_t slot, const char *reason,
                            uint32_t limit_ms);
+/* Drains the slot. An epoch that forms starts over without it; a view goes on until it has left. */
+void moe_membership__begin_drain(struct moe_membership *m, uint32_t slot, const char *why,
+                                 const char *reason, uint32_t limit_ms);
 
 /* ------------------------------------------------------------------ places (scale.c) */
 
@@ -230,6 +242,17 @@ void moe_membership__next_loaded(struct moe_membership *m, uint32_t slot,
                                  const struct moe_status *error);
 /* The version of the placement that the group is being scaled to is durable, or cannot be saved. */
 void moe_membership__version_saved(struct moe_membership *m, const struct moe_status *status);
+/* Whether the slots that serve, or could, have every expert without this one. */
+bool moe_membership__spares(const struct moe_membership *m, uint32_t slot);
+/* Whether the experts of the slot go to others before its worker leaves. */
+bool moe_membership__moves_first(const struct moe_membership *m, uint32_t slot);
+/* The places without this slot: with a spare worker instead if there is one. */
+struct moe_status moe_membership__find_other_places(const struct moe_membership *m, uint32_t slot,
+                                                    uint64_t *places) MOE_CHECKED;
+/* Begins to move the experts of the slot to those places; it is drained after that. An input. */
+struct moe_status moe_membership__move_away(struct moe_membership *m, uint64_t now_ns,
+                                            uint32_t slot, const char *reason,
+                                            uint64_t *epoch) MOE_CHECKED;
 /* The process in the slot is lost. */
 void moe_membership__note_lost_place(struct moe_membership *m, uint32_t slot);
 

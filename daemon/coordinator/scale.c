@@ -245,8 +245,21 @@ static void let_removed_go(struct moe_membership *m)
                                  moe_ok());
 }
 
+/* Workers that asked to leave, after the end of a move of their experts: as without the move. */
+static void drain_waiting(struct moe_membership *m)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        struct member *member = &m->members[s];
+        bool moves = m->next.places != 0 || (m->removed >> s & 1) != 0;
+        if (member->state != SLOT_TAKEN || !member->wants_to_leave || member->draining || moves)
+            continue;
+        moe_membership__begin_drain(m, s, "a worker leaves", "its experts could not move", 0);
+    }
+}
+
 void moe_membership__advance_scaling(struct moe_membership *m)
 {
+    drain_waiting(m);
     if (m->next.places != 0) {
         if (m->next.version_save == 0)
             ask(m);
@@ -257,4 +270,130 @@ void moe_membership__advance_scaling(struct moe_membership *m)
         return;
     drain_removed(m);
     let_removed_go(m);
+}
+
+/* ------------------------------------------------------------------ operators */
+
+/* Whether the slots that serve, or could, have every expert without this one. */
+bool moe_membership__spares(const struct moe_membership *m, uint32_t slot)
+{
+    uint64_t others = moe_membership__able_slots(m) & ~(UINT64_C(1) << slot);
+    return moe_membership__covers(m, others);
+}
+
+/* The experts of the slot go to others before its worker leaves. */
+bool moe_membership__moves_first(const struct moe_membership *m, uint32_t slot)
+{
+    bool can_move = m->config.size != 0 && moe_membership__is_place(m, slot) &&
+                    m->view_epoch != 0 && !m->trains;
+    return can_move && !m->members[slot].draining && !moe_membership__spares(m, slot);
+}
+
+/* The places without this one: with a spare worker instead if there is one. */
+struct moe_status moe_membership__find_other_places(const struct moe_membership *m, uint32_t slot,
+                                                    uint64_t *places)
+{
+    uint64_t rest = m->saved.places & ~(UINT64_C(1) << slot);
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct member *member = &m->members[s];
+        bool spare = member->state == SLOT_TAKEN && !moe_membership__is_place(m, s);
+        if (!spare || member->stream == 0 || member->draining || moe_membership__is_cordoned(m, s))
+            continue;
+        rest |= UINT64_C(1) << s;
+        break;
+    }
+    if ((uint32_t)__builtin_popcountll(rest) < m->config.replicas)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_EXPERT_UNAVAILABLE,
+                         "slot %u has the last copy of some experts, and too few others can take "
+                         "them",
+                         slot);
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        if ((rest >> s & 1) != 0 && m->members[s].state != SLOT_TAKEN)
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_EXPERT_UNAVAILABLE,
+                             "slot %u has the last copy of some experts, and slot %u has no worker "
+                             "to take some",
+                             slot, s);
+    *places = rest;
+    return moe_membership__may_scale(m);
+}
+
+struct moe_status moe_membership__move_away(struct moe_membership *m, uint64_t now_ns,
+                                            uint32_t slot, const char *reason, uint64_t *epoch)
+{
+    uint64_t places;
+    struct moe_status st = moe_membership__find_other_places(m, slot, &places);
+    if (st.reason == MOE_REASON_EXPERT_UNAVAILABLE)
+        return moe_error(st.code, st.reason, "%s: --force drains it nevertheless", st.text);
+    MOE_TRY(st);
+    if (!moe_membership__begin_input(m, now_ns))
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group has shut down");
+    *epoch = m->view_epoch;
+    st = moe_membership__begin_scaling(m, places, reason);
+    moe_membership__end_input(m);
+    return st;
+}
+
+/* Slots that can hold experts come first: those that do, spares, then empty ones. A view in force
+ * cannot wait for a worker. */
+static uint64_t choose_places(const struct moe_membership *m, uint32_t size)
+{
+    uint64_t chosen = 0;
+    uint32_t count = 0;
+    for (int rank = 0; rank < (m->view_epoch != 0 ? 2 : 4); rank++)
+        for (uint32_t s = 0; s < m->config.slots && count < size; s++) {
+            const struct member *member = &m->members[s];
+            bool here = member->state == SLOT_TAKEN && !member->draining && !member->leaving &&
+                        !member->wants_to_leave;
+            bool place = moe_membership__is_place(m, s);
+            if (rank != (here ? 0 : 2) + (place ? 0 : 1) ||
+                (!place && moe_membership__is_cordoned(m, s)))
+                continue;
+            chosen |= UINT64_C(1) << s;
+            count++;
+        }
+    return chosen;
+}
+
+static struct moe_status check_size(const struct moe_membership *m, uint32_t size)
+{
+    if (m->config.size == 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "the group has a fixed size: with --max-workers, it could be scaled");
+    if (size < 1 || size > m->config.slots)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "this group can have 1 to %u workers (--max-workers), not %u",
+                         m->config.slots, size);
+    if (size < m->config.replicas)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+                         "%u workers cannot hold %u copies of each expert", size,
+                         m->config.replicas);
+    return moe_ok();
+}
+
+struct moe_status moe_membership_scale(struct moe_membership *m, uint64_t now_ns, uint32_t size,
+                                       const char *reason)
+{
+    MOE_TRY(moe_membership__check_reason(reason));
+    MOE_TRY(check_size(m, size));
+    bool undo = m->next.places != 0 && size == moe_membership__size(m);
+    if (!undo)
+        MOE_TRY(moe_membership__may_scale(m));
+    uint64_t places = choose_places(m, size);
+    uint32_t found = (uint32_t)__builtin_popcountll(places);
+    if (!undo && found < size)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
+                         "%u workers can hold experts: start %u more, which wait as spares", found,
+                         size - found);
+    if (!moe_membership__begin_input(m, now_ns))
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group has shut down");
+    struct moe_status st = moe_ok();
+    if (undo) {
+        st = moe_error(MOE_ABORTED, MOE_REASON_NONE, "an operator has ended it");
+        moe_membership__abandon_scaling(m, &st);
+        st = moe_ok();
+    } else if (places != m->saved.places) {
+        st = moe_membership__begin_scaling(m, places, reason);
+    }
+    moe_membership__end_input(m);
+    return st;
 }

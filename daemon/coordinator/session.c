@@ -356,6 +356,7 @@ static void send_drain(struct session *s, const struct moe_membership_action *a)
     Moe__V1__Drain body = MOE__V1__DRAIN__INIT;
     body.reason = moe_coordinator__text(a->status.text);
     body.limit_ms = a->limit_ms;
+    body.experts_move = a->keep;
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_DRAIN;
     m.drain = &body;

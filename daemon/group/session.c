@@ -159,7 +159,10 @@ static void dispatch_message(struct moe_group *g, Moe__V1__SessionResponse *r)
             break;
         case MOE__V1__SESSION_RESPONSE__BODY_ABORT: moe_group__on_abort(g, r->abort); break;
         case MOE__V1__SESSION_RESPONSE__BODY_DRAIN:
-            moe_group__begin_drain(g, r->drain->limit_ms, r->drain->reason);
+            if (r->drain->experts_move)
+                moe_group__await_move(g);
+            else
+                moe_group__begin_drain(g, r->drain->limit_ms, r->drain->reason);
             break;
         case MOE__V1__SESSION_RESPONSE__BODY_MODEL_ORDER:
             moe_group__on_model_order(g, r->model_order);

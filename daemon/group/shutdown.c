@@ -26,18 +26,39 @@ void moe_group__begin_leave(struct moe_group *g, struct moe_status outcome)
     moe_group__post_leave(g, true);
 }
 
+static void extend_stop(const struct moe_group *g, uint64_t now)
+{
+    uint64_t left_ns = g->drain_limit_ns > now ? g->drain_limit_ns - now : 0;
+    moe_notify_extend(left_ns / MOE_NS_PER_MS + FREEING_MS);
+}
+
+void moe_group__await_move(struct moe_group *g)
+{
+    if (g->shutdown != DRAIN_REQUESTED || g->experts_move)
+        return;
+    uint64_t now = moe_clock_ns();
+    g->experts_move = true;
+    g->drain_limit_ns = now + g->config.drain_ms * MOE_NS_PER_MS;
+    g->shutdown_ns = now + g->config.drain_ms * MOE_NS_PER_MS / 2;
+    moe_log_info("before the drain, other workers load the experts of this one");
+    moe_notify_stopping();
+    moe_notify_status("leaving: other workers load the experts of this one");
+    extend_stop(g, now);
+}
+
 void moe_group__begin_drain(struct moe_group *g, uint32_t limit_ms, const char *reason)
 {
     if (g->shutdown >= DRAINING)
         return;
-    g->shutdown = DRAINING;
     uint64_t now = moe_clock_ns();
-    g->drain_limit_ns = now + (limit_ms != 0 ? limit_ms : g->config.drain_ms) * MOE_NS_PER_MS;
+    if (!g->experts_move || limit_ms != 0) /* else its time runs already */
+        g->drain_limit_ns = now + (limit_ms != 0 ? limit_ms : g->config.drain_ms) * MOE_NS_PER_MS;
+    g->shutdown = DRAINING;
     g->shutdown_ns = now;
     moe_log_info("draining: %s", reason);
     moe_notify_stopping();
     moe_notify_status("draining: %s", reason);
-    moe_notify_extend((g->drain_limit_ns - now) / MOE_NS_PER_MS + FREEING_MS);
+    extend_stop(g, now);
     g->config.hooks.drain(g->config.hooks.ctx);
     if (g->epoch == 0 && !g->committed)
         g->give_up_ns = now;
@@ -74,15 +95,18 @@ void moe_group__request_drain(struct moe_group *g, const char *reason)
         moe_group__begin_drain(g, 0, reason);
         return;
     }
+    uint64_t now = moe_clock_ns();
     g->shutdown = DRAIN_REQUESTED;
-    g->shutdown_ns = moe_clock_ns() + DRAIN_ANSWER_MS * MOE_NS_PER_MS;
+    g->shutdown_ns = now + DRAIN_ANSWER_MS * MOE_NS_PER_MS;
     moe_report_drain_notice(g->stream, reason);
 }
 
 void moe_group__on_shutdown_timer(struct moe_group *g)
 {
     if (g->shutdown == DRAIN_REQUESTED)
-        moe_group__begin_drain(g, 0, "the coordinator does not answer");
+        moe_group__begin_drain(g, 0,
+                               g->experts_move ? "its experts have not moved in time"
+                                               : "the coordinator does not answer");
     else
         continue_drain(g);
 }

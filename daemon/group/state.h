@@ -47,7 +47,7 @@ struct event {
 
 enum shutdown_phase {
     RUNNING,
-    DRAIN_REQUESTED, /* DrainNotice sent; drains at the answer, or at shutdown_ns */
+    DRAIN_REQUESTED, /* DrainNotice sent; drains at Drain, or at shutdown_ns */
     DRAINING,        /* polls `drained`; gives up at drain_limit_ns */
     DRAINED,         /* Leaving sent; takes part in steps until the coordinator ends the stream */
     LEAVING,         /* the last `leave` runs */
@@ -97,7 +97,9 @@ struct moe_group {
     uint32_t unanswered;
     uint64_t away_since_ns, away_logged_ns; /* coordinator is not there; 0 = it is. Log knows so */
     enum shutdown_phase shutdown;
-    uint64_t shutdown_ns, drain_limit_ns;
+    bool experts_move;       /* others load this worker's experts before its drain */
+    uint64_t shutdown_ns;    /* next step of the shutdown */
+    uint64_t drain_limit_ns; /* end of the drain */
     struct moe_status outcome;
     struct moe_loop *loop;
     uint64_t turn_ns; /* longest wait of the thread; 0 = any */
@@ -162,6 +164,8 @@ void moe_group__on_send(struct moe_group *g, const struct event *e);
 /* Leaving (shutdown.c). */
 void moe_group__request_drain(struct moe_group *g, const char *reason);
 void moe_group__begin_drain(struct moe_group *g, uint32_t limit_ms, const char *reason);
+/* Drain will follow once others have loaded this worker's experts. */
+void moe_group__await_move(struct moe_group *g);
 /* Call at shutdown_ns. */
 void moe_group__on_shutdown_timer(struct moe_group *g);
 /* Leaves the view, then calls `ended`. */

@@ -11,6 +11,7 @@ name and changes nothing.
 
 import json
 import os
+import signal
 import sys
 import unittest
 
@@ -165,6 +166,28 @@ class Elastic(unittest.TestCase):
         self.more_answers(clients)
         self.assertEqual(self.status()["size"], 1)
         print("  drained twice: worst gap %.0f ms" % (1e3 * self.judge(clients, [0] * 2)))
+
+    def test_a_worker_that_gets_sigterm_moves_its_experts_first(self):
+        self.start(2, 3)
+        self.group.start_worker("spare", 0)
+        self.await_spare()
+        clients = self.clients(self.endpoints)
+        self.more_answers(clients)
+        slots = {w["workerId"]: w["slot"] for w in self.status()["workers"]}
+        for name in ("w0", "spare"):  # to the spare, then to the other one
+            process = self.group.processes[name]
+            live = sorted(slots[n] for n in ("w1", "spare") if n != name)
+            process.send_signal(signal.SIGTERM)
+            self.assertEqual(process.wait(LONG_S), 0, self.group.tail())
+            wait_until(lambda: self.status().get("liveSlots") == live, LONG_S)
+            self.check_dry_run(live)
+        self.assertIn("other workers load the experts", self.group.log("w0"))
+        self.assertNotIn("have not moved in time", self.group.log("w0") + self.group.log("spare"))
+        self.more_answers(clients)
+        print("  ended two: worst gap %.0f ms" % (1e3 * self.judge(clients, [0] * 2)))
+        done = self.moectl("health", "-o", "json")
+        checks = {c["code"]: c["result"] for c in json.loads(done.stdout)["checks"]}
+        self.assertEqual(checks["GROUP_STABLE"], "OK")
 
     def test_a_spare_has_no_experts(self):
         self.start(2, 3)

@@ -416,9 +416,10 @@ static void say_abort(struct coordinator *c, uint64_t epoch)
     say(c, &r);
 }
 
-static void say_drain(struct coordinator *c, uint32_t limit_ms)
+static void say_drain(struct coordinator *c, uint32_t limit_ms, bool experts_move)
 {
     Moe__V1__Drain drain = MOE__V1__DRAIN__INIT;
+    drain.experts_move = experts_move;
     drain.reason = (char *)"the script says so";
     drain.limit_ms = limit_ms;
     Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
@@ -858,7 +859,7 @@ static void a_drained_worker_stays_until_the_coordinator_lets_it_go(void **state
     moe_group_drain(s.w.group, "because");
     moe_group_drain(s.w.group, "because"); /* once is enough */
     await_line(&s.c.received, "drain notice");
-    say_drain(&s.c, WAIT_MS);
+    say_drain(&s.c, WAIT_MS, false);
     await_line(&s.w.did, "drain");
     nanosleep(&(struct timespec){0, 30000000}, NULL);
     assert_false(has_line(&s.c.received, "leaving")); /* requests are still at work */
@@ -872,6 +873,27 @@ static void a_drained_worker_stays_until_the_coordinator_lets_it_go(void **state
     end_scene(&s);
 }
 
+/* It takes requests until its experts are elsewhere, and for half of its time at most. */
+static void a_worker_whose_experts_move_drains_after_that(void **state)
+{
+    for (int in_time = 0; in_time < 2; in_time++) {
+        static struct scene s;
+        start_scene(&s);
+        lead_to_serving(&s, 4);
+        moe_group_drain(s.w.group, "because");
+        await_line(&s.c.received, "drain notice");
+        say_drain(&s.c, 0, true);
+        if (in_time)
+            say_drain(&s.c, 0, false);
+        await_line(&s.w.did, "drain");
+        await_line(&s.c.received, "leaving");
+        close_session(&s.c, moe_ok());
+        await_line(&s.w.did, "ended OK");
+        end_scene(&s);
+    }
+    (void)state;
+}
+
 static void a_drain_that_takes_too_long_is_cut_short(void **state)
 {
     (void)state;
@@ -879,7 +901,7 @@ static void a_drain_that_takes_too_long_is_cut_short(void **state)
     start_scene(&s);
     lead_to_serving(&s, 4);
     set_busy(&s.w, true);
-    say_drain(&s.c, 50);
+    say_drain(&s.c, 50, false);
     await_line(&s.w.did, "drain");
     await_line(&s.w.did, "leave");
     await_line(&s.w.did, "ended DEADLINE_EXCEEDED");
@@ -1021,6 +1043,7 @@ int main(void)
         cmocka_unit_test(a_lost_peer_ends_the_view_here_and_is_reported),
         cmocka_unit_test(a_failed_load_is_reported),
         cmocka_unit_test(a_drained_worker_stays_until_the_coordinator_lets_it_go),
+        cmocka_unit_test(a_worker_whose_experts_move_drains_after_that),
         cmocka_unit_test(a_drain_that_takes_too_long_is_cut_short),
         cmocka_unit_test(a_worker_without_a_coordinator_can_leave),
         cmocka_unit_test(a_process_that_was_replaced_ends),

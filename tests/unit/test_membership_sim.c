@@ -344,6 +344,8 @@ static void send_down(struct world *w, const struct moe_membership_action *a)
     if (a->message == MOE_MEMBERSHIP_DRAIN && strstr(a->status.text, "fewer workers") != NULL)
         check(w, (w->durable.places >> a->slot & 1) == 0,
               "a worker is drained for a smaller group once that is durable");
+    if (a->message == MOE_MEMBERSHIP_DRAIN)
+        m.keep = a->keep;
     if (a->message == MOE_MEMBERSHIP_COMMIT)
         check_commit(w, a);
     if (a->message == MOE_MEMBERSHIP_REGISTERED) {
@@ -717,7 +719,10 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
         break;
     case SIM_HEARTBEAT_ANSWER:
     case SIM_TRYING_AGAIN: break;
-    case SIM_DRAIN: p->leave_at_ns = w->now_ns + (1 + rnd(w, 100)) * MOE_NS_PER_MS; break;
+    case SIM_DRAIN: /* `keep`: it waits for its experts to move, and not for long */
+        if (!m->keep || p->leave_at_ns == 0)
+            p->leave_at_ns = w->now_ns + (1 + rnd(w, m->keep ? 500 : 100)) * MOE_NS_PER_MS;
+        break;
     default: on_closed(w, p, m->reason == MOE_REASON_STALE_EPOCH); break;
     }
 }

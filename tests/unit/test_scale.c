@@ -16,9 +16,9 @@ static bool disk_full, trains;
 static uint64_t now, last_stream, last_epoch, closed_stream;
 static struct moe_status closed_with;
 /* Outputs since the last look; bit s: to slot s. */
-static uint64_t prepared, committed, assigned, kept, drained;
-static uint32_t version;              /* of the last ASSIGN */
-static char warning[MOE_STATUS_TEXT]; /* the last one */
+static uint64_t prepared, committed, assigned, kept, drained, waits; /* waits: drained later */
+static uint32_t version;                                             /* of the last ASSIGN */
+static char warning[MOE_STATUS_TEXT];                                /* the last one */
 
 static void carry_out(void)
 {
@@ -44,7 +44,8 @@ static void carry_out(void)
             continue;
         prepared |= a.message == MOE_MEMBERSHIP_PREPARE ? bit : 0;
         committed |= a.message == MOE_MEMBERSHIP_COMMIT ? bit : 0;
-        drained |= a.message == MOE_MEMBERSHIP_DRAIN ? bit : 0;
+        drained |= a.message == MOE_MEMBERSHIP_DRAIN && !a.keep ? bit : 0;
+        waits |= a.message == MOE_MEMBERSHIP_DRAIN && a.keep ? bit : 0;
         if (a.message == MOE_MEMBERSHIP_PREPARE)
             last_epoch = a.epoch;
         if (a.message != MOE_MEMBERSHIP_ASSIGN)
@@ -57,7 +58,7 @@ static void carry_out(void)
 
 static void forget(void)
 {
-    prepared = committed = assigned = kept = drained = 0;
+    prepared = committed = assigned = kept = drained = waits = 0;
 }
 
 static struct moe_membership_group group(void)
@@ -405,6 +406,53 @@ static void no_two_placements_have_one_version(void **unused)
     assert_int_equal(group().places, 7);
 }
 
+static void notice(uint64_t stream)
+{
+    moe_membership_on_drain_notice(m, now, stream, "terminated");
+    carry_out();
+}
+
+static void a_worker_that_gets_sigterm_moves_its_experts_first(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s, 2);
+    s[2] = join(2);
+    notice(s[1]);
+    assert_true(waits == 2 && drained == 0 && assigned == 5); /* to the spare */
+    loaded(s[0], version, moe_ok());
+    loaded(s[2], version, moe_ok());
+    assert_int_equal(drained, 2);
+    moe_membership_on_leaving(m, now, s[1], "drained");
+    carry_out();
+    ready(s[0]);
+    ready(s[2]);
+    assert_true(group().state == MOE_GROUP_SERVING && group().places == 5);
+    forget();
+    notice(s[0]);
+    assert_true(waits == 1 && drained == 0 && assigned == 4); /* to the other one */
+    loaded(s[2], version,
+           moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "12 MiB are missing"));
+    assert_int_equal(drained, 1); /* as without a move */
+    notice(s[0]);
+    assert_true(group().places == 5 && group().scaling_to == 0);
+}
+
+static void a_worker_without_others_to_take_its_experts_is_drained_at_once(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s, 3);
+    notice(s[2]);
+    notice(s[1]); /* all of them end */
+    assert_true(waits == 4 && drained == 2);
+    moe_membership_on_leaving(m, now, s[1], "drained");
+    carry_out();
+    assert_int_equal(drained, 6); /* the view has ended, and the move with it */
+    notice(s[0]);
+    assert_true(drained == 7 && group().places == 7);
+}
+
 static void pass(uint64_t ms, const uint64_t *s, uint32_t count)
 {
     const struct moe_membership_heartbeat h = {0};
@@ -476,6 +524,8 @@ int main(void)
         STORY(the_size_outlives_the_coordinator),
         STORY(the_limit_can_be_raised_while_the_group_serves),
         STORY(no_two_placements_have_one_version),
+        STORY(a_worker_that_gets_sigterm_moves_its_experts_first),
+        STORY(a_worker_without_others_to_take_its_experts_is_drained_at_once),
         STORY(a_spare_does_not_start_a_failed_group_again),
         STORY(a_spare_does_not_say_whether_the_group_trains),
     };
