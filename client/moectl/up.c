@@ -42,8 +42,8 @@ static const char *const trust_options[TRUST_FILES] = {
 struct up {
     const struct moectl_command *command;
     struct moectl_common common;
-    const char *model, *backend, *transport, *log_level, *worker_config;
-    uint64_t workers, max_workers, replicas, spare, port, metrics_port, threads, drain_s;
+    const char *model, *backend, *transport, *log_level, *worker_config, *rebalance;
+    uint64_t workers, max_workers, replicas, spare, every_s, port, metrics_port, threads, drain_s;
     bool partial; /* views may lack experts */
     bool detach, restart;
 
@@ -123,14 +123,15 @@ static size_t add_trust(const struct up *u, const char **argv, size_t n)
 static struct moe_status start_coordinator(struct up *u)
 {
     char listen[ARGUMENT_MAX], control[ARGUMENT_MAX], metrics[ARGUMENT_MAX], workers[ARGUMENT_MAX],
-        most[ARGUMENT_MAX], replicas[ARGUMENT_MAX], spare[ARGUMENT_MAX], state[MOECTL_PATH_MAX],
-        log[MOECTL_PATH_MAX];
+        most[ARGUMENT_MAX], replicas[ARGUMENT_MAX], spare[ARGUMENT_MAX], every[ARGUMENT_MAX],
+        state[MOECTL_PATH_MAX], log[MOECTL_PATH_MAX];
     MOE_TRY(log_path(u, "coordinator", log));
     listen_address(u, u->workers, listen);
     listen_address(u, u->workers + 1, control);
     metrics_address(u, 0, metrics);
     snprintf(workers, sizeof workers, "%" PRIu64, u->workers);
     snprintf(most, sizeof most, "%" PRIu64, u->max_workers);
+    snprintf(every, sizeof every, "%" PRIu64, u->every_s);
     snprintf(replicas, sizeof replicas, "%" PRIu64, u->replicas);
     snprintf(spare, sizeof spare, "%" PRIu64, u->spare);
     if (snprintf(state, sizeof state, "%s/coordinator", u->state_path) >= (int)sizeof state)
@@ -145,7 +146,7 @@ static struct moe_status start_coordinator(struct up *u)
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO, "cannot remove %s/model.digests",
                          state);
     enum { FIXED = 19 };
-    const char *argv[FIXED + 5 + 2 * TRUST_FILES + 1] = {u->coordinator_program,
+    const char *argv[FIXED + 9 + 2 * TRUST_FILES + 1] = {u->coordinator_program,
                                                          "--listen",
                                                          listen,
                                                          "--control-listen",
@@ -170,6 +171,12 @@ static struct moe_status start_coordinator(struct up *u)
     if (u->max_workers != 0) {
         argv[n++] = "--max-workers";
         argv[n++] = most;
+    }
+    if (strcmp(u->rebalance, "off") != 0) {
+        argv[n++] = "--rebalance";
+        argv[n++] = u->rebalance;
+        argv[n++] = "--rebalance-every-s";
+        argv[n++] = every;
     }
     if (metrics[0] != '\0') {
         argv[n++] = "--metrics-listen";
@@ -494,6 +501,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         .backend = "auto",
         .transport = "auto",
         .log_level = "info",
+        .rebalance = "off",
+        .every_s = 60,
         .workers = 1,
         .replicas = 1,
         .port = 7600,
@@ -515,6 +524,10 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "it loses while every expert has a copy. It does not train then"},
         {"spare-experts", 0, MOE_OPTION_UINT, &u.spare, 0, MOE_MAX_EXPERTS, "N",
          "places of each layer on each worker for copies that `moectl rebalance` moves"},
+        {"rebalance", 0, MOE_OPTION_STRING, &u.rebalance, 0, 0, "MODE",
+         "off, or auto: experts move without `moectl rebalance` (see moe-coordinator --help)"},
+        {"rebalance-every-s", 0, MOE_OPTION_UINT, &u.every_s, 1, 86400, "S",
+         "with --rebalance auto: seconds between two looks at the rows of experts"},
         {"partial-views", 0, MOE_OPTION_BOOL, &u.partial, 0, 0, NULL,
          "serve on also without the experts of lost workers (see moe-coordinator --help)"},
         {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME",
@@ -569,6 +582,11 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     if (u.max_workers != 0 && u.spare != 0)
         return moectl_usage_error("--max-workers excludes --spare-experts: experts of a group that "
                                   "can be scaled do not move");
+    bool automatic = strcmp(u.rebalance, "auto") == 0;
+    if (!automatic && strcmp(u.rebalance, "off") != 0)
+        return moectl_usage_error("--rebalance must be off or auto, not '%s'", u.rebalance);
+    if (automatic && u.spare == 0)
+        return moectl_usage_error("--rebalance auto needs --spare-experts");
     if (u.restart && u.detach)
         return moectl_usage_error("--restart needs a moectl that goes on: it excludes --detach");
     code = moectl_require(&(struct moectl_required){"model", u.model != NULL}, 1);

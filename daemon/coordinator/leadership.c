@@ -29,7 +29,8 @@ static struct moe_status make_moves(struct moe_coordinator *c, uint64_t first_or
     const struct moe_moves_config config = {.slots = c->machine_config.slots,
                                             .replicas = c->machine_config.replicas,
                                             .spare = c->machine_config.spare,
-                                            .first_order = first_order};
+                                            .first_order = first_order,
+                                            .automatic = c->rebalance};
     return moe_moves_create(&config, moved ? g.epoch : 0, &c->moves);
 }
 

@@ -2,6 +2,7 @@
 /* moe-coordinator: settings, then moe_coordinator_run. */
 #include "access/guard.h"
 #include "base/build.h"
+#include "base/clock.h"
 #include "coordinator/placement.h"
 #include "coordinator/service.h"
 #include "daemon/daemon.h"
@@ -14,7 +15,8 @@
 
 struct settings {
     const char *listen, *control_listen, *state_dir;
-    const char *store, *etcd, *etcd_prefix;
+    const char *store, *etcd, *etcd_prefix, *rebalance;
+    uint64_t rebalance_every_s, min_gain;
     uint64_t workers, max_workers, replicas, spare, lease_ms, form_timeout_ms, leader_lease_s;
     bool partial;
 };
@@ -27,6 +29,11 @@ static uint64_t max_workers_of(const struct settings *s)
 static bool uses_etcd(const struct settings *s)
 {
     return strcmp(s->store, "etcd") == 0;
+}
+
+static bool rebalances(const struct settings *s)
+{
+    return strcmp(s->rebalance, "auto") == 0;
 }
 
 static struct moe_status check_store(const struct moe_daemon_settings *common,
@@ -59,6 +66,10 @@ static const char *check_settings(const struct moe_daemon_settings *common, cons
     if (s->max_workers != 0 && s->spare != 0)
         return "a group that can be scaled (--max-workers) has no places for moves "
                "(--spare-experts)";
+    if (!rebalances(s) && strcmp(s->rebalance, "off") != 0)
+        return "--rebalance: off or auto";
+    if (rebalances(s) && s->spare == 0)
+        return "--rebalance auto needs places for copies that move: --spare-experts";
     if (s->replicas > s->workers)
         return "--replicas is above --workers: a slot has one copy of an expert";
     wrong = moe_daemon_check_listen(common, "--listen", s->listen);
@@ -97,21 +108,24 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
         .prefix = s->etcd_prefix,
         .trust = {.tls = {common->tls_certificate, common->tls_key, common->tls_ca}},
         .lease_s = (uint32_t)s->leader_lease_s};
-    struct moe_coordinator_config config = {.listen = s->listen,
-                                            .control_listen = s->control_listen,
-                                            .insecure = common->insecure,
-                                            .slots = (uint32_t)max_workers_of(s),
-                                            .size = s->max_workers != 0 ? (uint32_t)s->workers : 0,
-                                            .replicas = (uint32_t)s->replicas,
-                                            .partial = s->partial,
-                                            .spare = (uint32_t)s->spare,
-                                            .lease_ms = (uint32_t)s->lease_ms,
-                                            .form_timeout_ms = (uint32_t)s->form_timeout_ms,
-                                            .state_dir = s->state_dir,
-                                            .etcd = uses_etcd(s) ? &etcd : NULL,
-                                            .metrics_listen = common->metrics_listen,
-                                            .health_step_ms = common->health_step_ms,
-                                            .handle_signals = true};
+    struct moe_coordinator_config config = {
+        .listen = s->listen,
+        .control_listen = s->control_listen,
+        .insecure = common->insecure,
+        .slots = (uint32_t)max_workers_of(s),
+        .size = s->max_workers != 0 ? (uint32_t)s->workers : 0,
+        .replicas = (uint32_t)s->replicas,
+        .partial = s->partial,
+        .spare = (uint32_t)s->spare,
+        .rebalance = {.every_ns = rebalances(s) ? s->rebalance_every_s * MOE_NS_PER_S : 0,
+                      .least_gain = (uint32_t)s->min_gain},
+        .lease_ms = (uint32_t)s->lease_ms,
+        .form_timeout_ms = (uint32_t)s->form_timeout_ms,
+        .state_dir = s->state_dir,
+        .etcd = uses_etcd(s) ? &etcd : NULL,
+        .metrics_listen = common->metrics_listen,
+        .health_step_ms = common->health_step_ms,
+        .handle_signals = true};
     struct moe_coordinator *c;
     MOE_TRY(moe_rpc_force_polling());
     MOE_TRY(moe_guard_create(common, &config.guard));
@@ -137,6 +151,9 @@ int main(int argc, char **argv)
 {
     struct settings s = {.listen = "127.0.0.1:7700",
                          .store = "file",
+                         .rebalance = "off",
+                         .rebalance_every_s = 60,
+                         .min_gain = 10,
                          .workers = 1,
                          .replicas = 1,
                          .lease_ms = 5000,
@@ -167,6 +184,14 @@ int main(int argc, char **argv)
          "Places of each layer on each slot for copies that `moectl rebalance` moves; workers "
          "refuse to load if their memory lacks room. CPU workers only; no training; not with "
          "--max-workers"},
+        {"rebalance", 0, MOE_OPTION_STRING, &s.rebalance, 0, 0, "MODE",
+         "off, or auto: experts move without `moectl rebalance` where the rows of the last "
+         "minutes show a gain"},
+        {"rebalance-every-s", 0, MOE_OPTION_UINT, &s.rebalance_every_s, 1, 86400, "S",
+         "Seconds between two looks at the rows of experts"},
+        {"min-gain", 0, MOE_OPTION_UINT, &s.min_gain, 1, 100, "PERCENT",
+         "So many fewer rows must the busiest slot get in three looks in a row, before experts "
+         "move"},
         {"state-dir", 's', MOE_OPTION_STRING, &s.state_dir, 0, 0, "DIR",
          "Directory that keeps epochs across restarts, not writable for others; without it a "
          "restart "

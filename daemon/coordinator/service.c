@@ -271,6 +271,7 @@ struct moe_status moe_coordinator_create(const struct moe_coordinator_config *co
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "coordinator");
     c->lease_ms = config->lease_ms;
     c->guard = config->guard;
+    c->rebalance = config->rebalance;
     c->started_ns = moe_clock_ns();
     c->started_unix_ms = moe_coordinator__unix_ms();
     moe_mutex_init(&c->inbox_lock);

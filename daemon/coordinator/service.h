@@ -5,6 +5,7 @@
 #ifndef MOE_COORDINATOR_SERVICE_H
 #define MOE_COORDINATOR_SERVICE_H
 
+#include "balance/rebalancer.h"
 #include "store/etcd.h"
 
 struct moe_coordinator;
@@ -22,6 +23,7 @@ struct moe_coordinator_config {
     uint32_t replicas; /* copies of each expert, 1..size */
     bool partial;      /* views may lack experts */
     uint32_t spare;    /* places of each layer on a slot for copies that move */
+    struct moe_rebalancer_policy rebalance; /* moves without an operator; every_ns 0: none */
     uint32_t lease_ms;
     uint32_t form_timeout_ms;
     /* The file store: NULL = no durable state; epochs start at 1. With `etcd`: remembers the group

@@ -150,6 +150,7 @@ struct moe_coordinator {
     uint64_t group_id;  /* of the group that this process has read the state of; 0 = none yet */
     char *remember_dir; /* keeps `group_id`; NULL = nothing does */
     struct moe_membership_config machine_config; /* without group_id */
+    struct moe_rebalancer_policy rebalance;
     struct moe_weights *weights;
     bool weights_unsaved; /* their record has begun, and the store does not have it */
     struct moe_added *models;

@@ -146,6 +146,8 @@ class CommandLine(unittest.TestCase):
                 ["up", "--model", "/tmp", "--workers", "65"],
                 ["up", "--model", "/tmp", "--workers", "2", "--max-workers", "1"],
                 ["up", "--model", "/tmp", "--max-workers", "2", "--spare-experts", "1"],
+                ["up", "--model", "/tmp", "--rebalance", "auto"],
+                ["up", "--model", "/tmp", "--rebalance", "on", "--spare-experts", "1"],
                 ["up", "--model", "/tmp", "--backend", "tpu"],
                 ["up", "--model", "/tmp", "--transport", "pigeon"],
                 ["up", "--model", "/tmp", "--port", "70000"],

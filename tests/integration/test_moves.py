@@ -150,6 +150,22 @@ class Moves(unittest.TestCase):
         self.assertEqual([c.wrong for c in callers], [0] * CLIENTS)
         self.assertEqual(self.status()["placementVersion"], 1 + moved)
 
+    def test_experts_move_without_an_operator(self):
+        endpoints = self.up("--spare-experts", str(SPARE), "--rebalance", "auto",
+                            "--rebalance-every-s", "1")
+        callers = self.callers(endpoints)
+        epoch = self.status()["epoch"]
+        for caller in callers:
+            caller.hot = 1
+        wait_until(lambda: self.status()["placementVersion"] > 1, 60)
+        self.run_on(callers)
+        self.assertEqual(self.status()["epoch"], epoch)
+        self.check(callers)
+        events = self.moectl("get", "events").stdout
+        self.assertIn("experts have moved: placement 2 is in force", events)
+        self.rebalance("--min-gain", "0")  # an operator still can
+        self.check(callers)
+
     def test_a_step_has_one_placement_and_bits_do_not_depend_on_it(self):
         """Four experts per token: a move may change the last bits. So an answer has those before or
         those after, as a whole; and after it, each token has its bits in any company."""

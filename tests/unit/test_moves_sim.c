@@ -97,6 +97,7 @@ struct process {
     uint64_t epoch; /* of the view that it is in; 0 = none */
     size_t run;     /* tickets of the epoch */
     uint64_t ticket_ns;
+    uint64_t rows[EXPERTS]; /* since its start */
     struct stream up, down;
 };
 
@@ -110,6 +111,7 @@ static struct world {
     struct rng random;
     uint32_t slots;
     bool quiet;
+    struct moe_rebalancer_policy automatic;
     struct moe_moves *machine;
     struct moe_placement *placement; /* of the coordinator */
     struct {
@@ -133,7 +135,7 @@ static struct world {
     size_t ticket_count;
     struct call calls[CALLS];
     uint64_t call_count;
-    size_t moved, failed, crashes, views, swaps, steps;
+    size_t moved, failed, crashes, views, swaps, steps, looks, said_moved;
 } w;
 
 static struct message queue_memory[2 * SLOTS_MOST][QUEUE];
@@ -223,7 +225,7 @@ static void report(struct process *p, enum moe_moves_step step, uint64_t order, 
     struct message m = {
         .kind = UP_REPORT, .step = step, .order = order, .epoch = p->epoch, .failed = failed};
     for (uint32_t e = 0; step == MOE_MOVES_COUNT && e < EXPERTS; e++)
-        m.rows[e] = rnd(100) < 30 ? rnd(1000) : 0;
+        m.rows[e] = p->rows[e] += rnd(100) < 30 ? rnd(1000) : 0;
     answer(p, m);
 }
 
@@ -474,7 +476,7 @@ static void carry_out(void)
             break;
         case MOE_MOVES_SAVE: save(a.sequence); break;
         case MOE_MOVES_ANSWER: end_call(&a); break;
-        case MOE_MOVES_LOG: break;
+        case MOE_MOVES_LOG: w.said_moved += a.event == MOE_EVENT_MOVED; break;
         }
     }
 }
@@ -487,6 +489,12 @@ static void look(void)
             slots[s] = (struct moe_added_slot){w.places[s].incarnation, w.places[s].stream, 0};
     moe_moves_on_group(w.machine, w.now_ns, w.view, UINT64_MAX >> (64 - w.slots),
                        w.loaded == (1u << w.slots) - 1, slots);
+    if (moe_moves_wants_look(w.machine)) {
+        const struct moe_moves_request r = {.now = w.placement,
+                                            .places = UINT64_MAX >> (64 - w.slots)};
+        struct moe_status st = moe_moves_begin(w.machine, w.now_ns, &r);
+        w.looks += st.code == MOE_OK;
+    }
     carry_out();
 }
 
@@ -510,8 +518,11 @@ static void end_view(void)
 /* A view from the log is in force again once all members have come back with its epoch. */
 static void start(void)
 {
-    const struct moe_moves_config config = {
-        .slots = w.slots, .replicas = 1, .spare = 2, .first_order = w.next_order};
+    const struct moe_moves_config config = {.slots = w.slots,
+                                            .replicas = 1,
+                                            .spare = 2,
+                                            .first_order = w.next_order,
+                                            .automatic = w.automatic};
     w.next_order += 1000000;
     moe_placement_assign(w.placement, memory[1 + w.durable.placed.version % 2]);
     CHECK(same(name_of(w.placement), w.durable.placed), "the durable placement is lost");
@@ -746,7 +757,7 @@ static void begin_world(void)
     start();
 }
 
-static size_t total[6];
+static size_t total[8];
 
 /* False: a promise was broken; see broken_text. */
 static bool run(uint64_t seed)
@@ -758,6 +769,8 @@ static bool run(uint64_t seed)
                        .now_ns = MOE_NS_PER_S,
                        .sequencer = sequencer};
     w.slots = 1 + (uint32_t)rnd(SLOTS_MOST);
+    if (rnd(2) == 0)
+        w.automatic = (struct moe_rebalancer_policy){MOE_NS_PER_S, 1};
     bool good = setjmp(broken) == 0;
     if (good) {
         begin_world();
@@ -774,8 +787,9 @@ static bool run(uint64_t seed)
         check_end();
     }
     moe_moves_destroy(w.machine);
-    const size_t seen[6] = {w.moved, w.failed, w.crashes, w.views, w.swaps, w.steps};
-    for (int i = 0; i < 6; i++)
+    const size_t seen[8] = {w.moved, w.failed, w.crashes, w.views,
+                            w.swaps, w.steps,  w.looks,   w.said_moved};
+    for (int i = 0; i < 8; i++)
         total[i] += seen[i];
     return good;
 }
@@ -829,9 +843,11 @@ static int run_all(int argc, char **argv)
         return 1;
     }
     printf("%" PRIu64 " runs: %zu moves, %zu calls failed, %zu crashes, %zu views, %zu swaps, %zu "
-           "steps of a slot\n",
-           seeds - first + 1, total[0], total[1], total[2], total[3], total[4], total[5]);
-    return total[0] > 0 && total[1] > 0 && total[2] > 0 ? 0 : 1;
+           "steps of a slot; %zu looks, %zu moves said with those of no operator\n",
+           seeds - first + 1, total[0], total[1], total[2], total[3], total[4], total[5], total[6],
+           total[7]);
+    bool rough = total[0] > 0 && total[1] > 0 && total[2] > 0 && total[6] > 0;
+    return rough && (seeds == first || total[7] > total[0]) ? 0 : 1;
 }
 
 int main(int argc, char **argv)

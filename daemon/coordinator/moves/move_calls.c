@@ -129,6 +129,16 @@ static void carry_out(struct moe_coordinator *c)
     }
 }
 
+/* What it needs may be missing, such as a view of all slots: then the next look has its turn. */
+static void look(struct moe_coordinator *c, const struct moe_membership_group *g)
+{
+    const struct moe_moves_request request = {
+        .now = moe_membership_placement(c->machine), .places = g->places, .trains = g->trains};
+    struct moe_status st = moe_moves_begin(c->moves, moe_clock_ns(), &request);
+    if (moe_failed(&st))
+        moe_log_debug("no look at the rows of experts: %s", st.text);
+}
+
 void moe_coordinator__act_moves(struct moe_coordinator *c)
 {
     struct moe_membership_group g;
@@ -138,6 +148,8 @@ void moe_coordinator__act_moves(struct moe_coordinator *c)
     moe_coordinator__list_slots(c, slots);
     moe_moves_on_group(c->moves, moe_clock_ns(), g.epoch, g.live,
                        moe_membership_may_move(c->machine), slots);
+    if (moe_moves_wants_look(c->moves))
+        look(c, &g);
     carry_out(c);
 }
 

@@ -56,6 +56,9 @@ struct moe_moves {
     size_t row_count;
     uint64_t processes_before[MOE_PLACEMENT_SLOTS_MAX]; /* that rows_before is of; 0 = none */
 
+    struct moe_rebalancer rebalancer;
+    bool automatic; /* phase != IDLE: the rebalancer's */
+
     struct moe_moves_action queue[QUEUE_MAX]; /* a ring: all but orders */
     size_t queue_head, queue_count;
 };
@@ -84,6 +87,7 @@ struct moe_status moe_moves_create(const struct moe_moves_config *config, uint64
         return no_memory();
     m->config = *config;
     m->next_order = config->first_order;
+    moe_rebalancer_begin(&m->rebalancer, &config->automatic, 0);
     struct moe_status st = moe_placement_create(&m->before);
     if (!moe_failed(&st))
         st = moe_placement_create(&m->plan);
@@ -164,6 +168,8 @@ static void answer(struct moe_moves *m, struct moe_status status)
 static void undo(struct moe_moves *m, struct moe_status why)
 {
     bool fetched = m->phase != PHASE_COUNT;
+    if (fetched && m->automatic)
+        moe_rebalancer_moved(&m->rebalancer, m->now_ns, false);
     if (fetched)
         note(m, MOE_LOG_WARN, MOE_EVENT_MOVE_FAILED, "no experts move: %.200s", why.text);
     m->result = why;
@@ -182,11 +188,16 @@ static bool is_undoable(const struct moe_moves *m)
 
 /* ------------------------------------------------------------------ the plan */
 
+static bool has_same_processes(const struct moe_moves *m)
+{
+    return memcmp(m->processes, m->processes_before, sizeof m->processes) == 0;
+}
+
 /* Whether the rows since the last move suffice for a plan. */
 static bool is_recent_enough(const struct moe_moves *m)
 {
     uint64_t sum = 0;
-    if (memcmp(m->processes, m->processes_before, sizeof m->processes) != 0)
+    if (!has_same_processes(m))
         return false;
     for (size_t i = 0; i < m->row_count; i++) {
         if (m->rows[i] < m->rows_before[i])
@@ -218,10 +229,40 @@ static bool is_worth_it(const struct moe_moves *m)
            m->gain.now - m->gain.planned >= m->gain.now * m->request.least_gain / 100;
 }
 
+/* The last move is the one that later counts begin at. */
+static void keep_rows(struct moe_moves *m)
+{
+    if (m->row_count == 0)
+        return;
+    memcpy(m->rows_before, m->rows, m->row_count * sizeof *m->rows);
+    memcpy(m->processes_before, m->processes, sizeof m->processes);
+}
+
+/* A look: the rows since the last one. Too few of them wait for the next look. */
+static bool is_wanted(struct moe_moves *m, struct moe_status *st)
+{
+    bool known = is_recent_enough(m);
+    if (known)
+        *st = make_plan(m);
+    if (known || !has_same_processes(m))
+        keep_rows(m);
+    if (!known || moe_failed(st))
+        return moe_rebalancer_decide(&m->rebalancer, -1);
+    double gain = m->gain.now > 0 ? 100 * (m->gain.now - m->gain.planned) / m->gain.now : 0;
+    return moe_rebalancer_decide(&m->rebalancer, m->gain.added > 0 && gain > 0 ? gain : 0);
+}
+
 static void end_count(struct moe_moves *m)
 {
-    struct moe_status st = make_plan(m);
-    if (moe_failed(&st) || m->request.dry_run || !is_worth_it(m)) {
+    struct moe_status st = moe_ok();
+    bool moves = false;
+    if (m->automatic) {
+        moves = is_wanted(m, &st);
+    } else {
+        st = make_plan(m);
+        moves = !moe_failed(&st) && !m->request.dry_run && is_worth_it(m);
+    }
+    if (!moves) {
         answer(m, st);
         enter(m, PHASE_IDLE);
         return;
@@ -250,15 +291,6 @@ static bool is_asking(const struct moe_moves *m)
     return m->phase != PHASE_IDLE && m->phase != PHASE_SAVE;
 }
 
-/* The last move is the one that later counts begin at. */
-static void keep_rows(struct moe_moves *m)
-{
-    if (m->row_count == 0)
-        return;
-    memcpy(m->rows_before, m->rows, m->row_count * sizeof *m->rows);
-    memcpy(m->processes_before, m->processes, sizeof m->processes);
-}
-
 static void end_swap(struct moe_moves *m, const char *how)
 {
     note(m, MOE_LOG_INFO, MOE_EVENT_MOVED,
@@ -266,6 +298,7 @@ static void end_swap(struct moe_moves *m, const char *how)
          how);
     m->moved = true;
     keep_rows(m);
+    moe_rebalancer_moved(&m->rebalancer, m->now_ns, true);
     answer(m, moe_ok());
     enter(m, PHASE_IDLE);
 }
@@ -393,9 +426,15 @@ void moe_moves_on_group(struct moe_moves *m, uint64_t now_ns, uint64_t view, uin
     advance(m);
 }
 
+/* A look of the rebalancer: it may be dropped. */
+static bool is_looking(const struct moe_moves *m)
+{
+    return m->phase == PHASE_COUNT && m->automatic;
+}
+
 static struct moe_status check_request(const struct moe_moves *m, const struct moe_moves_request *r)
 {
-    if (m->phase != PHASE_IDLE)
+    if (m->phase != PHASE_IDLE && !is_looking(m))
         return moe_error_retry(MOE_UNAVAILABLE, MOE_REASON_NONE, 1000,
                                "experts are being moved: one change at a time");
     if (!r->dry_run && r->trains)
@@ -452,11 +491,14 @@ struct moe_status moe_moves_begin(struct moe_moves *m, uint64_t now_ns,
                                   const struct moe_moves_request *request)
 {
     begin(m, now_ns);
+    if (request->call == 0)
+        moe_rebalancer_look(&m->rebalancer, m->now_ns);
     MOE_TRY(check_request(m, request));
     MOE_TRY(make_room(m, request->now));
     moe_placement_assign(m->before, request->now);
     m->request = *request;
     m->request.now = NULL;
+    m->automatic = request->call == 0;
     m->moved = false;
     m->epoch = m->view;
     m->members = request->places;
@@ -554,7 +596,9 @@ void moe_moves_on_tick(struct moe_moves *m, uint64_t now_ns)
 
 uint64_t moe_moves_deadline(const struct moe_moves *m)
 {
-    return m->phase != PHASE_IDLE ? m->now_ns + TICK_NS : MOE_NEVER;
+    if (m->phase != PHASE_IDLE)
+        return m->now_ns + TICK_NS;
+    return m->view != 0 ? moe_rebalancer_due(&m->rebalancer) : MOE_NEVER;
 }
 
 /* ------------------------------------------------------------------ actions */
@@ -629,7 +673,13 @@ uint32_t moe_moves_fetched_version(const struct moe_moves *m)
     return fetched ? moe_placement_version(m->plan) : 0;
 }
 
+bool moe_moves_wants_look(const struct moe_moves *m)
+{
+    return m->phase == PHASE_IDLE && m->view != 0 &&
+           m->now_ns >= moe_rebalancer_due(&m->rebalancer);
+}
+
 bool moe_moves_busy(const struct moe_moves *m)
 {
-    return m->phase != PHASE_IDLE;
+    return m->phase != PHASE_IDLE && !is_looking(m);
 }

@@ -19,10 +19,13 @@
  *  - SWAP may be repeated: the sequencer issues one ticket. A write that failed may have been
  *    carried out; so a restarted coordinator waits until all slots report that they hold the saved
  *    placement;
- *  - one move at a time, and each accepted call gets one answer. */
+ *  - one move at a time, and each accepted call gets one answer;
+ *  - with a policy, the machine looks at the rows by itself, and moves experts as balance/
+ *    rebalancer.h decides. A look keeps nothing else from beginning. */
 #ifndef MOE_COORDINATOR_MOVES_H
 #define MOE_COORDINATOR_MOVES_H
 
+#include "balance/rebalancer.h"
 #include "coordinator/models.h"
 #include "coordinator/moves/move_plan.h"
 
@@ -45,6 +48,7 @@ struct moe_moves_config {
     uint32_t slots, replicas;
     uint32_t spare;       /* copies of each layer that a slot may have beyond a linear placement */
     uint64_t first_order; /* orders are numbered from here; above those of earlier coordinators */
+    struct moe_rebalancer_policy automatic; /* moves without an operator; every_ns 0: none */
 };
 
 /* `swap_epoch`: a view from the log, with slots that may not have taken the saved placement; 0 =
@@ -64,7 +68,7 @@ void moe_moves_on_group(struct moe_moves *m, uint64_t now_ns, uint64_t view, uin
                         bool loaded, const struct moe_added_slot *slots);
 
 struct moe_moves_request {
-    uint64_t call;                   /* above 0, and no call that is not answered */
+    uint64_t call;                   /* above 0, and no call that is not answered; 0: automatic */
     const struct moe_placement *now; /* saved; copied */
     uint64_t places;                 /* bit s: slot s holds experts in it */
     bool dry_run;                    /* the plan is the answer */
@@ -154,6 +158,9 @@ bool moe_moves_awaits_fetch(const struct moe_moves *m, uint32_t slot, uint64_t o
 /* Version of the placement that slots fetch, or have fetched; 0 = none. A worker that
  * registers frees what it has fetched for any other, except for the saved one. */
 uint32_t moe_moves_fetched_version(const struct moe_moves *m);
+/* A look is due: call moe_moves_begin with an automatic request. If it fails, the next look has its
+ * turn. */
+bool moe_moves_wants_look(const struct moe_moves *m);
 /* A move is under way: no other change should begin. */
 bool moe_moves_busy(const struct moe_moves *m);
 
