@@ -3,8 +3,8 @@
  * says what a plan would gain; this decides whether it is worth a move. Moves take reading, and
  * change the last bits of answers, so they are rare:
  *
- *  - a gain counts if it is at least the least one, and a move needs it in several looks in a row: a
- *    short peak moves nothing;
+ *  - a gain counts if it is at least the least one, and a move needs it in several looks in a row:
+ * a short peak moves nothing;
  *  - after a move, looks count from the beginning, and some do not count at all: the first rows may
  *    be from before;
  *  - after a move that failed, the pause doubles each time.

@@ -6,7 +6,10 @@ moe_test(test_election SOURCES test_election.c USES moe_store LABELS coordinator
 moe_test(test_store_etcd SOURCES test_store_etcd.c USES moe_store LABELS coordinator TIMEOUT 180)
 set_tests_properties(test_store_etcd PROPERTIES SKIP_RETURN_CODE 77)
 moe_test(test_weights SOURCES test_weights.c USES moe_coordinator moe_model LABELS coordinator)
-moe_test(test_membership SOURCES test_membership.c USES moe_coordinator LABELS coordinator)
+moe_test(test_membership SOURCES test_membership.c membership_fixture.c
+  USES moe_coordinator LABELS coordinator)
+moe_test(test_membership_slots SOURCES test_membership_slots.c membership_fixture.c
+  USES moe_coordinator LABELS coordinator)
 moe_test(test_scale SOURCES test_scale.c USES moe_coordinator LABELS coordinator)
 moe_test(test_moved SOURCES test_moved.c USES moe_coordinator LABELS coordinator)
 moe_test(test_coordinator_service SOURCES test_coordinator_service.c

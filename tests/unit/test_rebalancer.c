@@ -139,8 +139,8 @@ struct tally {
 };
 
 /* Looks under one distribution of rows; the experts stay where they were at `holders`. */
-static size_t look(struct moe_rebalancer *r, const double share[EXPERTS],
-                   uint64_t holders[EXPERTS], const uint64_t first[EXPERTS], struct tally *t)
+static size_t look(struct moe_rebalancer *r, const double share[EXPERTS], uint64_t holders[EXPERTS],
+                   const uint64_t first[EXPERTS], struct tally *t)
 {
     size_t moves = 0;
     for (int i = 0; i < LOOKS; i++) {
@@ -182,7 +182,8 @@ static void a_drift_costs_few_moves_and_noise_none(void **unused)
             noise += look(&r, share, holders, first, &t);
         }
     }
-    print_message("%zu looks, %zu moves for %d drifts, %zu of them late: the busiest slot has %.3f of the mean rows, "
+    print_message("%zu looks, %zu moves for %d drifts, %zu of them late: the busiest slot has %.3f "
+                  "of the mean rows, "
                   "without moves %.3f\n",
                   t.looks, t.moves, RUNS * DRIFTS, noise, t.after / (double)t.looks,
                   t.before / (double)t.looks);

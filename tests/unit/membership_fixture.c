@@ -1,0 +1,216 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "membership_fixture.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+struct moe_membership *m;
+struct moe_membership_saved disk;
+uint64_t now;
+/* Outputs since the last look. */
+size_t prepares, commits, aborts, drains, closes, assigns, saves, answers;
+uint64_t last_epoch, closed_stream, last_stream;
+struct moe_status closed_with;
+bool exited, disk_full;
+bool trains;
+uint32_t replicas;
+size_t heartbeat_answers;
+uint64_t answered_sequence;
+uint32_t answered_oldest_ms;
+
+void carry_out(void)
+{
+    struct moe_membership_action a;
+    struct moe_status st = moe_ok();
+    while (moe_membership_next_action(m, &a)) {
+        switch (a.kind) {
+        case MOE_MEMBERSHIP_SAVE:
+            saves++;
+            if (disk_full)
+                st = moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "no space left");
+            else
+                disk = *moe_membership_to_save(m);
+            moe_membership_on_saved(m, now, a.sequence, &st);
+            break;
+        case MOE_MEMBERSHIP_SEND:
+            prepares += a.message == MOE_MEMBERSHIP_PREPARE;
+            commits += a.message == MOE_MEMBERSHIP_COMMIT;
+            aborts += a.message == MOE_MEMBERSHIP_ABORT;
+            drains += a.message == MOE_MEMBERSHIP_DRAIN;
+            assigns += a.message == MOE_MEMBERSHIP_ASSIGN;
+            answers += a.message == MOE_MEMBERSHIP_TRYING_AGAIN;
+            if (a.message == MOE_MEMBERSHIP_HEARTBEAT_ANSWER) {
+                heartbeat_answers++;
+                answered_sequence = a.sequence;
+                answered_oldest_ms = a.oldest_ms;
+            }
+            if (a.message == MOE_MEMBERSHIP_PREPARE)
+                last_epoch = a.epoch;
+            break;
+        case MOE_MEMBERSHIP_CLOSE:
+            closes++;
+            closed_stream = a.stream;
+            closed_with = a.status;
+            break;
+        case MOE_MEMBERSHIP_LOG: print_message("    %s\n", a.status.text); break;
+        case MOE_MEMBERSHIP_EXIT: exited = true; break;
+        }
+    }
+}
+
+void forget(void)
+{
+    prepares = commits = aborts = drains = closes = assigns = saves = answers = 0;
+    heartbeat_answers = 0;
+}
+
+void create_for(uint32_t slots)
+{
+    struct moe_membership_config config = {.slots = slots,
+                                           .replicas = replicas,
+                                           .group_id = 0xabcdef,
+                                           .lease_ns = LEASE_MS * MOE_NS_PER_MS,
+                                           .form_ns = 500 * MOE_NS_PER_MS,
+                                           .shutdown_ns = 2000 * MOE_NS_PER_MS,
+                                           .backoff_ns = 100 * MOE_NS_PER_MS,
+                                           .backoff_max_ns = 300 * MOE_NS_PER_MS,
+                                           .attempts_max = ATTEMPTS,
+                                           .version = "1.2.0"};
+    struct moe_status st = moe_membership_create(&config, &disk, now, &m);
+    assert_int_equal(st.code, MOE_OK);
+    carry_out();
+    forget();
+}
+
+int setup(void **unused)
+{
+    (void)unused;
+    memset(&disk, 0, sizeof disk);
+    now = MOE_NS_PER_S;
+    last_stream = 0;
+    exited = disk_full = trains = false;
+    replicas = 1;
+    create_for(SLOTS);
+    return 0;
+}
+
+int teardown(void **unused)
+{
+    (void)unused;
+    moe_membership_destroy(m);
+    return 0;
+}
+
+uint32_t experts = 6;
+
+bool address_of_0; /* workers register with the address of worker 0 */
+
+/* Worker `id`'s process `incarnation` registers on a new stream under this identity, with a slot
+ * token of bytes `token`; returns the stream's number. */
+uint64_t join_as(uint32_t id, uint64_t incarnation, const char *identity, int token)
+{
+    char name[16], endpoint[32];
+    uint8_t slot_token[MOE_MEMBERSHIP_TOKEN_BYTES];
+    memset(slot_token, token, sizeof slot_token);
+    snprintf(name, sizeof name, "w%u", id);
+    snprintf(endpoint, sizeof endpoint, "127.0.0.1:%u", 1 + (address_of_0 ? 0 : id));
+    struct moe_membership_layer layer = {.layer = 0, .hidden = 8, .experts = experts, .top_k = 2};
+    struct moe_membership_register r = {.worker_id = name,
+                                        .endpoint = endpoint,
+                                        .control_endpoint = "127.0.0.1:2",
+                                        .backend = "cpu",
+                                        .model = "Mod\xc3\xa8le 7 B",
+                                        .fingerprint = "f00d",
+                                        .family = "mixtral",
+                                        .version = "1.2.9",
+                                        .incarnation = incarnation,
+                                        .identity = identity,
+                                        .slot_token = slot_token,
+                                        .max_tokens_per_step = 64,
+                                        .trains = trains,
+                                        .layers = &layer,
+                                        .layer_count = 1};
+    moe_membership_on_register(m, now, ++last_stream, &r);
+    carry_out();
+    return last_stream;
+}
+
+uint64_t join(uint32_t id, uint64_t incarnation)
+{
+    return join_as(id, incarnation, "uid:7", (int)incarnation);
+}
+
+/* The same, after the old process's stream has ended. */
+uint64_t replace(uint64_t old_stream, uint32_t id, uint64_t incarnation)
+{
+    moe_membership_on_stream_closed(m, now, old_stream);
+    carry_out();
+    return join(id, incarnation);
+}
+
+void loaded(uint64_t stream)
+{
+    struct moe_status st = moe_ok();
+    moe_membership_on_loaded(m, now, stream, moe_placement_version(moe_membership_placement(m)),
+                             &st);
+    carry_out();
+}
+
+void heartbeat(uint64_t stream, uint64_t epoch)
+{
+    struct moe_membership_heartbeat h = {.epoch = epoch};
+    moe_membership_on_heartbeat(m, now, stream, &h);
+    carry_out();
+}
+
+void ready(uint64_t stream, const char *error)
+{
+    struct moe_status st =
+        error != NULL ? moe_error(MOE_INTERNAL, MOE_REASON_NONE, "%s", error) : moe_ok();
+    moe_membership_on_ready(m, now, stream, last_epoch, &st);
+    carry_out();
+}
+
+/* Time passes in small steps, with heartbeats of the streams given. */
+void pass(uint64_t ms, uint64_t epoch, const uint64_t *streams, size_t count)
+{
+    for (uint64_t t = 0; t < ms; t += 50) {
+        now += 50 * MOE_NS_PER_MS;
+        for (size_t i = 0; i < count; i++)
+            heartbeat(streams[i], epoch);
+        moe_membership_on_tick(m, now);
+        carry_out();
+    }
+}
+
+struct moe_membership_group group(void)
+{
+    static struct moe_membership_group g;
+    moe_membership_group(m, &g);
+    return g;
+}
+
+void expect_state(enum moe_group_state want)
+{
+    struct moe_membership_group g = group();
+    print_message("  state %d, epoch %" PRIu64 ": %s\n", g.state, g.epoch, g.reason);
+    assert_int_equal(g.state, want);
+}
+
+void load_all(uint64_t s[SLOTS])
+{
+    for (uint32_t i = 0; i < SLOTS; i++)
+        s[i] = join(i, 10 + i);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        loaded(s[i]);
+}
+
+void serve(uint64_t s[SLOTS])
+{
+    load_all(s);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    expect_state(MOE_GROUP_SERVING);
+    forget();
+}

@@ -1,0 +1,501 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Single scenarios of the membership machine: who has a slot, and which slots form a view. The
+ * simulation covers unforeseen ones. */
+#include "membership_fixture.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* ------------------------------------------------------------------ replicas */
+
+/* A new group, with two copies of each expert: any one slot may be lost. */
+static void create_with_copies(void)
+{
+    moe_membership_destroy(m);
+    replicas = 2;
+    create_for(SLOTS);
+}
+
+static void lose_stream(uint64_t stream)
+{
+    moe_membership_on_stream_closed(m, now, stream);
+    carry_out();
+}
+
+static void miss(uint64_t stream, uint64_t epoch, uint64_t slots)
+{
+    moe_membership_on_peer_lost(m, now, stream, epoch, slots);
+    carry_out();
+}
+
+static void a_group_with_copies_serves_without_a_lost_slot(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    serve(s);
+    assert_int_equal(group().live, 7);
+    lose_stream(s[2]);
+    miss(s[0], 1, 1 << 2);
+    assert_int_equal(prepares, 2); /* at once */
+    assert_int_equal(last_epoch, 2);
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(group().live, 3);
+    assert_int_equal(disk.members[2].incarnation, 0);
+    assert_int_equal(moe_membership_to_save(m)->view_epoch, 2);
+    forget();
+    s[2] = join(2, 99);
+    assert_int_equal(assigns, 1);
+    assert_int_equal(group().epoch, 2); /* while it loads */
+    loaded(s[2]);
+    assert_int_equal(aborts, 2);
+    assert_int_equal(prepares, SLOTS);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    assert_int_equal(group().epoch, 3);
+    assert_int_equal(group().live, 7);
+    assert_int_equal(group().causes[MOE_CAUSE_GROWN], 1);
+}
+
+static void the_last_copy_of_an_expert_is_waited_for(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    serve(s);
+    lose_stream(s[2]);
+    lose_stream(s[1]);
+    miss(s[0], 1, 1 << 2 | 1 << 1);
+    pass(500, 0, s, 1);
+    assert_int_equal(prepares, 0);
+    expect_state(MOE_GROUP_DEGRADED);
+    s[1] = join(1, 99);
+    loaded(s[1]);
+    assert_int_equal(prepares, 2);
+}
+
+/* It is connected, so it keeps its slot; it is stopped, so it does not leave the old epoch. */
+static void a_stopped_member_stays_out_until_it_shows_life(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    serve(s);
+    miss(s[0], 1, 0); /* the sequencer knows only that a step has failed */
+    assert_int_equal(group().live, 0);
+    miss(s[1], 1, 1 << 0 | 1 << 2); /* slot 0 has left the session: it is not meant */
+    pass(150, 0, s, 2);
+    assert_int_equal(group().live, 3);
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    pass(500, 2, s, 2);
+    assert_int_equal(group().epoch, 2);
+    heartbeat(s[2], 1); /* it goes on, in an epoch that is over */
+    assert_int_equal(group().epoch, 2);
+    heartbeat(s[2], 0);
+    assert_int_equal(group().live, 7);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    assert_int_equal(group().epoch, 3);
+}
+
+static void a_group_that_starts_waits_a_lease_for_the_last_worker(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    s[0] = join(0, 10);
+    s[1] = join(1, 11);
+    pass(LEASE_MS - 50, 0, s, 2);
+    assert_int_equal(assigns, 0);
+    pass(50, 0, s, 2);
+    assert_int_equal(assigns, 2);
+    loaded(s[0]);
+    assert_int_equal(prepares, 0);
+    loaded(s[1]);
+    assert_int_equal(prepares, 2);
+}
+
+static void a_newcomer_that_fails_to_form_stays_out(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    serve(s);
+    lose_stream(s[2]);
+    miss(s[0], 1, 1 << 2);
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    s[2] = join(2, 99);
+    loaded(s[2]);
+    forget();
+    ready(s[1], "slot 2 cannot be reached");
+    assert_int_equal(prepares, 2); /* the others go on at once */
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    assert_int_equal(group().epoch, 4);
+    assert_int_equal(group().live, 3);
+}
+
+static void a_restart_finds_a_view_with_a_mask(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    serve(s);
+    lose_stream(s[1]);
+    miss(s[0], 1, 1 << 1);
+    ready(s[0], NULL);
+    ready(s[2], NULL);
+    assert_int_equal(group().epoch, 2);
+    moe_membership_destroy(m);
+    create_for(SLOTS);
+    s[0] = join(0, 10);
+    s[2] = join(2, 12);
+    heartbeat(s[0], 2);
+    heartbeat(s[2], 2);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(group().epoch, 2);
+    assert_int_equal(group().live, 5);
+    moe_membership_destroy(m);
+    replicas = 1; /* a view without copies needs all slots */
+    create_for(SLOTS);
+    assert_int_equal(group().epoch, 0);
+}
+
+static void the_last_copy_is_drained_by_force_only(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS], epoch;
+    create_with_copies();
+    serve(s);
+    struct moe_status st = moe_membership_drain(m, now, 1, "test", 0, false, &epoch);
+    assert_int_equal(st.code, MOE_OK);
+    carry_out();
+    st = moe_membership_drain(m, now, 2, "test", 0, false, &epoch);
+    assert_int_equal(st.code, MOE_FAILED_PRECONDITION);
+    assert_int_equal(st.reason, MOE_REASON_EXPERT_UNAVAILABLE);
+    assert_int_equal(drains, 1);
+    st = moe_membership_drain(m, now, 2, "test", 0, true, &epoch);
+    assert_int_equal(st.code, MOE_OK);
+    carry_out();
+    assert_int_equal(drains, 2);
+    moe_membership_on_leaving(m, now, s[1], "drained");
+    carry_out();
+    expect_state(MOE_GROUP_DEGRADED); /* slot 2 is leaving too */
+}
+
+static void copies_and_training_exclude_each_other(void **unused)
+{
+    (void)unused;
+    create_with_copies();
+    trains = true;
+    (void)join(0, 10);
+    assert_int_equal(closed_with.code, MOE_FAILED_PRECONDITION);
+    assert_int_equal(closed_with.reason, MOE_REASON_UNSUPPORTED);
+    assert_non_null(strstr(closed_with.text, "replicas"));
+    struct moe_membership_config none = {
+        .slots = 2, .replicas = 3, .lease_ns = 1, .form_ns = 1, .attempts_max = 1};
+    struct moe_membership *refused;
+    struct moe_status st = moe_membership_create(&none, &disk, now, &refused);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+}
+
+static void a_reconnect_within_the_lease_costs_nothing(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    moe_membership_on_stream_closed(m, now, s[2]);
+    carry_out();
+    pass(LEASE_MS / 2, 1, s, 2);
+    s[2] = join(2, 12);
+    heartbeat(s[2], 1);
+    pass(3 * LEASE_MS, 1, s, SLOTS);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(aborts + prepares + assigns + closes, 0);
+}
+
+static void a_worker_that_comes_back_without_the_epoch_ends_it(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    s[2] = join(2, 12); /* the new stream replaces the old one */
+    assert_int_equal(closes, 1);
+    assert_true(closed_stream != s[2]);
+    heartbeat(s[2], 0);
+    assert_int_equal(aborts, SLOTS);
+    expect_state(MOE_GROUP_DEGRADED);
+}
+
+static void a_living_worker_keeps_its_slot(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    join(1, 99); /* another process with its worker_id */
+    assert_int_equal(closed_stream, last_stream);
+    assert_int_equal(closed_with.code, MOE_RESOURCE_EXHAUSTED);
+    assert_true(closed_with.retry_after_ms > 0);
+    print_message("  %s\n", closed_with.text);
+    assert_int_equal(aborts, 0);
+    expect_state(MOE_GROUP_SERVING);
+    s[1] = replace(s[1], 1, 99); /* the old one has gone: at once */
+    assert_int_equal(closes, 1);
+    assert_int_equal(aborts, SLOTS - 1);
+    expect_state(MOE_GROUP_DEGRADED);
+}
+
+static void the_address_of_another_worker_is_refused(void **unused)
+{
+    (void)unused;
+    uint64_t first = join(0, 10);
+    address_of_0 = true;
+    join(1, 11);
+    assert_int_equal(closed_with.code, MOE_ALREADY_EXISTS);
+    assert_non_null(strstr(closed_with.text, "is the address of w0, in slot 0"));
+    moe_membership_on_stream_closed(m, now, first); /* its port may have a new owner */
+    carry_out();
+    forget();
+    join(1, 11);
+    assert_int_equal(closes, 0);
+    address_of_0 = false;
+}
+
+static void another_identity_waits_for_the_end_of_the_lease(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    moe_membership_on_stream_closed(m, now, s[1]);
+    carry_out();
+    join_as(1, 99, "uid:8", 99);
+    assert_int_equal(closed_with.code, MOE_RESOURCE_EXHAUSTED);
+    expect_state(MOE_GROUP_SERVING);
+    uint64_t others[] = {s[0], s[2]};
+    pass(LEASE_MS, 1, others, 2);
+    expect_state(MOE_GROUP_DEGRADED);
+    forget();
+    s[1] = join_as(1, 99, "uid:8", 99);
+    assert_int_equal(closes, 0);
+    assert_int_equal(assigns, 1);
+}
+
+static void the_same_process_proves_itself_by_its_token(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    join_as(1, 11, "uid:7", 12); /* its worker_id and incarnation, and another token */
+    assert_int_equal(closed_with.code, MOE_PERMISSION_DENIED);
+    assert_int_equal(aborts, 0);
+    expect_state(MOE_GROUP_SERVING);
+    s[1] = join(1, 11);
+    heartbeat(s[1], 1);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(aborts, 0);
+}
+
+static void the_reason_names_the_empty_slot(void **unused)
+{
+    (void)unused;
+    expect_state(MOE_GROUP_WAITING);
+    assert_string_equal(group().reason, "slot 0 is empty (0 of 3 workers)");
+    join(0, 1);
+    join(1, 1);
+    expect_state(MOE_GROUP_WAITING);
+    assert_string_equal(group().reason, "slot 2 is empty (2 of 3 workers)");
+    assert_int_equal(assigns, 0);
+    join(2, 1);
+    assert_int_equal(assigns, SLOTS);
+    expect_state(MOE_GROUP_LOADING);
+    assert_string_equal(group().reason, "slot 0 is loading");
+}
+
+static void a_worker_too_many_learns_when_a_slot_may_become_free(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    struct moe_membership_worker w;
+    serve(s);
+    join(7, 1);
+    print_message("    refused: %s\n", closed_with.text);
+    assert_int_equal(closed_with.code, MOE_RESOURCE_EXHAUSTED);
+    assert_string_equal(closed_with.text, "all 3 slots are taken");
+    assert_true(moe_membership_worker(m, 1, &w) && w.connected);
+    moe_membership_on_stream_closed(m, now, s[1]);
+    carry_out();
+    assert_true(moe_membership_worker(m, 1, &w) && !w.connected);
+    join(7, 1);
+    print_message("    refused: %s\n", closed_with.text);
+    assert_non_null(strstr(closed_with.text, "slot 1 is not connected, its lease ends in 1.0 s"));
+    assert_in_range(closed_with.retry_after_ms, 1, LEASE_MS + 1);
+}
+
+/* The name of a tensor, and what to do, stand at its end. */
+static void the_reason_of_a_refusal_is_shown_whole(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    struct moe_status why = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH, "%s", "");
+    memset(why.text, 'x', sizeof why.text - 2);
+    why.text[sizeof why.text - 2] = '!';
+    why.text[sizeof why.text - 1] = '\0';
+    serve(s);
+    moe_membership_on_wrong_weights(m, now, s[1], &why);
+    carry_out();
+    expect_state(MOE_GROUP_DEGRADED);
+    print_message("    reason: %s\n", group().reason);
+    assert_non_null(strstr(group().reason, why.text));
+    struct moe_membership_worker w;
+    assert_true(moe_membership_worker(m, 1, &w));
+    assert_string_equal(w.error->text, why.text);
+}
+
+static struct moe_status cordon(uint32_t slot, const char *reason)
+{
+    struct moe_status st = moe_membership_cordon(m, now, slot, reason);
+    carry_out();
+    return st;
+}
+
+static void a_cordoned_slot_gets_no_new_worker(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    assert_int_equal(cordon(1, "").code, MOE_INVALID_ARGUMENT);
+    assert_int_equal(cordon(SLOTS, "why").code, MOE_NOT_FOUND);
+    serve(s);
+    assert_int_equal(cordon(1, "a fan is broken").code, MOE_OK);
+    assert_true(moe_membership_cordons_saved(m));
+    expect_state(MOE_GROUP_SERVING);
+    s[1] = replace(s[1], 1, 11); /* the same process comes back */
+    assert_int_equal(closes, 0);
+    s[1] = replace(s[1], 1, 99); /* another one does not get the slot */
+    assert_int_equal(closed_with.code, MOE_RESOURCE_EXHAUSTED);
+    assert_non_null(strstr(closed_with.text, "slot 1 is cordoned: a fan is broken"));
+    pass(LEASE_MS, 1, (uint64_t[]){s[0], s[2]}, 2);
+    expect_state(MOE_GROUP_DEGRADED);
+    assert_non_null(strstr(group().reason, "slot 1 is cordoned"));
+    (void)join(7, 107);
+    assert_non_null(strstr(closed_with.text, "slot 1 is cordoned: a fan is broken"));
+    struct moe_status st = moe_membership_uncordon(m, now, 1, "mended");
+    assert_int_equal(st.code, MOE_OK);
+    carry_out();
+    forget();
+    (void)join(7, 107);
+    assert_int_equal(closes, 0);
+}
+
+static void cordons_outlive_the_coordinator(void **unused)
+{
+    (void)unused;
+    assert_int_equal(cordon(2, "first").code, MOE_OK);
+    assert_int_equal(cordon(2, "second").code, MOE_OK);
+    disk_full = true;
+    assert_int_equal(cordon(0, "lost").code, MOE_OK);
+    assert_false(moe_membership_cordons_saved(m));
+    assert_string_equal(moe_membership_cordon_reason(m, 0), "lost");
+    disk_full = false;
+    moe_membership_destroy(m);
+    create_for(SLOTS);
+    assert_null(moe_membership_cordon_reason(m, 0));
+    assert_string_equal(moe_membership_cordon_reason(m, 2), "second");
+    moe_membership_destroy(m);
+    create_for(2); /* the slot is gone, and its cordon too */
+    assert_int_equal(moe_membership_to_save(m)->cordoned, 0);
+}
+
+static void a_silent_worker_loses_its_slot_and_not_before_its_lease(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    pass(LEASE_MS - 50, 1, s, 2);
+    expect_state(MOE_GROUP_SERVING);
+    pass(50, 1, s, 2);
+    expect_state(MOE_GROUP_DEGRADED);
+    assert_non_null(strstr(group().reason, "slot 2 lost: lease expired"));
+    assert_int_equal(aborts, 2);
+    assert_int_equal(closed_stream, s[2]);
+    heartbeat(s[2], 1); /* it wakes up, and its stream has no slot */
+    assert_int_equal(closed_with.code, MOE_FAILED_PRECONDITION);
+}
+
+/* Its message came in during its lease, and the coordinator reads it after the lease of then. */
+static void a_lease_runs_from_when_a_message_came_in(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    pass(LEASE_MS - 50, 1, s, 2);
+    uint64_t late = now - 200 * MOE_NS_PER_MS;
+    uint64_t present = now;
+    now = late;
+    heartbeat(s[2], 1);
+    now = present;
+    pass(LEASE_MS - 250, 1, s, 2);
+    expect_state(MOE_GROUP_SERVING);
+    pass(50, 1, s, 2);
+    expect_state(MOE_GROUP_DEGRADED);
+    assert_non_null(strstr(group().reason, "slot 2 lost: lease expired"));
+}
+
+static void a_pause_of_the_coordinator_costs_no_worker_its_slot(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    now += 10 * LEASE_MS * MOE_NS_PER_MS; /* stopped, with the heartbeats of that time unread */
+    moe_membership_on_tick(m, now);
+    carry_out();
+    expect_state(MOE_GROUP_SERVING);
+    pass(2 * LEASE_MS, 1, s, SLOTS);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(aborts, 0);
+}
+
+static void a_worker_that_still_serves_an_ended_epoch_gets_an_answer(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    pass(LEASE_MS, 1, s, 2);
+    forget();
+    s[2] = join(2, 12); /* away while the epoch ended; the same process */
+    heartbeat(s[2], 1);
+    assert_int_equal(aborts, 1);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        STORY(a_group_with_copies_serves_without_a_lost_slot),
+        STORY(the_last_copy_of_an_expert_is_waited_for),
+        STORY(a_stopped_member_stays_out_until_it_shows_life),
+        STORY(a_group_that_starts_waits_a_lease_for_the_last_worker),
+        STORY(a_newcomer_that_fails_to_form_stays_out),
+        STORY(a_restart_finds_a_view_with_a_mask),
+        STORY(the_last_copy_is_drained_by_force_only),
+        STORY(copies_and_training_exclude_each_other),
+        STORY(a_reconnect_within_the_lease_costs_nothing),
+        STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
+        STORY(a_living_worker_keeps_its_slot),
+        STORY(the_address_of_another_worker_is_refused),
+        STORY(the_reason_of_a_refusal_is_shown_whole),
+        STORY(another_identity_waits_for_the_end_of_the_lease),
+        STORY(the_same_process_proves_itself_by_its_token),
+        STORY(the_reason_names_the_empty_slot),
+        STORY(a_worker_too_many_learns_when_a_slot_may_become_free),
+        STORY(a_cordoned_slot_gets_no_new_worker),
+        STORY(cordons_outlive_the_coordinator),
+        STORY(a_silent_worker_loses_its_slot_and_not_before_its_lease),
+        STORY(a_lease_runs_from_when_a_message_came_in),
+        STORY(a_pause_of_the_coordinator_costs_no_worker_its_slot),
+        STORY(a_worker_that_still_serves_an_ended_epoch_gets_an_answer),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
