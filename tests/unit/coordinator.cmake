@@ -18,7 +18,8 @@ moe_test(test_coordinator_service SOURCES test_coordinator_service.c
 # The membership machine, compiled here with MOE_SIMULATION: its guards can be switched off.
 set(coordinator ${PROJECT_SOURCE_DIR}/daemon/coordinator)
 moe_test(test_membership_sim
-  SOURCES test_membership_sim.c sim_stream.c ${coordinator}/membership.c
+  SOURCES test_membership_sim.c membership_world.c membership_workers.c sim_stream.c
+          ${coordinator}/membership.c
           ${coordinator}/members.c ${coordinator}/scale.c ${coordinator}/formation.c
           ${coordinator}/report.c
   USES moe_coordinator LABELS coordinator TIMEOUT 240)
