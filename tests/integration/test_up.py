@@ -312,6 +312,7 @@ class UpAndDown(unittest.TestCase):
                 self.assertEqual(done.returncode, FAILED)
                 self.assertIn("end the program that listens on its port", done.stderr)
                 self.assertNotIn("--port", done.stderr)
+                wait_until(lambda: "epoch    none" in run("status", *here).stdout)
             finally:
                 down = run("down", "--force", *here)
             self.assertEqual(down.returncode, OK, down.stderr)
