@@ -214,6 +214,36 @@ static bool check_refused_segments(struct subject *s, const struct moe_step_args
     return true;
 }
 
+/* What a segment's completion stores. */
+struct marks {
+    uint64_t word, receipt;
+    uint32_t signal;
+};
+
+/* Gives every third segment no completion. */
+static struct moe_step_completion completion_at(struct marks *m, uint32_t number)
+{
+    *m = (struct marks){0};
+    if (number % 3 == 2)
+        return (struct moe_step_completion){0};
+    return (struct moe_step_completion){
+        .word = &m->word, .signal = &m->signal, .receipt = &m->receipt, .value = number + 1};
+}
+
+/* The device stores a completion if all tokens of the segment are good. */
+static bool check_marks(struct subject *s, const struct marks *m, uint32_t number,
+                        const uint8_t *states, uint32_t tokens)
+{
+    bool stored = s->backend->stores_completions && number % 3 != 2;
+    for (uint32_t t = 0; t < tokens; t++)
+        stored = stored && states[t] == MOE_TOKEN_OK;
+    const uint64_t value = stored ? number + 1 : 0;
+    return (m->word == value && m->receipt == value && m->signal == stored) ||
+           wrong(s, "segment %u has the completion %llu, receipt %llu, signal %u, not %llu", number,
+                 (unsigned long long)m->word, (unsigned long long)m->receipt, m->signal,
+                 (unsigned long long)value);
+}
+
 /* Segments of some tokens, the last of them empty, give the bits of one piece. */
 static bool check_segments(struct subject *s, const struct outcome *first)
 {
@@ -227,10 +257,13 @@ static bool check_segments(struct subject *s, const struct outcome *first)
                               .token_state = o.state,
                               .counts = &o.counts};
     struct moe_step_segment *segments = must((s->in->tokens + 1) * sizeof *segments);
+    struct marks *marks = take(&s->host, (s->in->tokens + 1) * sizeof *marks);
     struct moe_step *step;
     uint32_t count = 0, at = 0;
-    for (; at < s->in->tokens; at += segments[count++].tokens)
+    for (; at < s->in->tokens; at += segments[count++].tokens) {
         segments[count] = segment_at(s, at, 1 + (7 * count + s->in->tokens) % 23, count);
+        segments[count].completion = completion_at(&marks[count], count);
+    }
     const bool room = count < s->in->tokens;
     if (room)
         segments[count] = (struct moe_step_segment){0};
@@ -242,7 +275,8 @@ static bool check_segments(struct subject *s, const struct outcome *first)
            finish_step(s, step, &o);
     at = 0;
     for (uint32_t i = 0; i < count && good; at += segments[i++].tokens)
-        good = same_segment(s, &segments[i], at, first);
+        good = same_segment(s, &segments[i], at, first) &&
+               check_marks(s, &marks[i], i, o.state + at, segments[i].tokens);
     free(segments);
     return good && (memcmp(o.state, first->state, s->in->tokens) == 0 ||
                     wrong(s, "token states differ with segments"));

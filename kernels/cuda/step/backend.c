@@ -58,6 +58,7 @@ const struct moe_backend moe_backend_cuda = {
     .options = moe_cuda_options,
     .training = &moe_cuda_training,
     .eager_windows = true,
+    .stores_completions = true,
     .available = available,
     .device_open = moe_cuda_device_open,
     .device_close = moe_cuda_device_close,

@@ -3,10 +3,15 @@
  * the tensors of a small step come over the bus at the same time.
  *
  * The grid is small. Few loads keep a bus busy, and the kernels run next to the products of another
- * step. */
+ * step.
+ *
+ * The last block of a scatter stores the completions. Each block fences its rows at system scope
+ * before it counts itself, so a reader that sees a completion sees them too. */
 #include "cuda/step/segments.h"
 
 #include "cuda/core/load.h"
+
+#include <cuda/atomic>
 
 namespace
 {
@@ -82,6 +87,18 @@ __device__ void gather_rows(const moe_cuda_segment_rows &r, const moe_step_segme
     }
 }
 
+/* Marks the segment if one of the step's tokens `row` to `row + n` is not good. All threads of the
+ * block. */
+__device__ void mark_bad(const moe_cuda_segment_rows &r, moe_cuda_segment *s, uint32_t row,
+                         uint32_t n)
+{
+    bool bad = false;
+    for (uint32_t i = threadIdx.x; i < n; i += THREADS)
+        bad = bad || r.state[row + i] != MOE_TOKEN_OK;
+    if (bad)
+        s->bad = 1;
+}
+
 __device__ void scatter_rows(const moe_cuda_segment_rows &r, const moe_step_segment &s,
                              uint32_t row, uint32_t own, uint32_t n)
 {
@@ -108,22 +125,88 @@ __device__ uint32_t find(const moe_cuda_segment_rows &r, uint32_t token)
     return low;
 }
 
-template <bool IN>
-__global__ void __launch_bounds__(THREADS) move_rows_kernel(const moe_cuda_segment_rows r)
+/* The step's tokens that this block moves: those of [row, end). */
+struct share {
+    uint32_t row, end;
+};
+
+__device__ share share_of(const moe_cuda_segment_rows &r)
 {
     const uint64_t tokens = r.tokens;
-    uint32_t row = static_cast<uint32_t>(tokens * blockIdx.x / gridDim.x);
-    const uint32_t end = static_cast<uint32_t>(tokens * (blockIdx.x + 1) / gridDim.x);
-    for (uint32_t i = find(r, row); row < end; i++) {
+    return {static_cast<uint32_t>(tokens * blockIdx.x / gridDim.x),
+            static_cast<uint32_t>(tokens * (blockIdx.x + 1) / gridDim.x)};
+}
+
+__global__ void __launch_bounds__(THREADS) gather_kernel(const moe_cuda_segment_rows r)
+{
+    share mine = share_of(r);
+    for (uint32_t i = find(r, mine.row); mine.row < mine.end; i++) {
         const moe_step_segment s = r.segments[i].at;
-        const uint32_t own = row - r.segments[i].first;
-        const uint32_t n = min(end - row, s.tokens - own);
-        if (IN)
-            gather_rows(r, s, row, own, n);
-        else
-            scatter_rows(r, s, row, own, n);
-        row += n;
+        const uint32_t own = mine.row - r.segments[i].first;
+        const uint32_t n = min(mine.end - mine.row, s.tokens - own);
+        gather_rows(r, s, mine.row, own, n);
+        mine.row += n;
     }
+}
+
+/* ---------------------------------------------------------------- completions */
+
+/* Counts this block. True in all threads of the last one: the rows of all blocks have left. */
+__device__ bool arrives_last(moe_cuda_scatter *scatter)
+{
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence_system(); /* covers the stores of the block's other threads */
+        last = atomicAdd(&scatter->arrived, 1) == gridDim.x * gridDim.y - 1;
+        __threadfence_system();
+    }
+    __syncthreads();
+    return last;
+}
+
+__device__ void store(const moe_step_completion &c)
+{
+    using cuda::thread_scope_system;
+    cuda::atomic_ref<uint64_t, thread_scope_system>(*c.receipt)
+        .store(c.value, cuda::memory_order_relaxed);
+    cuda::atomic_ref<uint32_t, thread_scope_system>(*c.signal).store(1, cuda::memory_order_relaxed);
+    cuda::atomic_ref<uint64_t, thread_scope_system>(*c.word).store(c.value,
+                                                                   cuda::memory_order_release);
+}
+
+/* Other blocks have stored `failed` and `bad`. */
+__device__ void store_completions(const moe_cuda_segment_rows &r)
+{
+    const bool good = __ldcv(&r.scatter->failed) == 0;
+    for (uint32_t i = threadIdx.x; i < r.count; i += THREADS) {
+        const moe_step_completion c = r.segments[i].at.completion;
+        const bool tokens_ok = __ldcv(&r.segments[i].bad) == 0;
+        if (good && tokens_ok && c.word != nullptr)
+            store(c);
+    }
+}
+
+/* The outcome lies in memory of the host. One thread loads it while the rows leave. */
+__global__ void __launch_bounds__(THREADS) scatter_kernel(const moe_cuda_segment_rows r)
+{
+    const bool looks =
+        r.completes && blockIdx.x == 0 && blockIdx.y == STATES && threadIdx.x == THREADS - 1;
+    const uint32_t outcome = looks ? __ldcv(&r.outcome->code) : MOE_CUDA_PASS_GOOD;
+    share mine = share_of(r);
+    for (uint32_t i = find(r, mine.row); mine.row < mine.end; i++) {
+        const moe_step_segment s = r.segments[i].at;
+        const uint32_t own = mine.row - r.segments[i].first;
+        const uint32_t n = min(mine.end - mine.row, s.tokens - own);
+        scatter_rows(r, s, mine.row, own, n);
+        if (blockIdx.y == STATES && s.completion.word != nullptr)
+            mark_bad(r, &r.segments[i], mine.row, n);
+        mine.row += n;
+    }
+    if (outcome != MOE_CUDA_PASS_GOOD)
+        r.scatter->failed = 1;
+    if (r.completes && arrives_last(r.scatter))
+        store_completions(r);
 }
 
 dim3 grid_of(const moe_cuda_segment_rows *rows, uint32_t tensors)
@@ -134,15 +217,20 @@ dim3 grid_of(const moe_cuda_segment_rows *rows, uint32_t tensors)
 } // namespace
 
 extern "C" uint32_t moe_cuda_segments_list(const struct moe_step_args *args,
-                                           struct moe_cuda_segment *out)
+                                           struct moe_cuda_segment *out, bool *completes)
 {
     uint32_t count = 0, first = 0;
-    for (uint32_t i = 0; i < args->segment_count; i++)
-        if (args->segments[i].tokens > 0) {
-            out[count].at = args->segments[i];
-            out[count++].first = first;
-            first += args->segments[i].tokens;
-        }
+    *completes = false;
+    for (uint32_t i = 0; i < args->segment_count; i++) {
+        const moe_step_segment *s = &args->segments[i];
+        if (s->tokens == 0)
+            continue;
+        out[count].at = *s;
+        out[count].bad = 0;
+        out[count++].first = first;
+        first += s->tokens;
+        *completes = *completes || s->completion.word != nullptr;
+    }
     return count;
 }
 
@@ -150,18 +238,18 @@ extern "C" struct moe_status moe_cuda_segments_gather(const struct moe_cuda_segm
                                                       cudaStream_t stream)
 {
     const uint32_t tensors = rows->modes ? STATES : IDS; /* all before that one */
-    move_rows_kernel<true><<<grid_of(rows, tensors), THREADS, 0, stream>>>(*rows);
+    gather_kernel<<<grid_of(rows, tensors), THREADS, 0, stream>>>(*rows);
     return MOE_LAUNCHED("gather_segments");
 }
 
 extern "C" struct moe_status moe_cuda_segments_scatter(const struct moe_cuda_segment_rows *rows,
                                                        cudaStream_t stream)
 {
-    move_rows_kernel<false><<<grid_of(rows, TENSORS), THREADS, 0, stream>>>(*rows);
+    scatter_kernel<<<grid_of(rows, TENSORS), THREADS, 0, stream>>>(*rows);
     return MOE_LAUNCHED("scatter_segments");
 }
 
 extern "C" struct moe_status moe_cuda_load_segments(void)
 {
-    return moe_cuda_load(move_rows_kernel<true>, move_rows_kernel<false>);
+    return moe_cuda_load(gather_kernel, scatter_kernel);
 }

@@ -6,6 +6,7 @@
 #define MOE_CUDA_SEGMENTS_H
 
 #include "cuda/core/check.h"
+#include "cuda/session/control.h"
 #include "moe/backend.h"
 
 #ifdef __cplusplus
@@ -16,15 +17,25 @@ extern "C" {
 struct moe_cuda_segment {
     struct moe_step_segment at;
     uint32_t first; /* its first token in the step */
+    uint32_t bad;   /* 0; the scatter stores 1 if a token of it is not MOE_TOKEN_OK */
+};
+
+/* How far a scatter is, in device memory. It begins with zeros. */
+struct moe_cuda_scatter {
+    uint32_t arrived; /* blocks with rows that have left */
+    uint32_t failed;  /* the step has not succeeded */
 };
 
 /* The step's tensors in device memory, as in struct moe_step_args. */
 struct moe_cuda_segment_rows {
-    const struct moe_cuda_segment *segments; /* [count], by token; device memory */
-    uint32_t count, tokens;                  /* both at least 1 */
+    struct moe_cuda_segment *segments; /* [count], by token; device memory */
+    uint32_t count, tokens;            /* both at least 1 */
     uint32_t top_k;
-    bool modes;       /* gather modes, ids and weights too */
-    size_t row_bytes; /* of x and y */
+    bool modes;     /* gather modes, ids and weights too */
+    bool completes; /* some have completions, which the scatter stores; it uses the next two */
+    struct moe_cuda_scatter *scatter;
+    const struct moe_cuda_step_outcome *outcome; /* of the step, where its last stage stores it */
+    size_t row_bytes;                            /* of x and y */
     void *x, *y;
     uint8_t *mode, *state;
     int32_t *ids_in, *ids;
@@ -32,13 +43,14 @@ struct moe_cuda_segment_rows {
 };
 
 /* Copies the segments of a step that have tokens to `out` [args->segment_count]; returns how many
- * these are. */
-uint32_t moe_cuda_segments_list(const struct moe_step_args *args, struct moe_cuda_segment *out);
+ * these are. `*completes`: one of them has a completion. */
+uint32_t moe_cuda_segments_list(const struct moe_step_args *args, struct moe_cuda_segment *out,
+                                bool *completes);
 
 /* Enqueues x and, with `modes`, modes, ids_in and weights_in of all segments, into the tensors. */
 struct moe_status moe_cuda_segments_gather(const struct moe_cuda_segment_rows *rows,
                                            cudaStream_t stream) MOE_CHECKED;
-/* Enqueues y, ids, weights and token states, to those segments that want them. */
+/* Enqueues y, ids, weights and token states, to those segments that want them; then completions. */
 struct moe_status moe_cuda_segments_scatter(const struct moe_cuda_segment_rows *rows,
                                             cudaStream_t stream) MOE_CHECKED;
 

@@ -338,6 +338,9 @@ static struct moe_cuda_segment_rows segment_rows(const struct moe_step *step)
                                           .tokens = step->args.tokens,
                                           .top_k = spec->router.top_k,
                                           .modes = step->upload->params.has_modes,
+                                          .completes = step->completes,
+                                          .scatter = &step->on_device->scatter,
+                                          .outcome = &step->message_on_device->outcome,
                                           .row_bytes =
                                               spec->hidden * moe_dtype_bytes(step->args.dtype),
                                           .x = tensor(step, at->x),
@@ -440,7 +443,12 @@ static void fill_params(struct moe_step *step, bool has_modes, bool need_logits)
     moe_cuda_step_params_fill(a->layer, a->dtype, a->bucket, a->tokens, params);
     params->need_logits = need_logits;
     params->has_modes = has_modes;
-    step->segments = a->segments != NULL ? moe_cuda_segments_list(a, step->upload->segments) : 0;
+    step->upload->scatter = (struct moe_cuda_scatter){0};
+    step->segments = 0;
+    step->completes = false;
+    if (a->segments != NULL)
+        step->segments = moe_cuda_segments_list(a, step->upload->segments, &step->completes);
+    step->message->outcome.code = MOE_CUDA_PASS_ABORTED; /* until the last stage has stored it */
     memset(step->message->began, 0, sizeof step->message->began);
     step->message->rows_in_use = 0;
     step->begun_stages = 0;

@@ -27,6 +27,7 @@ struct moe_cuda_step_scratch {
 /* What the host copies to the device for a step, in one copy. */
 struct moe_cuda_step_upload {
     struct moe_cuda_step_params params;
+    struct moe_cuda_scatter scatter;    /* zeros */
     struct moe_cuda_segment segments[]; /* as many as the session has tokens */
 };
 
@@ -64,6 +65,7 @@ struct moe_step {
     struct moe_cuda_step_upload *on_device;          /* device memory */
     size_t upload_bytes;                             /* of each of the two */
     uint32_t segments;                               /* in `upload`; 0: the step has none */
+    bool completes;                                  /* one of them has a completion */
     struct moe_cuda_graph *graph;     /* the graph that it runs, until it has finished */
     cudaEvent_t begun, came_in, left; /* on the copy streams */
     cudaEvent_t computed;             /* after the graph */

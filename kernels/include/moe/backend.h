@@ -167,19 +167,32 @@ struct moe_step_counts {
                                               for other slots do not count */
 };
 
+/* What the device stores at a segment's end, for another process that waits for its outputs. It
+ * does so if the step succeeds and all tokens of the segment are MOE_TOKEN_OK, before the step is
+ * finished. After the outputs it stores `receipt` and `signal`, then `word`: a reader that sees the
+ * word, with acquire, sees all of them. Otherwise all three stay as they are. They lie in memory of
+ * mem_alloc(MOE_MEM_HOST) or mem_register, aligned. */
+struct moe_step_completion {
+    uint64_t *word;    /* gets `value`; NULL = the segment has no completion */
+    uint32_t *signal;  /* gets 1 */
+    uint64_t *receipt; /* gets `value`: for the caller, in memory that no other process writes */
+    uint64_t value;
+};
+
 /* Consecutive tokens of a step with separate rows, such as those of one request; n tokens. NULL
  * outputs are not wanted. Rows have no gaps; they are aligned to their elements, and moved faster
  * at multiples of 16 bytes. */
 struct moe_step_segment {
-    uint32_t tokens;         /* n; 0 is allowed */
-    uint8_t mode;            /* of all its tokens, as in moe_step_args */
-    const void *x;           /* [n, H] */
-    const int32_t *ids_in;   /* [n, K]; read if mode != SERVER */
-    const float *weights_in; /* [n, K]; read if mode == IDS_WEIGHTS */
-    void *y;                 /* [n, H] */
-    int32_t *ids_out;        /* [n, K] */
-    float *weights_out;      /* [n, K] */
-    uint8_t *token_state;    /* [n] */
+    uint32_t tokens;                       /* n; 0 is allowed */
+    uint8_t mode;                          /* of all its tokens, as in moe_step_args */
+    const void *x;                         /* [n, H] */
+    const int32_t *ids_in;                 /* [n, K]; read if mode != SERVER */
+    const float *weights_in;               /* [n, K]; read if mode == IDS_WEIGHTS */
+    void *y;                               /* [n, H] */
+    int32_t *ids_out;                      /* [n, K] */
+    float *weights_out;                    /* [n, K] */
+    uint8_t *token_state;                  /* [n] */
+    struct moe_step_completion completion; /* if n > 0; see moe_backend.stores_completions */
 };
 
 /* The caller owns the memory; it must stay valid until the step is finished. If T = 0, all tensor
@@ -275,6 +288,7 @@ struct moe_backend {
     /* A window takes all its memory when the session is joined, not as rows come. So a limit for
      * F32 tokens saves memory. */
     bool eager_windows;
+    bool stores_completions; /* its devices store those of segments; else the caller does */
 
     /* Whether this host has such a device. On CUDA it starts the driver in this process: a child
      * that is forked later cannot use it. Errors: MOE_FAILED_PRECONDITION/UNSUPPORTED, with what is
