@@ -66,6 +66,12 @@ struct moe_status moe_client_session_fill(const struct moe_client_session *s,
                                           struct moe_ring_request *q) MOE_CHECKED;
 /* Takes an entry of the ring that the worker is done with. False if there is none. */
 bool moe_client_session_take(struct moe_client_session *s, uint32_t *entry) MOE_REQUIRES(s->lock);
+/* What the worker says of a request that has ended with `code`. If a device has completed it, the
+ * worker's host writes that some microseconds later: waits for it, but not for long. False: the
+ * worker has said nothing of it, or a later request is in the entry. */
+bool moe_client_session_details(const struct moe_client_session *s, uint32_t entry,
+                                uint32_t sequence, enum moe_code code,
+                                struct moe_ring_details *out);
 /* The status of a request that has ended; `d` NULL: the worker has said nothing of it. */
 struct moe_status moe_client_session_status(enum moe_code code,
                                             const struct moe_ring_details *d) MOE_CHECKED;

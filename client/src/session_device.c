@@ -76,7 +76,7 @@ struct moe_status moe_session_result(struct moe_client_session *s, const struct 
     struct moe_ring_details d;
     if (answer != NULL)
         MOE_TRY(MOE_CLIENT_CHECK_SIZE(answer, session_answer, SESSION_ANSWER));
-    if (!moe_ring_caller_details_of(&s->caller, e->entry, sequence, &d))
+    if (!moe_client_session_details(s, e->entry, sequence, code, &d))
         return moe_client_session_status(code, NULL);
     if (answer != NULL && code == MOE_OK)
         moe_client_session_answer_of(&d, answer);

@@ -8,10 +8,12 @@
 #include "regions/wait.h"
 #include "session.h"
 
+#include <sched.h>
 #include <string.h>
 
 #define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
 
+enum { DETAILS_MS = 100 };                           /* for those that come after the completion */
 enum { ROUTE_SERVER, ROUTE_IDS, ROUTE_IDS_WEIGHTS }; /* moe_ring_request.routing */
 
 /* -------------------------------------------------------------------- submitting */
@@ -178,20 +180,36 @@ void moe_client_session_answer_of(const struct moe_ring_details *d,
     to->steps = d->steps;
 }
 
+bool moe_client_session_details(const struct moe_client_session *s, uint32_t entry,
+                                uint32_t sequence, enum moe_code code, struct moe_ring_details *out)
+{
+    const struct moe_ring_caller *c = &s->caller;
+    const uint64_t until = moe_clock_ns() + DETAILS_MS * MOE_NS_PER_MS;
+    while (!moe_ring_caller_details_of(c, entry, sequence, out)) {
+        const bool later =
+            __atomic_load_n(&c->ring->submitted[entry], __ATOMIC_ACQUIRE) != sequence;
+        if (code != MOE_OK || later || __atomic_load_n(&c->ended, __ATOMIC_ACQUIRE) ||
+            moe_clock_ns() >= until)
+            return false;
+        (void)sched_yield();
+    }
+    return true;
+}
+
 /* The request has ended with `code`: gives its entry back. */
 static struct moe_status conclude(struct moe_client_session *s, uint32_t entry, enum moe_code code,
                                   struct moe_client_session_answer *answer)
 {
     struct moe_ring_details d = {0};
     struct moe_status st = moe_ok();
-    bool released = s->caller.abandoned[entry];
-    if (released)
+    const uint32_t sequence = s->caller.sequence[entry];
+    if (s->caller.abandoned[entry])
         st = given_up(code);
-    else if (moe_ring_caller_details(&s->caller, entry, &d) && code != MOE_OK)
-        st = failure(code, &d);
     else if (code != MOE_OK)
-        st = moe_error(code, MOE_REASON_NONE, "the worker tells no more");
-    if (!moe_failed(&st) && answer != NULL)
+        st = moe_client_session_details(s, entry, sequence, code, &d)
+                 ? failure(code, &d)
+                 : moe_error(code, MOE_REASON_NONE, "the worker tells no more");
+    else if (answer != NULL && moe_client_session_details(s, entry, sequence, code, &d))
         moe_client_session_answer_of(&d, answer);
     moe_mutex_lock(&s->lock);
     s->taken[entry] = false;

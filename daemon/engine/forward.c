@@ -149,12 +149,27 @@ static void complete(struct moe_engine *e, struct moe_step_slot *step_slot,
     moe_engine__finish_segments(e, step_slot, result);
 }
 
+/* The device has completed the request. The step that had its last part failed later, or its view
+ * has ended. */
+static void finish_completed(struct moe_engine *e, const struct moe_step_slot *step_slot,
+                             const struct moe_segment *s) MOE_REQUIRES(e->lock)
+{
+    const struct moe_step_result unknown = {.missing_slot = -1};
+    s->work->finished += s->count;
+    add_result(s->work, step_slot, &unknown);
+    moe_engine__settle(e, s->work);
+}
+
 /* Undoes the takes of one step, last segment first. */
 void moe_engine__put_back(struct moe_engine *e, struct moe_step_slot *step_slot)
 {
     for (size_t i = step_slot->segment_count; i-- > 0;) {
         const struct moe_segment *s = &step_slot->segments[i];
         struct moe_work *w = s->work;
+        if (moe_work_is_completed(w)) {
+            finish_completed(e, step_slot, s);
+            continue;
+        }
         if (!w->cancelled && !moe_failed(&w->failure) && !w->lacks_experts) {
             moe_batcher_put_back(e->batcher, s);
             continue;

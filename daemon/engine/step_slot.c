@@ -5,6 +5,7 @@
 #include "engine/step_slot.h"
 
 #include "base/size.h"
+#include "schedule/completion.h"
 
 #include <stdlib.h>
 
@@ -91,6 +92,17 @@ static const void *const_row_of(const void *tensor, uint32_t first, size_t bytes
     return tensor == NULL ? NULL : (const uint8_t *)tensor + first * bytes;
 }
 
+static struct moe_step_completion completion_of(const struct moe_segment *s)
+{
+    const struct moe_work *w = s->work;
+    const struct moe_request_part part = {.first = s->first,
+                                          .count = s->count,
+                                          .tokens = w->tokens,
+                                          .finished = w->finished,
+                                          .failed = moe_failed(&w->failure)};
+    return moe_part_completes(&part) ? w->completion : (struct moe_step_completion){0};
+}
+
 static struct moe_step_segment place_of(const struct moe_step_slot *step_slot,
                                         const struct moe_layer_spec *spec,
                                         const struct moe_segment *s)
@@ -107,7 +119,8 @@ static struct moe_step_segment place_of(const struct moe_step_slot *step_slot,
                                      .y = row_of(w->y, s->first, wide),
                                      .ids_out = row_of(w->ids_out, s->first, pairs),
                                      .weights_out = row_of(w->weights_out, s->first, pairs),
-                                     .token_state = row_of(w->token_state, s->first, 1)};
+                                     .token_state = row_of(w->token_state, s->first, 1),
+                                     .completion = completion_of(s)};
 }
 
 /* A request that is alone in its step needs no copies, unless a client can write its memory, or

@@ -32,6 +32,14 @@ enum {
 
 /* -------------------------------------------------------------------- requests */
 
+/* Whether a device has completed the entry's last request. The receipt tells it, which the client
+ * cannot write. */
+static bool is_completed(const struct moe_region_call *call)
+{
+    return call->receipt != NULL &&
+           __atomic_load_n(call->receipt, __ATOMIC_ACQUIRE) == call->good.value;
+}
+
 /* Ends the request of an entry. If the client has left, there is no ring any more. */
 static void complete(struct moe_region_host *h, const struct moe_region_call *call,
                      const struct moe_status *status, struct moe_ring_details *d)
@@ -45,7 +53,10 @@ static void complete(struct moe_region_host *h, const struct moe_region_call *ca
     d->retry_after_ms = status->retry_after_ms;
     if (moe_failed(status))
         (void)snprintf(d->text, sizeof d->text, "%s", status->text);
-    if (moe_ring_server_complete(&p->ring, call->entry, status->code, d))
+    const bool waits = is_completed(call)
+                           ? moe_ring_server_add_details(&p->ring, call->entry, d)
+                           : moe_ring_server_complete(&p->ring, call->entry, status->code, d);
+    if (waits)
         moe_ring_wake(p->ring.ring, call->entry);
 }
 
@@ -60,11 +71,26 @@ void moe_region_host_end_call(struct moe_region_call *call, const struct moe_sta
     call->running = false;
     p->in_flight--;
     complete(h, call, status, &d);
+    /* After a device's completion, the entry's next request may be there already. */
+    const bool looks = h->config.spin_ns > 0 || is_completed(call);
     moe_mutex_unlock(&h->lock);
-    if (h->config.spin_ns > 0)
+    if (looks)
         atomic_store(&h->ended, true);
-    if (atomic_load(&h->frees) || (h->config.spin_ns > 0 && atomic_load(&h->asleep)))
+    if (atomic_load(&h->frees) || (looks && atomic_load(&h->asleep)))
         (void)eventfd_write(h->wake, 1);
+}
+
+/* Fills what a device may store for the call. The last receipt of the entry may have any value: the
+ * client chose it. */
+static void offer_completion(struct moe_region_call *call)
+{
+    const struct moe_region_peer *p = call->peer;
+    const struct moe_region_host *h = p->host;
+    if (h->config.receipts == NULL)
+        return;
+    call->receipt = &h->config.receipts[(p - h->peers) * MOE_RING_ENTRIES + call->entry];
+    call->good = moe_ring_server_good(&p->ring, call->entry);
+    __atomic_store_n(call->receipt, 0, __ATOMIC_RELAXED);
 }
 
 /* Takes the next request of a ring into the call of its entry. */
@@ -82,13 +108,25 @@ static struct moe_region_call *take(struct moe_region_peer *p)
                                          .state = p->states + entry * h->config.state_bytes,
                                          .peer = p,
                                          .entry = entry};
+        offer_completion(call);
     }
     moe_mutex_unlock(&h->lock);
     return call;
 }
 
-/* Checks the daemon's copy, and finds its memory. */
-static struct moe_status admit(struct moe_region_call *call)
+/* A device has completed a request of the client, which may use its tensors again; the engine's
+ * thread has not ended it yet. */
+static bool ends_soon(const struct moe_region_peer *p)
+{
+    bool found = false;
+    for (uint32_t i = 0; i < MOE_RING_ENTRIES; i++)
+        found = found || (p->calls[i].running && is_completed(&p->calls[i]));
+    return found;
+}
+
+/* Checks the daemon's copy, and finds its memory. `*later`: it was given back, because memory of a
+ * request that ends soon overlaps. */
+static struct moe_status admit(struct moe_region_call *call, bool *later)
 {
     struct moe_region_peer *p = call->peer;
     struct moe_region_host *h = p->host;
@@ -105,6 +143,9 @@ static struct moe_status admit(struct moe_region_call *call)
         call->running = true;
         p->in_flight++;
     }
+    *later = st.reason == MOE_REASON_REGION_OVERLAP && ends_soon(p);
+    if (*later)
+        moe_ring_server_give_back(&p->ring, call->entry);
     moe_mutex_unlock(&h->lock);
     return st;
 }
@@ -113,7 +154,10 @@ static void serve(struct moe_region_call *call)
 {
     struct moe_region_host *h = call->peer->host;
     struct moe_ring_details details = {0};
-    struct moe_status st = admit(call);
+    bool later = false;
+    struct moe_status st = admit(call, &later);
+    if (later)
+        return;
     if (!moe_failed(&st)) {
         memset(call->state, 0, h->config.state_bytes);
         h->config.begin(h->config.ctx, call);

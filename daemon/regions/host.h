@@ -13,6 +13,7 @@
 #include "regions/checks.h"
 #include "regions/mapper.h"
 #include "regions/registry.h"
+#include "regions/server.h"
 #include "regions/tickets.h"
 
 #include <stdatomic.h>
@@ -29,6 +30,10 @@ struct moe_region_call {
     void *at[MOE_RING_ROLES];        /* addresses of its tensors, NULL = absent. The client may
                                         write to this memory at any time */
     bool in_device[MOE_RING_ROLES];  /* the host cannot access the tensor */
+    /* What a device may store, and only if the request succeeds: first good.value to `receipt`.
+     * Then moe_region_host_end_call must follow with MOE_OK. NULL: no device may. */
+    uint64_t *receipt;
+    struct moe_ring_good good;
     uint64_t received_ns;
     void *state; /* `state_bytes` bytes of the owner, zero at `begin` */
     /* The host's. */
@@ -44,6 +49,9 @@ struct moe_region_host_config {
     struct moe_progress *progress; /* gets the loop of the thread; borrowed, may be NULL */
     struct moe_region_device
         device; /* of the worker; without `import`, no device memory is shared */
+    /* [MOE_REGION_CLIENTS][MOE_RING_ENTRIES] memory of the daemon that the device can write; its
+     * receipts. NULL: devices complete no requests. */
+    uint64_t *receipts;
     uint64_t
         spin_ns; /* how long the thread polls the rings after a request or an end; 0 = it sleeps */
     size_t state_bytes;

@@ -203,6 +203,8 @@ void moe_regions_commit(struct moe_regions *r, uint32_t number, void *base)
     g->base = base;
     g->info.mapping = false;
     g->state = MOE_REGION_OPEN;
+    if (g->is_ring)
+        client_at(r, g->client)->ring = number;
     if (g->left)
         close_region(g);
 }
@@ -357,6 +359,8 @@ struct moe_status moe_regions_take(struct moe_regions *r, uint32_t client,
             regions[i]->info.references++;
             at[i] = (char *)regions[i]->base + tensors[i].offset;
         }
+    if (c->ring != 0)
+        region_at(r, c->ring)->info.references++;
     memcpy(c->uses[place].tensors, tensors, sizeof c->uses[place].tensors);
     c->uses[place].used = true;
     *use = place;
@@ -370,5 +374,7 @@ void moe_regions_put(struct moe_regions *r, uint32_t client, uint32_t use)
     for (size_t i = 0; i < MOE_RING_ROLES; i++)
         if (c->uses[use].tensors[i].region != 0)
             region_at(r, c->uses[use].tensors[i].region)->info.references--;
+    if (c->ring != 0)
+        region_at(r, c->ring)->info.references--;
     c->uses[use].used = false;
 }

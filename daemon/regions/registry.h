@@ -15,7 +15,7 @@
 
 enum {
 #ifdef MOE_SIMULATION
-    MOE_REGIONS_MAX = 4,
+    MOE_REGIONS_MAX = 8,
     MOE_REGION_CLIENTS = 2,
     MOE_REGION_USES = 3,
 #else
@@ -48,7 +48,7 @@ struct moe_region_info {
     char name[MOE_REGION_NAME + 1];
     uint32_t number;
     uint64_t bytes;
-    uint32_t references; /* tensors of requests in flight */
+    uint32_t references; /* tensors of requests in flight; of a ring: requests */
     bool mapping;        /* not committed yet */
     bool closing;
     bool in_device;
@@ -80,6 +80,7 @@ struct moe_region_use {
 
 struct moe_region_client {
     bool used, leaving;
+    uint32_t ring; /* number of the region with its ring; 0 = none */
     char identity[256];
     struct moe_region_use uses[MOE_REGION_USES];
 };
@@ -125,12 +126,13 @@ bool moe_regions_has(const struct moe_regions *r, uint32_t number);
 bool moe_regions_in_device(const struct moe_regions *r, uint32_t number);
 
 /* Checks the tensors of a request against the client's regions and its requests in flight, and adds
- * a reference for each. An output must not share bytes with another tensor of this request or of
- * one in flight. (Two regions in device memory may be the same memory. That is not seen, and harms
- * the client's own results.) `at` gets the address of each tensor, NULL if absent. The request's
- * sizes must have been checked (moe_ring_check). Errors: MOE_NOT_FOUND/REGION_NOT_FOUND (no such
- * region of this client, or it is being closed), MOE_OUT_OF_RANGE/REGION_RANGE (past the end, or
- * not aligned), MOE_FAILED_PRECONDITION/REGION_OVERLAP, MOE_RESOURCE_EXHAUSTED/QUEUE_FULL,
+ * a reference for each, and one to the client's ring: a device may store the completion. An output
+ * must not share bytes with another tensor of this request or of one in flight. (Two regions in
+ * device memory may be the same memory. That is not seen, and harms the client's own results.) `at`
+ * gets the address of each tensor, NULL if absent. The request's sizes must have been checked
+ * (moe_ring_check). Errors: MOE_NOT_FOUND/REGION_NOT_FOUND (no such region of this client, or it is
+ * being closed), MOE_OUT_OF_RANGE/REGION_RANGE (past the end, or not aligned),
+ * MOE_FAILED_PRECONDITION/REGION_OVERLAP, MOE_RESOURCE_EXHAUSTED/QUEUE_FULL,
  * MOE_UNAVAILABLE/ABORTED (the client has left). */
 struct moe_status moe_regions_take(struct moe_regions *r, uint32_t client,
                                    const struct moe_ring_tensor tensors[MOE_RING_ROLES],

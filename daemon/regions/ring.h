@@ -103,7 +103,7 @@ struct moe_ring {
     /* The daemon's: 1 = its thread sleeps, and a byte on the socket wakes it. */
     alignas(MOE_RING_LINE) uint32_t sleeps;
     /* The daemon's. `word`: a completion of moe_ring_word, 0 before the first; stored after the
-     * outputs, with release. */
+     * outputs, with release. If a device stores it, the details come later. */
     struct {
         alignas(MOE_RING_LINE) uint64_t word;
         struct moe_ring_details details;
@@ -136,23 +136,6 @@ MOE_RING_INLINE enum moe_code moe_ring_code_of(uint64_t word)
 MOE_RING_INLINE uint32_t moe_ring_next(uint32_t sequence)
 {
     return sequence + 1 == 0 ? 1 : sequence + 1;
-}
-
-/* A step's end, as its device knows it, for one request that it carried. */
-struct moe_ring_part {
-    bool succeeded;    /* the step's outcome */
-    bool tokens_ok;    /* all tokens of the request in this step have MOE_TOKEN_OK */
-    bool is_last;      /* no other part of the request is queued or in a later step */
-    bool earlier_good; /* all earlier parts succeeded with good tokens */
-};
-
-/* True if the device may store the request's completion, with MOE_OK. The host stores all others.
- * Both take the step's outcome from the same memory of the device. */
-MOE_RING_INLINE bool moe_ring_device_completes(const struct moe_ring_part *p)
-{
-    return MOE_GUARD(GOOD_NEEDS_THE_STEP, p->succeeded) &&
-           MOE_GUARD(GOOD_NEEDS_ALL_TOKENS, p->tokens_ok && p->earlier_good) &&
-           MOE_GUARD(GOOD_NEEDS_THE_LAST_PART, p->is_last);
 }
 
 #endif

@@ -31,14 +31,22 @@ bool moe_ring_server_take(struct moe_ring_server *s, uint32_t *entry, struct moe
     return false;
 }
 
-uint64_t moe_ring_server_good(const struct moe_ring_server *s, uint32_t entry, uint64_t **at)
+void moe_ring_server_give_back(struct moe_ring_server *s, uint32_t entry)
 {
-    *at = &s->ring->completed[entry].word;
-    return moe_ring_word(s->taken[entry], MOE_OK);
+    MOE_INVARIANT(entry < MOE_RING_ENTRIES && s->busy[entry]);
+    s->taken[entry] = 0;
+    s->busy[entry] = false;
 }
 
-bool moe_ring_server_complete(struct moe_ring_server *s, uint32_t entry, enum moe_code code,
-                              const struct moe_ring_details *details)
+struct moe_ring_good moe_ring_server_good(const struct moe_ring_server *s, uint32_t entry)
+{
+    return (struct moe_ring_good){.word = &s->ring->completed[entry].word,
+                                  .signal = &s->ring->ends[entry],
+                                  .value = moe_ring_word(s->taken[entry], MOE_OK)};
+}
+
+static void write_details(struct moe_ring_server *s, uint32_t entry,
+                          const struct moe_ring_details *details)
 {
     MOE_INVARIANT(entry < MOE_RING_ENTRIES);
     struct moe_ring_details *to = &s->ring->completed[entry].details;
@@ -46,13 +54,30 @@ bool moe_ring_server_complete(struct moe_ring_server *s, uint32_t entry, enum mo
     memcpy((char *)to + after, (const char *)details + after, sizeof *to - after);
     to->text[MOE_RING_TEXT - 1] = '\0';
     __atomic_store_n(&to->sequence, s->taken[entry], __ATOMIC_RELEASE);
-    /* A stream of the client's device that sees this waits for the word below. */
-    __atomic_store_n(&s->ring->ends[entry], 1, __ATOMIC_RELEASE);
-    /* The device may have stored the same value. Until `busy` ends, no later one can be there. */
-    __atomic_store_n(&s->ring->completed[entry].word, moe_ring_word(s->taken[entry], code),
-                     __ATOMIC_SEQ_CST);
+}
+
+static bool end(struct moe_ring_server *s, uint32_t entry)
+{
     s->busy[entry] = false;
     return __atomic_load_n(&s->ring->waits[entry], __ATOMIC_SEQ_CST) != 0;
+}
+
+bool moe_ring_server_complete(struct moe_ring_server *s, uint32_t entry, enum moe_code code,
+                              const struct moe_ring_details *details)
+{
+    write_details(s, entry, details);
+    /* A stream of the client's device that sees this waits for the word below. */
+    __atomic_store_n(&s->ring->ends[entry], 1, __ATOMIC_RELEASE);
+    __atomic_store_n(&s->ring->completed[entry].word, moe_ring_word(s->taken[entry], code),
+                     __ATOMIC_SEQ_CST);
+    return end(s, entry);
+}
+
+bool moe_ring_server_add_details(struct moe_ring_server *s, uint32_t entry,
+                                 const struct moe_ring_details *details)
+{
+    write_details(s, entry, details);
+    return end(s, entry);
 }
 
 void moe_ring_server_set_sleeps(struct moe_ring_server *s, bool sleeps)

@@ -23,15 +23,27 @@ void moe_ring_server_init(struct moe_ring_server *s, struct moe_ring *ring);
  * request that is taken must be completed. */
 bool moe_ring_server_take(struct moe_ring_server *s, uint32_t *entry, struct moe_ring_request *out);
 
+/* Gives the entry's request back, as if it had not been taken: it will be taken again. */
+void moe_ring_server_give_back(struct moe_ring_server *s, uint32_t entry);
+
 /* Ends the entry's request, after the last access to its tensors. Writes the details, then the
- * completion; if a device has stored that already, `code` is MOE_OK. Of `details`, the caller fills
- * all but `sequence`. True if a thread of the client sleeps on the completion: the caller wakes it.
- */
+ * completion. Of `details`, the caller fills all but `sequence`. True if a thread of the client
+ * sleeps on the completion: the caller wakes it. */
 bool moe_ring_server_complete(struct moe_ring_server *s, uint32_t entry, enum moe_code code,
                               const struct moe_ring_details *details);
+/* The same for a request that a device has completed: writes the details only. The client may have
+ * submitted the entry's next request, and its signal must not end that one's wait. */
+bool moe_ring_server_add_details(struct moe_ring_server *s, uint32_t entry,
+                                 const struct moe_ring_details *details);
 
-/* The completion that a device stores for the entry's request if all is well, and its place. */
-uint64_t moe_ring_server_good(const struct moe_ring_server *s, uint32_t entry, uint64_t **at);
+/* What a device stores for an entry's request if all is well: first 1 to `signal`, then `value` to
+ * `word`. */
+struct moe_ring_good {
+    uint64_t *word;
+    uint32_t *signal;
+    uint64_t value;
+};
+struct moe_ring_good moe_ring_server_good(const struct moe_ring_server *s, uint32_t entry);
 
 /* Says in the ring whether the daemon's thread sleeps. After `true`, look at all entries once more
  * before sleeping. */

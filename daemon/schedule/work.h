@@ -55,6 +55,9 @@ struct moe_work {
     const char *retain_session;
     uint64_t retain_id;
     struct moe_work_times *times; /* gets the times of its steps; NULL: not wanted */
+    /* What a device stores when the request has succeeded; `word` NULL: nothing. The value of its
+     * receipt is new. Once that is stored, the request runs no more, and `done` gets MOE_OK. */
+    struct moe_step_completion completion;
     /* out */
     uint64_t retained_name; /* name under which devices may have retained it, in the session of
                                answered_epoch; 0 = none has */
@@ -88,6 +91,13 @@ struct moe_work {
         lacks_experts; /* a token was MOE_TOKEN_UNAVAILABLE: it is held once its steps have ended */
     struct moe_status failure;
 };
+
+/* True if a device has completed the request. */
+static inline bool moe_work_is_completed(const struct moe_work *w)
+{
+    const struct moe_step_completion *c = &w->completion;
+    return c->word != NULL && __atomic_load_n(c->receipt, __ATOMIC_ACQUIRE) == c->value;
+}
 
 /* One training call. Memory and `done` as in moe_work. Once a call has been announced it is run
  * even if its client has left, because every slot keeps a record of it. Until its ticket has begun

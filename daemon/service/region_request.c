@@ -170,6 +170,17 @@ static struct moe_status copy_routing(struct moe_region_request *r,
     return w->mode == MOE_ROUTE_IDS_WEIGHTS ? copy_weights(r, spec) : moe_ok();
 }
 
+/* A stream of a device waits for y there. A thread of a host would wait for the details too. */
+static struct moe_step_completion completion_of(const struct moe_region_call *call)
+{
+    if (call->receipt == NULL || !call->in_device[MOE_RING_Y])
+        return (struct moe_step_completion){0};
+    return (struct moe_step_completion){.word = call->good.word,
+                                        .signal = call->good.signal,
+                                        .receipt = call->receipt,
+                                        .value = call->good.value};
+}
+
 static void fill_work(struct moe_region_request *r)
 {
     struct moe_region_call *call = r->call;
@@ -186,6 +197,7 @@ static void fill_work(struct moe_region_request *r)
         .deadline_ns = call->received_ns + timeout_ms * MOE_NS_PER_MS,
         .epoch = q->epoch,
         .weights_version = q->weights_version,
+        .completion = completion_of(call),
         .y = call->at[MOE_RING_Y],
         .ids_out = call->at[MOE_RING_IDS_OUT],
         .weights_out = call->at[MOE_RING_WEIGHTS_OUT],

@@ -24,6 +24,7 @@ struct moe_region_service {
     struct moe_gauge *bytes, *clients, *in_flight;
     const struct moe_backend *backend;
     struct moe_device *device;
+    uint64_t *receipts; /* see moe_region_host_config; memory of the device */
 };
 
 /* -------------------------------------------------------------------- methods */
@@ -199,6 +200,19 @@ static void release(void *ctx, void *base, size_t bytes)
 
 /* -------------------------------------------------------------------- the service */
 
+enum { RECEIPTS_BYTES = MOE_REGION_CLIENTS * MOE_RING_ENTRIES * sizeof(uint64_t) };
+
+/* Devices complete requests if they can and no answer needs a lease: they cannot look at that. */
+static struct moe_status make_receipts(struct moe_region_service *s)
+{
+    void *p = NULL;
+    if (!s->backend->stores_completions || moe_service_needs_lease(s->requests.service))
+        return moe_ok();
+    MOE_TRY(s->backend->mem_alloc(s->device, MOE_MEM_HOST, RECEIPTS_BYTES, &p));
+    s->receipts = p;
+    return moe_ok();
+}
+
 static struct moe_status start_host(struct moe_region_service *s,
                                     const struct moe_region_service_config *c)
 {
@@ -208,11 +222,13 @@ static struct moe_status start_host(struct moe_region_service *s,
         .identity_clients = IDENTITY_CLIENTS,
         .client_regions = CLIENT_REGIONS,
     };
+    MOE_TRY(make_receipts(s));
     const struct moe_region_host_config host = {
         .socket = c->socket,
         .limits = s->limits,
         .device = {.pin = pin, .unpin = unpin, .import = import, .release = release, .ctx = s},
         .progress = c->progress,
+        .receipts = s->receipts,
         .spin_ns = c->spin_ns,
         .state_bytes = sizeof(struct moe_region_request),
         .find_layer = moe_region_request_layer,
@@ -260,5 +276,7 @@ void moe_region_service_destroy(struct moe_region_service *s)
     if (s->metrics != NULL)
         moe_metrics_remove_collector(s->metrics, collect, s);
     moe_region_host_destroy(s->host);
+    if (s->receipts != NULL)
+        s->backend->mem_free(s->device, MOE_MEM_HOST, s->receipts, RECEIPTS_BYTES);
     free(s);
 }

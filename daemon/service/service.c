@@ -811,6 +811,11 @@ void moe_service_give_up(struct moe_service *s)
     atomic_store(&s->awaited, false);
 }
 
+bool moe_service_needs_lease(const struct moe_service *s)
+{
+    return s->lease != NULL;
+}
+
 bool moe_service_may_answer(const struct moe_service *s)
 {
     return moe_lease_gate_held(s->lease);

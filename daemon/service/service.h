@@ -53,9 +53,11 @@ struct moe_service_metrics *moe_service_counts(struct moe_service *s);
 void moe_service_reply(struct moe_rpc_call *call, const struct ProtobufCMessage *answer);
 struct moe_status moe_service_out_of_memory(void) MOE_CHECKED;
 
-/* [any thread] For the training service: whether requests are taken; whether an answer may leave (a
- * group that trains answers with a lease only); the endpoint of a slot's worker ("" = none). */
+/* [any thread] For the other services: whether requests are taken; whether each answer needs a
+ * lease, as in a group that trains; whether an answer may leave now; the endpoint of a slot's
+ * worker ("" = none). */
 void moe_service_read(struct moe_service *s, struct moe_standing *out);
+bool moe_service_needs_lease(const struct moe_service *s);
 bool moe_service_may_answer(const struct moe_service *s);
 void moe_service_worker(struct moe_service *s, uint32_t slot, char *out, size_t capacity);
 

@@ -294,6 +294,35 @@ static void check_errors(const struct moe_client_layer *layer)
     close_lane(&l);
 }
 
+/* Two objects with the same x and y, in turns: memory of a request serves the next one as soon as
+ * the wait for it has ended, though the worker's host may not have seen that end. */
+static void check_turns(const struct moe_client_layer *layer)
+{
+    enum { T = 5, TURNS = 400 };
+    struct lane l;
+    struct moe_stream_request *twin;
+    open_lane(&l, "turns", layer, T, MOE_DTYPE_BF16, 77);
+    must(moe_stream_request_create(streams, &l.forward, &twin));
+    for (int i = 0; i < TURNS; i++) {
+        struct moe_stream_request *r = i % 2 == 0 ? l.request : twin;
+        put_input(&l);
+        must(moe_session_submit_on_stream(r, stream));
+        must(moe_session_wait_on_stream(r, stream));
+        check_output(&l);
+    }
+    sync_stream();
+    const struct stream_counts c = counts_of(&l);
+    struct moe_stream_status s;
+    cuda(cudaMemcpy(&s, moe_stream_request_status(twin), sizeof s, cudaMemcpyDeviceToHost),
+         "cudaMemcpy");
+    printf("in turns: %u of %u answers differ, %llu and %llu failed\n", c.wrong_turns, c.turn,
+           (unsigned long long)status_of(&l).failures, (unsigned long long)s.failures);
+    expect(c.wrong_turns == 0, "y has the bits of Forward in turns");
+    expect(status_of(&l).failures == 0 && s.failures == 0, "no turn is refused");
+    moe_stream_request_destroy(twin);
+    close_lane(&l);
+}
+
 static void check(void)
 {
     const struct moe_client_info *info = moe_client_get_info(client);
@@ -305,6 +334,7 @@ static void check(void)
                     check_layer(&info->layers[i], tokens[t],
                                 d == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16);
     check_errors(&info->layers[0]);
+    check_turns(&info->layers[0]);
     printf("same\n");
 }
 

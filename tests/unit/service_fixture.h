@@ -32,6 +32,9 @@ enum {
     SERVICE_TOKENS = 256, /* of one request */
 };
 
+/* Whether the group trains, so that it answers with a lease only. Set it before service_open. */
+extern bool service_trains;
+
 /* With a view in force. */
 void service_open(struct service *s);
 /* The same; clients may share this much memory, through this socket. `progress` gets the loop of

@@ -18,6 +18,7 @@ enum end {
     END_REFUSED,          /* at once, by step_enqueue */
     END_LACKING,          /* successfully, but tokens with an odd index lack an expert */
     END_LACKING_LATE,     /* the same, after the following step was enqueued */
+    END_LOST_COMPLETED,   /* END_LOST, after the device has completed its requests */
 };
 
 struct moe_step {
@@ -111,25 +112,43 @@ static void lack_experts(const struct moe_step_args *a)
     }
 }
 
-static struct moe_status end_step(struct moe_step *step, struct moe_step_result *result)
+static void add_one(const struct moe_step_args *a)
 {
-    const struct moe_step_args *a = &step->args;
-    *result = (struct moe_step_result){.missing_slot = -1, .total_ns = 1};
-    if (backend.script[step->number] == END_LOST) {
-        result->missing_slot = 2;
-        return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot 2 did not answer");
-    }
-    if (backend.aborted)
-        return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "called off");
     for (uint32_t part = 0; part < step_parts(a); part++) {
         const struct moe_step_segment rows = step_part(a, part);
         for (uint32_t i = 0; i < rows.tokens * HIDDEN; i++)
             ((float *)rows.y)[i] = ((const float *)rows.x)[i] + 1;
     }
+}
+
+static void complete_segments(const struct moe_step_args *a)
+{
+    for (uint32_t part = 0; part < step_parts(a); part++) {
+        const struct moe_step_completion *c = &a->segments[part].completion;
+        if (c->word != NULL)
+            *c->receipt = *c->word = c->value;
+    }
+}
+
+static struct moe_status end_step(struct moe_step *step, struct moe_step_result *result)
+{
+    const struct moe_step_args *a = &step->args;
+    const enum end how = backend.script[step->number];
+    *result = (struct moe_step_result){.missing_slot = -1, .total_ns = 1};
+    if (how == END_LOST_COMPLETED) {
+        add_one(a);
+        complete_segments(a);
+    }
+    if (how == END_LOST || how == END_LOST_COMPLETED) {
+        result->missing_slot = 2;
+        return moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot 2 did not answer");
+    }
+    if (backend.aborted)
+        return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "called off");
+    add_one(a);
     if (a->tokens > 0)
         memset(a->token_state, MOE_TOKEN_OK, a->tokens);
-    if (backend.script[step->number] == END_LACKING ||
-        backend.script[step->number] == END_LACKING_LATE)
+    if (how == END_LACKING || how == END_LACKING_LATE)
         lack_experts(a);
     return moe_ok();
 }
@@ -193,7 +212,8 @@ static struct {
     float x[REQUESTS_MAX][64 * HIDDEN], y[REQUESTS_MAX][64 * HIDDEN];
     struct moe_status status[REQUESTS_MAX];
     int done[REQUESTS_MAX], order[REQUESTS_MAX], done_count;
-    uint64_t deadline_ns; /* of the next request; 0 = MOE_NEVER */
+    uint64_t deadline_ns;                                /* of the next request; 0 = MOE_NEVER */
+    struct moe_step_completion completion[REQUESTS_MAX]; /* of requests */
 } test;
 
 static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
@@ -270,6 +290,8 @@ static void submit_with(int i, uint32_t tokens, enum moe_on_unavailable policy, 
         .y = test.y[i],
         .deadline_ns = test.deadline_ns != 0 ? test.deadline_ns : MOE_NEVER,
         .on_unavailable = policy,
+        .completion = test.completion[i],
+        .by_copy = test.completion[i].word != NULL,
         .token_state = states,
         .done = on_done,
     };
@@ -363,6 +385,37 @@ static void requests_of_a_failed_step_are_answered_under_the_next_view(void **st
         assert_int_equal(test.work[i].answered_epoch, 2);
         assert_int_equal(test.work[i].steps, 1);
     }
+}
+
+/* Its client knows the result, and may use the memory for something else. */
+static void a_request_that_its_device_has_completed_does_not_run_again(void **state)
+{
+    (void)state;
+    uint64_t words[2] = {0}, receipts[2] = {0};
+    uint32_t signal = 0;
+    backend.script[0] = END_LOST_COMPLETED;
+    for (int i = 0; i < 2; i++) {
+        test.completion[i] = (struct moe_step_completion){
+            .word = &words[i], .signal = &signal, .receipt = &receipts[i], .value = 3};
+        submit(i, i == 0 ? 2 : 10); /* 6 tokens of the second one are in the step */
+    }
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    wait_reports(1);
+    assert_int_equal(test.reports[0].status.reason, MOE_REASON_PEER_LOST);
+    wait_done(1);
+    assert_int_equal(test.order[0], 0);
+    assert_answered(0);
+    assert_int_equal(test.work[0].answered_epoch, 1);
+    assert_int_equal(receipts[1], 0); /* a part is still to come */
+    memset(test.y[0], 0, sizeof test.y[0]);
+    begin_view(1);
+    give_ticket(2, 1, 8);
+    give_ticket(2, 2, 8);
+    wait_done(2);
+    assert_answered(1);
+    assert_true(test.y[0][0] == 0);
+    assert_true(backend.first_x[1] == 1000);
 }
 
 static void a_request_split_over_failing_steps_loses_no_token(void **state)
@@ -640,6 +693,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         with_engine(requests_of_a_failed_step_are_answered_under_the_next_view),
+        with_engine(a_request_that_its_device_has_completed_does_not_run_again),
         with_engine(a_request_split_over_failing_steps_loses_no_token),
         with_engine(the_next_step_is_enqueued_while_one_runs),
         with_engine(a_request_alone_in_its_step_is_computed_in_place),

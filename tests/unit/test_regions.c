@@ -329,6 +329,28 @@ static void all_is_freed_when_a_client_leaves(void **state)
     assert_ok(moe_regions_join(r, "uid:1", &client));
 }
 
+/* A device may store completions there. */
+static void a_ring_stays_while_a_request_is_in_flight(void **state)
+{
+    (void)state;
+    const struct moe_region_spec ring = {
+        .name = "ring", .bytes = sizeof(struct moe_ring), .charge = 1, .is_ring = true};
+    const struct moe_ring_tensor none[MOE_RING_ROLES] = {0};
+    void *at[MOE_RING_ROLES], *base;
+    uint32_t number, use, unused, owner;
+    uint64_t bytes;
+    assert_ok(moe_regions_reserve(r, client, &ring, &number));
+    moe_regions_commit(r, number, memory);
+    assert_ok(moe_regions_take(r, client, none, at, &use));
+    moe_regions_leave(r, client);
+    assert_true(moe_regions_unused(r, &unused, &owner, &base, &bytes));
+    assert_int_equal(unused, region);
+    assert_false(moe_regions_unused(r, &unused, &owner, &base, &bytes));
+    moe_regions_put(r, client, use);
+    assert_true(moe_regions_unused(r, &unused, &owner, &base, &bytes));
+    assert_int_equal(unused, number);
+}
+
 static void bad_registrations_are_refused(void **state)
 {
     (void)state;
@@ -559,6 +581,7 @@ int main(void)
         test(a_client_has_so_many_requests_in_flight),
         test(unregistration_waits_for_requests),
         test(all_is_freed_when_a_client_leaves),
+        test(a_ring_stays_while_a_request_is_in_flight),
         test(bad_registrations_are_refused),
         test(budgets_count_whole_pages),
         cmocka_unit_test(freed_memory_costs_nobody),

@@ -184,6 +184,58 @@ static void a_request_without_tokens_is_answered(void **state)
     close_side(s);
 }
 
+/* It is taken again, as often as it is given back. */
+static void a_request_that_is_given_back_is_taken_again(void **state)
+{
+    (void)state;
+    struct side *s = open_side(0);
+    struct moe_ring_request q = request_at(s, 3, 0), got;
+    uint32_t entry;
+    enum moe_code code;
+    moe_ring_caller_submit(&s->caller, 3, &q);
+    for (int i = 0; i < 3; i++) {
+        assert_true(moe_ring_server_take(&s->server, &entry, &got));
+        assert_int_equal(entry, 3);
+        assert_false(moe_ring_server_take(&s->server, &entry, &got));
+        moe_ring_server_give_back(&s->server, 3);
+    }
+    assert_true(serve_one(s));
+    assert_true(moe_ring_caller_poll(&s->caller, 3, &code));
+    assert_int_equal(code, MOE_OK);
+    close_side(s);
+}
+
+/* The client has submitted the next request already: its wait does not end. */
+static void details_of_a_completed_request_end_no_later_one(void **state)
+{
+    (void)state;
+    struct side *s = open_side(0);
+    struct moe_ring_request q = request_at(s, 0, 0), got;
+    const struct moe_ring_details details = {.steps = 7};
+    struct moe_ring_details d;
+    uint32_t entry;
+    enum moe_code code;
+    const uint32_t first = moe_ring_caller_submit(&s->caller, 0, &q);
+    assert_true(moe_ring_server_take(&s->server, &entry, &got));
+    const struct moe_ring_good good = moe_ring_server_good(&s->server, entry);
+    *good.signal = 1; /* as a device */
+    *good.word = good.value;
+    assert_true(moe_ring_caller_poll(&s->caller, 0, &code));
+    assert_int_equal(code, MOE_OK);
+    assert_false(moe_ring_caller_details(&s->caller, 0, &d));
+    s->ring->ends[0] = 0;
+    (void)moe_ring_caller_submit(&s->caller, 0, &q);
+    assert_false(moe_ring_server_take(&s->server, &entry, &got)); /* the first has not ended */
+    (void)moe_ring_server_add_details(&s->server, 0, &details);
+    assert_int_equal(s->ring->ends[0], 0);
+    assert_false(moe_ring_caller_poll(&s->caller, 0, &code));
+    assert_true(moe_ring_caller_details_of(&s->caller, 0, first, &d));
+    assert_int_equal(d.steps, 7);
+    assert_true(serve_one(s));
+    assert_true(moe_ring_caller_poll(&s->caller, 0, &code));
+    close_side(s);
+}
+
 static void an_error_comes_with_its_text(void **state)
 {
     (void)state;
@@ -314,6 +366,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(requests_of_many_threads_are_answered),
         cmocka_unit_test(a_request_without_tokens_is_answered),
+        cmocka_unit_test(a_request_that_is_given_back_is_taken_again),
+        cmocka_unit_test(details_of_a_completed_request_end_no_later_one),
         cmocka_unit_test(an_error_comes_with_its_text),
         cmocka_unit_test(a_silent_daemon_costs_a_wait_its_limit),
         cmocka_unit_test(sequence_numbers_wrap),

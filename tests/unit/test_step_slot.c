@@ -125,12 +125,41 @@ static void parts_of_requests_are_where_their_tokens_are(void **state)
     assert_null(s[1].token_state);
 }
 
+/* The device completes a request at its last part, if all earlier parts have ended well. */
+static void the_last_part_carries_the_completion(void **state)
+{
+    (void)state;
+    struct moe_work w;
+    uint64_t word, receipt;
+    uint32_t signal;
+    struct moe_step_args args = args_of(&w, true);
+    assert_null(args.segments[0].completion.word); /* the request has none */
+    w.completion = (struct moe_step_completion){
+        .word = &word, .signal = &signal, .receipt = &receipt, .value = 5};
+    moe_step_slot_args(&slot, &spec, &args);
+    assert_memory_equal(&args.segments[0].completion, &w.completion, sizeof w.completion);
+    slot.segments[0].count = slot.tokens = 2;
+    moe_step_slot_args(&slot, &spec, &args); /* a part is still to come */
+    assert_null(args.segments[0].completion.word);
+    slot.segments[0] = (struct moe_segment){.work = &w, .first = 2, .count = 1};
+    slot.tokens = 1;
+    moe_step_slot_args(&slot, &spec, &args); /* an earlier part is in another step */
+    assert_null(args.segments[0].completion.word);
+    w.finished = 2;
+    moe_step_slot_args(&slot, &spec, &args);
+    assert_ptr_equal(args.segments[0].completion.word, &word);
+    w.failure = moe_error(MOE_CANCELLED, MOE_REASON_NONE, "scripted");
+    moe_step_slot_args(&slot, &spec, &args);
+    assert_null(args.segments[0].completion.word);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(a_request_that_is_alone_is_computed_in_place, start, stop),
         cmocka_unit_test_setup_teardown(a_request_by_copy_is_a_segment, start, stop),
         cmocka_unit_test_setup_teardown(parts_of_requests_are_where_their_tokens_are, start, stop),
+        cmocka_unit_test_setup_teardown(the_last_part_carries_the_completion, start, stop),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -213,6 +213,8 @@ void worker_stop_view(struct worker *w)
     w->session = NULL;
 }
 
+const struct moe_backend *worker_backend = &moe_backend_cpu;
+
 void worker_open(struct worker *w)
 {
     worker_open_watched(w, NULL);
@@ -229,7 +231,7 @@ void worker_open_watched(struct worker *w, struct moe_progress *p)
     moe_mutex_init(&w->lock);
     assert_ok(moe_sequencer_create(&w->sequencer));
     struct moe_engine_config config = {
-        .backend = &moe_backend_cpu,
+        .backend = worker_backend,
         .device = w->device,
         .layers = w->layers,
         .specs = w->specs,

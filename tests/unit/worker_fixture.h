@@ -39,6 +39,10 @@ struct worker {
     struct moe_models *models;       /* gets them, too; NULL = none */
 };
 
+/* Runs the engine's steps: the CPU's, or a table of a test that calls it. Set it before
+ * worker_open. */
+extern const struct moe_backend *worker_backend;
+
 void worker_open(struct worker *w); /* no view yet */
 /* The same, and an engine that shows its progress and beats. `p` outlives the worker. */
 void worker_open_watched(struct worker *w, struct moe_progress *p);

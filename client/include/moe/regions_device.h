@@ -64,9 +64,8 @@ struct moe_status moe_session_lend(struct moe_client_session *s,
 void moe_session_take_back(struct moe_client_session *s, const struct moe_client_entry *e);
 
 /* The status of the result `word` that the device read in the ring, with the worker's text and
- * `answer` if the worker has reported them and no later request is in the entry. `answer` may be
- * NULL.
- */
+ * `answer` if the worker has reported them and no later request is in the entry. The report may
+ * come some microseconds after the result: waits for it. `answer` may be NULL. */
 struct moe_status moe_session_result(struct moe_client_session *s, const struct moe_client_entry *e,
                                      uint64_t word,
                                      struct moe_client_session_answer *answer) MOE_CHECKED;

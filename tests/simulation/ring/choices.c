@@ -75,11 +75,12 @@ static void offer_honest(struct choices *to)
     for (uint32_t e = 0; e < MOE_RING_ENTRIES; e++) {
         const struct moe_ring_device_entry *lane = &w.lanes[e];
         bool idle = is_free(e), waits = w.callers[HONEST].waiting[e];
-        offer(to, idle && w.lent[8 * e + 4], REUSE, e, 0);
+        offer(to, memory_is_free(e) && w.lent[8 * e + 4], REUSE, e, 0);
         if (w.by_device) { /* a stream sleeps until it sees the signal; it submits in any case */
             waits = lane->waiting != 0 || lane->refused != 0;
             idle = !waits;
         }
+        idle = idle && (!w.one_memory || memory_is_free(e));
         offer(to, idle && w.left.requests[HONEST] > 0, SUBMIT, e, 0);
         offer(to, waits && (!w.by_device || w.rings[HONEST].ends[e] != 0), POLL, e, 0);
     }
@@ -235,7 +236,7 @@ void check_rest(void)
         check(!w.jobs[i].used, "every request ends");
     for (uint32_t c = 0; c < CLIENTS; c++) {
         check(!w.leaving[c] || !w.joined[c], "a client that has left is forgotten");
-        check(w.joined[c] || (!w.mapped[c][0] && !w.mapped[c][1]),
+        check(w.joined[c] || (!w.ring_mapped[c] && !w.mapped[c][0] && !w.mapped[c][1]),
               "no memory of a client that has left is mapped");
     }
 }

@@ -2,26 +2,33 @@
 /* The acts of both clients: one keeps the rules, one writes what it likes to its memory. */
 #include "simulation/world.h"
 
+/* The place of an entry's rows. */
+static uint32_t place_of(uint32_t client, uint32_t entry)
+{
+    return client == HONEST && w.one_memory ? 0 : entry;
+}
+
 static struct moe_ring_request request_of(uint32_t client, uint32_t entry)
 {
+    const uint32_t at = 32 * place_of(client, entry);
     struct moe_ring_request q = {.tokens = PARTS, .hidden = 1, .dtype = MOE_DTYPE_F32};
     uint32_t region = w.clients[client].region;
     q.tensors[MOE_RING_X] =
-        (struct moe_ring_tensor){.region = region, .offset = 32 * entry, .bytes = 4 * PARTS};
+        (struct moe_ring_tensor){.region = region, .offset = at, .bytes = 4 * PARTS};
     q.tensors[MOE_RING_Y] =
-        (struct moe_ring_tensor){.region = region, .offset = 32 * entry + 16, .bytes = 4 * PARTS};
+        (struct moe_ring_tensor){.region = region, .offset = at + 16, .bytes = 4 * PARTS};
     return q;
 }
 
 uint32_t *x_of(uint32_t client, uint32_t entry)
 {
-    return &w.memory[client][8 * entry];
+    return &w.memory[client][8 * place_of(client, entry)];
 }
 
 void lend(uint32_t entry, bool lent)
 {
     for (uint32_t t = 0; t < PARTS; t++)
-        w.lent[8 * entry + 4 + t] = lent;
+        w.lent[8 * place_of(HONEST, entry) + 4 + t] = lent;
 }
 
 /* The daemon has completed the last request of an entry of the honest client's device. */
@@ -73,6 +80,14 @@ bool is_free(uint32_t entry)
 {
     return w.by_device ? w.lanes[entry].waiting == 0 && lane_is_done(entry)
                        : moe_ring_caller_is_free(&w.callers[HONEST], entry);
+}
+
+bool memory_is_free(uint32_t entry)
+{
+    bool all = is_free(entry);
+    for (uint32_t e = 0; e < MOE_RING_ENTRIES; e++)
+        all = all && (!w.one_memory || is_free(e));
+    return all;
 }
 
 void poll_result(uint32_t entry)

@@ -58,18 +58,33 @@ static void scatter(struct job *j, uint32_t part)
 
 /* --------------------------------------------------------------- the daemon's acts */
 
-static void complete(uint32_t client, uint32_t entry, struct moe_status st)
+/* `by_device`: it has the completion already. */
+static void complete(uint32_t client, uint32_t entry, struct moe_status st, bool by_device)
 {
     struct moe_ring_details details = {.reason = st.reason};
     const struct moe_ring_server *s = &w.servers[client];
-    check(w.joined[client], "a ring is mapped while a request of it is in flight");
+    check(w.ring_mapped[client], "a ring is mapped while a request of it is in flight");
     uint64_t word = w.rings[client].completed[entry].word;
     check(client != HONEST || moe_ring_sequence_of(word) != s->taken[entry] ||
               moe_ring_code_of(word) == st.code,
           "a request has one result");
+    if (by_device) {
+        check(st.code == MOE_OK, "a request that a device has completed has succeeded");
+        (void)moe_ring_server_add_details(&w.servers[client], entry, &details);
+        return;
+    }
     (void)moe_ring_server_complete(&w.servers[client], entry, st.code, &details);
     if (moe_guard_is_off(MOE_GUARD_ENDS_ARE_SIGNALLED))
         w.rings[client].ends[entry] = 0;
+}
+
+/* The client may use memory of a request again that the host has not ended yet. */
+static bool ends_soon(uint32_t client)
+{
+    bool found = false;
+    for (uint32_t i = 0; i < JOBS; i++)
+        found = found || (w.jobs[i].used && w.jobs[i].client == client && w.jobs[i].completed);
+    return found;
 }
 
 void take(uint32_t client)
@@ -84,8 +99,13 @@ void take(uint32_t client)
     struct moe_status st = moe_ring_check(&q, &layer);
     if (!moe_failed(&st))
         st = moe_regions_take(&w.regions, client, q.tensors, at, &use);
+    if (st.reason == MOE_REASON_REGION_OVERLAP &&
+        !MOE_GUARD(COMPLETED_MEMORY_IS_FREE, !ends_soon(client))) {
+        moe_ring_server_give_back(&w.servers[client], entry);
+        return;
+    }
     if (moe_failed(&st)) {
-        complete(client, entry, st);
+        complete(client, entry, st, false);
         return;
     }
     struct job *j = &w.jobs[free_job];
@@ -97,7 +117,7 @@ void take(uint32_t client)
     j->parts = w.parts;
     memcpy(j->at, at, sizeof at);
     memcpy(j->tensors, q.tensors, sizeof q.tensors);
-    j->good = moe_ring_server_good(&w.servers[client], entry, &j->good_at);
+    j->good = moe_ring_server_good(&w.servers[client], entry);
     for (uint32_t i = 0; i < JOBS; i++) {
         const struct job *other = &w.jobs[i];
         uintptr_t mine = (uintptr_t)at[MOE_RING_Y], theirs = (uintptr_t)other->at[MOE_RING_Y];
@@ -114,6 +134,16 @@ static uint32_t steps_of(uint32_t job)
     return n;
 }
 
+static bool completes(const struct job *j, uint32_t part)
+{
+    const uint32_t each = PARTS / j->parts; /* tokens */
+    struct moe_request_part p = {
+        .first = part * each, .count = each, .tokens = PARTS, .failed = j->failed};
+    for (uint32_t i = 0; i < j->parts; i++)
+        p.finished += j->part[i] == PART_ENDED ? each : 0;
+    return moe_part_completes(&p);
+}
+
 void begin(uint32_t job, uint32_t part, struct step *s)
 {
     struct job *j = &w.jobs[job];
@@ -125,8 +155,11 @@ void begin(uint32_t job, uint32_t part, struct step *s)
         return;
     }
     j->part[part] = PART_RUNS;
-    *s = (struct step){
-        .state = STEP_RUNS, .job = (uint8_t)job, .part = (uint8_t)part, .order = w.order++ % 4};
+    *s = (struct step){.state = STEP_RUNS,
+                       .job = (uint8_t)job,
+                       .part = (uint8_t)part,
+                       .order = w.order++ % 4,
+                       .completes = completes(j, part)};
 }
 
 static void rows_of(const struct step *s)
@@ -139,28 +172,19 @@ static void rows_of(const struct step *s)
 void finish(struct step *s, enum step_state outcome)
 {
     struct job *j = &w.jobs[s->job];
-    struct moe_ring_part part = {.succeeded = outcome != STEP_ABORTED,
-                                 .tokens_ok = outcome != STEP_BAD_TOKEN,
-                                 .is_last = true,
-                                 .earlier_good = !j->failed};
-    for (uint32_t i = 0; i < j->parts; i++)
-        part.is_last = part.is_last && (i == s->part || j->part[i] != PART_QUEUED);
-    for (uint32_t i = 0; i < STEPS; i++) { /* the other step: earlier, or still to come */
-        const struct step *o = &w.steps[i];
-        if (o == s || o->state == STEP_NONE || o->job != s->job)
-            continue;
-        part.is_last = part.is_last && o->state != STEP_RUNS;
-        part.earlier_good = part.earlier_good && o->state == STEP_GOOD;
-    }
+    const bool good = MOE_GUARD(GOOD_NEEDS_THE_STEP, outcome != STEP_ABORTED) &&
+                      MOE_GUARD(GOOD_NEEDS_ALL_TOKENS, outcome != STEP_BAD_TOKEN);
     s->state = outcome;
     if (!w.has_device)
         return;
     if (outcome == STEP_GOOD)
         rows_of(s);
-    if (moe_ring_device_completes(&part)) {
-        w.rings[j->client].ends[j->entry] = !moe_guard_is_off(MOE_GUARD_ENDS_ARE_SIGNALLED);
-        __atomic_store_n(j->good_at, j->good, __ATOMIC_RELEASE);
-    }
+    if (!s->completes || !good)
+        return;
+    check(w.ring_mapped[j->client], "a ring is mapped as long as a device may store to it");
+    j->completed = true;
+    *j->good.signal = !moe_guard_is_off(MOE_GUARD_ENDS_ARE_SIGNALLED);
+    __atomic_store_n(j->good.word, j->good.value, __ATOMIC_RELEASE);
 }
 
 void reap(struct step *s)
@@ -217,7 +241,7 @@ void settle(struct job *j)
     if (!there)
         return;
     moe_regions_put(&w.regions, j->client, j->use);
-    complete(j->client, j->entry, st);
+    complete(j->client, j->entry, st, j->completed);
 }
 
 void end_view(void)
@@ -266,6 +290,8 @@ void unmap(void)
     if (!moe_regions_unused(&w.regions, &number, &client, &base, &bytes))
         return;
     for (uint32_t c = 0; c < CLIENTS; c++) {
+        if (w.clients[c].ring == number)
+            w.ring_mapped[c] = false;
         if (w.clients[c].region == number)
             w.mapped[c][0] = false;
         if (w.clients[c].alias == number)

@@ -2,9 +2,8 @@
 /* Every guard (base/guard.h) of the rings and regions, and the promise that breaks without it.
  * X(name, promise); `ring_sim --guards` switches each off in turn. */
 
-/* regions/ring.h */
-X(GOOD_NEEDS_THE_STEP, "a device completes no request of a step that failed")
-X(GOOD_NEEDS_ALL_TOKENS, "a device completes no request with a token that failed")
+/* schedule/completion.h */
+X(GOOD_NEEDS_EARLIER_PARTS, "a device completes no request with an earlier part that is not good")
 X(GOOD_NEEDS_THE_LAST_PART, "a device completes a request at its last part")
 
 /* regions/server.c */
@@ -28,7 +27,11 @@ X(OUTPUTS_ARE_APART, "no two requests in flight write the same byte")
 X(MEMORY_IS_ONE_REGION, "no two regions of a client are the same memory")
 X(CLIENTS_STAY_UNTIL_EMPTY, "a connection ends after the last access to the client's memory")
 
-/* The simulation's: rules for the threads of a daemon, which call the rooms above. */
+/* The simulation's: rules for the device and the threads of a daemon, which call the rooms above.
+ */
+X(GOOD_NEEDS_THE_STEP, "a device completes no request of a step that failed")
+X(GOOD_NEEDS_ALL_TOKENS, "a device completes no request with a token that failed")
+X(COMPLETED_MEMORY_IS_FREE, "memory of a request that a device has completed serves the next one")
 X(A_REQUEST_IS_READ_ONCE, "the daemon uses what it has checked")
 X(A_RUN_READS_THE_SNAPSHOT, "a step that runs again uses the rows that were checked")
 X(A_NEW_VIEW_WAITS, "no step of an old view writes once the next view runs")

@@ -88,16 +88,22 @@ static const struct {
     const char *name;
     struct limits limits;
     uint8_t parts;
+    bool one_memory;
 } worlds[] = {
-    {"an end of a view and a release", {.requests = {2}, .aborts = 1, .releases = 1}, 1},
-    {"two parts, and an end of a view", {.requests = {1}, .aborts = 1, .releases = 1}, 2},
-    {"a bad token and two parts", {.requests = {1}, .bad_tokens = 1, .aborts = 1}, 2},
-    {"a death and a release", {.requests = {2}, .deaths = 1, .releases = 1}, 1},
-    {"a connection that the daemon ends", {.requests = {1}, .kicks = 1, .closes = 1}, 1},
-    {"an unregistration", {.requests = {2}, .closes = 1, .releases = 1}, 1},
-    {"a rogue", {.requests = {1, 2}, .rogue_writes = 1, .registrations = 1}, 1},
-    {"a rogue, and an end of a view", {.requests = {0, 1}, .rogue_writes = 1, .aborts = 1}, 1},
-    {"a rogue that dies", {.requests = {1, 1}, .deaths = 1, .closes = 1}, 1},
+    {"an end of a view and a release", {.requests = {2}, .aborts = 1, .releases = 1}, 1, false},
+    {"two parts, and an end of a view", {.requests = {1}, .aborts = 1, .releases = 1}, 2, false},
+    {"a bad token and two parts", {.requests = {1}, .bad_tokens = 1, .aborts = 1}, 2, false},
+    {"a death and a release", {.requests = {2}, .deaths = 1, .releases = 1}, 1, false},
+    {"a connection that the daemon ends", {.requests = {1}, .kicks = 1, .closes = 1}, 1, false},
+    {"an unregistration", {.requests = {2}, .closes = 1, .releases = 1}, 1, false},
+    {"a rogue", {.requests = {1, 2}, .rogue_writes = 1, .registrations = 1}, 1, false},
+    {"a rogue, and an end of a view",
+     {.requests = {0, 1}, .rogue_writes = 1, .aborts = 1},
+     1,
+     false},
+    {"a rogue that dies", {.requests = {1, 1}, .deaths = 1, .closes = 1}, 1, false},
+    {"memory in turns, and an end of a view", {.requests = {2}, .aborts = 1}, 1, true},
+    {"memory in turns, and a release", {.requests = {2}, .releases = 1}, 1, true},
 };
 
 static bool run_all(bool quiet)
@@ -106,7 +112,11 @@ static bool run_all(bool quiet)
         for (int device = 0; device < 4; device++) {
             memset(seen, 0, sizeof *seen << SEEN_BITS);
             states = 0;
-            create(&worlds[i].limits, worlds[i].parts, device % 2 == 1, device >= 2);
+            const struct kind kind = {.parts = worlds[i].parts,
+                                      .has_device = device % 2 == 1,
+                                      .by_device = device >= 2,
+                                      .one_memory = worlds[i].one_memory};
+            create(&worlds[i].limits, &kind);
             bool good = explore(0);
             if (!quiet || !good)
                 printf("%s, %s%s: %zu states%s%s\n", worlds[i].name,
@@ -133,7 +143,11 @@ static bool run_seed(uint64_t seed)
                             .kicks = (uint8_t)rng_below(&r, 2),
                             .closes = (uint8_t)rng_below(&r, 3),
                             .registrations = (uint8_t)rng_below(&r, 2)};
-    create(&limits, (uint8_t)rng_range(&r, 1, PARTS), rng_chance(&r, 50), rng_chance(&r, 50));
+    const struct kind kind = {.parts = (uint8_t)rng_range(&r, 1, PARTS),
+                              .has_device = rng_chance(&r, 50),
+                              .by_device = rng_chance(&r, 50),
+                              .one_memory = rng_chance(&r, 25)};
+    create(&limits, &kind);
     for (uint32_t n = 0, idle = 0; idle < 400 && n < 4000 && broken == NULL; n++) {
         struct choices choices;
         find_choices(&choices);

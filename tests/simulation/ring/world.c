@@ -37,17 +37,31 @@ void add_region(uint32_t c, bool is_alias)
     *(is_alias ? &w.clients[c].alias : &w.clients[c].region) = number;
 }
 
-void create(const struct limits *limits, uint8_t parts, bool has_device, bool by_device)
+static void add_ring(uint32_t c)
+{
+    const struct moe_region_spec spec = {.name = "ring",
+                                         .bytes = sizeof w.rings[c],
+                                         .charge = 1,
+                                         .inode = CLIENTS + c + 1,
+                                         .is_ring = true};
+    struct moe_status st = moe_regions_reserve(&w.regions, c, &spec, &w.clients[c].ring);
+    check(!moe_failed(&st), "a client can have a ring");
+    moe_regions_commit(&w.regions, w.clients[c].ring, &w.rings[c]);
+    w.ring_mapped[c] = true;
+}
+
+void create(const struct limits *limits, const struct kind *kind)
 {
     const struct moe_regions_limits budget = {
-        .bytes = 1000, .identity_bytes = 500, .identity_clients = 1, .client_regions = 2};
+        .bytes = 1000, .identity_bytes = 500, .identity_clients = 1, .client_regions = 3};
     static const char *const names[CLIENTS] = {"honest", "rogue"};
     memset(&w, 0, sizeof w);
     broken = NULL;
     w.left = *limits;
-    w.parts = parts;
-    w.has_device = has_device;
-    w.by_device = by_device;
+    w.parts = kind->parts;
+    w.has_device = kind->has_device;
+    w.by_device = kind->by_device;
+    w.one_memory = kind->one_memory;
     w.view = true;
     moe_regions_init(&w.regions, &budget);
     for (uint32_t c = 0; c < CLIENTS; c++) {
@@ -57,6 +71,7 @@ void create(const struct limits *limits, uint8_t parts, bool has_device, bool by
         w.joined[c] = true;
         moe_ring_caller_init(&w.callers[c], &w.rings[c]);
         moe_ring_server_init(&w.servers[c], &w.rings[c]);
+        add_ring(c);
         add_region(c, false);
         w.clients[c].registered = true;
     }

@@ -9,6 +9,7 @@
 #include "regions/device_caller.h"
 #include "regions/registry.h"
 #include "regions/server.h"
+#include "schedule/completion.h"
 
 #include "moe/types.h"
 
@@ -34,8 +35,9 @@ struct job {
     struct moe_ring_tensor tensors[MOE_RING_ROLES];
     void *at[MOE_RING_ROLES];
     bool has_snapshot[PARTS];
-    uint32_t snapshot[PARTS]; /* the rows in the lane, and in host memory when a view has ended */
-    uint64_t good, *good_at;  /* what the device stores */
+    uint32_t snapshot[PARTS];  /* the rows in the lane, and in host memory when a view has ended */
+    struct moe_ring_good good; /* what the device stores */
+    bool completed;            /* the device has, and the daemon knows it: the receipt */
 };
 
 enum step_state { STEP_NONE, STEP_RUNS, STEP_GOOD, STEP_BAD_TOKEN, STEP_ABORTED, STEP_LATE_ROWS };
@@ -43,6 +45,7 @@ enum step_state { STEP_NONE, STEP_RUNS, STEP_GOOD, STEP_BAD_TOKEN, STEP_ABORTED,
 struct step {
     enum step_state state;
     bool aborting, forgotten; /* its view ended; the host does not wait for it */
+    bool completes;           /* it carries the job's completion */
     uint8_t job, part;
     uint32_t order;
 };
@@ -55,8 +58,8 @@ struct limits {
 
 struct client {
     bool dead, registered, closing, saw_end;
-    uint32_t region, alias; /* numbers; 0 = none */
-    uint8_t made;           /* requests */
+    uint32_t region, alias, ring; /* numbers; 0 = none */
+    uint8_t made;                 /* requests */
     uint32_t value[MOE_RING_ENTRIES];
 };
 
@@ -67,7 +70,8 @@ struct world {
     bool excused; /* something has happened for which a request may fail */
     struct client clients[CLIENTS];
     struct moe_ring_caller callers[CLIENTS];
-    bool by_device; /* the honest client's device submits and waits */
+    bool by_device;  /* the honest client's device submits and waits */
+    bool one_memory; /* the honest client has one x and one y for all entries, in turns */
     struct moe_ring_device_entry lanes[MOE_RING_ENTRIES];
     uint32_t memory[CLIENTS][CELLS];
     bool lent[CELLS]; /* of the honest client: the daemon may write */
@@ -75,7 +79,8 @@ struct world {
     /* the daemon */
     struct moe_ring_server servers[CLIENTS];
     struct moe_regions regions;
-    bool mapped[CLIENTS][2], joined[CLIENTS], leaving[CLIENTS]; /* the region and its alias */
+    bool mapped[CLIENTS][2]; /* the region and its alias */
+    bool ring_mapped[CLIENTS], joined[CLIENTS], leaving[CLIENTS];
     uint32_t order, unmapped; /* number of the region that is being unmapped; 0 = none */
     struct job jobs[JOBS];
     struct step steps[STEPS];
@@ -97,8 +102,13 @@ void check(bool holds, const char *promise);
 void *base_of(uint32_t client);
 /* A client registers its memory, or its memory again under another name. */
 void add_region(uint32_t c, bool is_alias);
-/* A new world. `parts`: of each request; `by_device`: the honest client has a device. */
-void create(const struct limits *limits, uint8_t parts, bool has_device, bool by_device);
+/* How a world is made. */
+struct kind {
+    uint8_t parts;   /* of each request */
+    bool has_device; /* the daemon has one, which completes requests */
+    bool by_device, one_memory;
+};
+void create(const struct limits *limits, const struct kind *kind);
 
 /* --------------------------------------------------------------------- daemon.c */
 
@@ -142,6 +152,8 @@ uint32_t *x_of(uint32_t client, uint32_t entry);
 void lend(uint32_t entry, bool lent);
 void submit(uint32_t entry);
 bool is_free(uint32_t entry);
+/* The memory of an entry is the honest client's: no request uses it. */
+bool memory_is_free(uint32_t entry);
 /* Checks the result of an entry, if it has come. */
 void poll_result(uint32_t entry);
 struct moe_ring_request rogue_request(enum rogue kind, uint32_t entry);
