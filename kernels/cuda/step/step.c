@@ -10,7 +10,8 @@
  * were enqueued.
  *
  * Rows come in on one stream, are computed on another and leave on a third. Each stream waits for
- * an event of the one before, so the copies of two steps overlap computation. A step slot has what
+ * an event of the one before, so the copies of two steps overlap computation. The rows of a step
+ * with no other one before it come in on the second stream. A step slot has what
  * belongs to one step. Scratch is shared, because steps are computed one after another. Memory
  * grows with the largest step seen, so a steady step allocates nothing. */
 #include "cuda/step/step.h"
@@ -353,6 +354,13 @@ static struct moe_cuda_segment_rows segment_rows(const struct moe_step *step)
                                           .weights = tensor(step, at->weights)};
 }
 
+/* Where rows come in. With no other step unfinished, nothing is left to overlap. Then they come in
+ * on the stream of the stages, which saves an event between two streams. */
+static cudaStream_t stream_in(const struct moe_step *step, const struct moe_device *device)
+{
+    return step->is_alone ? device->compute : device->copy_in;
+}
+
 /* Segments come in by a kernel, the tensors of a step without segments by copies. */
 static struct moe_status enqueue_copy_in(struct moe_step *step, struct moe_device *device)
 {
@@ -360,7 +368,7 @@ static struct moe_status enqueue_copy_in(struct moe_step *step, struct moe_devic
     const struct moe_cuda_segment_rows segments = segment_rows(step);
     size_t pairs = (size_t)a->tokens * a->layer->spec.router.top_k;
     size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
-    cudaStream_t in = device->copy_in;
+    cudaStream_t in = stream_in(step, device);
     MOE_TRY(MOE_CUDA(cudaEventRecord(step->begun, in)));
     MOE_TRY(copy(step->on_device, step->upload,
                  sizeof *step->upload + step->segments * sizeof step->upload->segments[0], in));
@@ -373,6 +381,8 @@ static struct moe_status enqueue_copy_in(struct moe_step *step, struct moe_devic
         MOE_TRY(copy(tensor(step, step->at.weights_in), a->weights_in,
                      pairs * sizeof *a->weights_in, in));
     }
+    if (step->is_alone)
+        return moe_ok();
     MOE_TRY(MOE_CUDA(cudaEventRecord(step->came_in, in)));
     return MOE_CUDA(cudaStreamWaitEvent(device->compute, step->came_in, 0));
 }

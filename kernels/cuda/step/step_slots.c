@@ -133,12 +133,17 @@ struct moe_status moe_cuda_steps_idle(struct moe_cuda_steps *steps)
 struct moe_status moe_cuda_step_slot_take(struct moe_cuda_steps *steps, struct moe_step **out)
 {
     struct moe_step *step = NULL;
+    bool is_alone = true;
     moe_mutex_lock(&steps->lock);
-    for (uint32_t i = 0; i < MOE_CUDA_STEP_SLOTS && step == NULL; i++)
-        if (!steps->step_slot[i].taken)
+    for (uint32_t i = 0; i < MOE_CUDA_STEP_SLOTS; i++) {
+        is_alone = is_alone && !steps->step_slot[i].taken;
+        if (step == NULL && !steps->step_slot[i].taken)
             step = &steps->step_slot[i];
-    if (step != NULL)
+    }
+    if (step != NULL) {
         step->taken = true;
+        step->is_alone = is_alone;
+    }
     moe_mutex_unlock(&steps->lock);
     if (step == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,

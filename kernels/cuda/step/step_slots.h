@@ -45,6 +45,7 @@ struct moe_step {
     struct moe_cuda_steps *owner;
     struct moe_step_args args;
     bool taken;
+    bool is_alone;         /* when it was taken, no other step was unfinished */
     uint32_t begun_stages; /* as last seen */
     bool retains;          /* has room for what a backward pass can use (retain.h) */
     /* A task of the executor makes the pass, or starts the forward step after earlier tasks. */
