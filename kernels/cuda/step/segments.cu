@@ -19,6 +19,7 @@ namespace
 constexpr unsigned THREADS = 256;
 constexpr uint32_t MAX_BLOCKS = 64; /* of each tensor: 1 MiB of loads under way */
 constexpr int LOADS = 4;            /* of a thread under way */
+constexpr size_t ARGUMENT = 3072;   /* bytes of an upload; all arguments of a kernel have 4096 */
 
 /* The tensors. A gather moves ROWS, then modes with IDS, and WEIGHTS; a scatter moves all. */
 enum tensor : uint32_t { ROWS, IDS, WEIGHTS, STATES, TENSORS };
@@ -112,12 +113,12 @@ __device__ void scatter_rows(const moe_cuda_segment_rows &r, const moe_step_segm
 }
 
 /* The segment of a token: the last one that begins at or before it. */
-__device__ uint32_t find(const moe_cuda_segment_rows &r, uint32_t token)
+__device__ uint32_t find(const moe_cuda_segment *segments, uint32_t count, uint32_t token)
 {
-    uint32_t low = 0, high = r.count;
+    uint32_t low = 0, high = count;
     while (high - low > 1) {
         uint32_t middle = low + (high - low) / 2;
-        if (r.segments[middle].first <= token)
+        if (segments[middle].first <= token)
             low = middle;
         else
             high = middle;
@@ -137,12 +138,29 @@ __device__ share share_of(const moe_cuda_segment_rows &r)
             static_cast<uint32_t>(tokens * (blockIdx.x + 1) / gridDim.x)};
 }
 
-__global__ void __launch_bounds__(THREADS) gather_kernel(const moe_cuda_segment_rows r)
+/* An upload as an argument. */
+struct argument {
+    uint32_t words; /* 0: it has been copied */
+    uint32_t segments;
+    uint64_t *to;
+    uint64_t word[ARGUMENT / sizeof(uint64_t)];
+};
+
+/* Kernels that follow find the upload in device memory; this one reads its argument. */
+__global__ void __launch_bounds__(THREADS)
+    gather_kernel(const __grid_constant__ moe_cuda_segment_rows r,
+                  const __grid_constant__ argument a)
 {
+    const auto *here = reinterpret_cast<const char *>(a.word) + a.segments;
+    const moe_cuda_segment *segments =
+        a.words != 0 ? reinterpret_cast<const moe_cuda_segment *>(here) : r.segments;
     share mine = share_of(r);
-    for (uint32_t i = find(r, mine.row); mine.row < mine.end; i++) {
-        const moe_step_segment s = r.segments[i].at;
-        const uint32_t own = mine.row - r.segments[i].first;
+    if (blockIdx.x == 0 && blockIdx.y == ROWS)
+        for (uint32_t i = threadIdx.x; i < a.words; i += THREADS)
+            a.to[i] = a.word[i];
+    for (uint32_t i = find(segments, r.count, mine.row); mine.row < mine.end; i++) {
+        const moe_step_segment s = segments[i].at;
+        const uint32_t own = mine.row - segments[i].first;
         const uint32_t n = min(mine.end - mine.row, s.tokens - own);
         gather_rows(r, s, mine.row, own, n);
         mine.row += n;
@@ -194,7 +212,7 @@ __global__ void __launch_bounds__(THREADS) scatter_kernel(const moe_cuda_segment
         r.completes && blockIdx.x == 0 && blockIdx.y == STATES && threadIdx.x == THREADS - 1;
     const uint32_t outcome = looks ? __ldcv(&r.outcome->code) : MOE_CUDA_PASS_GOOD;
     share mine = share_of(r);
-    for (uint32_t i = find(r, mine.row); mine.row < mine.end; i++) {
+    for (uint32_t i = find(r.segments, r.count, mine.row); mine.row < mine.end; i++) {
         const moe_step_segment s = r.segments[i].at;
         const uint32_t own = mine.row - r.segments[i].first;
         const uint32_t n = min(mine.end - mine.row, s.tokens - own);
@@ -235,10 +253,22 @@ extern "C" uint32_t moe_cuda_segments_list(const struct moe_step_args *args,
 }
 
 extern "C" struct moe_status moe_cuda_segments_gather(const struct moe_cuda_segment_rows *rows,
+                                                      const struct moe_cuda_segments_upload *upload,
                                                       cudaStream_t stream)
 {
     const uint32_t tensors = rows->modes ? STATES : IDS; /* all before that one */
-    gather_kernel<<<grid_of(rows, tensors), THREADS, 0, stream>>>(*rows);
+    argument a;
+    a.words = 0;
+    a.segments = static_cast<uint32_t>(upload->segments);
+    a.to = static_cast<uint64_t *>(upload->to);
+    if (upload->bytes <= ARGUMENT) {
+        memcpy(a.word, upload->from, upload->bytes);
+        a.words = static_cast<uint32_t>(upload->bytes / sizeof a.word[0]);
+    } else {
+        MOE_TRY(MOE_CUDA(cudaMemcpyAsync(upload->to, upload->from, upload->bytes,
+                                         cudaMemcpyHostToDevice, stream)));
+    }
+    gather_kernel<<<grid_of(rows, tensors), THREADS, 0, stream>>>(*rows, a);
     return MOE_LAUNCHED("gather_segments");
 }
 

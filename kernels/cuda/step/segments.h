@@ -47,8 +47,18 @@ struct moe_cuda_segment_rows {
 uint32_t moe_cuda_segments_list(const struct moe_step_args *args, struct moe_cuda_segment *out,
                                 bool *completes);
 
-/* Enqueues x and, with `modes`, modes, ids_in and weights_in of all segments, into the tensors. */
+/* What the host gives a step's kernels; it ends with the segments. */
+struct moe_cuda_segments_upload {
+    const void *from; /* memory of the host */
+    void *to;         /* device memory */
+    size_t bytes;     /* a multiple of 8 */
+    size_t segments;  /* offset of the first segment */
+};
+
+/* Enqueues the upload; then x and, with `modes`, modes, ids_in and weights_in of all segments, into
+ * the tensors. A small upload is an argument of the kernel: a copy would cost some microseconds. */
 struct moe_status moe_cuda_segments_gather(const struct moe_cuda_segment_rows *rows,
+                                           const struct moe_cuda_segments_upload *upload,
                                            cudaStream_t stream) MOE_CHECKED;
 /* Enqueues y, ids, weights and token states, to those segments that want them; then completions. */
 struct moe_status moe_cuda_segments_scatter(const struct moe_cuda_segment_rows *rows,

@@ -366,14 +366,19 @@ static struct moe_status enqueue_copy_in(struct moe_step *step, struct moe_devic
 {
     const struct moe_step_args *a = &step->args;
     const struct moe_cuda_segment_rows segments = segment_rows(step);
+    const struct moe_cuda_segments_upload upload = {
+        .from = step->upload,
+        .to = step->on_device,
+        .bytes = sizeof *step->upload + step->segments * sizeof step->upload->segments[0],
+        .segments = offsetof(struct moe_cuda_step_upload, segments)};
     size_t pairs = (size_t)a->tokens * a->layer->spec.router.top_k;
     size_t rows = (size_t)a->tokens * a->layer->spec.hidden * moe_dtype_bytes(a->dtype);
     cudaStream_t in = stream_in(step, device);
     MOE_TRY(MOE_CUDA(cudaEventRecord(step->begun, in)));
-    MOE_TRY(copy(step->on_device, step->upload,
-                 sizeof *step->upload + step->segments * sizeof step->upload->segments[0], in));
     if (step->segments > 0)
-        MOE_TRY(moe_cuda_segments_gather(&segments, in));
+        MOE_TRY(moe_cuda_segments_gather(&segments, &upload, in));
+    else
+        MOE_TRY(copy(step->on_device, step->upload, sizeof *step->upload, in));
     MOE_TRY(copy(tensor(step, step->at.x), a->x, rows, in));
     if (a->mode != NULL) {
         MOE_TRY(copy(tensor(step, step->at.mode), a->mode, a->tokens, in));

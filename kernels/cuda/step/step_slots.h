@@ -24,12 +24,16 @@ struct moe_cuda_step_scratch {
     size_t logits, hidden, base, shared, products, bytes;
 };
 
-/* What the host copies to the device for a step, in one copy. */
+/* What the host gives the device for a step: an argument of the gather, or one copy. */
 struct moe_cuda_step_upload {
     struct moe_cuda_step_params params;
     struct moe_cuda_scatter scatter;    /* zeros */
     struct moe_cuda_segment segments[]; /* as many as the session has tokens */
 };
+
+_Static_assert(sizeof(struct moe_cuda_step_upload) % 8 == 0 &&
+                   sizeof(struct moe_cuda_segment) % 8 == 0,
+               "an upload is moved in words of 8 bytes");
 
 /* What the device stores for the host. */
 struct moe_cuda_step_message {
