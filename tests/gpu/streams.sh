@@ -55,5 +55,7 @@ for class in Streams PeerStreams; do
     streams "${class}_times" 150 $class.test_times
     grep -hE '^ *[0-9]+ |^tokens|^client on' "$logs/${class}_times.log"
 done
+PYTHONPATH="$build/python${PYTHONPATH:+:$PYTHONPATH}" step python 200 "${MOE_PYTHON:-python3}" -B \
+    "$here/python_streams.py" "$build" "$here/../golden/models"
 echo "$failed steps failed; logs in $logs"
 [ "$failed" -eq 0 ]

@@ -249,6 +249,20 @@ class SharedMemory(unittest.TestCase):
             self.assertLessEqual(mappings(pid), 4)
             del big
 
+    @unittest.skipIf(os.path.exists("/dev/nvidiactl"), "see tests/gpu/python_streams.py")
+    def test_memory_of_a_gpu_needs_a_gpu(self):
+        with self.client.open_regions() as regions:
+            with self.assertRaises(moed.MoeError) as caught:
+                regions.on_device(0)
+            self.assertEqual((caught.exception.code, caught.exception.reason),
+                             (grpc.StatusCode.FAILED_PRECONDITION, "UNSUPPORTED"))
+            print("    " + caught.exception.message)
+            x, y = self.filled(regions, 2)
+            regions.forward(0, x, y)
+        with self.assertRaises(moed.MoeError) as caught:
+            regions.on_device(0)
+        self.assertEqual(caught.exception.message, "the session has been closed")
+
     def test_a_client_ends_its_regions(self):
         with moed.Client(self.g.endpoint, transport="native") as client:
             regions = client.open_regions()

@@ -40,6 +40,7 @@ from ._answers import (Checkpoint, CheckpointInfo, ForwardResult, Gradients, Lay
                        RegionAnswer, StepResult, TrainState)
 from ._async import AsyncClient, AsyncStream
 from ._client import Client
+from ._device_regions import DeviceRegions, StreamRequest
 from ._dtypes import bf16, f32
 from ._errors import MoeError
 from ._regions import RegionRequest, Regions
@@ -48,8 +49,8 @@ from ._stream import Stream
 from ._version import __version__
 
 __all__ = [
-    "AsyncClient", "AsyncStream", "Checkpoint", "CheckpointInfo", "Client", "ForwardResult",
-    "Gradients", "Layer", "MoeError", "RegionAnswer", "RegionRequest", "Regions", "ServerInfo",
-    "StepResult", "Stream", "TrainState", "__version__", "bf16", "f32", "read_safetensors",
-    "write_safetensors",
+    "AsyncClient", "AsyncStream", "Checkpoint", "CheckpointInfo", "Client", "DeviceRegions",
+    "ForwardResult", "Gradients", "Layer", "MoeError", "RegionAnswer", "RegionRequest", "Regions",
+    "ServerInfo", "StepResult", "Stream", "StreamRequest", "TrainState", "__version__", "bf16",
+    "f32", "read_safetensors", "write_safetensors",
 ]

@@ -92,7 +92,7 @@ class ForwardResult:
 
 @_record
 class RegionAnswer:
-    """RegionRequest.answer: how a request through shared memory was computed.
+    """RegionRequest.answer, StreamRequest.result: how a request through shared memory was computed.
 
     epoch, weights_version  as in ForwardResult
     stages  dict: "queue_ns" (until its first step began), "step_ns" (its last step) and
@@ -102,6 +102,13 @@ class RegionAnswer:
     epoch: int
     weights_version: int
     stages: dict
+
+    @classmethod
+    def of(cls, outcome):
+        """Of an outcome of moed._native."""
+        _, epoch, version, stages = outcome
+        names = ("queue_ns", "step_ns", "server_ns", "step_tokens", "steps")
+        return cls(epoch, version, dict(zip(names, stages)))
 
 
 @renamed_fields(used_saved="used_retained")

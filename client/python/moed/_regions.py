@@ -14,13 +14,13 @@ import numpy as np
 
 from . import _errors
 from ._answers import RegionAnswer
+from ._device_regions import DeviceRegions
 from ._dtypes import BFLOAT16
 from ._tensors import bits_of_torch, is_torch, torch_of_bits
 from ._wire import parts_number
 
 _IN_FLIGHT = 64  # requests of a session, as libmoeclient has it
 _F32, _BF16, _I32 = 1, 2, 0  # the first two as types_pb2.DataType
-_STAGES = ("queue_ns", "step_ns", "server_ns", "step_tokens", "steps")
 
 
 def _kind(dtype):
@@ -30,6 +30,12 @@ def _kind(dtype):
     if dtype == np.uint16 or (BFLOAT16 is not None and dtype == BFLOAT16):
         return _BF16
     return _I32 if dtype == np.int32 else None
+
+
+def _torch_kind(dtype):
+    """The same of a torch dtype."""
+    torch = sys.modules["torch"]
+    return {torch.float32: _F32, torch.bfloat16: _BF16, torch.int32: _I32}.get(dtype)
 
 
 def _is_two_bytes(tensor):
@@ -120,6 +126,18 @@ class Regions:
         array = array[:size].view(memory).reshape(shape)
         return array if torch_dtype is None else torch_of_bits(array, torch_dtype)
 
+    def on_device(self, device, spin=False):
+        """DeviceRegions: memory of a GPU of this host, and requests of its CUDA streams.
+
+        device  torch's number of it. The worker's GPU must reach it: the same one, or a peer
+        spin    a kernel polls for the end of a request, which is some microseconds faster. Only if
+                the worker has another GPU
+
+        Needs torch and libmoeclient_cuda. Raises MoeError (FAILED_PRECONDITION / UNSUPPORTED: there
+        is no such library, driver or device).
+        """
+        return DeviceRegions(self, device, spin)
+
     def _remember(self, address, size, region):
         with self._lock:
             left = [each for each in zip(*self._book) if each[1][1]() is not None]
@@ -132,24 +150,35 @@ class Regions:
         if tensor is None:
             return None, 0
         if is_torch(tensor):
-            if not tensor.is_contiguous() or tensor.device.type != "cpu":
-                raise ValueError("%s is not contiguous memory of the host" % name)
+            if not tensor.is_contiguous() or tensor.device.type not in ("cpu", "cuda"):
+                raise ValueError("%s is not contiguous memory of the host or of a GPU" % name)
+            if tensor.device.type == "cuda":
+                found = _torch_kind(tensor.dtype), tuple(tensor.shape)
+                self._check(name, tensor.dtype, found, (kind, shape))
+                return self._find(name, tensor.data_ptr(), tensor.numel() * tensor.element_size())
             tensor = bits_of_torch(tensor.detach())
         if not isinstance(tensor, np.ndarray):
             raise TypeError("%s is no array of Regions.allocate" % name)
-        if tensor.shape != shape or _kind(tensor.dtype) != kind:
-            raise ValueError("%s is %s %s, expected %s %s" % (
-                name, tensor.dtype, tensor.shape,
-                ("int32", "float32", "bfloat16")[kind], shape))
+        self._check(name, tensor.dtype, (_kind(tensor.dtype), tensor.shape), (kind, shape))
         if not tensor.flags.c_contiguous:
             raise ValueError("%s is not contiguous" % name)
-        if tensor.size == 0:
+        return self._find(name, tensor.__array_interface__["data"][0], tensor.nbytes)
+
+    @staticmethod
+    def _check(name, dtype, found, expected):
+        """`found` and `expected`: (kind, shape)."""
+        if found != expected:
+            raise ValueError("%s is %s %s, expected %s %s" % (
+                name, dtype, found[1], ("int32", "float32", "bfloat16")[expected[0]], expected[1]))
+
+    def _find(self, name, address, size):
+        """(Region, offset) of these bytes, or (None, 0) of none."""
+        if size == 0:
             return None, 0
-        address = tensor.__array_interface__["data"][0]
         starts, regions = self._book
         at = bisect.bisect_right(starts, address) - 1
         region = regions[at][1]() if at >= 0 else None
-        if region is None or address + tensor.nbytes > starts[at] + regions[at][0]:
+        if region is None or address + size > starts[at] + regions[at][0]:
             raise ValueError("%s is not in memory of these Regions" % name)
         return region, address - starts[at]
 
@@ -167,11 +196,21 @@ class Regions:
                  fail with FAILED_PRECONDITION unless the worker has these; 0: any
         parts    as of Client.forward
 
-        All tensors are in memory of these Regions. T = 0 is allowed. Raises MoeError
+        All tensors are in memory of these Regions, of the host or of a GPU (`on_device`): the work
+        that writes the inputs there has ended. T = 0 is allowed. Raises MoeError
         (RESOURCE_EXHAUSTED / QUEUE_FULL: take results first), ValueError, TypeError.
         """
         session = self._live_session()
         self._reap(session)
+        outcome = session.submit(*self._arguments(layer, x, y, topk_ids, topk_weights, ids, weights,
+                                                  epoch, weights_version, parts))
+        if outcome[0] != 0:
+            raise _errors.from_native(outcome)
+        return RegionRequest(self, outcome[1], y, (x, topk_ids, topk_weights, ids, weights))
+
+    def _arguments(self, layer, x, y, topk_ids, topk_weights, ids, weights, epoch, weights_version,
+                   parts):
+        """Those of Session.submit."""
         layer = self._client.find_layer(layer)
         kind = _BF16 if _is_two_bytes(x) else _F32
         tokens = len(x)
@@ -181,15 +220,11 @@ class Regions:
         if topk_weights is not None and topk_ids is None:
             raise ValueError("topk_weights needs topk_ids")
         parts = parts_number(parts, topk_ids is not None or ids is not None)
-        outcome = session.submit(
-            layer.layer, tokens, layer.hidden, kind, parts, epoch, weights_version,
-            *self._place("x", x, rows, kind), *self._place("topk_ids", topk_ids, pairs, _I32),
-            *self._place("topk_weights", topk_weights, pairs, _F32),
-            *self._place("y", y, rows, kind), *self._place("ids", ids, pairs, _I32),
-            *self._place("weights", weights, pairs, _F32))
-        if outcome[0] != 0:
-            raise _errors.from_native(outcome)
-        return RegionRequest(self, outcome[1], y, (x, topk_ids, topk_weights, ids, weights))
+        return (layer.layer, tokens, layer.hidden, kind, parts, epoch, weights_version,
+                *self._place("x", x, rows, kind), *self._place("topk_ids", topk_ids, pairs, _I32),
+                *self._place("topk_weights", topk_weights, pairs, _F32),
+                *self._place("y", y, rows, kind), *self._place("ids", ids, pairs, _I32),
+                *self._place("weights", weights, pairs, _F32))
 
     def forward(self, layer, x, y, topk_ids=None, topk_weights=None, **more):
         """submit(...).result()"""
@@ -264,8 +299,7 @@ class RegionRequest:
     def answer(self):
         """RegionAnswer of a pass that has succeeded; waits as `result` does."""
         self.result()
-        _, epoch, version, stages = self._outcome
-        return RegionAnswer(epoch, version, dict(zip(_STAGES, stages)))
+        return RegionAnswer.of(self._outcome)
 
     def __await__(self):
         if self.done():

@@ -3,7 +3,8 @@
 #include "native.h"
 
 PyTypeObject *moe_native_queue_type, *moe_native_client_type, *moe_native_stream_type,
-    *moe_native_session_type, *moe_native_region_type;
+    *moe_native_session_type, *moe_native_region_type, *moe_native_device_type,
+    *moe_native_device_request_type;
 
 PyObject *moe_native_failure(const struct moe_status *st)
 {
@@ -72,7 +73,9 @@ PyMODINIT_FUNC PyInit__native(void)
         !add_type(m, &moe_native_client_spec, &moe_native_client_type) ||
         !add_type(m, &moe_native_stream_spec, &moe_native_stream_type) ||
         !add_type(m, &moe_native_session_spec, &moe_native_session_type) ||
-        !add_type(m, &moe_native_region_spec, &moe_native_region_type)) {
+        !add_type(m, &moe_native_region_spec, &moe_native_region_type) ||
+        !add_type(m, &moe_native_device_spec, &moe_native_device_type) ||
+        !add_type(m, &moe_native_device_request_spec, &moe_native_device_request_type)) {
         Py_DECREF(m);
         return NULL;
     }

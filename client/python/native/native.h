@@ -56,11 +56,54 @@ struct call {
     MOE_GUARDED_BY(lock) bool waited; /* a thread waits for it: it does not go into the queue */
 };
 
+/* Memory of a Region object that has gone. */
+struct dead_region {
+    struct moe_client_region *handle;
+    struct dead_region *next;
+};
+
+struct session {
+    PyObject ob_base;
+    struct moe_client_session *handle;
+    struct client *client;
+    struct dead_region *dead; /* until the next `create`; with the GIL */
+};
+
+struct region {
+    PyObject ob_base;
+    struct moe_client_region *handle;
+    struct session *session;
+    bool in_device;            /* the host cannot access it */
+    struct dead_region *grave; /* owned; for the end of the object */
+    PyObject *weak_references;
+};
+
 /* Of the module; set once, when it is made. */
 extern PyTypeObject *moe_native_queue_type, *moe_native_client_type, *moe_native_stream_type,
-    *moe_native_session_type, *moe_native_region_type;
+    *moe_native_session_type, *moe_native_region_type, *moe_native_device_type,
+    *moe_native_device_request_type;
 extern PyType_Spec moe_native_queue_spec, moe_native_client_spec, moe_native_stream_spec,
-    moe_native_session_spec, moe_native_region_spec;
+    moe_native_session_spec, moe_native_region_spec, moe_native_device_spec,
+    moe_native_device_request_spec;
+
+/* False with an exception if the session is of the parent process. */
+bool moe_native_session_check(const struct session *s);
+/* Makes the memory of a new Region; runs without the GIL. */
+typedef struct moe_status (*moe_native_region_maker)(void *ctx, const char *name, size_t bytes,
+                                                     struct moe_client_region **out);
+/* (0, Region) or a failure; first gives back the memory of regions that have gone. NULL with an
+ * exception. */
+PyObject *moe_native_region_create(struct session *s, PyObject *args, moe_native_region_maker maker,
+                                   void *ctx, bool in_device);
+/* Reads the positional arguments of Session.submit: MOE_NATIVE_ARGS of them. The regions are
+ * borrowed. False with an exception. */
+enum { MOE_NATIVE_TENSORS = 6, MOE_NATIVE_NUMBERS = 7 };
+enum { MOE_NATIVE_ARGS = MOE_NATIVE_NUMBERS + 2 * MOE_NATIVE_TENSORS };
+bool moe_native_read_request(PyObject *const *args, Py_ssize_t count,
+                             struct moe_client_session_forward *f);
+/* The outcome of a request of a session. */
+PyObject *moe_native_session_outcome(const struct moe_status *st,
+                                     const struct moe_client_session_answer *a);
 
 /* Adds a call that has ended. Any thread, without the GIL. */
 void moe_native_queue_add(struct queue *q, struct call *call);

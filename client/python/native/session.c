@@ -8,28 +8,7 @@
 #include <structmember.h>
 #include <unistd.h>
 
-/* Memory of a Region object that has gone. */
-struct dead_region {
-    struct moe_client_region *handle;
-    struct dead_region *next;
-};
-
-struct session {
-    PyObject ob_base;
-    struct moe_client_session *handle;
-    struct client *client;
-    struct dead_region *dead; /* until the next `create`; with the GIL */
-};
-
-struct region {
-    PyObject ob_base;
-    struct moe_client_region *handle;
-    struct session *session;
-    struct dead_region *grave; /* owned; for the end of the object */
-    PyObject *weak_references;
-};
-
-static bool check_process(const struct session *s)
+bool moe_native_session_check(const struct session *s)
 {
     if (s->client->process == getpid())
         return true;
@@ -42,6 +21,10 @@ static bool check_process(const struct session *s)
 static int region_buffer(PyObject *self, Py_buffer *view, int flags)
 {
     struct region *r = (struct region *)self;
+    if (r->in_device) {
+        PyErr_SetString(PyExc_BufferError, "the region is in memory of a device");
+        return -1;
+    }
     return PyBuffer_FillInfo(view, self, moe_region_data(r->handle),
                              (Py_ssize_t)moe_region_bytes(r->handle), 0, flags);
 }
@@ -61,15 +44,34 @@ static void region_dealloc(PyObject *self)
     moe_native_free(self);
 }
 
+static PyObject *region_address(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromVoidPtr(moe_region_data(((struct region *)self)->handle));
+}
+
+static PyObject *region_bytes(PyObject *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(moe_region_bytes(((struct region *)self)->handle));
+}
+
+static PyGetSetDef region_getters[] = {
+    {"address", region_address, NULL, "where it is: for the host, or for its device", NULL},
+    {"bytes", region_bytes, NULL, "its size", NULL},
+    {NULL, NULL, NULL, NULL, NULL}};
+
 static PyMemberDef region_members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(struct region, weak_references), READONLY, NULL},
     {NULL, 0, 0, 0, NULL}};
 
 static PyType_Slot region_slots[] = {
-    {Py_tp_doc, "Memory of a Session, as a writable buffer of bytes. Made by Session.create."},
+    {Py_tp_doc, "Memory of a Session, as a writable buffer of bytes, made by Session.create; or "
+                "memory of a device, made by Device.create."},
     {Py_tp_dealloc, region_dealloc},
     {Py_bf_getbuffer, region_buffer},
     {Py_tp_members, region_members},
+    {Py_tp_getset, region_getters},
     {0, NULL}};
 
 PyType_Spec moe_native_region_spec = {.name = "moed._native.Region",
@@ -112,15 +114,12 @@ static struct region *make_region(struct session *s)
     return (struct region *)PyErr_NoMemory();
 }
 
-PyDoc_STRVAR(create_doc, "create(name, bytes) -> (0, Region) or failure\n\nFirst gives back the "
-                         "memory of regions that have gone.");
-
-static PyObject *create(PyObject *self, PyObject *args)
+PyObject *moe_native_region_create(struct session *s, PyObject *args, moe_native_region_maker maker,
+                                   void *ctx, bool in_device)
 {
-    struct session *s = (struct session *)self;
     const char *name;
     Py_ssize_t bytes;
-    if (!PyArg_ParseTuple(args, "sn", &name, &bytes) || !check_process(s))
+    if (!PyArg_ParseTuple(args, "sn", &name, &bytes) || !moe_native_session_check(s))
         return NULL;
     if (bytes < 0) {
         PyErr_SetString(PyExc_ValueError, "a negative size");
@@ -130,10 +129,11 @@ static PyObject *create(PyObject *self, PyObject *args)
     struct region *r = make_region(s);
     if (r == NULL)
         return NULL;
+    r->in_device = in_device;
     if (!moe_failed(&st)) {
         struct moe_client_region *handle = NULL;
         PyThreadState *state = PyEval_SaveThread();
-        st = moe_region_create(s->handle, name, (size_t)bytes, &handle);
+        st = maker(ctx, name, (size_t)bytes, &handle);
         PyEval_RestoreThread(state);
         r->handle = handle;
     }
@@ -141,6 +141,21 @@ static PyObject *create(PyObject *self, PyObject *args)
         return Py_BuildValue("(iN)", 0, r);
     Py_DECREF(r);
     return moe_native_failure(&st);
+}
+
+static struct moe_status make_memory(void *ctx, const char *name, size_t bytes,
+                                     struct moe_client_region **out)
+{
+    return moe_region_create(ctx, name, bytes, out);
+}
+
+PyDoc_STRVAR(create_doc, "create(name, bytes) -> (0, Region) or failure\n\nFirst gives back the "
+                         "memory of regions that have gone.");
+
+static PyObject *create(PyObject *self, PyObject *args)
+{
+    struct session *s = (struct session *)self;
+    return moe_native_region_create(s, args, make_memory, s->handle, false);
 }
 
 /* Positional arguments of `submit`. */
@@ -153,9 +168,8 @@ enum {
     ARG_EPOCH,
     ARG_VERSION,
     ARG_TENSORS,
-    TENSORS = 6,
-    ARG_COUNT = ARG_TENSORS + 2 * TENSORS,
 };
+_Static_assert((int)ARG_TENSORS == (int)MOE_NATIVE_NUMBERS, "numbers come before tensors");
 
 /* Reads (Region or None, offset). */
 static bool read_tensor(PyObject *const *args, struct moe_client_tensor *to)
@@ -174,11 +188,16 @@ static bool read_tensor(PyObject *const *args, struct moe_client_tensor *to)
     return true;
 }
 
-static bool read_request(PyObject *const *args, struct moe_client_session_forward *f)
+bool moe_native_read_request(PyObject *const *args, Py_ssize_t count,
+                             struct moe_client_session_forward *f)
 {
     unsigned long long numbers[ARG_TENSORS];
-    struct moe_client_tensor *tensors[TENSORS] = {&f->x, &f->ids_in, &f->weights_in,
-                                                  &f->y, &f->ids,    &f->weights};
+    struct moe_client_tensor *tensors[MOE_NATIVE_TENSORS] = {&f->x, &f->ids_in, &f->weights_in,
+                                                             &f->y, &f->ids,    &f->weights};
+    if (count != MOE_NATIVE_ARGS) {
+        PyErr_Format(PyExc_TypeError, "%d arguments, not %zd", MOE_NATIVE_ARGS, count);
+        return false;
+    }
     for (size_t i = 0; i < ARG_TENSORS; i++)
         if (!moe_native_read(args[i], i < ARG_EPOCH ? UINT32_MAX : UINT64_MAX, &numbers[i]))
             return false;
@@ -189,7 +208,7 @@ static bool read_request(PyObject *const *args, struct moe_client_session_forwar
     f->parts = (enum moe_parts)numbers[ARG_PARTS];
     f->epoch = numbers[ARG_EPOCH];
     f->weights_version = numbers[ARG_VERSION];
-    for (size_t i = 0; i < TENSORS; i++)
+    for (size_t i = 0; i < MOE_NATIVE_TENSORS; i++)
         if (!read_tensor(&args[ARG_TENSORS + 2 * i], tensors[i]))
             return false;
     return true;
@@ -206,11 +225,7 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t count)
     struct session *s = (struct session *)self;
     struct moe_client_session_forward f = {.size = sizeof f};
     uint64_t request = 0;
-    if (count != ARG_COUNT) {
-        PyErr_Format(PyExc_TypeError, "%d arguments, not %zd", ARG_COUNT, count);
-        return NULL;
-    }
-    if (!check_process(s) || !read_request(args, &f))
+    if (!moe_native_session_check(s) || !moe_native_read_request(args, count, &f))
         return NULL;
     struct moe_status st = moe_session_submit(s->handle, &f, &request);
     if (moe_failed(&st))
@@ -218,7 +233,8 @@ static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t count)
     return Py_BuildValue("(iK)", 0, (unsigned long long)request);
 }
 
-static PyObject *ended(const struct moe_status *st, const struct moe_client_session_answer *a)
+PyObject *moe_native_session_outcome(const struct moe_status *st,
+                                     const struct moe_client_session_answer *a)
 {
     typedef unsigned long long number;
     if (moe_failed(st))
@@ -239,7 +255,7 @@ static PyObject *wait_for(PyObject *self, PyObject *number)
     struct session *s = (struct session *)self;
     struct moe_client_session_answer answer = {.size = sizeof answer};
     unsigned long long request;
-    if (!check_process(s) || !moe_native_read(number, UINT64_MAX, &request))
+    if (!moe_native_session_check(s) || !moe_native_read(number, UINT64_MAX, &request))
         return NULL;
     for (;;) {
         bool done = false;
@@ -247,7 +263,7 @@ static PyObject *wait_for(PyObject *self, PyObject *number)
         struct moe_status st = moe_session_wait_for(s->handle, request, SIGNALS_MS, &done, &answer);
         PyEval_RestoreThread(state);
         if (done || moe_failed(&st))
-            return ended(&st, &answer);
+            return moe_native_session_outcome(&st, &answer);
         if (PyErr_CheckSignals() != 0)
             return NULL;
     }
@@ -259,12 +275,12 @@ static PyObject *poll_for(PyObject *self, PyObject *number)
     struct moe_client_session_answer answer = {.size = sizeof answer};
     unsigned long long request;
     bool done = false;
-    if (!check_process(s) || !moe_native_read(number, UINT64_MAX, &request))
+    if (!moe_native_session_check(s) || !moe_native_read(number, UINT64_MAX, &request))
         return NULL;
     struct moe_status st = moe_session_poll(s->handle, request, &done, &answer);
     if (!done && !moe_failed(&st))
         Py_RETURN_NONE;
-    return ended(&st, &answer);
+    return moe_native_session_outcome(&st, &answer);
 }
 
 static PyObject *make(PyTypeObject *type, PyObject *args, PyObject *kwargs)
