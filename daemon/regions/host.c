@@ -114,6 +114,14 @@ static struct moe_region_call *take(struct moe_region_peer *p)
     return call;
 }
 
+/* A stream of another GPU waits for y there. A thread of a host would wait for the details too; and
+ * on the worker's own GPU, each early completion would cost a turn of the two processes. */
+static bool device_completes(const struct moe_region_call *call)
+{
+    const uint32_t region = call->request.tensors[MOE_RING_Y].region;
+    return call->in_device[MOE_RING_Y] && !call->peer->host->same_gpu[region % MOE_REGIONS_MAX];
+}
+
 /* A device has completed a request of the client, which may use its tensors again; the engine's
  * thread has not ended it yet. */
 static bool ends_soon(const struct moe_region_peer *p)
@@ -142,6 +150,8 @@ static struct moe_status admit(struct moe_region_call *call, bool *later)
     if (!moe_failed(&st)) {
         call->running = true;
         p->in_flight++;
+        if (!device_completes(call))
+            call->receipt = NULL;
     }
     *later = st.reason == MOE_REASON_REGION_OVERLAP && ends_soon(p);
     if (*later)

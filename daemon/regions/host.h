@@ -31,7 +31,8 @@ struct moe_region_call {
                                         write to this memory at any time */
     bool in_device[MOE_RING_ROLES];  /* the host cannot access the tensor */
     /* What a device may store, and only if the request succeeds: first good.value to `receipt`.
-     * Then moe_region_host_end_call must follow with MOE_OK. NULL: no device may. */
+     * Then moe_region_host_end_call must follow with MOE_OK. NULL: no device may, as if y is not in
+     * the memory of another GPU. */
     uint64_t *receipt;
     struct moe_ring_good good;
     uint64_t received_ns;

@@ -133,6 +133,7 @@ static void end_mapping(struct moe_region_host *h, const struct moe_region_job *
 {
     struct moe_region_answer a = *answer_of(h, job->number);
     answer_of(h, job->number)->waits = false;
+    h->same_gpu[job->number % MOE_REGIONS_MAX] = job->same_gpu;
     moe_mutex_lock(&h->lock);
     if (moe_failed(&job->status))
         moe_regions_free(h->registry, job->number);

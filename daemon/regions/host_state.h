@@ -64,6 +64,7 @@ struct moe_region_host {
     uint64_t accept_at_ns; /* no connection is accepted before */
     struct moe_region_peer peers[MOE_REGION_CLIENTS];
     struct moe_region_answer answers[MOE_REGIONS_MAX];
+    bool same_gpu[MOE_REGIONS_MAX]; /* regions in the GPU of the worker; by place */
     struct moe_mutex lock; /* also guards `ring`, `attached`, `calls` and `in_flight` of peers */
     MOE_GUARDED_BY(lock) struct {
         struct moe_regions *registry;

@@ -88,7 +88,7 @@ static bool map_slice(const struct moe_region_device *d, struct moe_region_job *
                       size_t bytes)
 {
     if (job->in_device) {
-        job->status = d->import(d->ctx, job->descriptor, job->bytes, &job->base);
+        job->status = d->import(d->ctx, job->descriptor, job->bytes, &job->base, &job->same_gpu);
         return true;
     }
     if (at == 0)

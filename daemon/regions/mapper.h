@@ -18,7 +18,8 @@ struct moe_region_mapper;
 struct moe_region_device {
     struct moe_status (*pin)(void *ctx, void *base, size_t bytes); /* NULL: not needed */
     void (*unpin)(void *ctx, void *base, size_t bytes);
-    struct moe_status (*import)(void *ctx, int descriptor, size_t bytes, void **base);
+    struct moe_status (*import)(void *ctx, int descriptor, size_t bytes, void **base,
+                                bool *same_gpu);
     void (*release)(void *ctx, void *base, size_t bytes);
     void *ctx;
 };
@@ -31,6 +32,7 @@ struct moe_region_job {
     int descriptor; /* to be mapped; the mapper closes it */
     uint64_t bytes;
     void *base;               /* result of mapping; or what is to be unmapped */
+    bool same_gpu;            /* result of an import */
     struct moe_status status; /* of mapping */
 };
 

@@ -170,10 +170,9 @@ static struct moe_status copy_routing(struct moe_region_request *r,
     return w->mode == MOE_ROUTE_IDS_WEIGHTS ? copy_weights(r, spec) : moe_ok();
 }
 
-/* A stream of a device waits for y there. A thread of a host would wait for the details too. */
 static struct moe_step_completion completion_of(const struct moe_region_call *call)
 {
-    if (call->receipt == NULL || !call->in_device[MOE_RING_Y])
+    if (call->receipt == NULL)
         return (struct moe_step_completion){0};
     return (struct moe_step_completion){.word = call->good.word,
                                         .signal = call->good.signal,

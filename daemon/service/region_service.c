@@ -186,10 +186,11 @@ static void unpin(void *ctx, void *base, size_t bytes)
     s->backend->mem_unregister(s->device, base, bytes);
 }
 
-static struct moe_status import(void *ctx, int descriptor, size_t bytes, void **base)
+static struct moe_status import(void *ctx, int descriptor, size_t bytes, void **base,
+                                bool *same_gpu)
 {
     const struct moe_region_service *s = ctx;
-    return s->backend->mem_import(s->device, descriptor, bytes, base);
+    return s->backend->mem_import(s->device, descriptor, bytes, base, same_gpu);
 }
 
 static void release(void *ctx, void *base, size_t bytes)

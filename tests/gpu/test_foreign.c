@@ -71,6 +71,8 @@ static int export_memory(size_t *granule)
     return descriptor;
 }
 
+static bool same; /* of the last import: the memory is in the GPU */
+
 /* Two imports of one descriptor are the same memory. */
 static void imported_memory_is_that_of_the_exporter(void **state)
 {
@@ -81,8 +83,9 @@ static void imported_memory_is_that_of_the_exporter(void **state)
     float in[COUNT], out[COUNT];
     for (int i = 0; i < COUNT; i++)
         in[i] = (float)i;
-    assert_ok(backend->mem_import(device, descriptor, 2 * granule, &a));
-    assert_ok(backend->mem_import(device, descriptor, 2 * granule, &b));
+    assert_ok(backend->mem_import(device, descriptor, 2 * granule, &a, &same));
+    assert_true(same);
+    assert_ok(backend->mem_import(device, descriptor, 2 * granule, &b, &same));
     close(descriptor);
     assert_ok(backend->mem_copy(device, (char *)a + granule, in, sizeof in));
     assert_ok(backend->mem_copy(device, out, (char *)b + granule, sizeof out));
@@ -98,23 +101,24 @@ static void a_wrong_size_or_descriptor_is_refused(void **state)
     size_t granule;
     int descriptor = export_memory(&granule);
     void *p;
-    assert_refused(backend->mem_import(device, descriptor, 2 * granule + 4096, &p),
+    assert_refused(backend->mem_import(device, descriptor, 2 * granule + 4096, &p, &same),
                    MOE_INVALID_ARGUMENT, MOE_REASON_REGION_INVALID);
-    assert_refused(backend->mem_import(device, descriptor, 0, &p), MOE_INVALID_ARGUMENT,
+    assert_refused(backend->mem_import(device, descriptor, 0, &p, &same), MOE_INVALID_ARGUMENT,
                    MOE_REASON_REGION_INVALID);
-    assert_refused(backend->mem_import(device, descriptor, 64 * granule, &p), MOE_INVALID_ARGUMENT,
-                   MOE_REASON_REGION_INVALID);
+    assert_refused(backend->mem_import(device, descriptor, 64 * granule, &p, &same),
+                   MOE_INVALID_ARGUMENT, MOE_REASON_REGION_INVALID);
     int memory = memfd_create("memory", MFD_CLOEXEC), zero = open("/dev/zero", O_RDWR);
     assert_true(memory >= 0 && zero >= 0 && ftruncate(memory, 2 * (off_t)granule) == 0);
-    assert_refused(backend->mem_import(device, memory, 2 * granule, &p), MOE_INVALID_ARGUMENT,
+    assert_refused(backend->mem_import(device, memory, 2 * granule, &p, &same),
+                   MOE_INVALID_ARGUMENT, MOE_REASON_REGION_INVALID);
+    assert_refused(backend->mem_import(device, zero, 2 * granule, &p, &same), MOE_INVALID_ARGUMENT,
                    MOE_REASON_REGION_INVALID);
-    assert_refused(backend->mem_import(device, zero, 2 * granule, &p), MOE_INVALID_ARGUMENT,
-                   MOE_REASON_REGION_INVALID);
-    assert_refused(backend->mem_import(device, 1 << 20, 2 * granule, &p), MOE_INVALID_ARGUMENT,
-                   MOE_REASON_REGION_INVALID);
+    assert_refused(backend->mem_import(device, 1 << 20, 2 * granule, &p, &same),
+                   MOE_INVALID_ARGUMENT, MOE_REASON_REGION_INVALID);
     close(memory);
     close(zero);
-    assert_ok(backend->mem_import(device, descriptor, 2 * granule, &p)); /* the device goes on */
+    assert_ok(
+        backend->mem_import(device, descriptor, 2 * granule, &p, &same)); /* the device goes on */
     backend->mem_release(device, p, 2 * granule);
     close(descriptor);
 }
@@ -149,7 +153,7 @@ static void times_of_mapping(void **state)
     void *p;
     int descriptor = export_memory(&granule);
     uint64_t begin = moe_clock_ns();
-    assert_ok(backend->mem_import(device, descriptor, 2 * granule, &p));
+    assert_ok(backend->mem_import(device, descriptor, 2 * granule, &p, &same));
     uint64_t imported = moe_clock_ns();
     backend->mem_release(device, p, 2 * granule);
     print_message("  import of %zu bytes: %.1f us; release: %.1f us\n", 2 * granule,

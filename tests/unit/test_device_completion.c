@@ -91,6 +91,16 @@ static struct moe_status late_wait(struct moe_step *step, uint64_t deadline_ns,
     return st;
 }
 
+static bool same_gpu; /* of memory that is imported */
+
+static struct moe_status import(struct moe_device *device, int descriptor, size_t bytes, void **out,
+                                bool *same)
+{
+    MOE_TRY(moe_backend_cpu.mem_import(device, descriptor, bytes, out, same));
+    *same = same_gpu;
+    return moe_ok();
+}
+
 /* -------------------------------------------------------------------- the client */
 
 struct scene {
@@ -327,10 +337,8 @@ static void a_request_ends_after_its_client_has_left(void **state)
     assert_int_equal(atomic_load(&stored), 1);
 }
 
-/* A device cannot look at the lease. */
-static void the_host_completes_where_answers_need_a_lease(void **state)
+static void assert_host_completes(void)
 {
-    (void)state;
     struct scene s;
     struct request r;
     struct lane lane;
@@ -345,6 +353,22 @@ static void the_host_completes_where_answers_need_a_lease(void **state)
     moe_session_take_back(s.session, &lane.lent);
     request_free(&r);
     stop(&s);
+}
+
+/* A device cannot look at the lease. */
+static void the_host_completes_where_answers_need_a_lease(void **state)
+{
+    (void)state;
+    assert_host_completes();
+}
+
+/* The processes would take turns for each early completion. */
+static void the_host_completes_requests_of_the_same_gpu(void **state)
+{
+    (void)state;
+    same_gpu = true;
+    assert_host_completes();
+    same_gpu = false;
 }
 
 static struct moe_backend late;
@@ -370,6 +394,7 @@ int main(void)
     late.stores_completions = true;
     late.step_enqueue = late_enqueue;
     late.step_wait = late_wait;
+    late.mem_import = import;
     worker_backend = &late;
     const struct CMUnitTest tests[] = {
         serving_test(memory_of_a_completed_request_serves_the_next_one),
@@ -378,6 +403,7 @@ int main(void)
         serving_test(a_request_ends_after_its_client_has_left),
         cmocka_unit_test_setup_teardown(the_host_completes_where_answers_need_a_lease,
                                         open_training, shared_close),
+        serving_test(the_host_completes_requests_of_the_same_gpu),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

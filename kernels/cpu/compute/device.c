@@ -229,10 +229,11 @@ void moe_cpu_mem_unregister(struct moe_device *device, void *p, size_t bytes)
 }
 
 struct moe_status moe_cpu_mem_import(struct moe_device *device, int descriptor, size_t bytes,
-                                     void **out)
+                                     void **out, bool *same_gpu)
 {
     struct moe_sealed_file file;
     (void)device; /* its owner pays for the memory */
+    *same_gpu = false;
     MOE_TRY(moe_sealed_check(descriptor, &file));
     if (file.bytes != bytes)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_REGION_INVALID,

@@ -26,7 +26,7 @@ struct moe_status moe_cpu_mem_register(struct moe_device *device, void *p,
                                        size_t bytes) MOE_CHECKED;
 void moe_cpu_mem_unregister(struct moe_device *device, void *p, size_t bytes);
 struct moe_status moe_cpu_mem_import(struct moe_device *device, int descriptor, size_t bytes,
-                                     void **out) MOE_CHECKED;
+                                     void **out, bool *same_gpu) MOE_CHECKED;
 void moe_cpu_mem_release(struct moe_device *device, void *p, size_t bytes);
 
 /* moe_cpu_device_open with given kernels instead of the best that this processor can run. Tests and

@@ -56,16 +56,16 @@ static struct moe_status invalid(CUresult rc, const char *what)
 
 /* --------------------------------------------------------------------- import */
 
+/* Fills `*of`. */
 static struct moe_status check(const struct driver *d, CUmemGenericAllocationHandle handle,
-                               size_t bytes)
+                               size_t bytes, CUmemAllocationProp *of)
 {
-    CUmemAllocationProp of;
     size_t granule = 0;
-    CUresult rc = d->properties(&of, handle);
-    if (rc != CUDA_SUCCESS || of.type != CU_MEM_ALLOCATION_TYPE_PINNED ||
-        of.location.type != CU_MEM_LOCATION_TYPE_DEVICE)
+    CUresult rc = d->properties(of, handle);
+    if (rc != CUDA_SUCCESS || of->type != CU_MEM_ALLOCATION_TYPE_PINNED ||
+        of->location.type != CU_MEM_LOCATION_TYPE_DEVICE)
         return invalid(rc, "the descriptor is not that of a GPU's memory");
-    rc = d->granularity(&granule, &of, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+    rc = d->granularity(&granule, of, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
     if (rc != CUDA_SUCCESS)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "this process does not see the GPU of the memory");
@@ -97,10 +97,13 @@ static struct moe_status map_at(const struct driver *d, const struct moe_device 
 }
 
 static struct moe_status map(const struct driver *d, const struct moe_device *device,
-                             CUmemGenericAllocationHandle handle, size_t bytes, void **out)
+                             CUmemGenericAllocationHandle handle, size_t bytes, void **out,
+                             bool *same_gpu)
 {
+    CUmemAllocationProp of;
     CUdeviceptr at = 0;
-    MOE_TRY(check(d, handle, bytes));
+    MOE_TRY(check(d, handle, bytes, &of));
+    *same_gpu = of.location.id == device->ordinal;
     CUresult rc = d->reserve(&at, bytes, 0, 0, 0);
     if (rc != CUDA_SUCCESS)
         return invalid(rc, "no range of addresses has this size");
@@ -113,7 +116,7 @@ static struct moe_status map(const struct driver *d, const struct moe_device *de
 }
 
 struct moe_status moe_cuda_mem_import(struct moe_device *device, int descriptor, size_t bytes,
-                                      void **out)
+                                      void **out, bool *same_gpu)
 {
     struct driver d;
     CUmemGenericAllocationHandle handle;
@@ -123,7 +126,7 @@ struct moe_status moe_cuda_mem_import(struct moe_device *device, int descriptor,
         d.import(&handle, (void *)(intptr_t)descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     if (rc != CUDA_SUCCESS)
         return invalid(rc, "the descriptor is not that of a GPU's memory");
-    struct moe_status st = map(&d, device, handle, bytes, out);
+    struct moe_status st = map(&d, device, handle, bytes, out, same_gpu);
     (void)d.release(handle); /* the mapping keeps the memory */
     return st;
 }

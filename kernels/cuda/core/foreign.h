@@ -11,7 +11,7 @@ struct moe_status moe_cuda_mem_register(struct moe_device *device, void *p,
                                         size_t bytes) MOE_CHECKED;
 void moe_cuda_mem_unregister(struct moe_device *device, void *p, size_t bytes);
 struct moe_status moe_cuda_mem_import(struct moe_device *device, int descriptor, size_t bytes,
-                                      void **out) MOE_CHECKED;
+                                      void **out, bool *same_gpu) MOE_CHECKED;
 void moe_cuda_mem_release(struct moe_device *device, void *p, size_t bytes);
 
 #endif

@@ -167,11 +167,12 @@ struct moe_step_counts {
                                               for other slots do not count */
 };
 
-/* What the device stores at a segment's end, for another process that waits for its outputs. It
- * does so if the step succeeds and all tokens of the segment are MOE_TOKEN_OK, before the step is
- * finished. After the outputs it stores `receipt` and `signal`, then `word`: a reader that sees the
- * word, with acquire, sees all of them. Otherwise all three stay as they are. They lie in memory of
- * mem_alloc(MOE_MEM_HOST) or mem_register, aligned. */
+/* What the device stores at a segment's end, for another process that waits for its outputs. If the
+ * step succeeds and all tokens of the segment are MOE_TOKEN_OK, it stores the outputs and
+ * `receipt`, then `word`, before the step is finished: a reader that sees the word, with acquire,
+ * sees all of them. Otherwise both stay as they are. `signal` comes before `word`, when the outputs
+ * begin to leave, so that a sleeper has time to wake; it may come without `word`. They lie in
+ * memory of mem_alloc(MOE_MEM_HOST) or mem_register, aligned. */
 struct moe_step_completion {
     uint64_t *word;    /* gets `value`; NULL = the segment has no completion */
     uint32_t *signal;  /* gets 1 */
@@ -325,8 +326,11 @@ struct moe_backend {
      * `bytes` in whole granules of it, on a GPU that this one reaches. CPU: a sealed memfd of
      * exactly `bytes`. Errors: MOE_INVALID_ARGUMENT/REGION_INVALID (not such a descriptor, or
      * `bytes` is wrong), MOE_FAILED_PRECONDITION/UNSUPPORTED (this device cannot reach the memory),
-     * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. Nothing is left behind then. */
-    struct moe_status (*mem_import)(struct moe_device *, int descriptor, size_t bytes, void **out);
+     * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. Nothing is left behind then.
+     * `*same_gpu`: the memory lies in this GPU, so kernels of its owner and of this process take
+     * turns there. */
+    struct moe_status (*mem_import)(struct moe_device *, int descriptor, size_t bytes, void **out,
+                                    bool *same_gpu);
     void (*mem_release)(struct moe_device *, void *p, size_t bytes);
 
     /* Creates a layer for the experts that `placement` puts on `slot`. Copies both structs. Upload
