@@ -83,7 +83,8 @@ static PyObject *success(const struct moe_status *st)
 }
 
 /* Enqueues by `call` on the stream with this number. */
-static PyObject *enqueue(PyObject *self, PyObject *number, __typeof__(&moe_session_wait_on_stream) call)
+static PyObject *enqueue(PyObject *self, PyObject *number,
+                         __typeof__(&moe_session_wait_on_stream) call)
 {
     const struct device_request *r = (const struct device_request *)self;
     void *stream = PyLong_AsVoidPtr(number);
@@ -158,11 +159,11 @@ static PyType_Slot request_slots[] = {
     {Py_tp_getset, request_getters},
     {0, NULL}};
 
-PyType_Spec moe_native_device_request_spec = {
-    .name = "moed._native.DeviceRequest",
-    .basicsize = sizeof(struct device_request),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = request_slots};
+PyType_Spec moe_native_device_request_spec = {.name = "moed._native.DeviceRequest",
+                                              .basicsize = sizeof(struct device_request),
+                                              .flags = Py_TPFLAGS_DEFAULT |
+                                                       Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                              .slots = request_slots};
 
 /* ------------------------------------------------------------------ Device */
 
