@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of products with weights that stay quantised (kernels/cuda/gemm/packed.h), for every
- * packing: results as in double precision with the values that daemon/quant's interface defines,
- * equal bits for a row alone, among 64 and among thousands, no writes outside the experts' rows.
- * The layer's parts are checked the same way, also with F32 tokens. Without a Hopper GPU the tests
- * are skipped, with a message. */
+ * packing: each element has its value, results as in double precision with the values that
+ * daemon/quant's interface defines, equal bits for a row alone, among 64 and among thousands, no
+ * writes outside the experts' rows. The layer's parts are checked the same way, also with F32
+ * tokens. Without a Hopper GPU the tests are skipped, with a message. */
 #include "ggemm_fixture.h"
 #include "ggemm_reference.h"
 
@@ -26,14 +26,38 @@ static const struct moe_weight_format formats[] = {
     {.encoding = MOE_ENC_F8E4M3, .block_rows = 1, .block_columns = 32, .scale = MOE_SCALE_E8M0},
     {.encoding = MOE_ENC_F8E4M3, .block_rows = 32, .block_columns = 32, .scale = MOE_SCALE_E8M0},
     {.encoding = MOE_ENC_E2M1, .block_rows = 1, .block_columns = 32, .scale = MOE_SCALE_E8M0},
+    {.encoding = MOE_ENC_E2M1, .block_rows = 1, .block_columns = 16, .scale = MOE_SCALE_E4M3},
+    {.encoding = MOE_ENC_E2M1,
+     .block_rows = 1,
+     .block_columns = 16,
+     .scale = MOE_SCALE_E4M3,
+     .global_divides = true},
+    {.encoding = MOE_ENC_INT4, .block_rows = 1, .block_columns = 32, .scale = MOE_SCALE_BF16},
+    {.encoding = MOE_ENC_INT4, .block_rows = 1, .block_columns = 64, .scale = MOE_SCALE_BF16},
+    {.encoding = MOE_ENC_INT4,
+     .block_rows = 1,
+     .block_columns = 32,
+     .scale = MOE_SCALE_BF16,
+     .zero_points = true},
+    {.encoding = MOE_ENC_INT4, .block_rows = 1, .block_columns = 128, .scale = MOE_SCALE_BF16},
+    {.encoding = MOE_ENC_INT4, .block_rows = 1, .block_columns = 128, .scale = MOE_SCALE_F32},
+    {.encoding = MOE_ENC_INT4,
+     .block_rows = 1,
+     .block_columns = 128,
+     .scale = MOE_SCALE_F16,
+     .zero_points = true},
+    {.encoding = MOE_ENC_INT4, .block_rows = 1, .block_columns = 0, .scale = MOE_SCALE_F16},
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 
 static const char *name_of(const struct moe_weight_format *f)
 {
     static char text[64];
-    (void)snprintf(text, sizeof text, "%s %ux%u scale %d", moe_encoding_traits(f->encoding).name,
-                   f->block_rows, f->block_columns, (int)f->scale);
+    (void)snprintf(text, sizeof text, "%s %ux%u scale %d%s", moe_encoding_traits(f->encoding).name,
+                   f->block_rows, f->block_columns, (int)f->scale,
+                   f->zero_points      ? " zeros"
+                   : f->global_divides ? " divides"
+                                       : "");
     return text;
 }
 
@@ -54,18 +78,32 @@ static uint16_t cut_to_bf16(float v)
     return (uint16_t)(bits >> 16);
 }
 
+/* To nearest, ties to even; no NaN. */
+static float round_to_bf16(float v)
+{
+    uint32_t bits;
+    memcpy(&bits, &v, sizeof bits);
+    return moe_bf16_to_f32((uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16));
+}
+
 /* Weights of about 0.1 to 1: the fast exponential has larger errors for larger gates. */
 static void random_scale(const struct moe_weight_format *f, uint8_t *to)
 {
-    float s = (float)(1 + random_below(1000)) * 1e-6f * (random_below(8) == 0 ? -1.0f : 1.0f);
+    float unit = f->encoding == MOE_ENC_INT4 ? 3e-5f : 1e-6f;
+    float s = (float)(1 + random_below(1000)) * unit * (random_below(8) == 0 ? -1.0f : 1.0f);
     uint16_t half = cut_to_bf16(s);
     switch (f->scale) {
-    case MOE_SCALE_F32: memcpy(to, &s, sizeof s); break;
+    case MOE_SCALE_F32: memcpy(to, &s, sizeof s); return;
     case MOE_SCALE_E8M0:
         *to = (uint8_t)((f->encoding == MOE_ENC_E2M1 ? 118 : 112) + random_below(8));
+        return;
+    case MOE_SCALE_E4M3: *to = (uint8_t)(1 + random_below(0x7e)); return;
+    case MOE_SCALE_F16: /* 2^-8 .. 2^-5 */
+        half = (uint16_t)(random_below(2) << 15 | (7 + random_below(3)) << 10 | random_below(1024));
         break;
-    default: memcpy(to, &half, sizeof half); break;
+    default: break;
     }
+    memcpy(to, &half, sizeof half);
 }
 
 static struct quantised random_matrix(const struct moe_weight_format *f, size_t rows,
@@ -80,10 +118,15 @@ static struct quantised random_matrix(const struct moe_weight_format *f, size_t 
         bool nan = f->encoding == MOE_ENC_F8E4M3 && (b & 0x7f) == 0x7f;
         q.bytes[i] = nan ? 0x80 : b;
     }
-    uint8_t *scales = q.bytes + q.sizes.elements;
+    uint8_t *scales = q.bytes + q.sizes.elements, *zeros = scales + q.sizes.scales;
     for (size_t i = 0; i < q.sizes.scales; i += moe_scale_bytes(f->scale))
         random_scale(f, scales + i);
-    q.m = (struct moe_packed_matrix){.elements = q.bytes, .scales = scales, .global = 1};
+    for (size_t i = 0; i < q.sizes.zeros; i++)
+        zeros[i] = (uint8_t)random_below(17);
+    q.m = (struct moe_packed_matrix){.elements = q.bytes,
+                                     .scales = scales,
+                                     .zeros = f->zero_points ? zeros : NULL,
+                                     .global = f->global_divides ? 7.1e3f : 1.7e-4f};
     return q;
 }
 
@@ -93,10 +136,25 @@ static float value_of(const struct moe_weight_format *f, const struct quantised 
     return moe_packed_value(f, &q->sizes, &q->m, row, column);
 }
 
+/* What tensor cores multiply by: INT4 is rounded to bf16, after its scale. */
+static float operand_of(const struct moe_weight_format *f, const struct quantised *q, size_t row,
+                        size_t column)
+{
+    if (f->encoding != MOE_ENC_INT4)
+        return value_of(f, q, row, column);
+    size_t block = moe_packed_block(f, q->sizes.scale_columns, row, column);
+    float scale = moe_scale_to_f32(f, q->m.scales, block, 1);
+    uint8_t byte = q->bytes[row * q->sizes.row_bytes + column / 2];
+    uint32_t zero = q->m.zeros != NULL ? q->m.zeros[block] : 8;
+    float element = moe_element_to_f32(f->encoding, byte >> 4 * (column % 2) & 15, zero);
+    return round_to_bf16(element * round_to_bf16(scale));
+}
+
 static void *to_device(const void *data, size_t bytes)
 {
     void *p = device_alloc(bytes > 0 ? bytes : 1, 0);
-    assert_int_equal(cudaMemcpy(p, data, bytes, cudaMemcpyHostToDevice), cudaSuccess);
+    if (bytes > 0)
+        assert_int_equal(cudaMemcpy(p, data, bytes, cudaMemcpyHostToDevice), cudaSuccess);
     return p;
 }
 
@@ -119,6 +177,26 @@ static void *own(struct problem *p, void *memory)
     return memory;
 }
 
+/* Places a matrix, its elements in two pieces, as large uploads are. */
+static void put_matrix(const struct moe_cuda_packed_weight *w, const struct moe_weight_format *f,
+                       const struct quantised *q)
+{
+    void *elements = to_device(q->m.elements, q->sizes.elements);
+    void *scales = to_device(q->m.scales, q->sizes.scales);
+    void *zeros = to_device(q->m.zeros, q->sizes.zeros);
+    uint32_t half = w->rows / 2, scale_rows = (uint32_t)q->sizes.scale_rows;
+    ok(moe_cuda_packed_place(w, elements, 0, half, NULL));
+    ok(moe_cuda_packed_place(w, (char *)elements + half * q->sizes.row_bytes, half, w->rows - half,
+                             NULL));
+    ok(moe_cuda_packed_scale(w, f, scales, 0, scale_rows, NULL));
+    if (f->zero_points)
+        ok(moe_cuda_packed_zeros(w, f, zeros, 0, scale_rows, NULL));
+    finish();
+    assert_int_equal(cudaFree(elements), cudaSuccess);
+    assert_int_equal(cudaFree(scales), cudaSuccess);
+    assert_int_equal(cudaFree(zeros), cudaSuccess);
+}
+
 static void place(struct problem *p, char *entry, float *values, bool interleaved, uint32_t offset)
 {
     uint32_t n = p->g.n, k = p->g.k;
@@ -129,21 +207,14 @@ static void place(struct problem *p, char *entry, float *values, bool interleave
                                        .columns = k,
                                        .interleaved = interleaved,
                                        .offset = offset,
+                                       .global =
+                                           p->format->global_divides ? 1 / q.m.global : q.m.global,
                                        .wrong = p->wrong};
-    void *elements = to_device(q.m.elements, q.sizes.elements);
-    void *scales = to_device(q.m.scales, q.sizes.scales);
-    uint32_t half = n / 2; /* in two pieces, as large uploads are */
-    ok(moe_cuda_packed_place(&w, elements, 0, half, NULL));
-    ok(moe_cuda_packed_place(&w, (char *)elements + half * q.sizes.row_bytes, half, n - half,
-                             NULL));
-    ok(moe_cuda_packed_scale(&w, p->format, scales, 0, (uint32_t)q.sizes.scale_rows, NULL));
-    finish();
+    put_matrix(&w, p->format, &q);
     for (uint32_t r = 0; r < n; r++)
         for (uint32_t c = 0; c < k; c++)
             values[(size_t)(interleaved ? r / 8 * 16 + r % 8 + offset : r) * k + c] =
-                value_of(p->format, &q, r, c);
-    assert_int_equal(cudaFree(elements), cudaSuccess);
-    assert_int_equal(cudaFree(scales), cudaSuccess);
+                operand_of(p->format, &q, r, c);
     free(q.bytes);
 }
 
@@ -330,34 +401,133 @@ static void a_row_has_the_same_bits_in_any_number_of_rows(void **state)
     }
 }
 
+/* Rows of the unit matrix: each result is one element. */
+static void each_element_has_its_value(void **state)
+{
+    (void)state;
+    enum { N = 136, K = 328 };
+    for (int i = 0; i < FORMATS; i++) {
+        struct problem p = {.format = &formats[i],
+                            .count = {K},
+                            .g = {.experts = 1,
+                                  .row_capacity = K,
+                                  .n = N,
+                                  .k = K,
+                                  .weighting = MOE_WEIGHT_INPUT,
+                                  .out_dtype = MOE_DTYPE_F32}};
+        (void)make(&p);
+        p.g.has_bias = false;
+        uint16_t *unit = calloc((size_t)K * K, sizeof *unit);
+        float *want = malloc((size_t)N * K * sizeof *want), worst = 0;
+        assert_true(unit != NULL && want != NULL);
+        for (size_t c = 0; c < K; c++)
+            unit[c * K + c] = cut_to_bf16(1);
+        assert_int_equal(cudaMemcpy((void *)p.g.x, unit, (size_t)K * K * 2, cudaMemcpyHostToDevice),
+                         0);
+        assert_int_equal(
+            cudaMemcpy(want, p.plain.data, (size_t)N * K * sizeof *want, cudaMemcpyDeviceToHost),
+            0);
+        for (int tile = 0; tile < 2; tile++) {
+            multiply(&p, tile == 0 ? MOE_CUDA_TILE_DECODE : MOE_CUDA_TILE_EVEN);
+            char *bytes = result(&p);
+            const float *got = (const float *)bytes;
+            for (size_t r = 0; r < N; r++)
+                for (size_t c = 0; c < K; c++) {
+                    float w = want[r * K + c], off = fabsf(got[c * N + r] - w) / fabsf(w);
+                    if (w == 0 ? got[c * N + r] != 0 : !(off < 2e-6f))
+                        fail_msg("%s, tile %d, row %zu, column %zu: %.9g instead of %.9g",
+                                 name_of(&formats[i]), tile, r, c, (double)got[c * N + r],
+                                 (double)w);
+                    worst = w == 0 ? worst : fmaxf(worst, off);
+                }
+            free(bytes);
+        }
+        printf("  %-28s worst element, relative: %.1e\n", name_of(&formats[i]), (double)worst);
+        free(unit);
+        free(want);
+        release(&p);
+    }
+}
+
+enum part { ELEMENT, SCALE, ZERO };
+
+/* Whether a matrix with these bits as a byte of its elements, or as its scale or zero point number
+ * 3, has a place. */
+static uint32_t report(const struct moe_weight_format *f, enum part part, uint32_t bits)
+{
+    enum { N = 40, K = 264 };
+    struct quantised q = random_matrix(f, N, K);
+    size_t each = moe_scale_bytes(f->scale);
+    uint8_t *scales = q.bytes + q.sizes.elements, *zeros = scales + q.sizes.scales;
+    memcpy(part == ELEMENT ? q.bytes + 7 * q.sizes.row_bytes + 31
+           : part == SCALE ? scales + 3 * each
+                           : zeros + 3,
+           &bits, part == SCALE ? each : 1);
+    enum moe_cuda_packing packing = moe_cuda_packing_of(f);
+    uint32_t *wrong = device_alloc(sizeof *wrong, 0), reported;
+    struct moe_cuda_packed_weight w = {.packing = packing,
+                                       .entry =
+                                           device_alloc(moe_cuda_packed_bytes(packing, N, K), 0),
+                                       .rows = N,
+                                       .columns = K,
+                                       .global = 1,
+                                       .wrong = wrong};
+    put_matrix(&w, f, &q);
+    assert_int_equal(cudaMemcpy(&reported, wrong, sizeof reported, cudaMemcpyDeviceToHost), 0);
+    assert_int_equal(cudaFree(w.entry), cudaSuccess);
+    assert_int_equal(cudaFree(wrong), cudaSuccess);
+    free(q.bytes);
+    return reported;
+}
+
 static void a_value_that_a_block_cannot_hold_is_reported(void **state)
 {
     (void)state;
-    struct moe_weight_format f = formats[5];
-    struct quantised q = random_matrix(&f, 40, 96);
-    enum moe_cuda_packing packing = moe_cuda_packing_of(&f);
-    void *entry = device_alloc(moe_cuda_packed_bytes(packing, 40, 96), 0);
-    uint32_t *wrong = device_alloc(sizeof *wrong, 0), reported;
-    struct moe_cuda_packed_weight w = {
-        .packing = packing, .entry = entry, .rows = 40, .columns = 96, .wrong = wrong};
-    for (int c = 0; c < 3; c++) { /* sound; a NaN; a scale of 2^66 */
-        uint8_t *element = q.bytes + 7 * 96 + 31, *scale = q.bytes + q.sizes.elements + 11;
-        *element = c == 1 ? 0xff : 0x11;
-        *scale = c == 2 ? 127 + 66 : 127 + 65;
-        void *elements = to_device(q.m.elements, q.sizes.elements);
-        void *scales = to_device(q.m.scales, q.sizes.scales);
-        assert_int_equal(cudaMemset(wrong, 0, sizeof *wrong), cudaSuccess);
-        ok(moe_cuda_packed_place(&w, elements, 0, 40, NULL));
-        ok(moe_cuda_packed_scale(&w, &f, scales, 0, 40, NULL));
-        finish();
-        assert_int_equal(cudaMemcpy(&reported, wrong, sizeof reported, cudaMemcpyDeviceToHost), 0);
-        assert_int_equal(reported, c != 0);
-        assert_int_equal(cudaFree(elements), cudaSuccess);
-        assert_int_equal(cudaFree(scales), cudaSuccess);
-    }
-    assert_int_equal(cudaFree(entry), cudaSuccess);
-    assert_int_equal(cudaFree(wrong), cudaSuccess);
-    free(q.bytes);
+    static const struct moe_weight_format mxfp8 = {.encoding = MOE_ENC_F8E4M3,
+                                                   .block_rows = 1,
+                                                   .block_columns = 32,
+                                                   .scale = MOE_SCALE_E8M0},
+                                          nvfp4 = {.encoding = MOE_ENC_E2M1,
+                                                   .block_rows = 1,
+                                                   .block_columns = 16,
+                                                   .scale = MOE_SCALE_E4M3},
+                                          int4 = {.encoding = MOE_ENC_INT4,
+                                                  .block_rows = 1,
+                                                  .block_columns = 128,
+                                                  .scale = MOE_SCALE_F32,
+                                                  .zero_points = true},
+                                          int4_group = {.encoding = MOE_ENC_INT4,
+                                                        .block_rows = 1,
+                                                        .block_columns = 32,
+                                                        .scale = MOE_SCALE_BF16};
+    static const struct {
+        const struct moe_weight_format *format;
+        enum part part;
+        uint32_t bits, wrong;
+    } cases[] = {
+        {&mxfp8, ELEMENT, 0x11, 0},
+        {&mxfp8, ELEMENT, 0xff, 1}, /* NaN */
+        {&mxfp8, SCALE, 127 + 65, 0},
+        {&mxfp8, SCALE, 127 + 66, 1},
+        {&nvfp4, SCALE, 0x01, 0},
+        {&nvfp4, SCALE, 0x7e, 0},
+        {&nvfp4, SCALE, 0x00, 1},
+        {&nvfp4, SCALE, 0x7f, 1},
+        {&nvfp4, SCALE, 0x81, 1},
+        {&nvfp4, SCALE, 0xfe, 1},
+        {&int4, ZERO, 16, 0},
+        {&int4, ZERO, 17, 1},
+        {&int4, SCALE, 0x4d000000, 0}, /* 2^27 */
+        {&int4, SCALE, 0xcd000001, 1},
+        {&int4, SCALE, 0x7fc00000, 1},
+        {&int4_group, SCALE, 0xcd00, 0}, /* -2^27 */
+        {&int4_group, SCALE, 0x4d01, 1},
+        {&int4_group, SCALE, 0x7fc0, 1},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        if (report(cases[i].format, cases[i].part, cases[i].bits) != cases[i].wrong)
+            fail_msg("%s, part %d, bits 0x%x: not reported as expected", name_of(cases[i].format),
+                     (int)cases[i].part, cases[i].bits);
 }
 
 /* ------------------------------------------------------------------------- layer */
@@ -511,6 +681,7 @@ int main(int argc, char **argv)
     if (!ggemm_test_begin(argc, argv))
         return SKIP_CODE;
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(each_element_has_its_value),
         cmocka_unit_test(any_shape_matches_double_precision),
         cmocka_unit_test(a_row_has_the_same_bits_in_any_number_of_rows),
         cmocka_unit_test(a_value_that_a_block_cannot_hold_is_reported),

@@ -160,8 +160,22 @@ static void formats_have_the_packing_that_computes_them(void **state)
     assert_int_equal(packing(f8, 1, 32, MOE_SCALE_F32), MOE_CUDA_PACKING_NONE);
     assert_int_equal(packing(f8, 1, 128, MOE_SCALE_E4M3), MOE_CUDA_PACKING_NONE);
     assert_int_equal(packing(MOE_ENC_E2M1, 1, 32, MOE_SCALE_E8M0), MOE_CUDA_PACKING_E2M1_E8M0);
-    assert_int_equal(packing(MOE_ENC_E2M1, 1, 16, MOE_SCALE_E4M3), MOE_CUDA_PACKING_NONE);
-    assert_int_equal(packing(MOE_ENC_INT4, 1, 32, MOE_SCALE_BF16), MOE_CUDA_PACKING_NONE);
+    assert_int_equal(packing(MOE_ENC_E2M1, 1, 16, MOE_SCALE_E4M3), MOE_CUDA_PACKING_E2M1_E4M3);
+    assert_int_equal(packing(MOE_ENC_E2M1, 1, 16, MOE_SCALE_E8M0), MOE_CUDA_PACKING_NONE);
+    assert_int_equal(packing(MOE_ENC_E2M1, 1, 32, MOE_SCALE_BF16), MOE_CUDA_PACKING_NONE);
+    enum moe_encoding int4 = MOE_ENC_INT4;
+    assert_int_equal(packing(int4, 1, 32, MOE_SCALE_BF16), MOE_CUDA_PACKING_INT4_GROUP);
+    assert_int_equal(packing(int4, 1, 64, MOE_SCALE_BF16), MOE_CUDA_PACKING_INT4_GROUP);
+    assert_int_equal(packing(int4, 1, 16, MOE_SCALE_BF16), MOE_CUDA_PACKING_NONE);
+    assert_int_equal(packing(int4, 1, 32, MOE_SCALE_F16), MOE_CUDA_PACKING_NONE);
+    assert_int_equal(packing(int4, 1, 128, MOE_SCALE_BF16), MOE_CUDA_PACKING_INT4_ROW);
+    assert_int_equal(packing(int4, 1, 128, MOE_SCALE_F16), MOE_CUDA_PACKING_INT4_ROW);
+    assert_int_equal(packing(int4, 1, 0, MOE_SCALE_F32), MOE_CUDA_PACKING_INT4_ROW);
+    assert_int_equal(packing(int4, 1, 128, MOE_SCALE_E4M3), MOE_CUDA_PACKING_NONE);
+    struct moe_weight_format zeros = {int4, 1, 32, MOE_SCALE_BF16, .zero_points = true};
+    assert_int_equal(moe_cuda_packing_of(&zeros), MOE_CUDA_PACKING_INT4_GROUP_ZEROS);
+    zeros.block_columns = 128;
+    assert_int_equal(moe_cuda_packing_of(&zeros), MOE_CUDA_PACKING_INT4_ROW);
     assert_int_equal(packing(MOE_ENC_NONE, 0, 0, MOE_SCALE_F32), MOE_CUDA_PACKING_NONE);
     struct moe_weight_format w8a8 = {MOE_ENC_F8E4M3,    128, 128, MOE_SCALE_F32, false, false,
                                      MOE_ACTIVATIONS_F8};
@@ -177,6 +191,13 @@ static void packed_matrices_have_whole_blocks(void **state)
     assert_int_equal(moe_cuda_packed_bytes(f8, 129, 257), 2 * 3 * (16384 + 64));
     assert_int_equal(moe_cuda_packed_bytes(f4, 4096, 7168), 4096 * 7168 / 32 * 17);
     assert_int_equal(moe_cuda_packed_bytes(f4, 0, 128), 0);
+    assert_int_equal(moe_cuda_packed_bytes(MOE_CUDA_PACKING_E2M1_E4M3, 1, 1), 8192 + 1024 + 64);
+    assert_int_equal(moe_cuda_packed_bytes(MOE_CUDA_PACKING_INT4_ROW, 1, 1), 8192 + 512 + 128);
+    assert_int_equal(moe_cuda_packed_bytes(MOE_CUDA_PACKING_INT4_GROUP, 1, 1), 8192 + 1024);
+    assert_int_equal(moe_cuda_packed_bytes(MOE_CUDA_PACKING_INT4_GROUP_ZEROS, 1, 1),
+                     8192 + 1024 + 512);
+    for (unsigned p = 1; p < MOE_CUDA_PACKING_COUNT; p++) /* what one bulk copy can load */
+        assert_int_equal(moe_cuda_packed_block_bytes((enum moe_cuda_packing)p) % 16, 0);
 }
 
 /* What the kernels are built on: K steps of 128 bytes, and instructions of 64 rows. */

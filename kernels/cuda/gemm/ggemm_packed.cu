@@ -43,6 +43,10 @@ const heights instances[MOE_CUDA_PACKING_COUNT] = {
     make_both<MOE_CUDA_PACKING_F8_BLOCK>(),
     make_both<MOE_CUDA_PACKING_F8_E8M0>(),
     make_both<MOE_CUDA_PACKING_E2M1_E8M0>(),
+    make_both<MOE_CUDA_PACKING_E2M1_E4M3>(),
+    make_both<MOE_CUDA_PACKING_INT4_ROW>(),
+    make_both<MOE_CUDA_PACKING_INT4_GROUP>(),
+    make_both<MOE_CUDA_PACKING_INT4_GROUP_ZEROS>(),
 };
 
 } // namespace

@@ -42,7 +42,7 @@ struct packed_form {
     static constexpr uint32_t WEIGHT_ROWS = CONSUMERS * MMA_ROWS;
     static constexpr uint32_t BLOCKS = WEIGHT_ROWS / packed::ROWS;
     static constexpr uint32_t BLOCK =
-        (packed::element_bytes(P) + packed::MAX_SCALE_BYTES + 127) / 128 * 128;
+        (packed::element_bytes(P) + packed::max_scale_bytes(P) + 127) / 128 * 128;
     static constexpr uint32_t CHUNK = ROWS < 64 ? ROWS : 64; /* rows that are stored together */
     static constexpr uint32_t STAGING = CONSUMERS * CHUNK * CHUNK_ROW_BYTES;
     static constexpr uint32_t STAGE = PACKED_HALVES * ROWS * DEPTH_BYTES + BLOCKS * BLOCK;

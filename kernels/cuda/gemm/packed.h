@@ -27,19 +27,28 @@ struct moe_cuda_packed_weight {
     uint32_t rows, columns;
     bool interleaved; /* row i is stored as row i / 8 * 16 + i % 8 + offset, else as row i */
     uint32_t offset;  /* gate 0, up 8 */
-    uint32_t *wrong;  /* device; becomes 1 if a block cannot hold an element (NaN) or a scale (a
-                         power of two above 2^65) */
+    float global;     /* MOE_SCALE_E4M3: what the scales are multiplied by */
+    uint32_t *wrong; /* device; becomes 1 if a block cannot hold an element (NaN), a scale or a zero
+                        point (above 16). Scales: E8M0 is at most 2^65 where it multiplies
+                        operands, E4M3 is positive, INT4's are at most 2^27 */
 };
 
-/* Enqueues: places `count` rows from row `first` on. src: device, 4-byte aligned; rows of elements
- * as in moe/packed_matrix.h. */
+/* All enqueue, and place `count` rows from row `first` on. src: device, 4-byte aligned; of these
+ * rows on. Elements and scales must be placed, zero points if the format has them. */
+
+/* Elements as in moe/packed_matrix.h. */
 struct moe_status moe_cuda_packed_place(const struct moe_cuda_packed_weight *w, const void *src,
                                         uint32_t first, uint32_t count,
                                         struct CUstream_st *stream) MOE_CHECKED;
 
-/* Enqueues: places `count` rows of scales from row `first` on. src: device, as in
- * moe/packed_matrix.h, of this format. */
+/* Scales as in moe/packed_matrix.h, of this format; rows of scales. */
 struct moe_status moe_cuda_packed_scale(const struct moe_cuda_packed_weight *w,
+                                        const struct moe_weight_format *format, const void *src,
+                                        uint32_t first, uint32_t count,
+                                        struct CUstream_st *stream) MOE_CHECKED;
+
+/* The same for zero points. */
+struct moe_status moe_cuda_packed_zeros(const struct moe_cuda_packed_weight *w,
                                         const struct moe_weight_format *format, const void *src,
                                         uint32_t first, uint32_t count,
                                         struct CUstream_st *stream) MOE_CHECKED;

@@ -9,6 +9,7 @@
 #include "cuda/layer/weights.h"
 #include "cuda/plan/limits.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 static uint32_t entries_of(const struct moe_layer *layer, enum moe_weight w)
@@ -316,13 +317,27 @@ static struct moe_status alloc_packed(struct moe_layer *layer, struct moe_cuda_m
     return moe_ok();
 }
 
-/* Puts `rows` of `bytes` each: elements, or scales of a format. */
+/* Puts `rows` of `bytes` each. */
 static struct moe_status put_packed(struct moe_layer *layer, const struct moe_cuda_packed_weight *p,
-                                    const struct moe_weight_format *scales, size_t rows,
+                                    enum moe_cuda_packed_part part,
+                                    const struct moe_weight_format *format, size_t rows,
                                     size_t bytes, const void *data)
 {
-    struct moe_cuda_weight w = {.rows = rows, .columns = bytes, .packed = p, .scales = scales};
+    struct moe_cuda_weight w = {
+        .rows = rows, .columns = bytes, .packed = p, .part = part, .format = format};
     return moe_cuda_weights_put(layer->device, &w, data);
+}
+
+/* What the scales of a matrix are multiplied by; for E4M3. */
+static struct moe_status global_of(const struct moe_weight_format *f, enum moe_weight weight,
+                                   const struct moe_packed_matrix *m, float *out)
+{
+    *out = f->global_divides ? 1 / m->global : m->global;
+    if (f->scale != MOE_SCALE_E4M3 || isnormal(*out))
+        return moe_ok();
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                     "%s: the scale of the matrix, %g, is out of range", moe_weight_name(weight),
+                     (double)m->global);
 }
 
 static struct moe_status place_packed(struct moe_layer *layer, enum moe_weight weight,
@@ -337,6 +352,8 @@ static struct moe_status place_packed(struct moe_layer *layer, enum moe_weight w
     if (!moe_packed_sizes(f, rows, columns, &sizes))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "%s is too large",
                          moe_weight_name(weight));
+    float global;
+    MOE_TRY(global_of(f, weight, from, &global));
     MOE_TRY(alloc_packed(layer, m));
     struct moe_cuda_packed_weight w = {
         .packing = m->packing,
@@ -345,10 +362,15 @@ static struct moe_status place_packed(struct moe_layer *layer, enum moe_weight w
         .columns = (uint32_t)columns,
         .interleaved = order != MOE_CUDA_ROWS_PLAIN,
         .offset = order == MOE_CUDA_ROWS_UP ? MOE_CUDA_INTERLEAVE : 0,
+        .global = global,
         .wrong = layer->wrong};
-    MOE_TRY(put_packed(layer, &w, NULL, rows, sizes.row_bytes, from->elements));
-    return put_packed(layer, &w, f, sizes.scale_rows,
-                      sizes.scale_columns * moe_scale_bytes(f->scale), from->scales);
+    MOE_TRY(put_packed(layer, &w, MOE_CUDA_ELEMENTS, NULL, rows, sizes.row_bytes, from->elements));
+    MOE_TRY(put_packed(layer, &w, MOE_CUDA_SCALES, f, sizes.scale_rows,
+                       sizes.scale_columns * moe_scale_bytes(f->scale), from->scales));
+    if (!f->zero_points)
+        return moe_ok();
+    return put_packed(layer, &w, MOE_CUDA_ZEROS, f, sizes.scale_rows, sizes.scale_columns,
+                      from->zeros);
 }
 
 struct moe_status moe_cuda_layer_upload_packed(struct moe_layer *layer, enum moe_weight weight,
@@ -377,9 +399,12 @@ static struct moe_status check_packed_values(struct moe_layer *layer)
         MOE_TRY(moe_cuda_mem_copy(layer->device, &wrong, layer->wrong, sizeof wrong));
     if (wrong == 0)
         return moe_ok();
-    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
-                     "layer %u: an element of a quantised matrix is NaN, or a scale is above 2^65",
-                     layer->spec.layer);
+    return moe_error(
+        MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+        "layer %u: in a quantised matrix an element is NaN, a zero point is above 16, or "
+        "a scale is one that GPUs do not hold: NaN, E8M0 above 2^65, INT4's above 2^27, "
+        "E4M3 that is not positive",
+        layer->spec.layer);
 }
 
 /* --------------------------------------------------------------------- finish */

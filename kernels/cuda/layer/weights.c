@@ -107,9 +107,13 @@ static struct moe_status copy_interleaved(const struct job *o, const char *from,
 static struct moe_status place_packed(const struct moe_cuda_weight *w, const void *src,
                                       uint32_t first, uint32_t count, cudaStream_t stream)
 {
-    return w->scales != NULL
-               ? moe_cuda_packed_scale(w->packed, w->scales, src, first, count, stream)
-               : moe_cuda_packed_place(w->packed, src, first, count, stream);
+    switch (w->part) {
+    case MOE_CUDA_SCALES:
+        return moe_cuda_packed_scale(w->packed, w->format, src, first, count, stream);
+    case MOE_CUDA_ZEROS:
+        return moe_cuda_packed_zeros(w->packed, w->format, src, first, count, stream);
+    default: return moe_cuda_packed_place(w->packed, src, first, count, stream);
+    }
 }
 
 /* Sends elements [first, first + n) from pinned memory. `landing`: for data to convert. */

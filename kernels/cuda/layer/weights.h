@@ -28,16 +28,19 @@ enum {
     MOE_CUDA_READ_BYTES = 512 << 10, /* per piece that is read back */
 };
 
+enum moe_cuda_packed_part { MOE_CUDA_ELEMENTS, MOE_CUDA_SCALES, MOE_CUDA_ZEROS };
+
 /* `rows` x `columns` of dtype `from`, stored as `to` (never from F32 to BF16). */
 struct moe_cuda_weight {
     void *dst; /* device: first row of the entry */
     enum moe_dtype from, to;
     enum moe_cuda_rows order;
     size_t rows, columns;
-    /* Not NULL: `rows` of `columns` bytes are elements of a packed weight, or, with a format, its
-     * scales; dst, from, to and order are unused. Both must stay until the weight is in place. */
+    /* Not NULL: `rows` of `columns` bytes are this part of a packed weight; dst, from, to and order
+     * are unused. Elements need no format. Both must stay until the weight is in place. */
     const struct moe_cuda_packed_weight *packed;
-    const struct moe_weight_format *scales;
+    enum moe_cuda_packed_part part;
+    const struct moe_weight_format *format;
 };
 
 /* The threads and their memory; for device_open and device_close. */

@@ -24,6 +24,15 @@ enum moe_cuda_packing {
      * exact for scales up to 2^65. */
     MOE_CUDA_PACKING_F8_E8M0,
     MOE_CUDA_PACKING_E2M1_E8M0,
+    /* A positive scale E4M3 for 16 columns of a row multiplies the elements in bf16, which is
+     * exact. An fp32 scale of the matrix multiplies the product. */
+    MOE_CUDA_PACKING_E2M1_E4M3,
+    /* Elements minus their zero point are multiplied by a scale, and rounded to bf16. Scales are
+     * at most 2^27. */
+    MOE_CUDA_PACKING_INT4_ROW,         /* fp32 scale (rounded to bf16 before) and zero point for 128
+                                          columns of a row */
+    MOE_CUDA_PACKING_INT4_GROUP,       /* bf16 scale for 32 columns of a row; the zero point is 8 */
+    MOE_CUDA_PACKING_INT4_GROUP_ZEROS, /* the same with zero points */
     MOE_CUDA_PACKING_COUNT
 };
 
