@@ -92,44 +92,43 @@ MOE_ENTRY_PROTOTYPE(text, describe, MOE_ENTRY_DESCRIBE)
     return text_of(st);
 }
 
-static struct moe_cuda_packed_weight packed(int packing, void *entry, uint32_t rows,
-                                            uint32_t columns, bool interleaved, uint32_t offset)
-{
-    return (struct moe_cuda_packed_weight){.packing = (enum moe_cuda_packing)packing,
-                                           .entry = entry,
-                                           .rows = rows,
-                                           .columns = columns,
-                                           .interleaved = interleaved,
-                                           .offset = offset};
-}
-
-static struct moe_weight_format format_of(int encoding, uint32_t block_rows, uint32_t block_columns,
-                                          int scale)
-{
-    return (struct moe_weight_format){.encoding = (enum moe_encoding)encoding,
-                                      .block_rows = block_rows,
-                                      .block_columns = block_columns,
-                                      .scale = (enum moe_scale_type)scale};
-}
+/* The struct from the arguments of the same names. */
+#define PACKED_WEIGHT                                                                              \
+    {                                                                                              \
+        .packing = (enum moe_cuda_packing)packing, .entry = entry, .rows = rows,                   \
+        .columns = columns, .interleaved = interleaved, .offset = offset, .global = global,        \
+        .wrong = wrong                                                                             \
+    }
+#define FORMAT                                                                                     \
+    {                                                                                              \
+        .encoding = (enum moe_encoding)encoding, .block_rows = block_rows,                         \
+        .block_columns = block_columns, .scale = (enum moe_scale_type)scale,                       \
+        .zero_points = zero_points                                                                 \
+    }
 
 MOE_ENTRY_PROTOTYPE(text, packed_place, MOE_ENTRY_PACKED_PLACE)
 {
-    struct moe_cuda_packed_weight w = packed(packing, entry, rows, columns, interleaved, offset);
-    w.wrong = wrong;
+    struct moe_cuda_packed_weight w = PACKED_WEIGHT;
     return text_of(moe_cuda_packed_place(&w, src, 0, rows, stream));
 }
 
 MOE_ENTRY_PROTOTYPE(text, packed_scale, MOE_ENTRY_PACKED_SCALE)
 {
-    struct moe_cuda_packed_weight w = packed(packing, entry, rows, columns, interleaved, offset);
-    struct moe_weight_format format = format_of(encoding, block_rows, block_columns, scale);
-    w.wrong = wrong;
+    struct moe_cuda_packed_weight w = PACKED_WEIGHT;
+    struct moe_weight_format format = FORMAT;
     return text_of(moe_cuda_packed_scale(&w, &format, src, 0, block_rows == 0 ? 1 : rows, stream));
+}
+
+MOE_ENTRY_PROTOTYPE(text, packed_zeros, MOE_ENTRY_PACKED_ZEROS)
+{
+    struct moe_cuda_packed_weight w = PACKED_WEIGHT;
+    struct moe_weight_format format = FORMAT;
+    return text_of(moe_cuda_packed_zeros(&w, &format, src, 0, block_rows == 0 ? 1 : rows, stream));
 }
 
 MOE_ENTRY_PROTOTYPE(int, packing_of, MOE_ENTRY_PACKING_OF)
 {
-    struct moe_weight_format format = format_of(encoding, block_rows, block_columns, scale);
+    struct moe_weight_format format = FORMAT;
     return (int)moe_cuda_packing_of(&format);
 }
 
@@ -173,8 +172,12 @@ MOE_ENTRY_PROTOTYPE(int, constant, MOE_ENTRY_CONSTANT)
                  {"LATE", MOE_WEIGHT_OUTPUT_LATE},
                  {"F8E4M3", MOE_ENC_F8E4M3},
                  {"E2M1", MOE_ENC_E2M1},
+                 {"INT4", MOE_ENC_INT4},
                  {"SCALE_F32", MOE_SCALE_F32},
+                 {"SCALE_BF16", MOE_SCALE_BF16},
+                 {"SCALE_F16", MOE_SCALE_F16},
                  {"SCALE_E8M0", MOE_SCALE_E8M0},
+                 {"SCALE_E4M3", MOE_SCALE_E4M3},
                  {"WEIGHTS_BYTES", sizeof(struct moe_cuda_ggemm_weights)},
                  {"WEIGHTS_DATA", offsetof(struct moe_cuda_ggemm_weights, data)}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)

@@ -70,27 +70,26 @@ typedef const char *text;
 /* out: host memory of WEIGHTS_BYTES (a constant) bytes */
 #define MOE_ENTRY_DESCRIBE(X, L)                                                                   \
     X(pointer, data) X(uint32_t, experts) X(uint32_t, rows) X(uint32_t, columns) L(pointer, out)
-/* Rows `first`, ... of one matrix, or of gate (interleaved, offset 0) or up (8). */
-#define MOE_ENTRY_PACKED_PLACE(X, L)                                                               \
-    X(int, packing)                                                                                \
-    X(pointer, entry)                                                                              \
-    X(uint32_t, rows)                                                                              \
-    X(uint32_t, columns)                                                                           \
-    X(bool, interleaved)                                                                           \
-    X(uint32_t, offset) X(pointer, wrong) X(pointer, src) L(pointer, stream)
-#define MOE_ENTRY_PACKED_SCALE(X, L)                                                               \
+/* struct moe_cuda_packed_weight, field by field: one matrix, or gate (interleaved, offset 0) or up
+ * (8). */
+#define MOE_PACKED_FIELDS(X)                                                                       \
     X(int, packing)                                                                                \
     X(pointer, entry)                                                                              \
     X(uint32_t, rows)                                                                              \
     X(uint32_t, columns)                                                                           \
     X(bool, interleaved)                                                                           \
     X(uint32_t, offset)                                                                            \
+    X(float, global)                                                                               \
+    X(pointer, wrong)
+/* A number format. */
+#define MOE_FORMAT_FIELDS(X, L)                                                                    \
     X(int, encoding)                                                                               \
-    X(uint32_t, block_rows)                                                                        \
-    X(uint32_t, block_columns)                                                                     \
-    X(int, scale) X(pointer, wrong) X(pointer, src) L(pointer, stream)
-#define MOE_ENTRY_PACKING_OF(X, L)                                                                 \
-    X(int, encoding) X(uint32_t, block_rows) X(uint32_t, block_columns) L(int, scale)
+    X(uint32_t, block_rows) X(uint32_t, block_columns) X(int, scale) L(bool, zero_points)
+#define MOE_ENTRY_PACKED_PLACE(X, L) MOE_PACKED_FIELDS(X) X(pointer, src) L(pointer, stream)
+#define MOE_ENTRY_PACKED_SCALE(X, L)                                                               \
+    MOE_PACKED_FIELDS(X) MOE_FORMAT_FIELDS(X, X) X(pointer, src) L(pointer, stream)
+#define MOE_ENTRY_PACKED_ZEROS(X, L) MOE_ENTRY_PACKED_SCALE(X, L)
+#define MOE_ENTRY_PACKING_OF(X, L)   MOE_FORMAT_FIELDS(X, L)
 #define MOE_ENTRY_PACKED_BYTES(X, L) X(int, packing) X(size_t, rows) L(size_t, columns)
 #define MOE_ENTRY_CHOOSE_TILE(X, L)                                                                \
     X(uint32_t, bucket)                                                                            \
@@ -107,6 +106,7 @@ typedef const char *text;
     F(text, describe, MOE_ENTRY_DESCRIBE)                                                          \
     F(text, packed_place, MOE_ENTRY_PACKED_PLACE)                                                  \
     F(text, packed_scale, MOE_ENTRY_PACKED_SCALE)                                                  \
+    F(text, packed_zeros, MOE_ENTRY_PACKED_ZEROS)                                                  \
     F(int, packing_of, MOE_ENTRY_PACKING_OF)                                                       \
     F(size_t, packed_bytes, MOE_ENTRY_PACKED_BYTES)                                                \
     F(int, choose_packed_tile, MOE_ENTRY_CHOOSE_TILE)                                              \

@@ -115,6 +115,7 @@ static int add_weight(const struct moe_cuda_packed_weight *w, const void *src)
     at = add_number(at, "columns", w->columns);
     at = add_number(at, "interleaved", w->interleaved);
     at = add_number(at, "offset", w->offset);
+    at = add_number(at, "global", (double)w->global);
     at = add_pointer(at, "wrong", w->wrong);
     return add_pointer(at, "src", src);
 }
@@ -128,9 +129,9 @@ struct moe_status moe_cuda_packed_place(const struct moe_cuda_packed_weight *w, 
     return moe_ok();
 }
 
-struct moe_status moe_cuda_packed_scale(const struct moe_cuda_packed_weight *w,
-                                        const struct moe_weight_format *format, const void *src,
-                                        uint32_t first, uint32_t count, struct CUstream_st *stream)
+static struct moe_status record_blocks(const struct moe_cuda_packed_weight *w,
+                                       const struct moe_weight_format *format, const void *src,
+                                       uint32_t first, uint32_t count, struct CUstream_st *stream)
 {
     if (first != 0 || count < w->rows)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE, "not all rows");
@@ -138,8 +139,23 @@ struct moe_status moe_cuda_packed_scale(const struct moe_cuda_packed_weight *w,
     at = add_number(at, "block_rows", format->block_rows);
     at = add_number(at, "block_columns", format->block_columns);
     at = add_number(at, "scale", format->scale);
+    at = add_number(at, "zero_points", format->zero_points);
     add_pointer(at, "stream", stream);
     return moe_ok();
+}
+
+struct moe_status moe_cuda_packed_scale(const struct moe_cuda_packed_weight *w,
+                                        const struct moe_weight_format *format, const void *src,
+                                        uint32_t first, uint32_t count, struct CUstream_st *stream)
+{
+    return record_blocks(w, format, src, first, count, stream);
+}
+
+struct moe_status moe_cuda_packed_zeros(const struct moe_cuda_packed_weight *w,
+                                        const struct moe_weight_format *format, const void *src,
+                                        uint32_t first, uint32_t count, struct CUstream_st *stream)
+{
+    return record_blocks(w, format, src, first, count, stream);
 }
 
 struct moe_status moe_cuda_ggemm_describe(const void *data, uint32_t experts, uint32_t rows,

@@ -23,42 +23,67 @@ ROTATE = 512 << 20
 E2M1 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])
 
 
+GLOBAL = 0.03  # scale of a whole matrix, with E4M3
+
+
 class Format:
     """Elements of few bits with a scale for each block of rows and columns; 0: for all."""
+    TYPES = {"SCALE_F32": torch.float32, "SCALE_BF16": torch.bfloat16, "SCALE_F16": torch.float16,
+             "SCALE_E8M0": torch.uint8, "SCALE_E4M3": torch.uint8}
 
-    def __init__(self, lib, name, encoding, rows, columns, scale):
+    def __init__(self, lib, name, encoding, rows, columns, scale, zero_points=False):
         self.lib, self.name, self.rows, self.columns = lib, name, rows, columns
-        self.encoding, self.scale = lib.constant(encoding), lib.constant(scale)
-        self.packing = self.lib.packing_of(encoding=self.encoding, block_rows=rows,
-                                           block_columns=columns, scale=self.scale)
-        self.eight, self.e8m0 = encoding == "F8E4M3", scale == "SCALE_E8M0"
+        self.encoding, self.scale, self.zero_points = encoding, scale, zero_points
+        self.format = {"encoding": lib.constant(encoding), "block_rows": rows,
+                       "block_columns": columns, "scale": lib.constant(scale),
+                       "zero_points": zero_points}
+        self.packing = self.lib.packing_of(**self.format)
+        if self.packing == 0:
+            sys.exit(f"{name}: GPUs have no such weights")
+        self.eight = encoding == "F8E4M3"
 
     def random(self, n, k, generator):
-        """Elements [n, row bytes] and scales of one matrix."""
+        """Elements [n, row bytes], scales and zero points of one matrix."""
         gpu = {"device": "cuda", "generator": generator}
         elements = torch.randint(0, 256, (n, k if self.eight else k // 2), dtype=torch.uint8, **gpu)
         if self.eight:  # small enough not to overflow, and no NaN
             elements &= 0xbf
         shape = (-(-n // (self.rows or n)), -(-k // (self.columns or k)))
-        if self.e8m0:
-            return elements, torch.randint(118, 124, shape, dtype=torch.uint8, **gpu)
-        return elements, torch.rand(shape, **gpu) * 0.1 + 0.01
+        zeros = torch.randint(0, 17, shape, dtype=torch.uint8, **gpu) if self.zero_points else None
+        if self.scale == "SCALE_E8M0":
+            return elements, torch.randint(118, 124, shape, dtype=torch.uint8, **gpu), zeros
+        if self.scale == "SCALE_E4M3":
+            return elements, torch.randint(0x30, 0x40, shape, dtype=torch.uint8, **gpu), zeros
+        scales = torch.rand(shape, **gpu) * 0.1 + 0.01
+        return elements, scales.to(self.TYPES[self.scale]), zeros
 
-    def values(self, elements, scales, n, k):
+    def wide_scales(self, scales):
+        if self.scale == "SCALE_E8M0":
+            return torch.exp2(scales.double() - 127)
+        if self.scale == "SCALE_E4M3":
+            return scales.view(torch.float8_e4m3fn).double() * GLOBAL
+        return scales.double()
+
+    def values(self, elements, scales, zeros, n, k):
         """The matrix in double precision."""
+        def wide(blocks):
+            wide = blocks.repeat_interleave(self.rows or n, 0)[:n]
+            return wide.repeat_interleave(self.columns or k, 1)[:, :k]
+
         if self.eight:
-            plain = elements.view(torch.float8_e4m3fn).double()
-        else:
-            both = torch.stack([elements & 15, elements >> 4], dim=2).flatten(1)
+            return elements.view(torch.float8_e4m3fn).double() * wide(self.wide_scales(scales))
+        both = torch.stack([elements & 15, elements >> 4], dim=2).flatten(1)
+        if self.encoding == "E2M1":
             plain = E2M1.to("cuda", torch.float64)[both.long()]
-        scales = torch.exp2(scales.double() - 127) if self.e8m0 else scales.double()
-        wide = scales.repeat_interleave(self.rows or n, 0)[:n]
-        return plain * wide.repeat_interleave(self.columns or k, 1)[:, :k]
+        else:
+            plain = both.double() - (wide(zeros.double()) if self.zero_points else 8)
+        return plain * wide(self.wide_scales(scales))
 
     def file_bytes(self, n, k):
-        each = 1 if self.e8m0 else 4
         blocks = -(-n // (self.rows or n)) * -(-k // (self.columns or k))
-        return (n * k if self.eight else n * k // 2) + blocks * each
+        zeros = -(-blocks // 2) if self.zero_points else 0
+        return (n * k if self.eight else n * k // 2) + zeros + \
+            blocks * self.TYPES[self.scale].itemsize
 
     def pack(self, experts, n, k, generator, wide):
         """One packed matrix for all experts. `wide` receives the values as bf16."""
@@ -68,17 +93,15 @@ class Format:
         stream = torch.cuda.current_stream().cuda_stream
         samples = {}
         for e in range(experts):
-            elements, scales = self.random(n, k, generator)
-            entry = packed.data_ptr() + e * one
-            self.lib.packed_place(packing=self.packing, entry=entry, rows=n, columns=k,
-                                  interleaved=False, offset=0, wrong=wrong.data_ptr(),
-                                  src=elements.data_ptr(), stream=stream)
-            self.lib.packed_scale(packing=self.packing, entry=entry, rows=n, columns=k,
-                                  interleaved=False, offset=0, wrong=wrong.data_ptr(),
-                                  encoding=self.encoding, block_rows=self.rows,
-                                  block_columns=self.columns, scale=self.scale,
-                                  src=scales.data_ptr(), stream=stream)
-            values = self.values(elements, scales, n, k)
+            elements, scales, zeros = self.random(n, k, generator)
+            to = {"packing": self.packing, "entry": packed.data_ptr() + e * one, "rows": n,
+                  "columns": k, "interleaved": False, "offset": 0, "global": GLOBAL,
+                  "wrong": wrong.data_ptr(), "stream": stream}
+            self.lib.packed_place(**to, src=elements.data_ptr())
+            self.lib.packed_scale(**to, **self.format, src=scales.data_ptr())
+            if self.zero_points:
+                self.lib.packed_zeros(**to, **self.format, src=zeros.data_ptr())
+            values = self.values(elements, scales, zeros, n, k)
             wide[e] = values.bfloat16()
             if e % 16 == 0 or e == experts - 1:
                 samples[e] = values
@@ -179,13 +202,17 @@ def main():
     args.add_argument("library")
     args.add_argument("--rounds", type=int, default=30)
     args.add_argument("--only", default="", help="shapes with a name that contains this")
-    args.add_argument("--formats", default="fp8,mxfp4")
+    args.add_argument("--formats", default="fp8,mxfp4,nvfp4,int4g32,int4g128")
     args.add_argument("--markdown", help="settings and table")
     args.set_defaults(sustained=0)
     args = args.parse_args()
     lib = Products(args.library)
     formats = {"fp8": ("F8E4M3", 128, 128, "SCALE_F32"), "fp8row": ("F8E4M3", 1, 0, "SCALE_F32"),
-               "mxfp8": ("F8E4M3", 1, 32, "SCALE_E8M0"), "mxfp4": ("E2M1", 1, 32, "SCALE_E8M0")}
+               "mxfp8": ("F8E4M3", 1, 32, "SCALE_E8M0"), "mxfp4": ("E2M1", 1, 32, "SCALE_E8M0"),
+               "nvfp4": ("E2M1", 1, 16, "SCALE_E4M3"),
+               "int4g32": ("INT4", 1, 32, "SCALE_BF16"),
+               "int4g32z": ("INT4", 1, 32, "SCALE_BF16", True),
+               "int4g128": ("INT4", 1, 128, "SCALE_F16", True)}
     head = settings(args)
     print("\n".join(head), flush=True)
     rows = []

@@ -39,7 +39,8 @@ class Binding(unittest.TestCase):
         return {name: float(value) for name, value in pairs}
 
     def test_every_argument_arrives_in_its_field(self):
-        for name in ("ggemm", "cublas", "wgrad", "packed_place", "packed_scale"):
+        for name in ("ggemm", "cublas", "wgrad", "packed_place", "packed_scale",
+                     "packed_zeros"):
             for flags in (False, True):
                 values = some_values(self.products.entries[name], flags)
                 getattr(self.products, name)(**values)
@@ -82,15 +83,25 @@ class Binding(unittest.TestCase):
         self.assertEqual({k.value for k in plain.keys}, names["ggemm"])
         self.assertEqual(names["cublas"] - names["ggemm"], {"scratch"})
         seen = set()
+        given_as = {}  # arguments of `**name`
+        for d in ast.walk(tree):
+            if isinstance(d, ast.Assign) and isinstance(d.value, ast.Dict):
+                for t in d.targets:
+                    given_as[getattr(t, "attr", getattr(t, "id", ""))] = {
+                        getattr(k, "value", k) for k in d.value.keys}
         for call in ast.walk(tree):
             name = getattr(getattr(call, "func", None), "attr", "")
             if name not in names or getattr(call.func.value, "attr", "") != "lib":
                 continue
             seen.add(name)
             given = {k.arg for k in call.keywords}
-            if given == {None}:  # from `plain`
-                self.assertIn(name, ("ggemm", "cublas"))
+            if name in ("ggemm", "cublas"):
+                self.assertEqual(given, {None})  # from `plain`
             elif name != "constant":
+                given.discard(None)
+                for k in call.keywords:
+                    if k.arg is None:
+                        given |= given_as[getattr(k.value, "attr", getattr(k.value, "id", ""))]
                 self.assertEqual(given, names[name], f"line {call.lineno}: {name}")
         self.assertEqual(seen, set(names) - {"tile_name"})
         changed = {k.arg for call in ast.walk(tree) if isinstance(call, ast.Call)
