@@ -212,6 +212,7 @@ jobs_at_once() {
     # Quantised checkpoints through daemons: as they are, decoded, and with adapters.
     echo "quantised_fp8 300 $(integration test_quantised Fp8)"
     echo "quantised_mx 300 $(integration test_quantised Mx)"
+    echo "quantised_4_bits 300 $(integration test_quantised FourBits)"
     echo "quantised_decoded 300 $(integration test_quantised Decoded Training)"
     echo "golden_cublas 120 $suite/golden --backend cuda --models $models --gemm cublas"
     echo "ggemm 120 $build/tests/unit/test_ggemm"
