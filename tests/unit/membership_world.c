@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The coordinator's side: the machine with its disk and its crashes, and the checks of its promises.
- */
+/* The coordinator's side: the machine with its disk and its crashes, and checks of its promises. */
 #include "membership_world.h"
 
 #include <inttypes.h>
