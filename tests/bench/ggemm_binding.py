@@ -45,8 +45,8 @@ def parse(signatures):
 
 class Products:
     """The library's functions by name. The RAISING ones return an error text and raise Refused."""
-    RAISING = ("ggemm", "cublas", "wgrad", "describe", "packed_place", "packed_scale",
-               "packed_zeros")
+    RAISING = ("ggemm", "cublas", "wgrad", "describe", "quantise", "packed_place",
+               "packed_scale", "packed_zeros")
 
     def __init__(self, path):
         self.library = ctypes.CDLL(path)

@@ -5,6 +5,7 @@
 #include "cuda/gemm/ggemm.h"
 #include "cuda/gemm/ggemm_cublas.h"
 #include "cuda/gemm/ggemm_wgrad.h"
+#include "cuda/gemm/quantise.h"
 
 #include <assert.h>
 #include <string.h>
@@ -35,14 +36,21 @@ struct listed_ggemm {
 struct listed_wgrad {
     MOE_WGRAD_FIELDS(AS_FIELD)
 };
+struct listed_quantise {
+    MOE_QUANTISE_FIELDS(AS_FIELD)
+};
 #define SAME_PLACE(listed, product, name)                                                          \
     static_assert(offsetof(struct listed, name) == offsetof(struct product, name), #name);
-#define SAME_IN_GGEMM(type, name) SAME_PLACE(listed_ggemm, moe_cuda_ggemm, name)
-#define SAME_IN_WGRAD(type, name) SAME_PLACE(listed_wgrad, moe_cuda_wgrad, name)
+#define SAME_IN_GGEMM(type, name)    SAME_PLACE(listed_ggemm, moe_cuda_ggemm, name)
+#define SAME_IN_WGRAD(type, name)    SAME_PLACE(listed_wgrad, moe_cuda_wgrad, name)
+#define SAME_IN_QUANTISE(type, name) SAME_PLACE(listed_quantise, moe_cuda_quantise, name)
 MOE_GGEMM_FIELDS(SAME_IN_GGEMM)
 MOE_WGRAD_FIELDS(SAME_IN_WGRAD)
+MOE_QUANTISE_FIELDS(SAME_IN_QUANTISE)
 static_assert(sizeof(struct listed_ggemm) == sizeof(struct moe_cuda_ggemm), "a field is missing");
 static_assert(sizeof(struct listed_wgrad) == sizeof(struct moe_cuda_wgrad), "a field is missing");
+static_assert(sizeof(struct listed_quantise) == sizeof(struct moe_cuda_quantise),
+              "a field is missing");
 
 #define SET(type, name) product.name = (__typeof__(product.name))name;
 
@@ -79,6 +87,23 @@ MOE_ENTRY_PROTOTYPE(text, wgrad, MOE_ENTRY_WGRAD)
     struct moe_cuda_wgrad product = {0};
     MOE_WGRAD_FIELDS(SET)
     return text_of(moe_cuda_wgrad_enqueue(&product, stream));
+}
+
+MOE_ENTRY_PROTOTYPE(text, quantise, MOE_ENTRY_QUANTISE)
+{
+    struct moe_cuda_quantise product = {0};
+    MOE_QUANTISE_FIELDS(SET)
+    return text_of(moe_cuda_quantise_enqueue(&product, stream));
+}
+
+MOE_ENTRY_PROTOTYPE(size_t, quantised_bytes, MOE_ENTRY_QUANTISED_BYTES)
+{
+    return moe_cuda_quantised_bytes(rows, columns);
+}
+
+MOE_ENTRY_PROTOTYPE(size_t, quantised_offset, MOE_ENTRY_QUANTISED_OFFSET)
+{
+    return moe_cuda_quantised_offset(rows, columns);
 }
 
 /* -------------------------------------------------------------------- weights */
@@ -129,6 +154,7 @@ MOE_ENTRY_PROTOTYPE(text, packed_zeros, MOE_ENTRY_PACKED_ZEROS)
 MOE_ENTRY_PROTOTYPE(int, packing_of, MOE_ENTRY_PACKING_OF)
 {
     struct moe_weight_format format = FORMAT;
+    format.activations = (enum moe_activation_format)activations;
     return (int)moe_cuda_packing_of(&format);
 }
 
@@ -178,6 +204,8 @@ MOE_ENTRY_PROTOTYPE(int, constant, MOE_ENTRY_CONSTANT)
                  {"SCALE_F16", MOE_SCALE_F16},
                  {"SCALE_E8M0", MOE_SCALE_E8M0},
                  {"SCALE_E4M3", MOE_SCALE_E4M3},
+                 {"PLAIN", MOE_ACTIVATIONS_PLAIN},
+                 {"F8", MOE_ACTIVATIONS_F8},
                  {"WEIGHTS_BYTES", sizeof(struct moe_cuda_ggemm_weights)},
                  {"WEIGHTS_DATA", offsetof(struct moe_cuda_ggemm_weights, data)}};
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)

@@ -38,6 +38,7 @@ typedef const char *text;
     X(float, limit)                                                                                \
     X(float, alpha)                                                                                \
     X(int, out_dtype)                                                                              \
+    X(int, out_activations)                                                                        \
     X(pointer, out)                                                                                \
     X(uint32_t, out_stride)                                                                        \
     X(pointer, pre)                                                                                \
@@ -60,9 +61,30 @@ typedef const char *text;
     X(pointer, dw)                                                                                 \
     X(uint32_t, processors)
 
+/* struct moe_cuda_quantise, field by field */
+#define MOE_QUANTISE_FIELDS(X)                                                                     \
+    X(int, dtype)                                                                                  \
+    X(pointer, x)                                                                                  \
+    X(pointer, weight)                                                                             \
+    X(uint32_t, experts)                                                                           \
+    X(uint32_t, row_capacity)                                                                      \
+    X(uint32_t, columns)                                                                           \
+    X(pointer, start)                                                                              \
+    X(pointer, count)                                                                              \
+    X(bool, whole_rows)                                                                            \
+    X(bool, pow2)                                                                                  \
+    X(pointer, quantised)                                                                          \
+    X(pointer, values)                                                                             \
+    X(pointer, began)                                                                              \
+    X(uint32_t, processors)
+
 /* Arguments of a function: L for the last one, X for the others. */
-#define MOE_ENTRY_GGEMM(X, L) MOE_GGEMM_FIELDS(X) L(pointer, stream)
-#define MOE_ENTRY_WGRAD(X, L) MOE_WGRAD_FIELDS(X) L(pointer, stream)
+#define MOE_ENTRY_GGEMM(X, L)    MOE_GGEMM_FIELDS(X) L(pointer, stream)
+#define MOE_ENTRY_WGRAD(X, L)    MOE_WGRAD_FIELDS(X) L(pointer, stream)
+#define MOE_ENTRY_QUANTISE(X, L) MOE_QUANTISE_FIELDS(X) L(pointer, stream)
+/* Bytes of the buffer, and the offset of its scales. */
+#define MOE_ENTRY_QUANTISED_BYTES(X, L)  X(uint32_t, rows) L(uint32_t, columns)
+#define MOE_ENTRY_QUANTISED_OFFSET(X, L) X(uint32_t, rows) L(uint32_t, columns)
 /* scratch: device memory of moe_entry_cublas_bytes */
 #define MOE_ENTRY_CUBLAS(X, L) MOE_GGEMM_FIELDS(X) X(pointer, scratch) L(pointer, stream)
 #define MOE_ENTRY_CUBLAS_BYTES(X, L)                                                               \
@@ -89,7 +111,7 @@ typedef const char *text;
 #define MOE_ENTRY_PACKED_SCALE(X, L)                                                               \
     MOE_PACKED_FIELDS(X) MOE_FORMAT_FIELDS(X, X) X(pointer, src) L(pointer, stream)
 #define MOE_ENTRY_PACKED_ZEROS(X, L) MOE_ENTRY_PACKED_SCALE(X, L)
-#define MOE_ENTRY_PACKING_OF(X, L)   MOE_FORMAT_FIELDS(X, L)
+#define MOE_ENTRY_PACKING_OF(X, L)   MOE_FORMAT_FIELDS(X, X) L(int, activations)
 #define MOE_ENTRY_PACKED_BYTES(X, L) X(int, packing) X(size_t, rows) L(size_t, columns)
 #define MOE_ENTRY_CHOOSE_TILE(X, L)                                                                \
     X(uint32_t, bucket)                                                                            \
@@ -103,6 +125,9 @@ typedef const char *text;
     F(text, cublas, MOE_ENTRY_CUBLAS)                                                              \
     F(size_t, cublas_bytes, MOE_ENTRY_CUBLAS_BYTES)                                                \
     F(text, wgrad, MOE_ENTRY_WGRAD)                                                                \
+    F(text, quantise, MOE_ENTRY_QUANTISE)                                                          \
+    F(size_t, quantised_bytes, MOE_ENTRY_QUANTISED_BYTES)                                          \
+    F(size_t, quantised_offset, MOE_ENTRY_QUANTISED_OFFSET)                                        \
     F(text, describe, MOE_ENTRY_DESCRIBE)                                                          \
     F(text, packed_place, MOE_ENTRY_PACKED_PLACE)                                                  \
     F(text, packed_scale, MOE_ENTRY_PACKED_SCALE)                                                  \

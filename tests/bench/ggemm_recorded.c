@@ -6,6 +6,7 @@
 #include "cuda/gemm/ggemm.h"
 #include "cuda/gemm/ggemm_cublas.h"
 #include "cuda/gemm/ggemm_wgrad.h"
+#include "cuda/gemm/quantise.h"
 
 #include <stdio.h>
 
@@ -49,6 +50,7 @@ static struct moe_status record_ggemm(const struct moe_cuda_ggemm *g, const void
     at = add_number(at, "limit", (double)g->limit);
     at = add_number(at, "alpha", (double)g->alpha);
     at = add_number(at, "out_dtype", g->out_dtype);
+    at = add_number(at, "out_activations", g->out_activations);
     at = add_pointer(at, "out", g->out);
     at = add_number(at, "out_stride", g->out_stride);
     at = add_pointer(at, "pre", g->pre);
@@ -103,6 +105,27 @@ struct moe_status moe_cuda_wgrad_enqueue(const struct moe_cuda_wgrad *w, struct 
     at = add_number(at, "accumulate", w->accumulate);
     at = add_pointer(at, "dw", w->dw);
     at = add_number(at, "processors", w->processors);
+    add_pointer(at, "stream", stream);
+    return moe_ok();
+}
+
+struct moe_status moe_cuda_quantise_enqueue(const struct moe_cuda_quantise *q,
+                                            struct CUstream_st *stream)
+{
+    int at = add_number(0, "dtype", q->dtype);
+    at = add_pointer(at, "x", q->x);
+    at = add_pointer(at, "weight", q->weight);
+    at = add_number(at, "experts", q->experts);
+    at = add_number(at, "row_capacity", q->row_capacity);
+    at = add_number(at, "columns", q->columns);
+    at = add_pointer(at, "start", q->start);
+    at = add_pointer(at, "count", q->count);
+    at = add_number(at, "whole_rows", q->whole_rows);
+    at = add_number(at, "pow2", q->pow2);
+    at = add_pointer(at, "quantised", q->quantised);
+    at = add_pointer(at, "values", q->values);
+    at = add_pointer(at, "began", q->began);
+    at = add_number(at, "processors", q->processors);
     add_pointer(at, "stream", stream);
     return moe_ok();
 }

@@ -78,7 +78,8 @@ class Case:
                 "x": self.x[0].data_ptr(), "x_stride": 0, "weights": self.cells[0].data_ptr(),
                 "has_bias": False, "row_weight": None, "weighting": self.lib.constant("LATE"),
                 "activation": self.lib.constant("SWIGLU"), "limit": 0, "alpha": 0,
-                "out_dtype": self.lib.constant("BF16"), "out": self.out.data_ptr(),
+                "out_dtype": self.lib.constant("BF16"),
+                "out_activations": self.lib.constant("PLAIN"), "out": self.out.data_ptr(),
                 "out_stride": 0, "pre": None, "began": None, "processors": 0,
                 "stream": stream} | changes
 

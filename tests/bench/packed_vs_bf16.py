@@ -31,13 +31,14 @@ class Format:
     TYPES = {"SCALE_F32": torch.float32, "SCALE_BF16": torch.bfloat16, "SCALE_F16": torch.float16,
              "SCALE_E8M0": torch.uint8, "SCALE_E4M3": torch.uint8}
 
-    def __init__(self, lib, name, encoding, rows, columns, scale, zero_points=False):
+    def __init__(self, lib, name, encoding, rows, columns, scale, zero_points=False,
+                 activations="PLAIN"):
         self.lib, self.name, self.rows, self.columns = lib, name, rows, columns
         self.encoding, self.scale, self.zero_points = encoding, scale, zero_points
         self.format = {"encoding": lib.constant(encoding), "block_rows": rows,
                        "block_columns": columns, "scale": lib.constant(scale),
                        "zero_points": zero_points}
-        self.packing = self.lib.packing_of(**self.format)
+        self.packing = self.lib.packing_of(activations=lib.constant(activations), **self.format)
         if self.packing == 0:
             sys.exit(f"{name}: GPUs have no such weights")
         self.eight = encoding == "F8E4M3"
@@ -138,6 +139,10 @@ class PackedCase(Case):
             self.lib.ggemm(**tasks[i % self.sets])
         return run
 
+    def expected(self, rows, values):
+        """The product of rows of the first set in double precision."""
+        return self.x[0][rows].double() @ values.t()
+
     def check_packed(self, tile):
         """The worst relative error of a sampled expert, and all results."""
         self.out.fill_(float("nan"))
@@ -148,7 +153,7 @@ class PackedCase(Case):
                 continue
             start = self.start[e].item()
             rows = slice(start, start + self.counts[e])
-            want = self.x[0][rows].double() @ values.t()
+            want = self.expected(rows, values)
             error = ((self.out[rows].double() - want).norm() / want.norm()).item()
             worst = max(worst, error if error == error else float("inf"))
         inside = torch.zeros(self.capacity, dtype=torch.bool, device="cuda")

@@ -39,7 +39,7 @@ class Binding(unittest.TestCase):
         return {name: float(value) for name, value in pairs}
 
     def test_every_argument_arrives_in_its_field(self):
-        for name in ("ggemm", "cublas", "wgrad", "packed_place", "packed_scale",
+        for name in ("ggemm", "cublas", "wgrad", "quantise", "packed_place", "packed_scale",
                      "packed_zeros"):
             for flags in (False, True):
                 values = some_values(self.products.entries[name], flags)
@@ -76,8 +76,8 @@ class Binding(unittest.TestCase):
     def test_calls_of_the_benchmark_name_what_the_library_takes(self):
         names = {name: {n for _, n in arguments} for name, (_, arguments) in
                  parse(self.products.library.moe_entry_signatures().decode()).items()}
-        tree = ast.parse((HERE / "ggemm_vs_torch.py").read_text() +
-                         (HERE / "packed_vs_bf16.py").read_text())
+        tree = ast.parse("".join((HERE / f"{file}.py").read_text() for file in
+                                 ("ggemm_vs_torch", "packed_vs_bf16", "w8a8_vs_torch")))
         plain = next(d for f in ast.walk(tree) if getattr(f, "name", "") == "plain"
                      for d in ast.walk(f) if isinstance(d, ast.Dict))
         self.assertEqual({k.value for k in plain.keys}, names["ggemm"])

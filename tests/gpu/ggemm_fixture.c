@@ -3,9 +3,11 @@
 #include "ggemm_fixture.h"
 
 #include "cuda/gemm/ggemm.h"
+#include "moe/numbers.h"
 
 #include <cuda_runtime_api.h>
 #include <inttypes.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -61,4 +63,25 @@ uint32_t random_groups(uint32_t experts, uint32_t most, bool tight, uint32_t *st
         at += tight ? count[e] : (count[e] + 127) / 128 * 128;
     }
     return at > 0 ? at : 1;
+}
+
+void quantise_row(const struct moe_weight_format *f, uint32_t n, float *x, float *codes,
+                  float *scales)
+{
+    uint32_t group = moe_activation_group(f, n);
+    for (uint32_t first = 0; first < n; first += group) {
+        uint32_t end = n - first < group ? n : first + group;
+        float largest = 0;
+        for (uint32_t i = first; i < end; i++)
+            largest = fmaxf(largest, fabsf(x[i]));
+        float s = moe_e4m3_scale(largest, f->activations == MOE_ACTIVATIONS_F8_POW2);
+        for (uint32_t i = first; i < end; i++) {
+            float code = moe_round_to_e4m3(x[i] / s);
+            if (codes != NULL)
+                codes[i] = code;
+            x[i] = code * s;
+        }
+        if (scales != NULL)
+            scales[first / group] = s;
+    }
 }

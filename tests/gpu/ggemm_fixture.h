@@ -4,6 +4,7 @@
 #define MOE_TESTS_GGEMM_FIXTURE_H
 
 #include "base/status.h"
+#include "moe/weight_format.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -28,5 +29,11 @@ void finish(void); /* waits for the device */
  * third are empty or have one row. Returns the number of rows that they use, at least 1. */
 uint32_t random_groups(uint32_t experts, uint32_t most, bool tight, uint32_t *start,
                        uint32_t *count);
+
+/* Reference for W8A8: x [n] becomes what a product with matrices of this format multiplies, value
+ * times scale, by moe/numbers.h on the host. codes [n] and scales (one for each group) get the
+ * parts, if not NULL. */
+void quantise_row(const struct moe_weight_format *f, uint32_t n, float *x, float *codes,
+                  float *scales);
 
 #endif

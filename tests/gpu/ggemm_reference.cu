@@ -47,13 +47,16 @@ __host__ __device__ size_t out_stride(const moe_cuda_ggemm &g)
 
 __device__ double dot(const moe_cuda_ggemm &g, uint32_t row, size_t weight_row)
 {
+    const bool w8a8 =
+        g.packing == MOE_CUDA_PACKING_W8A8_BLOCK || g.packing == MOE_CUDA_PACKING_W8A8_ROW;
     const auto *x = static_cast<const __nv_bfloat16 *>(g.x) + row * x_stride(g);
+    const auto *quantised = static_cast<const float *>(g.x) + row * x_stride(g);
     const void *data = (*g.weights)->data;
     const auto *w = static_cast<const __nv_bfloat16 *>(data) + weight_row * g.k;
     const auto *values = static_cast<const float *>(data) + weight_row * g.k;
     double sum = 0;
     for (uint32_t i = 0; i < g.k; i++)
-        sum += double(__bfloat162float(x[i])) *
+        sum += double(w8a8 ? quantised[i] : __bfloat162float(x[i])) *
                double(g.packing != MOE_CUDA_PACKING_NONE ? values[i] : __bfloat162float(w[i]));
     return sum;
 }

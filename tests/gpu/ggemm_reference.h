@@ -18,7 +18,8 @@ int ggemm_fill_bf16(void *to, size_t count, uint64_t seed, float scale);
 int ggemm_fill_f32(float *to, size_t count, uint64_t seed, float scale);
 
 /* want [row_capacity, n]: writes the experts' rows only. With a packing, weights->data are the
- * weights' values as fp32, in the order of bf16 ones. */
+ * weights' values as fp32, in the order of bf16 ones; with W8A8, x is the quantised rows' values as
+ * fp32 [row_capacity, k]. */
 int ggemm_reference(const struct moe_cuda_ggemm *g, double *want);
 
 /* Largest |out - want| / (|want| + rms) over the experts' rows; rms is of all of want. Infinity if

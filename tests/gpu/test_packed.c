@@ -3,13 +3,16 @@
  * packing: each element has its value, results as in double precision with the values that
  * daemon/quant's interface defines, equal bits for a row alone, among 64 and among thousands, no
  * writes outside the experts' rows. The layer's parts are checked the same way, also with F32
- * tokens. Without a Hopper GPU the tests are skipped, with a message. */
+ * tokens. W8A8 is compared with rows that are quantised alike, on the host. Without a Hopper GPU
+ * the tests are skipped, with a message. */
 #include "ggemm_fixture.h"
 #include "ggemm_reference.h"
 
+#include "cuda/gemm/quantise.h"
 #include "cuda/plan/limits.h"
 #include "cuda/step/backend.h"
 #include "moe/backend.h"
+#include "moe/numbers.h"
 
 #include <cuda_runtime_api.h>
 #include <math.h>
@@ -47,6 +50,10 @@ static const struct moe_weight_format formats[] = {
      .scale = MOE_SCALE_F16,
      .zero_points = true},
     {.encoding = MOE_ENC_INT4, .block_rows = 1, .block_columns = 0, .scale = MOE_SCALE_F16},
+    {MOE_ENC_F8E4M3, 128, 128, MOE_SCALE_F32, false, false, MOE_ACTIVATIONS_F8},
+    {MOE_ENC_F8E4M3, 128, 128, MOE_SCALE_E8M0, false, false, MOE_ACTIVATIONS_F8_POW2},
+    {MOE_ENC_F8E4M3, 1, 0, MOE_SCALE_F32, false, false, MOE_ACTIVATIONS_F8},
+    {MOE_ENC_F8E4M3, 0, 0, MOE_SCALE_BF16, false, false, MOE_ACTIVATIONS_F8},
 };
 enum { FORMATS = sizeof formats / sizeof *formats };
 
@@ -55,9 +62,10 @@ static const char *name_of(const struct moe_weight_format *f)
     static char text[64];
     (void)snprintf(text, sizeof text, "%s %ux%u scale %d%s", moe_encoding_traits(f->encoding).name,
                    f->block_rows, f->block_columns, (int)f->scale,
-                   f->zero_points      ? " zeros"
-                   : f->global_divides ? " divides"
-                                       : "");
+                   f->zero_points                            ? " zeros"
+                   : f->global_divides                       ? " divides"
+                   : f->activations != MOE_ACTIVATIONS_PLAIN ? " W8A8"
+                                                             : "");
     return text;
 }
 
@@ -165,8 +173,10 @@ struct problem {
     const struct moe_weight_format *format;
     uint32_t start[MOE_CUDA_MAX_EXPERTS], count[MOE_CUDA_MAX_EXPERTS];
     struct moe_cuda_ggemm_weights weights, plain; /* packed; fp32 values for the reference */
-    void *owned[16];
+    void *owned[24];
     size_t owns, out_bytes;
+    void *x;      /* bf16 */
+    float *alike; /* W8A8: the values of quantised rows, for the reference */
     uint32_t *wrong;
 };
 
@@ -244,6 +254,48 @@ static const struct moe_cuda_ggemm_weights *const *describe(struct problem *p,
     return own(p, to_device(&there, sizeof there));
 }
 
+/* W8A8: quantises the rows, and finds their values on the host. All other rows stay NaN. */
+static void quantise_rows(struct problem *p)
+{
+    struct moe_cuda_ggemm *g = &p->g;
+    size_t n = (size_t)g->row_capacity * g->k;
+    bool weighs = g->gated && g->weighting == MOE_WEIGHT_INPUT;
+    char *buffer = own(p, device_alloc(moe_cuda_quantised_bytes(g->row_capacity, g->k), 0xff));
+    struct moe_cuda_quantise q = {.dtype = MOE_DTYPE_BF16,
+                                  .x = p->x,
+                                  .weight = weighs ? g->row_weight : NULL,
+                                  .experts = g->experts,
+                                  .row_capacity = g->row_capacity,
+                                  .columns = g->k,
+                                  .start = g->start,
+                                  .count = g->count,
+                                  .whole_rows = p->format->block_columns == 0,
+                                  .pow2 = p->format->activations == MOE_ACTIVATIONS_F8_POW2,
+                                  .quantised = buffer};
+    ok(moe_cuda_quantise_enqueue(&q, NULL));
+    finish();
+    uint16_t *x = malloc(n * sizeof *x);
+    float *values = malloc(n * sizeof *values), *weight = malloc(g->row_capacity * sizeof *weight);
+    assert_true(x != NULL && values != NULL && weight != NULL);
+    assert_int_equal(cudaMemcpy(x, p->x, n * sizeof *x, cudaMemcpyDeviceToHost), 0);
+    assert_int_equal(
+        cudaMemcpy(weight, g->row_weight, g->row_capacity * sizeof *weight, cudaMemcpyDeviceToHost),
+        0);
+    for (uint32_t row = 0; row < g->row_capacity; row++) {
+        float *v = values + (size_t)row * g->k;
+        for (uint32_t c = 0; c < g->k; c++)
+            v[c] = moe_bf16_to_f32(x[(size_t)row * g->k + c]) * (weighs ? weight[row] : 1.0f);
+        quantise_row(p->format, g->k, v, NULL, NULL);
+    }
+    g->x = buffer;
+    if (weighs)
+        g->row_weight = NULL;
+    p->alike = own(p, to_device(values, n * sizeof *values));
+    free(x);
+    free(values);
+    free(weight);
+}
+
 static const struct moe_cuda_ggemm_weights *const *make(struct problem *p)
 {
     struct moe_cuda_ggemm *g = &p->g;
@@ -265,12 +317,14 @@ static const struct moe_cuda_ggemm_weights *const *make(struct problem *p)
     make_weights(p);
     p->weights.bias = p->plain.bias = bias;
     p->weights.up_bias = p->plain.up_bias = up_bias;
-    g->x = x;
+    g->x = p->x = x;
     g->row_weight = weight;
     g->has_bias = true;
     g->start = own(p, to_device(p->start, sizeof p->start));
     g->count = own(p, to_device(p->count, sizeof p->count));
     g->weights = describe(p, &p->weights);
+    if (moe_cuda_packing_is_w8a8(g->packing))
+        quantise_rows(p);
     p->out_bytes = (size_t)g->row_capacity * g->n * moe_dtype_bytes(g->out_dtype);
     g->out = own(p, device_alloc(p->out_bytes + GUARD, 0xff));
     return describe(p, &p->plain);
@@ -306,10 +360,24 @@ static double error_of(struct problem *p, const struct moe_cuda_ggemm_weights *c
     struct moe_cuda_ggemm g = p->g;
     struct ggemm_difference d;
     g.weights = plain;
+    if (p->alike != NULL)
+        g.x = p->alike;
     assert_int_equal(ggemm_reference(&g, want), 0);
     assert_int_equal(ggemm_compare(&g, want, &d), 0);
     assert_int_equal(d.stray, 0);
     return d.worst;
+}
+
+/* Moves groups to multiples of 4 rows, which W8A8 needs. Returns the number of rows. */
+static uint32_t align_groups(struct problem *p)
+{
+    uint32_t end = 0;
+    for (uint32_t e = 0; e < p->g.experts; e++) {
+        uint32_t start = p->start[e] > end ? p->start[e] : end;
+        p->start[e] = (start + 3) / 4 * 4;
+        end = p->start[e] + p->count[e];
+    }
+    return end > 0 ? end : 1;
 }
 
 static void random_case(const struct moe_weight_format *f, bool gated, enum moe_dtype out,
@@ -326,6 +394,8 @@ static void random_case(const struct moe_weight_format *f, bool gated, enum moe_
                               .alpha = 1.702f,
                               .out_dtype = out}};
     p.g.row_capacity = random_groups(p.g.experts, 300, random_below(2) == 0, p.start, p.count);
+    if (f->activations != MOE_ACTIVATIONS_PLAIN)
+        p.g.row_capacity = align_groups(&p);
     const struct moe_cuda_ggemm_weights *const *plain = make(&p);
     double *want = device_alloc((size_t)p.g.row_capacity * p.g.n * sizeof(double), 0);
     multiply(&p, MOE_CUDA_TILE_DECODE);
@@ -336,6 +406,8 @@ static void random_case(const struct moe_weight_format *f, bool gated, enum moe_
     char *second = result(&p);
     assert_memory_equal(first, second, p.out_bytes);
     double bound = out == MOE_DTYPE_F32 ? 1e-4 : 4e-3;
+    if (p.alike != NULL)
+        bound += 5e-3; /* sums inside the instructions have about 14 bits */
     if (few > bound || many > bound)
         fail_msg("%s, gated %d, %u experts, %u rows, n %u, k %u, fp32 %d: errors %g, %g",
                  name_of(f), gated, p.g.experts, p.g.row_capacity, p.g.n, p.g.k,
@@ -363,6 +435,74 @@ static void any_shape_matches_double_precision(void **state)
         }
 }
 
+static void check_hidden(const struct problem *p, const uint8_t *got, const float *fp32)
+{
+    const struct moe_cuda_ggemm *g = &p->g;
+    uint32_t stride = moe_cuda_quantised_stride(g->n), groups = moe_cuda_quantised_steps(g->n);
+    const float *scales =
+        (const float *)(const void *)(got + moe_cuda_quantised_offset(g->row_capacity, g->n));
+    float x[512], codes[512], scale[4];
+    for (uint32_t row = 0; row < g->row_capacity; row++) {
+        bool real = false;
+        for (uint32_t e = 0; e < g->experts; e++)
+            real = real || (row >= p->start[e] && row - p->start[e] < p->count[e]);
+        if (!real) {
+            for (uint32_t c = 0; c < stride; c++)
+                assert_int_equal(got[(size_t)row * stride + c], 0xff);
+            continue;
+        }
+        memcpy(x, fp32 + (size_t)row * g->n, g->n * sizeof *x);
+        quantise_row(p->format, g->n, x, codes, scale);
+        for (uint32_t c = 0; c < stride; c++) {
+            float code = moe_e4m3_to_f32(got[(size_t)row * stride + c]);
+            float s = scales[(size_t)(c / 128) * moe_cuda_quantised_scales(g->row_capacity) + row];
+            if (code != (c < g->n ? codes[c] : 0) || s != scale[c / 128])
+                fail_msg("%s, tile %d, %u experts, %u x %u: row %u of %u, column %u: code %g, not "
+                         "%g; scale %g, not %g; %u groups",
+                         name_of(p->format), (int)g->tile, g->experts, g->n, g->k, row,
+                         g->row_capacity, c, (double)code, (double)codes[c], (double)s,
+                         (double)scale[c / 128], groups);
+        }
+    }
+}
+
+/* The same bits as fp32 results that are quantised afterwards, in both tiles. */
+static void gate_and_up_leave_quantised_hidden_rows(void **state)
+{
+    (void)state;
+    for (uint32_t c = 0; c < 6 * FORMATS; c++) {
+        const struct moe_weight_format *f = &formats[c % FORMATS];
+        struct problem p = {.format = f,
+                            .g = {.gated = true,
+                                  .experts = 1 + random_below(5),
+                                  .n = 8 * (1 + random_below(60)),
+                                  .k = 8 * (1 + random_below(60)),
+                                  .weighting = (enum moe_weighting)random_below(3),
+                                  .activation = (enum moe_activation)random_below(MOE_ACT_COUNT),
+                                  .limit = 1.5f,
+                                  .alpha = 1.702f,
+                                  .out_dtype = MOE_DTYPE_F32}};
+        if (f->activations == MOE_ACTIVATIONS_PLAIN || f->block_columns == 0)
+            continue;
+        (void)random_groups(p.g.experts, 500, random_below(2) == 0, p.start, p.count);
+        p.g.row_capacity = align_groups(&p);
+        (void)make(&p);
+        multiply(&p, MOE_CUDA_TILE_EVEN);
+        float *fp32 = (float *)(void *)result(&p);
+        p.out_bytes = moe_cuda_quantised_bytes(p.g.row_capacity, p.g.n);
+        p.g.out = own(&p, device_alloc(p.out_bytes + GUARD, 0xff));
+        p.g.out_activations = f->activations;
+        for (int tile = 0; tile < 2; tile++) {
+            multiply(&p, tile == 0 ? MOE_CUDA_TILE_DECODE : MOE_CUDA_TILE_EVEN);
+            char *got = result(&p);
+            check_hidden(&p, (const uint8_t *)got, fp32);
+            free(got);
+        }
+        free(fp32);
+        release(&p);
+    }
+}
+
 /* One expert with 4,096 rows; then its last rows alone, with either tile. */
 static void a_row_has_the_same_bits_in_any_number_of_rows(void **state)
 {
@@ -384,7 +524,7 @@ static void a_row_has_the_same_bits_in_any_number_of_rows(void **state)
         multiply(&p, MOE_CUDA_TILE_EVEN);
         char *all = result(&p);
         for (size_t c = 0; c < sizeof fewer / sizeof *fewer; c++) {
-            uint32_t start = ROWS - fewer[c];
+            uint32_t start = (ROWS - fewer[c]) / 4 * 4;
             assert_int_equal(cudaMemcpy((void *)p.g.start, &start, 4, cudaMemcpyHostToDevice), 0);
             assert_int_equal(cudaMemcpy((void *)p.g.count, &fewer[c], 4, cudaMemcpyHostToDevice),
                              0);
@@ -422,8 +562,9 @@ static void each_element_has_its_value(void **state)
         assert_true(unit != NULL && want != NULL);
         for (size_t c = 0; c < K; c++)
             unit[c * K + c] = cut_to_bf16(1);
-        assert_int_equal(cudaMemcpy((void *)p.g.x, unit, (size_t)K * K * 2, cudaMemcpyHostToDevice),
-                         0);
+        assert_int_equal(cudaMemcpy(p.x, unit, (size_t)K * K * 2, cudaMemcpyHostToDevice), 0);
+        if (p.alike != NULL)
+            quantise_rows(&p);
         assert_int_equal(
             cudaMemcpy(want, p.plain.data, (size_t)N * K * sizeof *want, cudaMemcpyDeviceToHost),
             0);
@@ -445,6 +586,45 @@ static void each_element_has_its_value(void **state)
         printf("  %-28s worst element, relative: %.1e\n", name_of(&formats[i]), (double)worst);
         free(unit);
         free(want);
+        release(&p);
+    }
+}
+
+/* A row with one NaN, or one infinity, is NaN in all columns; its neighbours are as without it. */
+static void a_row_with_a_nan_keeps_it_to_itself(void **state)
+{
+    (void)state;
+    static const uint16_t bad[] = {0x7fc0, 0x7f80, 0xff80};
+    for (int i = 0; i < FORMATS; i++) {
+        if (formats[i].activations == MOE_ACTIVATIONS_PLAIN)
+            continue;
+        struct problem p = {.format = &formats[i],
+                            .count = {40},
+                            .g = {.experts = 1,
+                                  .row_capacity = 40,
+                                  .n = 72,
+                                  .k = 264,
+                                  .weighting = MOE_WEIGHT_OUTPUT_LATE,
+                                  .out_dtype = MOE_DTYPE_F32}};
+        (void)make(&p);
+        multiply(&p, MOE_CUDA_TILE_EVEN);
+        float *sound = (float *)result(&p);
+        for (size_t b = 0; b < sizeof bad / sizeof *bad; b++) {
+            char *cell = (char *)p.x + ((size_t)17 * p.g.k + 200) * 2;
+            assert_int_equal(cudaMemcpy(cell, &bad[b], 2, cudaMemcpyHostToDevice), 0);
+            quantise_rows(&p);
+            multiply(&p, MOE_CUDA_TILE_EVEN);
+            float *got = (float *)result(&p);
+            for (uint32_t r = 0; r < 40; r++)
+                for (uint32_t c = 0; c < p.g.n; c++)
+                    if (r == 17 ? !isnan(got[r * p.g.n + c])
+                                : got[r * p.g.n + c] != sound[r * p.g.n + c])
+                        fail_msg("%s, value %x: row %u, column %u is %g, was %g", name_of(p.format),
+                                 bad[b], r, c, (double)got[r * p.g.n + c],
+                                 (double)sound[r * p.g.n + c]);
+            free(got);
+        }
+        free(sound);
         release(&p);
     }
 }
@@ -587,6 +767,15 @@ static double dot(const struct moe_weight_format *f, const struct quantised *q, 
     return sum;
 }
 
+/* W8A8: what the products of the two parts multiply. */
+static void quantise_alike(const struct moe_weight_format *f, uint32_t rows, float *x, float *h)
+{
+    for (uint32_t r = 0; r < rows && f->activations != MOE_ACTIVATIONS_PLAIN; r++) {
+        quantise_row(f, HIDDEN, x + (size_t)r * HIDDEN, NULL, NULL);
+        quantise_row(f, INNER, h + (size_t)r * INNER, NULL, NULL);
+    }
+}
+
 /* Relative error (Frobenius) of hidden and of out, each part with separate inputs. */
 static void check_parts(struct layer_case *c, const struct moe_weight_format *f,
                         enum moe_dtype dtype, double bound)
@@ -625,6 +814,7 @@ static void check_parts(struct layer_case *c, const struct moe_weight_format *f,
         0);
     assert_int_equal(
         cudaMemcpy(out, out_d, (size_t)rows * HIDDEN * sizeof *out, cudaMemcpyDeviceToHost), 0);
+    quantise_alike(f, rows, x, h);
     double square[2] = {0, 0}, off[2] = {0, 0};
     for (uint32_t e = 0; e < EXPERTS; e++)
         for (uint32_t i = start[e]; i < start[e] + counts[e]; i++) {
@@ -664,7 +854,8 @@ static void a_layer_computes_with_quantised_experts(void **state)
         struct layer_case c = {0};
         assert_true(backend->computes(&formats[i]));
         upload(&c, device, &formats[i]);
-        check_parts(&c, &formats[i], MOE_DTYPE_BF16, 1e-2);
+        bool w8a8 = formats[i].activations != MOE_ACTIVATIONS_PLAIN;
+        check_parts(&c, &formats[i], MOE_DTYPE_BF16, w8a8 ? 5e-3 : 1e-2);
         check_parts(&c, &formats[i], MOE_DTYPE_F32, 1e-5);
         backend->layer_destroy(c.layer);
         for (uint32_t e = 0; e < EXPERTS; e++) {
@@ -683,7 +874,9 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_element_has_its_value),
         cmocka_unit_test(any_shape_matches_double_precision),
+        cmocka_unit_test(gate_and_up_leave_quantised_hidden_rows),
         cmocka_unit_test(a_row_has_the_same_bits_in_any_number_of_rows),
+        cmocka_unit_test(a_row_with_a_nan_keeps_it_to_itself),
         cmocka_unit_test(a_value_that_a_block_cannot_hold_is_reported),
         cmocka_unit_test(a_layer_computes_with_quantised_experts),
     };

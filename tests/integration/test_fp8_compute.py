@@ -126,12 +126,11 @@ def settings(folder, **values):
     return path
 
 
-@unittest.skipUnless(BACKEND == "cpu", "no other backend computes with FP8 activations")
 class Serving(unittest.TestCase):
     def check(self, workers, scale_fmt=None):
         with tempfile.TemporaryDirectory(prefix="moed-fp8-") as folder:
             block = make_model(folder, scale_fmt)
-            conf = settings(folder, fp8_compute="w8a8")
+            conf = settings(folder, fp8_compute="w8a8", weights="resident")
             with group(folder, workers, "--worker-config", conf) as g:
                 self.compare(moed.Client(g.endpoint), block, workers, scale_fmt == "ue8m0")
 
@@ -191,11 +190,10 @@ class Refusing(unittest.TestCase):
         self.assertIn("--training", self.start("fp8_block_deepseek_v3", "--training", "adamw",
                                                "--lora-rank", "2"))
 
-    @unittest.skipIf(BACKEND == "cpu", "the CPU computes with them")
-    def test_a_backend_that_does_not_compute_with_them(self):
-        for weights in ("auto", "resident"):
-            error = self.start("fp8_block_deepseek_v3", "--weights", weights)
-            self.assertIn("--fp8-compute w8a8, backend %s" % BACKEND, error)
+    @unittest.skipIf(BACKEND == "cpu", "CPUs keep them in FP8")
+    def test_weights_that_are_decoded_by_default(self):
+        error = self.start("fp8_block_deepseek_v3")
+        self.assertIn("--fp8-compute w8a8, backend %s" % BACKEND, error)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,12 @@ if(MOE_HAVE_CUDA)
     USES moe_cuda m
     TIMEOUT 120
     LABELS gpu)
+  moe_test(test_quantise
+    SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_quantise.c
+            ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_fixture.c
+    USES moe_cuda m
+    TIMEOUT 120
+    LABELS gpu)
   moe_test(test_wgrad
     SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_wgrad.c
             ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_fixture.c
@@ -51,7 +57,7 @@ if(MOE_HAVE_CUDA)
     USES moe_cuda
     TIMEOUT 120
     LABELS gpu)
-  foreach(test test_ggemm test_packed test_wgrad test_device_progress)
+  foreach(test test_ggemm test_packed test_quantise test_wgrad test_device_progress)
     target_include_directories(${test} PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
     set_tests_properties(${test} PROPERTIES SKIP_RETURN_CODE 77)
   endforeach()

@@ -179,6 +179,18 @@ static void formats_have_the_packing_that_computes_them(void **state)
     assert_int_equal(packing(MOE_ENC_NONE, 0, 0, MOE_SCALE_F32), MOE_CUDA_PACKING_NONE);
     struct moe_weight_format w8a8 = {MOE_ENC_F8E4M3,    128, 128, MOE_SCALE_F32, false, false,
                                      MOE_ACTIVATIONS_F8};
+    assert_int_equal(moe_cuda_packing_of(&w8a8), MOE_CUDA_PACKING_W8A8_BLOCK);
+    w8a8.block_rows = 1;
+    w8a8.block_columns = 0;
+    w8a8.activations = MOE_ACTIVATIONS_F8_POW2;
+    assert_int_equal(moe_cuda_packing_of(&w8a8), MOE_CUDA_PACKING_W8A8_ROW);
+    w8a8.block_columns = 256; /* no kernel has groups of 256 */
+    assert_int_equal(moe_cuda_packing_of(&w8a8), MOE_CUDA_PACKING_NONE);
+    w8a8 = (struct moe_weight_format){.encoding = MOE_ENC_E2M1,
+                                      .block_rows = 1,
+                                      .block_columns = 32,
+                                      .scale = MOE_SCALE_E8M0,
+                                      .activations = MOE_ACTIVATIONS_F8};
     assert_int_equal(moe_cuda_packing_of(&w8a8), MOE_CUDA_PACKING_NONE);
 }
 
@@ -198,6 +210,9 @@ static void packed_matrices_have_whole_blocks(void **state)
                      8192 + 1024 + 512);
     for (unsigned p = 1; p < MOE_CUDA_PACKING_COUNT; p++) /* what one bulk copy can load */
         assert_int_equal(moe_cuda_packed_block_bytes((enum moe_cuda_packing)p) % 16, 0);
+    assert_int_equal(moe_cuda_packed_bytes(MOE_CUDA_PACKING_W8A8_BLOCK, 129, 128),
+                     2 * (16384 + 64));
+    assert_int_equal(moe_cuda_packed_bytes(MOE_CUDA_PACKING_W8A8_ROW, 1, 1), 16384 + 512);
 }
 
 /* What the kernels are built on: K steps of 128 bytes, and instructions of 64 rows. */

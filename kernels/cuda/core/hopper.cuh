@@ -411,6 +411,18 @@ MOE_MULTIPLY_REGISTERS(192, 96, "96", "97", "98", "99", "100", "101");
 
 #undef MOE_MULTIPLY_REGISTERS
 
+/* d [64, 128] (+)= a [64, 32] b [128, 32]^T for E4M3, both from `operand`: rows of 128 elements.
+ * Add 2 to move 32 along K. Accumulators as above; sums inside have about 14 bits. */
+__device__ __forceinline__ void multiply_e4m3(float (&d)[64], uint64_t a, uint64_t b,
+                                              int accumulate)
+{
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" MOE_NAMES_64
+                 "}, %64, %65, p, 1, 1;\n}"
+                 : MOE_VALUES_64
+                 : "l"(a), "l"(b), "r"(accumulate));
+}
+
 /* Keeps the compiler from moving a read of the accumulators before the preceding wait. */
 template <int N> __device__ __forceinline__ void multiply_done(float (&d)[N])
 {

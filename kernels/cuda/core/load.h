@@ -22,9 +22,11 @@ struct moe_status moe_cuda_load_ep_relay(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_ffn_exact(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_ggemm(void) MOE_CHECKED;        /* Hopper only */
 struct moe_status moe_cuda_load_ggemm_packed(void) MOE_CHECKED; /* Hopper only */
+struct moe_status moe_cuda_load_ggemm_w8a8(void) MOE_CHECKED;   /* Hopper only */
 struct moe_status moe_cuda_load_ggemm_wgrad(void) MOE_CHECKED;  /* Hopper only */
 struct moe_status moe_cuda_load_ggemm_cublas(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_packed(void) MOE_CHECKED;
+struct moe_status moe_cuda_load_quantise(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_net(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_router(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_router_logits(void) MOE_CHECKED;

@@ -91,6 +91,13 @@ moe_status check_shape(const moe_cuda_ggemm &g)
         (g.packing != MOE_CUDA_PACKING_NONE && (g.back || g.pre != nullptr)))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: packed weights have only products with W^T");
+    if (moe_cuda_packing_is_w8a8(g.packing) ? g.x_stride != 0
+                                            : g.out_activations != MOE_ACTIVATIONS_PLAIN)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "grouped GEMM: quantised rows have one layout, and W8A8 weights");
+    if (g.out_activations != MOE_ACTIVATIONS_PLAIN && (!g.gated || g.out_stride != 0))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "grouped GEMM: only gate and up leave quantised rows");
     if (g.pre != nullptr && (!g.gated || g.out_dtype != MOE_DTYPE_BF16))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: only gate and up with bf16 results can be left");
@@ -113,16 +120,24 @@ void set_weighting(const moe_cuda_ggemm &g, ggemm::params *p)
     p->row_weight = on_input == g.gated ? g.row_weight : nullptr;
 }
 
-moe_status make_params(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::params *p)
+/* Maps of bf16 rows, for the boxes of a tile. */
+moe_status describe_rows(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::params *p)
 {
     const bool packed = g.packing != MOE_CUDA_PACKING_NONE;
     const uint32_t height = packed ? ggemm::packed_tile_rows(tile) : moe_cuda_tile_shape(tile).rows;
-    const uint32_t step = packed ? height / ggemm::packed_boxes(height) : instances[tile].row_step;
-    const uint32_t weight_rows = g.gated ? 2 * g.n : g.n;
+    const uint32_t step = packed ? ggemm::packed_row_step(height) : instances[tile].row_step;
     const tensor_map::matrix x = {g.x, g.row_capacity, g.k, 1, g.x_stride};
-    const tensor_map::matrix out = {g.out, g.row_capacity, g.n, 1, g.out_stride};
     for (uint32_t i = 0; i < height / step; i++)
         MOE_TRY(tensor_map::of_rows(&p->rows[i], x, (i + 1) * step, 2));
+    return moe_ok();
+}
+
+moe_status make_params(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::params *p)
+{
+    const uint32_t weight_rows = g.gated ? 2 * g.n : g.n;
+    const tensor_map::matrix out = {g.out, g.row_capacity, g.n, 1, g.out_stride};
+    if (!moe_cuda_packing_is_w8a8(g.packing))
+        MOE_TRY(describe_rows(g, tile, p));
     if (g.out_dtype == MOE_DTYPE_BF16)
         MOE_TRY(tensor_map::of_rows(&p->out, out, ggemm::STORE_ROWS, 2));
     p->out_rows = g.out;
@@ -191,6 +206,8 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
     MOE_TRY(make_params(*g, g->tile, &p));
     const uint32_t all = uint32_t(processors);
     const uint32_t ctas = g->processors == 0 || g->processors > all ? all : g->processors;
+    if (moe_cuda_packing_is_w8a8(g->packing))
+        return ggemm::launch_w8a8(p, *g, ctas, stream);
     if (g->packing != MOE_CUDA_PACKING_NONE)
         return ggemm::launch_packed(p, g->packing, g->tile, g->gated, ctas, stream);
     const instance &use = instances[g->tile];

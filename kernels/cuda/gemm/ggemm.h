@@ -6,9 +6,9 @@
  *                 weight[r] multiplies both products before the bias
  *   plain         weight[r] (x W[e]^T + bias[e]), for input weighting without the weight
  *
- * bf16 in, fp32 accumulate and epilogue, bf16 or fp32 out. The kernel reads the experts' row counts
- * on the device: nothing here waits, and a captured launch serves all counts. For a given tile, a
- * row's bits depend on that row and its expert alone. */
+ * bf16 in (W8A8: quantised rows), fp32 accumulate and epilogue, bf16 or fp32 out. The kernel reads
+ * the experts' row counts on the device: nothing here waits, and a captured launch serves all
+ * counts. For a given tile, a row's bits depend on that row and its expert alone. */
 #ifndef MOE_CUDA_GGEMM_H
 #define MOE_CUDA_GGEMM_H
 
@@ -57,7 +57,8 @@ struct moe_cuda_ggemm {
     bool back; /* plain only: x W[e] instead of x W[e]^T, for the gradient of the rows; the weights
                   are then [experts, k, n], as stored */
     enum moe_cuda_packing packing; /* of the weights. Packed ones: no `back`, no `pre`, and a tile
-                                      for few rows or for many, which give the same bits */
+                                      for few rows or for many, which give the same bits; W8A8
+                                      has one for both */
     uint32_t experts;              /* local ones, 1.. the most of the tile */
     uint32_t row_capacity;         /* rows of x and out */
     uint32_t n; /* columns of out, a multiple of 8; the weights have n rows, gated: 2n */
@@ -66,10 +67,10 @@ struct moe_cuda_ggemm {
     /* Expert e owns rows start[e] .. start[e] + count[e] - 1 of x, row_weight and out. They lie
      * below row_capacity and do not overlap. No other row of out is written; the values of other
      * rows of x do not matter. */
-    const uint32_t *start; /* [experts], at any row */
+    const uint32_t *start; /* [experts], at any row; W8A8: at multiples of 4 */
     const uint32_t *count; /* [experts] */
-    const void *x;         /* bf16 [row_capacity, k] */
-    uint32_t x_stride;     /* elements from row to row, a multiple of 8; 0 = k */
+    const void *x;     /* bf16 [row_capacity, k]; W8A8: quantised, in the buffer of quantise.h */
+    uint32_t x_stride; /* elements from row to row, a multiple of 8; 0 = k. W8A8: 0 */
     /* Pointer in device memory to the weights' address; read when the kernel runs. */
     const struct moe_cuda_ggemm_weights *const *weights;
     bool has_bias;           /* the weights have biases */
@@ -77,9 +78,11 @@ struct moe_cuda_ggemm {
     enum moe_weighting weighting;
     enum moe_activation activation; /* gated only; uses limit and alpha */
     float limit, alpha;
-    enum moe_dtype out_dtype;             /* BF16 or F32 */
-    void *out;                            /* [row_capacity, n] */
-    uint32_t out_stride;                  /* elements from row to row, a multiple of 8; 0 = n */
+    enum moe_dtype out_dtype; /* BF16 or F32 */
+    /* W8A8, gated: not PLAIN quantises the results in groups of 128 columns. */
+    enum moe_activation_format out_activations;
+    void *out;           /* [row_capacity, n], or the buffer of quantise.h, for n columns */
+    uint32_t out_stride; /* elements from row to row, a multiple of 8; 0 = n */
     const struct moe_cuda_ggemm_pre *pre; /* NULL: gate and up are not stored; else gated with bf16
                                              out */
     uint64_t *began;     /* receives the kernel's start time (stamp.cuh), or NULL */

@@ -36,7 +36,7 @@ constexpr int EVEN_RING = 1, EVEN_OWN = 3; /* named barriers */
 using even_shared = shared<EVEN_ROWS, EVEN_COLUMNS, EVEN_STAGES, 2 * EVEN_CHUNK * CHUNK_ROW_BYTES,
                            MOE_CUDA_MAX_EXPERTS>;
 static_assert(MMA_ROWS * DEPTH_BYTES == SLAB_BYTES, "64 weight rows, or 64 columns of 64");
-using even_walk = tile_walk<EVEN_ROWS, EVEN_COLUMNS, true>;
+using even_walk = tile_walk<EVEN_ROWS, EVEN_COLUMNS, ROW_GRAIN>;
 
 /* The main loop for tiles of N rows. Leaves the last product in flight and returns its stage. */
 template <uint32_t N, bool BACK>

@@ -55,7 +55,7 @@ struct packed_form {
     static_assert(REGISTERS * CONSUMERS + REGISTERS_LEFT <=
                       65536 / THREADS / 8 * 8 * (CONSUMERS + 1),
                   "else a consumer waits for registers for ever");
-    using walk = tile_walk<ROWS, WEIGHT_ROWS, true>;
+    using walk = tile_walk<ROWS, WEIGHT_ROWS, ROW_GRAIN>;
 };
 
 template <class F> struct packed_shared {

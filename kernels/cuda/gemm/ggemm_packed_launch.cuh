@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What the host side of the grouped GEMM knows of its kernels for packed weights
- * (ggemm_packed.cuh), which are compiled on their own. */
+ * (ggemm_packed.cuh, ggemm_w8a8.cuh), which are compiled on their own. */
 #ifndef MOE_CUDA_GGEMM_PACKED_LAUNCH_CUH
 #define MOE_CUDA_GGEMM_PACKED_LAUNCH_CUH
 
@@ -18,14 +18,23 @@ constexpr uint32_t packed_tile_rows(moe_cuda_gemm_tile tile)
 }
 
 /* Heights of boxes that read rows: 8, 16, ... of few rows, 32, 64, ... of many. */
+constexpr uint32_t packed_row_step(uint32_t rows)
+{
+    return rows == PACKED_FEW ? 8 : 32;
+}
+
 constexpr uint32_t packed_boxes(uint32_t rows)
 {
-    return rows / (rows == PACKED_FEW ? 8 : 32);
+    return rows / packed_row_step(rows);
 }
 
 /* Fills the packed fields of `p`. */
 moe_status launch_packed(params &p, moe_cuda_packing packing, moe_cuda_gemm_tile tile, bool gated,
                          uint32_t blocks, CUstream_st *stream);
+
+/* The same for W8A8. `common` lacks maps of rows. */
+moe_status launch_w8a8(const params &common, const moe_cuda_ggemm &g, uint32_t blocks,
+                       CUstream_st *stream);
 
 } // namespace ggemm
 

@@ -28,19 +28,24 @@ constexpr uint32_t WARP_STAGING = 2 * STORE_BYTES; /* one fills while the other 
 
 constexpr uint32_t ROW_BOXES = 8; /* maps in params.rows: one per box height */
 
+/* The rows of each expert, and the width of what is cut into tiles. */
+struct row_groups {
+    const uint32_t *start, *count; /* [experts] */
+    uint32_t experts;
+    uint32_t n; /* rows of an expert's weights: columns of the product */
+};
+
 /* Passed by value as a __grid_constant__: the copy engine reads the maps in place. */
-struct params {
+struct params : row_groups {
     CUtensorMap rows[ROW_BOXES]; /* [row_capacity, k], boxes of 1, 2, ... times the row step */
     CUtensorMap out; /* [row_capacity, out_n], box of one warp's store; bf16 output only */
     void *out_rows;  /* [row_capacity, out_stride] */
-    const uint32_t *start, *count;                /* [experts] */
     const moe_cuda_ggemm_weights *const *weights; /* maps and biases of this run's layer */
     /* [row_capacity], or NULL = 1. Multiplies gate and up before their biases; plain: the
      * result. */
     const float *row_weight;
-    uint32_t experts;
     uint32_t tile;  /* selects the weights' map; unused with `back` */
-    uint32_t n, k;  /* rows and columns of an expert's weights */
+    uint32_t k;     /* columns of an expert's weights */
     uint32_t out_n; /* n; or n / 2 where gate and up become one */
     uint32_t out_stride;
     bool has_bias;
@@ -56,12 +61,12 @@ struct params {
 /* Row tiles of an expert that pass over its weights together, before the next columns. */
 constexpr uint32_t STRIP = 8;
 
-constexpr uint32_t ROW_GRAIN = 16; /* heights of even tiles are multiples of this */
+constexpr uint32_t ROW_GRAIN = 16; /* usual grain of even tiles */
 
 /* first[e] = number of the first tile of expert e; first[experts] = number of tiles. Called by one
  * warp; the block must synchronise afterwards. */
 template <uint32_t ROWS, uint32_t COLUMNS>
-__device__ __forceinline__ void list_tiles(const params &p, uint32_t *first)
+__device__ __forceinline__ void list_tiles(const row_groups &p, uint32_t *first)
 {
     const uint32_t lane = threadIdx.x % WARP;
     const uint32_t columns = (p.n + COLUMNS - 1) / COLUMNS;
@@ -85,8 +90,8 @@ __device__ __forceinline__ void list_tiles(const params &p, uint32_t *first)
 }
 
 /* The tiles of this block, in order. A tile has at most ROWS rows. An expert's rows are cut at
- * multiples of ROWS, or, if EVEN, into pieces of equal height. */
-template <uint32_t ROWS, uint32_t COLUMNS, bool EVEN = false> class tile_walk
+ * multiples of ROWS, or, with a GRAIN, into pieces of equal height, a multiple of GRAIN. */
+template <uint32_t ROWS, uint32_t COLUMNS, uint32_t GRAIN = 0> class tile_walk
 {
   public:
     uint32_t expert = 0;
@@ -97,7 +102,7 @@ template <uint32_t ROWS, uint32_t COLUMNS, bool EVEN = false> class tile_walk
                             product */
     bool only_row_tile;  /* no other tile reads these weights */
 
-    __device__ __forceinline__ tile_walk(const params &p, const uint32_t *first)
+    __device__ __forceinline__ tile_walk(const row_groups &p, const uint32_t *first)
         : p_(p), first_(first), columns_((p.n + COLUMNS - 1) / COLUMNS), tile_(blockIdx.x)
     {
     }
@@ -115,7 +120,7 @@ template <uint32_t ROWS, uint32_t COLUMNS, bool EVEN = false> class tile_walk
     }
 
   private:
-    const params &p_;
+    const row_groups &p_;
     const uint32_t *first_;
     uint32_t columns_, tile_;
     uint32_t end_ = 0; /* first tile of the next expert */
@@ -139,9 +144,9 @@ template <uint32_t ROWS, uint32_t COLUMNS, bool EVEN = false> class tile_walk
         count_ = __ldg(p_.count + low);
         row_tiles_ = (count_ + ROWS - 1) / ROWS;
         height = ROWS;
-        if constexpr (EVEN) {
+        if constexpr (GRAIN != 0) {
             const uint32_t share = (count_ + row_tiles_ - 1) / row_tiles_;
-            height = (share + ROW_GRAIN - 1) / ROW_GRAIN * ROW_GRAIN;
+            height = (share + GRAIN - 1) / GRAIN * GRAIN;
         }
     }
 

@@ -101,7 +101,7 @@ __device__ __forceinline__ void produce(const params &p,
     const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
     const uint64_t once = hopper::policy_evict_first();
     const CUtensorMap *weights = s.weights;
-    tile_walk<ROWS, COLUMNS, EVEN> tile(p, s.first);
+    tile_walk<ROWS, COLUMNS, EVEN ? ROW_GRAIN : 0> tile(p, s.first);
     ring<STAGES> at;
     while (tile.next()) {
         const uint32_t box = ((EVEN ? tile.height : tile.rows) - 1) / ROW_STEP;

@@ -27,16 +27,29 @@ __device__ uint32_t stored_row(const moe_cuda_packed_weight &w, uint32_t row)
     return w.interleaved ? row / 8 * 16 + row % 8 + w.offset : row;
 }
 
+__device__ uint32_t byte_at(const uint8_t *row, uint32_t c, uint32_t columns, bool *nan)
+{
+    const uint32_t byte = c < columns ? row[c] : 0;
+    *nan = *nan || (byte & 0x7f) == 0x7f;
+    return byte;
+}
+
 /* Bytes 1, 3 and 0, 2 of a word: columns c, c + 1 and c + 8, c + 9. */
 __device__ uint32_t gather_8_bits(const uint8_t *row, uint32_t c, uint32_t columns, bool *nan)
 {
     uint32_t word = 0;
-    for (uint32_t i = 0; i < 4; i++) {
-        const uint32_t at = c + i / 2 * 8 + i % 2;
-        const uint32_t byte = at < columns ? row[at] : 0;
-        *nan = *nan || (byte & 0x7f) == 0x7f;
-        word |= byte << (8 * (1 - i / 2) + 16 * (i % 2));
-    }
+    for (uint32_t i = 0; i < 4; i++)
+        word |= byte_at(row, c + i / 2 * 8 + i % 2, columns, nan)
+                << (8 * (1 - i / 2) + 16 * (i % 2));
+    return word;
+}
+
+/* Columns c, .. c + 3. */
+__device__ uint32_t gather_row(const uint8_t *row, uint32_t c, uint32_t columns, bool *nan)
+{
+    uint32_t word = 0;
+    for (uint32_t i = 0; i < 4; i++)
+        word |= byte_at(row, c + i, columns, nan) << 8 * i;
     return word;
 }
 
@@ -65,9 +78,10 @@ __device__ uint32_t gather_e2m1(const uint8_t *row, uint32_t c, uint32_t columns
 __device__ uint32_t gather(moe_cuda_packing p, const uint8_t *row, uint32_t c, uint32_t columns,
                            bool *nan)
 {
-    return packed::has_8_bits(p) ? gather_8_bits(row, c, columns, nan)
-           : packed::is_int4(p)  ? gather_int4(row, c, columns)
-                                 : gather_e2m1(row, c, columns);
+    return packed::in_rows(p)      ? gather_row(row, c, columns, nan)
+           : packed::has_8_bits(p) ? gather_8_bits(row, c, columns, nan)
+           : packed::is_int4(p)    ? gather_int4(row, c, columns)
+                                   : gather_e2m1(row, c, columns);
 }
 
 __global__ void place_kernel(const moe_cuda_packed_weight w, const uint8_t *__restrict__ src,
@@ -81,7 +95,7 @@ __global__ void place_kernel(const moe_cuda_packed_weight w, const uint8_t *__re
     for (size_t i = size_t(blockIdx.x) * THREADS + threadIdx.x; i < size_t(count) * words;
          i += stride) {
         const uint32_t row = uint32_t(i / words), column = uint32_t(i % words) / 4 * width;
-        const uint32_t c = column + i % 4 * 2;
+        const uint32_t c = column + i % 4 * (packed::in_rows(w.packing) ? 4 : 2);
         const uint32_t word = gather(w.packing, src + row * row_bytes, c, w.columns, &nan);
         const packed::place at = packed::find(w.packing, stored_row(w, first + row), c, w.columns);
         *reinterpret_cast<uint32_t *>(static_cast<uint8_t *>(w.entry) + at.word) = word;

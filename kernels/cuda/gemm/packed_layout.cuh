@@ -12,9 +12,13 @@
  *            pairs, in the order of their columns. INT4: pair p in bits 4 p and 16 + 4 p;
  *            E2M1: see widen_e2m1
  *
+ *   W8A8     [128 rows][128 columns] bytes, as the copy engine's 128-byte swizzle has them: 16-byte
+ *            piece c of row r is at piece c ^ (r % 8), so that the instruction reads them as they
+ *            are
+ *
  * Scales follow:
  *
- *   F8_BLOCK, F8_ROW     fp32 [16] or [128] for rows
+ *   F8_BLOCK, F8_ROW     fp32 [16] or [128] for rows; W8A8_BLOCK and W8A8_ROW alike
  *   F8_E8M0, E2M1_E8M0   words [128] of four bytes (join_bytes). A byte is the exponent of a bf16
  *                        that multiplies both the scale and the bias of an element's exponent into
  *                        it
@@ -43,12 +47,24 @@ constexpr uint32_t SLAB_ROWS = 64, THREADS = 128;
 __host__ __device__ constexpr bool has_8_bits(moe_cuda_packing p)
 {
     return p == MOE_CUDA_PACKING_F8_BLOCK || p == MOE_CUDA_PACKING_F8_ROW ||
-           p == MOE_CUDA_PACKING_F8_E8M0;
+           p == MOE_CUDA_PACKING_F8_E8M0 || p == MOE_CUDA_PACKING_W8A8_BLOCK ||
+           p == MOE_CUDA_PACKING_W8A8_ROW;
+}
+
+__host__ __device__ constexpr bool in_rows(moe_cuda_packing p)
+{
+    return p == MOE_CUDA_PACKING_W8A8_BLOCK || p == MOE_CUDA_PACKING_W8A8_ROW;
+}
+
+/* 8 rows share an fp32 scale. */
+__host__ __device__ constexpr bool scales_8_rows(moe_cuda_packing p)
+{
+    return p == MOE_CUDA_PACKING_F8_BLOCK || p == MOE_CUDA_PACKING_W8A8_BLOCK;
 }
 
 __host__ __device__ constexpr bool scales_product(moe_cuda_packing p)
 {
-    return p == MOE_CUDA_PACKING_F8_BLOCK || p == MOE_CUDA_PACKING_F8_ROW;
+    return scales_8_rows(p) || p == MOE_CUDA_PACKING_F8_ROW || p == MOE_CUDA_PACKING_W8A8_ROW;
 }
 
 __host__ __device__ constexpr uint32_t element_bytes(moe_cuda_packing p)
@@ -109,7 +125,7 @@ __host__ __device__ constexpr uint32_t zero_offset(moe_cuda_packing p, uint32_t 
 
 __host__ __device__ constexpr uint32_t scale_bytes(moe_cuda_packing p)
 {
-    return p == MOE_CUDA_PACKING_F8_BLOCK           ? ROWS / 8 * 4
+    return scales_8_rows(p)                         ? ROWS / 8 * 4
            : p == MOE_CUDA_PACKING_E2M1_E4M3        ? global_offset(ROWS)
            : p == MOE_CUDA_PACKING_INT4_ROW         ? zero_offset(p, ROWS, 0)
            : p == MOE_CUDA_PACKING_INT4_GROUP       ? ROWS * 8
@@ -146,7 +162,7 @@ __host__ __device__ constexpr float sum_scale(moe_cuda_packing p)
 /* Rows that share an fp32 scale, as a shift. */
 __host__ __device__ constexpr uint32_t row_shift(moe_cuda_packing p)
 {
-    return p == MOE_CUDA_PACKING_F8_BLOCK ? 3 : 0;
+    return scales_8_rows(p) ? 3 : 0;
 }
 
 /* The thread that holds `row` (0..127, without its slab), at column 2 * quad of each 8. */
@@ -162,6 +178,12 @@ __host__ __device__ constexpr uint32_t word_offset(uint32_t row, uint32_t group,
 {
     return ((row / SLAB_ROWS * loads + group / 2) * THREADS + thread_of(row, quad)) * 16 +
            (group % 2 * 2 + row / 8 % 2) * 4;
+}
+
+/* The same for W8A8: of the word with columns `column` rounded down to 4, .. + 3. */
+__host__ __device__ constexpr uint32_t row_offset(uint32_t row, uint32_t column)
+{
+    return row * COLUMNS + ((column / 16 ^ row % 8) * 16) + column % 16 / 4 * 4;
 }
 
 /* Four E2M1 pairs of a word, as bf16 times 2^-126. A bf16 needs sign and magnitude in the bits of
@@ -207,7 +229,7 @@ struct place {
     size_t word;          /* byte offset in the entry */
     size_t scales;        /* byte offset of the block's scales */
     uint32_t group;       /* of 16 (8 bits) or 32 (4 bits) columns in the block */
-    uint32_t pair;        /* in the word */
+    uint32_t pair;        /* in the word; W8A8: that with the same byte */
     uint32_t odd;         /* the second element of its pair */
     uint32_t row, column; /* in the block */
 };
@@ -225,6 +247,12 @@ __host__ __device__ inline place find(moe_cuda_packing p, uint32_t row, uint32_t
                 column % 2,
                 row % ROWS,
                 column % COLUMNS};
+    if (in_rows(p)) {
+        at.word = block + row_offset(at.row, column % COLUMNS);
+        at.pair = 1 - column % 2;
+        at.odd = column % 4 / 2;
+        return at;
+    }
     at.word = block + word_offset(at.row, at.group, quad, has_8_bits(p) ? 4 : 2);
     return at;
 }

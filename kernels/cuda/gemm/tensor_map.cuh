@@ -58,7 +58,8 @@ inline moe_status find_encoder(encode_fn *out)
 
 /* sizes[rank], strides[rank - 1] in bytes, box[rank]; the first dimension is contiguous. */
 inline moe_status encode(CUtensorMap *map, const matrix &m, CUtensorMapDataType type, uint32_t rank,
-                         const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box)
+                         const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                         CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B)
 {
     const CUtensorMapL2promotion promotion = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                                  ? CU_TENSOR_MAP_L2_PROMOTION_NONE
@@ -67,8 +68,8 @@ inline moe_status encode(CUtensorMap *map, const matrix &m, CUtensorMapDataType 
     encode_fn encoder = nullptr;
     MOE_TRY(find_encoder(&encoder));
     const CUresult rc = encoder(map, type, rank, const_cast<void *>(m.data), sizes, strides, box,
-                                steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                                steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (rc != CUDA_SUCCESS)
         return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
                          "cuTensorMapEncodeTiled: error %d for %u x %u x %u", int(rc), m.entries,
@@ -94,6 +95,28 @@ inline moe_status of_fp32(CUtensorMap *map, const matrix &m, uint32_t box_rows)
     const cuuint64_t strides[2] = {row, row * m.rows};
     const cuuint32_t box[3] = {BOX_COLUMNS / 2, box_rows, 1};
     return encode(map, m, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 3, sizes, strides, box);
+}
+
+/* Bytes [rows][columns], `stride` (a multiple of 16) from row to row, in boxes of 128 columns at
+ * (column, row). */
+inline moe_status of_bytes(CUtensorMap *map, const void *data, uint32_t rows, uint32_t columns,
+                           uint32_t stride, uint32_t box_rows)
+{
+    const cuuint64_t sizes[2] = {columns, rows}, strides[1] = {stride};
+    const cuuint32_t box[2] = {2 * BOX_COLUMNS, box_rows};
+    return encode(map, {data, rows, columns, 1}, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, sizes, strides,
+                  box);
+}
+
+/* fp32 [rows][columns], columns a multiple of 4, in boxes of a part of one row, not swizzled. */
+inline moe_status of_pieces(CUtensorMap *map, const float *data, uint32_t rows, uint32_t columns,
+                            uint32_t box_columns)
+{
+    const cuuint64_t sizes[2] = {columns, rows};
+    const cuuint64_t strides[1] = {columns * sizeof(float)};
+    const cuuint32_t box[2] = {box_columns, 1};
+    return encode(map, {data, rows, columns, 1}, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, sizes, strides,
+                  box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 /* Whether `of_slabs` can describe the matrix. */

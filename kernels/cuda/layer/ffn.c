@@ -4,6 +4,7 @@
 
 #include "base/size.h"
 #include "cuda/gemm/ggemm_cublas.h"
+#include "cuda/gemm/quantise.h"
 #include "cuda/layer/ffn_exact.h"
 
 /* ---------------------------------------------------------------------- choice */
@@ -27,14 +28,38 @@ static bool on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype,
     return dtype == MOE_DTYPE_BF16 && layer->desc.served[which];
 }
 
-enum moe_dtype moe_cuda_ffn_hidden_dtype(const struct moe_layer *layer, enum moe_dtype dtype)
+static bool is_w8a8(const struct moe_layer *layer, enum moe_cuda_matrices which)
 {
-    return on_tensor_cores(layer, dtype, MOE_CUDA_DOWN) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
+    return moe_cuda_packing_is_w8a8(layer->desc.matrix[which].packing);
+}
+
+static const struct moe_weight_format *format_of(const struct moe_layer *layer,
+                                                 enum moe_cuda_matrices which)
+{
+    bool routed = which == MOE_CUDA_GATE_UP || which == MOE_CUDA_DOWN;
+    return routed ? &layer->spec.routed_format : &layer->spec.shared_format;
+}
+
+/* Inside a step, gate and up leave hidden rows quantised if a tile has all of a group. */
+static bool quantises_hidden(const struct moe_layer *layer, enum moe_dtype dtype,
+                             enum moe_cuda_matrices down)
+{
+    enum moe_cuda_matrices up = down == MOE_CUDA_DOWN ? MOE_CUDA_GATE_UP : MOE_CUDA_SHARED_GATE_UP;
+    return is_w8a8(layer, down) && on_tensor_cores(layer, dtype, down) &&
+           on_tensor_cores(layer, dtype, up) && format_of(layer, down)->block_columns != 0;
+}
+
+/* Of hidden rows that are not quantised yet. W8A8 quantises fp32, never a rounded bf16. */
+static enum moe_dtype hidden_dtype(const struct moe_layer *layer, enum moe_dtype dtype,
+                                   enum moe_cuda_matrices down)
+{
+    return on_tensor_cores(layer, dtype, down) && !is_w8a8(layer, down) ? MOE_DTYPE_BF16
+                                                                        : MOE_DTYPE_F32;
 }
 
 enum moe_dtype moe_cuda_ffn_out_dtype(const struct moe_layer *layer, enum moe_dtype dtype)
 {
-    return moe_cuda_ffn_hidden_dtype(layer, dtype);
+    return on_tensor_cores(layer, dtype, MOE_CUDA_DOWN) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
 }
 
 static enum moe_cuda_gemm_tile choose_tile(const struct moe_cuda_gemm_params *params,
@@ -57,6 +82,15 @@ static enum moe_cuda_gemm_tile tile_of(const struct moe_layer *layer,
     return choose_tile(&params, m);
 }
 
+size_t moe_cuda_ffn_hidden_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
+                                 uint32_t capacity)
+{
+    uint32_t columns = layer->spec.intermediate;
+    if (quantises_hidden(layer, dtype, MOE_CUDA_DOWN))
+        return moe_cuda_quantised_bytes(capacity, columns);
+    return (size_t)capacity * columns * moe_dtype_bytes(hidden_dtype(layer, dtype, MOE_CUDA_DOWN));
+}
+
 /* Where a product stores its start time. */
 static uint64_t *began_of(const struct moe_cuda_batch_rows *b, enum moe_stage stage)
 {
@@ -71,11 +105,16 @@ static struct moe_status multiply(const struct moe_layer *layer, const struct mo
                           : moe_cuda_ggemm_enqueue(g, stream);
 }
 
-/* Scratch of one product with a result of this dtype. */
-static size_t product_bytes(const struct moe_layer *layer, enum moe_cuda_matrices which,
-                            enum moe_dtype out_dtype, uint32_t rows)
+/* Scratch of one product with a result of this dtype, for tokens of `dtype`. */
+static size_t product_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
+                            enum moe_cuda_matrices which, enum moe_dtype out_dtype, uint32_t rows)
 {
-    if (layer->device->cublas == NULL || !layer->desc.served[which] || rows == 0)
+    uint32_t columns = layer->desc.matrix[which].columns;
+    if (is_w8a8(layer, which))
+        return on_tensor_cores(layer, dtype, which) ? moe_cuda_quantised_bytes(rows, columns)
+                                                    : (size_t)rows * columns * sizeof(float);
+    if (dtype != MOE_DTYPE_BF16 || layer->device->cublas == NULL || !layer->desc.served[which] ||
+        rows == 0)
         return 0;
     return moe_cuda_cublas_scratch_bytes(is_gated(which), out_dtype, rows, width_of(layer, which));
 }
@@ -85,10 +124,66 @@ static size_t larger(size_t a, size_t b)
     return a > b ? a : b;
 }
 
+/* -------------------------------------------------------------------- quantised rows */
+
+/* What a product multiplies. */
+struct product_rows {
+    const void *x;
+    enum moe_dtype dtype;
+    const float *weight; /* of the rows, or NULL */
+    uint64_t *began;     /* for the first kernel */
+};
+
+/* With W8A8 weights: quantises `in` into `scratch`, and makes it the product's rows. The exact
+ * kernels get the quantised values in fp32. `q` says which rows there are. */
+static struct moe_status quantise_rows(const struct moe_layer *layer, enum moe_cuda_matrices which,
+                                       bool tensor_cores, struct moe_cuda_quantise q, void *scratch,
+                                       struct product_rows *in, cudaStream_t stream)
+{
+    if (!is_w8a8(layer, which))
+        return moe_ok();
+    const struct moe_weight_format *f = format_of(layer, which);
+    bool weighs = which == MOE_CUDA_GATE_UP && layer->spec.weighting == MOE_WEIGHT_INPUT;
+    q.dtype = in->dtype;
+    q.x = in->x;
+    q.weight = weighs ? in->weight : NULL;
+    q.columns = layer->desc.matrix[which].columns;
+    q.whole_rows = f->block_columns == 0;
+    q.pow2 = f->activations == MOE_ACTIVATIONS_F8_POW2;
+    q.began = in->began;
+    if (tensor_cores)
+        q.quantised = scratch;
+    else
+        q.values = scratch;
+    in->x = scratch;
+    in->dtype = MOE_DTYPE_F32;
+    in->began = NULL;
+    if (weighs)
+        in->weight = NULL;
+    return moe_cuda_quantise_enqueue(&q, stream);
+}
+
+static struct moe_cuda_quantise routed_rows(const struct moe_cuda_batch_rows *b)
+{
+    return (struct moe_cuda_quantise){.experts = b->rows.local_experts,
+                                      .row_capacity = b->capacity,
+                                      .start = b->rows.start,
+                                      .count = b->rows.count};
+}
+
+static struct moe_cuda_quantise shared_rows(const struct moe_cuda_shared *s)
+{
+    return (struct moe_cuda_quantise){.experts = 1,
+                                      .row_capacity = s->capacity,
+                                      .start = &s->params->first,
+                                      .count = &s->params->tokens,
+                                      .processors = s->processors};
+}
+
 /* Common arguments of the routed experts' two products. */
 static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
                                       const struct moe_cuda_batch_rows *b,
-                                      enum moe_cuda_matrices which)
+                                      enum moe_cuda_matrices which, const struct product_rows *in)
 {
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
     return (struct moe_cuda_ggemm){.tile = tile_of(layer, b, m),
@@ -100,8 +195,10 @@ static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
                                    .k = m->columns,
                                    .start = b->rows.start,
                                    .count = b->rows.count,
+                                   .x = in->x,
                                    .weights = &b->params->weights[which],
-                                   .row_weight = b->rows.weight,
+                                   .row_weight = in->weight,
+                                   .began = in->began,
                                    .weighting = layer->spec.weighting,
                                    .activation = layer->spec.activation,
                                    .limit = layer->spec.swiglu_limit,
@@ -113,68 +210,73 @@ static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
 size_t moe_cuda_ffn_scratch_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
                                   uint32_t capacity)
 {
-    if (dtype != MOE_DTYPE_BF16)
-        return 0;
-    enum moe_dtype hidden = moe_cuda_ffn_hidden_dtype(layer, dtype);
+    enum moe_dtype hidden = hidden_dtype(layer, dtype, MOE_CUDA_DOWN);
     return larger(
-        product_bytes(layer, MOE_CUDA_GATE_UP, hidden, capacity),
+        product_bytes(layer, dtype, MOE_CUDA_GATE_UP, hidden, capacity),
         /* bf16 results (inside a step) need more scratch than fp32 ones */
-        product_bytes(layer, MOE_CUDA_DOWN, moe_cuda_ffn_out_dtype(layer, dtype), capacity));
+        product_bytes(layer, dtype, MOE_CUDA_DOWN, moe_cuda_ffn_out_dtype(layer, dtype), capacity));
 }
 
 struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_dtype dtype,
                                        const struct moe_cuda_batch_rows *b, void *hidden,
-                                       enum moe_dtype hidden_dtype, cudaStream_t stream)
+                                       cudaStream_t stream)
 {
     if (b->rows.local_experts == 0 || b->capacity == 0)
         return moe_ok();
-    if (!on_tensor_cores(layer, dtype, MOE_CUDA_GATE_UP)) {
+    bool tensor_cores = on_tensor_cores(layer, dtype, MOE_CUDA_GATE_UP);
+    struct product_rows in = {b->rows.x, dtype, b->rows.weight, began_of(b, MOE_STAGE_GEMM1)};
+    MOE_TRY(quantise_rows(layer, MOE_CUDA_GATE_UP, tensor_cores, routed_rows(b), b->scratch, &in,
+                          stream));
+    if (!tensor_cores) {
         struct moe_cuda_exact exact = {.layer = layer,
                                        .params = b->params,
                                        .rows = &b->rows,
-                                       .in_dtype = dtype,
-                                       .in = b->rows.x,
-                                       .weight = b->rows.weight,
+                                       .in_dtype = in.dtype,
+                                       .in = in.x,
+                                       .weight = in.weight,
                                        .out = hidden,
-                                       .out_dtype = hidden_dtype,
-                                       .began = began_of(b, MOE_STAGE_GEMM1)};
+                                       .out_dtype = hidden_dtype(layer, dtype, MOE_CUDA_DOWN),
+                                       .began = in.began};
         return moe_cuda_exact_gate_up(&exact, stream);
     }
-    struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_GATE_UP);
-    g.x = b->rows.x;
+    struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_GATE_UP, &in);
     g.has_bias = layer->spec.gate_up_bias;
-    g.out_dtype = hidden_dtype;
+    g.out_dtype = hidden_dtype(layer, dtype, MOE_CUDA_DOWN);
+    if (!b->part && quantises_hidden(layer, dtype, MOE_CUDA_DOWN))
+        g.out_activations = layer->spec.routed_format.activations;
     g.out = hidden;
-    g.began = began_of(b, MOE_STAGE_GEMM1);
     if (b->retains)
         g.pre = &b->params->pre[MOE_ACTIVATION_ROUTED];
     return multiply(layer, &g, b->scratch, stream);
 }
 
-struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
+struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer, enum moe_dtype dtype,
                                     const struct moe_cuda_batch_rows *b, const void *hidden,
-                                    enum moe_dtype hidden_dtype, void *out,
-                                    enum moe_dtype out_dtype, cudaStream_t stream)
+                                    void *out, enum moe_dtype out_dtype, cudaStream_t stream)
 {
     if (b->rows.local_experts == 0 || b->capacity == 0)
         return moe_ok();
-    if (!on_tensor_cores(layer, hidden_dtype, MOE_CUDA_DOWN)) {
+    bool tensor_cores = on_tensor_cores(layer, dtype, MOE_CUDA_DOWN);
+    struct product_rows in = {hidden, hidden_dtype(layer, dtype, MOE_CUDA_DOWN), b->rows.weight,
+                              began_of(b, MOE_STAGE_GEMM2)};
+    if (b->part || !quantises_hidden(layer, dtype, MOE_CUDA_DOWN))
+        MOE_TRY(quantise_rows(layer, MOE_CUDA_DOWN, tensor_cores, routed_rows(b), b->scratch, &in,
+                              stream));
+    if (!tensor_cores) {
         struct moe_cuda_exact exact = {.layer = layer,
                                        .params = b->params,
                                        .rows = &b->rows,
-                                       .in_dtype = hidden_dtype,
-                                       .in = hidden,
-                                       .weight = b->rows.weight,
+                                       .in_dtype = in.dtype,
+                                       .in = in.x,
+                                       .weight = in.weight,
                                        .out = out,
-                                       .began = began_of(b, MOE_STAGE_GEMM2)};
+                                       .began = in.began};
         return moe_cuda_exact_down(&exact, stream);
     }
-    struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_DOWN);
-    g.x = hidden;
+    struct moe_cuda_ggemm g = ggemm_of(layer, b, MOE_CUDA_DOWN, &in);
     g.has_bias = layer->spec.down_bias;
     g.out_dtype = out_dtype;
     g.out = out;
-    g.began = began_of(b, MOE_STAGE_GEMM2);
     return multiply(layer, &g, b->scratch, stream);
 }
 
@@ -193,32 +295,51 @@ static size_t in_lines(size_t bytes)
     return (bytes + LINE - 1) / LINE * LINE;
 }
 
-size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens)
+/* Room for hidden rows in fp32 or quantised. */
+static size_t shared_hidden_bytes(const struct moe_layer *layer, uint32_t tokens)
 {
-    size_t inner = layer->spec.shared_intermediate, n = tokens;
-    if (inner == 0)
+    uint32_t inner = layer->spec.shared_intermediate;
+    return in_lines(
+        larger((size_t)tokens * inner * sizeof(float),
+               is_w8a8(layer, MOE_CUDA_SHARED_DOWN) ? moe_cuda_quantised_bytes(tokens, inner) : 0));
+}
+
+static bool shared_on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype)
+{
+    return on_tensor_cores(layer, dtype, MOE_CUDA_SHARED_GATE_UP) &&
+           on_tensor_cores(layer, dtype, MOE_CUDA_SHARED_DOWN);
+}
+
+size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
+                                 uint32_t tokens)
+{
+    if (layer->spec.shared_intermediate == 0)
         return 0;
-    return in_lines(n * sizeof(float)) + in_lines(n * inner * sizeof(float)) +
-           larger(product_bytes(layer, MOE_CUDA_SHARED_GATE_UP, MOE_DTYPE_BF16, tokens),
-                  product_bytes(layer, MOE_CUDA_SHARED_DOWN, MOE_DTYPE_F32, tokens));
+    return in_lines(tokens * sizeof(float)) + shared_hidden_bytes(layer, tokens) +
+           larger(product_bytes(layer, dtype, MOE_CUDA_SHARED_GATE_UP, MOE_DTYPE_BF16, tokens),
+                  product_bytes(layer, dtype, MOE_CUDA_SHARED_DOWN, MOE_DTYPE_F32, tokens));
 }
 
 static struct shared_scratch lay_out_shared(const struct moe_layer *layer,
                                             const struct moe_cuda_shared *s)
 {
     size_t weights = in_lines((size_t)s->capacity * sizeof(float));
-    size_t hidden = in_lines((size_t)s->capacity * layer->spec.shared_intermediate * sizeof(float));
+    size_t hidden = shared_hidden_bytes(layer, s->capacity);
     char *base = s->scratch;
     return (struct shared_scratch){
         .weight = s->scratch, .hidden = base + weights, .product = base + weights + hidden};
 }
 
-static struct moe_status
-shared_product(const struct moe_layer *layer, const struct moe_cuda_shared *s,
-               const struct shared_scratch *at, enum moe_cuda_matrices which, const void *in,
-               enum moe_dtype out_dtype, void *out, uint64_t *began, cudaStream_t stream)
+static struct moe_status shared_product(const struct moe_layer *layer,
+                                        const struct moe_cuda_shared *s,
+                                        const struct shared_scratch *at,
+                                        enum moe_cuda_matrices which, struct product_rows in,
+                                        enum moe_dtype out_dtype, void *out, cudaStream_t stream)
 {
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
+    bool quantises = quantises_hidden(layer, s->dtype, MOE_CUDA_SHARED_DOWN);
+    if (is_gated(which) || !quantises)
+        MOE_TRY(quantise_rows(layer, which, true, shared_rows(s), at->product, &in, stream));
     struct moe_cuda_gemm_params params = {
         .bucket = s->bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
     struct moe_cuda_ggemm g = {.tile = choose_tile(&params, m),
@@ -230,40 +351,48 @@ shared_product(const struct moe_layer *layer, const struct moe_cuda_shared *s,
                                .k = m->columns,
                                .start = &s->params->first,
                                .count = &s->params->tokens,
-                               .x = in,
+                               .x = in.x,
                                .weights = &s->params->weights[which],
-                               .row_weight = layer->spec.shared_gated ? at->weight : NULL,
+                               .row_weight = in.weight,
                                .weighting = MOE_WEIGHT_OUTPUT_LATE,
                                .activation = layer->spec.shared_activation,
                                .limit = layer->spec.swiglu_limit,
                                .alpha = layer->spec.swiglu_alpha,
                                .out_dtype = out_dtype,
                                .out = out,
-                               .began = began,
+                               .began = in.began,
                                .processors = s->processors};
+    if (quantises && is_gated(which))
+        g.out_activations = layer->spec.shared_format.activations;
     if (s->retains && is_gated(which))
         g.pre = &s->params->pre[MOE_ACTIVATION_SHARED];
     return multiply(layer, &g, at->product, stream);
 }
 
 static struct moe_status shared_exactly(const struct moe_layer *layer,
-                                        const struct moe_cuda_shared *s, const float *weight,
-                                        void *hidden, uint64_t *began, cudaStream_t stream)
+                                        const struct moe_cuda_shared *s,
+                                        const struct shared_scratch *at, struct product_rows in,
+                                        cudaStream_t stream)
 {
+    struct product_rows hidden = {at->hidden, MOE_DTYPE_F32, in.weight, NULL};
+    MOE_TRY(quantise_rows(layer, MOE_CUDA_SHARED_GATE_UP, false, shared_rows(s), at->product, &in,
+                          stream));
     struct moe_cuda_exact up = {.layer = layer,
                                 .params = s->params,
-                                .in_dtype = s->dtype,
-                                .in = s->x,
-                                .out = hidden,
+                                .in_dtype = in.dtype,
+                                .in = in.x,
+                                .out = at->hidden,
                                 .out_dtype = MOE_DTYPE_F32,
-                                .began = began};
+                                .began = in.began};
+    MOE_TRY(moe_cuda_exact_gate_up(&up, stream));
+    MOE_TRY(quantise_rows(layer, MOE_CUDA_SHARED_DOWN, false, shared_rows(s), at->product, &hidden,
+                          stream));
     struct moe_cuda_exact down = {.layer = layer,
                                   .params = s->params,
-                                  .in_dtype = MOE_DTYPE_F32,
-                                  .in = hidden,
-                                  .weight = weight,
+                                  .in_dtype = hidden.dtype,
+                                  .in = hidden.x,
+                                  .weight = hidden.weight,
                                   .out = s->out};
-    MOE_TRY(moe_cuda_exact_gate_up(&up, stream));
     return moe_cuda_exact_down(&down, stream);
 }
 
@@ -271,21 +400,21 @@ struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
                                       const struct moe_cuda_shared *s, cudaStream_t stream)
 {
     struct shared_scratch at = lay_out_shared(layer, s);
-    const float *weight = NULL;
-    uint64_t *began = s->began; /* for the first kernel */
+    struct product_rows x = {s->x, s->dtype, NULL, s->began};
     if (layer->spec.shared_gated) {
         MOE_TRY(moe_cuda_shared_weights(layer, s->params, s->dtype, s->capacity, s->x, at.weight,
-                                        began, stream));
-        weight = at.weight;
-        began = NULL;
+                                        x.began, stream));
+        x.weight = at.weight;
+        x.began = NULL;
     }
-    if (!on_tensor_cores(layer, s->dtype, MOE_CUDA_SHARED_GATE_UP) ||
-        !on_tensor_cores(layer, MOE_DTYPE_BF16, MOE_CUDA_SHARED_DOWN))
-        return shared_exactly(layer, s, weight, at.hidden, began, stream);
-    MOE_TRY(shared_product(layer, s, &at, MOE_CUDA_SHARED_GATE_UP, s->x, MOE_DTYPE_BF16, at.hidden,
-                           began, stream));
-    return shared_product(layer, s, &at, MOE_CUDA_SHARED_DOWN, at.hidden, MOE_DTYPE_F32, s->out,
-                          NULL, stream);
+    if (!shared_on_tensor_cores(layer, s->dtype))
+        return shared_exactly(layer, s, &at, x, stream);
+    struct product_rows hidden = {at.hidden, hidden_dtype(layer, s->dtype, MOE_CUDA_SHARED_DOWN),
+                                  x.weight, NULL};
+    MOE_TRY(
+        shared_product(layer, s, &at, MOE_CUDA_SHARED_GATE_UP, x, hidden.dtype, at.hidden, stream));
+    return shared_product(layer, s, &at, MOE_CUDA_SHARED_DOWN, hidden, MOE_DTYPE_F32, s->out,
+                          stream);
 }
 
 /* ------------------------------------------------------------------- parts alone */
@@ -347,7 +476,8 @@ static struct moe_status begin_part(struct moe_layer *layer, enum moe_dtype dtyp
     MOE_TRY(check_part(layer));
     MOE_TRY(check_dtype(dtype));
     MOE_TRY(measure_rows(layer, rows, &p->b));
-    p->inner = moe_cuda_ffn_hidden_dtype(layer, dtype);
+    p->b.part = true;
+    p->inner = hidden_dtype(layer, dtype, MOE_CUDA_DOWN);
     p->elements = (size_t)p->b.capacity * layer->spec.intermediate;
     p->narrow_bytes = p->inner == MOE_DTYPE_F32 ? 0 : p->elements * sizeof(uint16_t);
     p->scratch_bytes = moe_cuda_ffn_scratch_bytes(layer, dtype, p->b.capacity);
@@ -367,7 +497,7 @@ struct moe_status moe_cuda_gemm_gate_up(struct moe_layer *layer, enum moe_dtype 
     MOE_TRY(begin_part(layer, dtype, rows, &p));
     cudaStream_t stream = layer->device->compute;
     void *to = p.narrow != NULL ? p.narrow : hidden;
-    MOE_TRY_GOTO(st, moe_cuda_ffn_gate_up(layer, dtype, &p.b, to, p.inner, stream), done);
+    MOE_TRY_GOTO(st, moe_cuda_ffn_gate_up(layer, dtype, &p.b, to, stream), done);
     if (p.narrow != NULL)
         MOE_TRY_GOTO(st, moe_cuda_widen(p.narrow, hidden, p.elements, stream), done);
     st = moe_cuda_device_finish(layer->device);
@@ -386,8 +516,7 @@ struct moe_status moe_cuda_gemm_down(struct moe_layer *layer, enum moe_dtype dty
     const void *from = p.narrow != NULL ? p.narrow : hidden;
     if (p.narrow != NULL)
         MOE_TRY_GOTO(st, moe_cuda_narrow(hidden, p.narrow, p.elements, stream), done);
-    MOE_TRY_GOTO(st, moe_cuda_ffn_down(layer, &p.b, from, p.inner, out, MOE_DTYPE_F32, stream),
-                 done);
+    MOE_TRY_GOTO(st, moe_cuda_ffn_down(layer, dtype, &p.b, from, out, MOE_DTYPE_F32, stream), done);
     st = moe_cuda_device_finish(layer->device);
 done:
     end_part(layer, &p);
@@ -403,7 +532,7 @@ struct moe_status moe_cuda_shared_forward(struct moe_layer *layer, enum moe_dtyp
     if (layer->spec.shared_intermediate == 0 || tokens == 0)
         return moe_ok();
     size_t n = (size_t)tokens * layer->spec.hidden, out_bytes = in_lines(n * sizeof *y);
-    size_t bytes = out_bytes + moe_cuda_ffn_shared_bytes(layer, tokens);
+    size_t bytes = out_bytes + moe_cuda_ffn_shared_bytes(layer, dtype, tokens);
     struct moe_cuda_shared s = {
         .dtype = dtype, .bucket = moe_pow2_ceil(tokens), .capacity = tokens, .x = x};
     struct moe_cuda_step_params params;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The experts' feed-forward networks on a GPU. Calls enqueue and never wait; counts are in device
  * memory only. They use the tensor-core grouped GEMM (ggemm.h) if dtype, shape and device allow,
- * and exact fp32 (ffn_exact.h) otherwise. */
+ * and exact fp32 (ffn_exact.h) otherwise. Weights in W8A8 multiply rows that
+ * are quantised first (quantise.h), in both cases. */
 #ifndef MOE_CUDA_FFN_H
 #define MOE_CUDA_FFN_H
 
@@ -22,37 +23,39 @@ struct moe_cuda_batch_rows {
     uint32_t capacity;    /* rows that fit into rows.x, rows.weight and all outputs */
     uint64_t *began; /* [MOE_STAGE_COUNT] receives the start times of the two products, or NULL */
     uint32_t bucket, slots; /* of the step; they determine the tile */
-    void *scratch;          /* moe_cuda_ffn_scratch_bytes(capacity) */
+    void *scratch;          /* moe_cuda_ffn_scratch_bytes(capacity), 256-byte aligned */
     bool retains;           /* gate and up go to params->pre; on tensor cores only */
+    bool part;              /* one product alone: hidden is BF16 or F32, never quantised */
 };
 
 /* Scratch bytes of one product of the routed experts for `capacity` rows. Successive products may
- * share it. 0 with Hopper's kernels. */
+ * share it. With Hopper's kernels only W8A8 needs some: the quantised rows. */
 size_t moe_cuda_ffn_scratch_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
                                   uint32_t capacity);
 
-/* The dtype of `hidden` between gate_up and down inside a step: BF16 if both run on tensor cores,
- * else F32. The same for all steps of a layer and dtype. */
-enum moe_dtype moe_cuda_ffn_hidden_dtype(const struct moe_layer *layer, enum moe_dtype dtype);
+/* Bytes of `hidden` between gate_up and down inside a step: BF16 if both run on tensor cores,
+ * quantised if down multiplies groups of 128 quantised columns, else F32. */
+size_t moe_cuda_ffn_hidden_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
+                                 uint32_t capacity);
 
-/* hidden [capacity, I] of `hidden_dtype`, by the formulas of moe_backend.gemm_gate_up. */
+/* hidden [capacity, I], by the formulas of moe_backend.gemm_gate_up. */
 struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_dtype dtype,
                                        const struct moe_cuda_batch_rows *b, void *hidden,
-                                       enum moe_dtype hidden_dtype,
                                        cudaStream_t stream) MOE_CHECKED;
 /* The dtype of down's results on their way to combine inside a step. BF16 if down runs on tensor
  * cores, which rounds each weighted row once; else F32. */
 enum moe_dtype moe_cuda_ffn_out_dtype(const struct moe_layer *layer, enum moe_dtype dtype);
 
 /* out [capacity, H] of `out_dtype`: F32 or the result of moe_cuda_ffn_out_dtype. Formulas of
- * moe_backend.gemm_down. */
-struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer,
+ * moe_backend.gemm_down. `dtype` is that of the tokens, as for gate_up. */
+struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer, enum moe_dtype dtype,
                                     const struct moe_cuda_batch_rows *b, const void *hidden,
-                                    enum moe_dtype hidden_dtype, void *out,
-                                    enum moe_dtype out_dtype, cudaStream_t stream) MOE_CHECKED;
+                                    void *out, enum moe_dtype out_dtype,
+                                    cudaStream_t stream) MOE_CHECKED;
 
-/* Scratch bytes of moe_cuda_ffn_shared for up to `tokens`; 0 without a shared expert. */
-size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, uint32_t tokens);
+/* Scratch bytes of moe_cuda_ffn_shared for up to `tokens` of `dtype`; 0 without a shared expert. */
+size_t moe_cuda_ffn_shared_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
+                                 uint32_t tokens);
 /* out [T, H] f32 = shared(x), with T from the step parameters. Only for layers with a shared
  * expert. */
 struct moe_cuda_shared {

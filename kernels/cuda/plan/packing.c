@@ -37,10 +37,21 @@ static enum moe_cuda_packing packing_of_int4(const struct moe_weight_format *f)
     return f->zero_points ? MOE_CUDA_PACKING_INT4_GROUP_ZEROS : MOE_CUDA_PACKING_INT4_GROUP;
 }
 
+/* A group of activations is 128 columns or a whole row. */
+static enum moe_cuda_packing packing_of_w8a8(const struct moe_weight_format *f)
+{
+    bool blocks = f->block_columns == COLUMNS || f->block_columns == 0;
+    if (f->encoding != MOE_ENC_F8E4M3 || f->scale == MOE_SCALE_E4M3 || !blocks)
+        return MOE_CUDA_PACKING_NONE;
+    if (f->block_rows % ROWS == 0)
+        return MOE_CUDA_PACKING_W8A8_BLOCK;
+    return f->block_columns == 0 ? MOE_CUDA_PACKING_W8A8_ROW : MOE_CUDA_PACKING_NONE;
+}
+
 enum moe_cuda_packing moe_cuda_packing_of(const struct moe_weight_format *f)
 {
     if (f->activations != MOE_ACTIVATIONS_PLAIN)
-        return MOE_CUDA_PACKING_NONE; /* no kernel quantises rows */
+        return packing_of_w8a8(f);
     switch (f->encoding) {
     case MOE_ENC_F8E4M3: return packing_of_f8(f);
     case MOE_ENC_E2M1: return packing_of_e2m1(f);
@@ -62,6 +73,8 @@ size_t moe_cuda_packed_block_bytes(enum moe_cuda_packing packing)
         [MOE_CUDA_PACKING_INT4_GROUP] = ELEMENTS / 2 + ELEMENTS / GROUP * sizeof(uint16_t),
         [MOE_CUDA_PACKING_INT4_GROUP_ZEROS] =
             ELEMENTS / 2 + ELEMENTS / GROUP * (sizeof(uint16_t) + 1),
+        [MOE_CUDA_PACKING_W8A8_BLOCK] = ELEMENTS + ROWS / SCALE_ROWS * sizeof(float),
+        [MOE_CUDA_PACKING_W8A8_ROW] = ELEMENTS + ROWS * sizeof(float),
     };
     return bytes[packing];
 }

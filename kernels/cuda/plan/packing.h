@@ -33,6 +33,9 @@ enum moe_cuda_packing {
                                           columns of a row */
     MOE_CUDA_PACKING_INT4_GROUP,       /* bf16 scale for 32 columns of a row; the zero point is 8 */
     MOE_CUDA_PACKING_INT4_GROUP_ZEROS, /* the same with zero points */
+    /* W8A8: E4M3 with scales as in F8_BLOCK and F8_ROW, for rows that are quantised too. */
+    MOE_CUDA_PACKING_W8A8_BLOCK, /* 128 rows of the matrix share a scale */
+    MOE_CUDA_PACKING_W8A8_ROW,   /* a scale is that of all columns */
     MOE_CUDA_PACKING_COUNT
 };
 
@@ -40,6 +43,12 @@ enum { MOE_CUDA_PACKED_ROWS = 128, MOE_CUDA_PACKED_COLUMNS = 128 }; /* of a bloc
 
 /* The packing for matrices of this format; NONE if there is none. */
 enum moe_cuda_packing moe_cuda_packing_of(const struct moe_weight_format *format);
+
+/* Whether products with these weights quantise the rows that they multiply. */
+static inline bool moe_cuda_packing_is_w8a8(enum moe_cuda_packing packing)
+{
+    return packing == MOE_CUDA_PACKING_W8A8_BLOCK || packing == MOE_CUDA_PACKING_W8A8_ROW;
+}
 
 /* Bytes of a block, and of one entry with its padding; `rows` as stored. */
 size_t moe_cuda_packed_block_bytes(enum moe_cuda_packing packing);

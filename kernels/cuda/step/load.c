@@ -22,9 +22,11 @@ struct moe_status moe_cuda_load_all(int arch)
     MOE_TRY(moe_cuda_load_train_state());
     MOE_TRY(moe_cuda_load_ggemm_cublas());
     MOE_TRY(moe_cuda_load_packed());
+    MOE_TRY(moe_cuda_load_quantise());
     if (arch == HOPPER) {
         MOE_TRY(moe_cuda_load_ggemm());
         MOE_TRY(moe_cuda_load_ggemm_packed());
+        MOE_TRY(moe_cuda_load_ggemm_w8a8());
         MOE_TRY(moe_cuda_load_ggemm_wgrad());
     }
     return moe_cuda_load_ep_combine();

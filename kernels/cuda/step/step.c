@@ -65,12 +65,11 @@ static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows,
                             struct moe_cuda_step_scratch *l)
 {
     const struct moe_layer_spec *spec = &a->layer->spec;
-    size_t at = 0, hidden = moe_dtype_bytes(moe_cuda_ffn_hidden_dtype(a->layer, a->dtype));
-    size_t base_rows = spec->shared_intermediate != 0 ? a->bucket : 0;
+    size_t at = 0, base_rows = spec->shared_intermediate != 0 ? a->bucket : 0;
     return place(&at, &l->logits, moe_cuda_router_bytes(a->layer, a->dtype, a->bucket), 1, 1) &&
-           place(&at, &l->hidden, rows, spec->intermediate, hidden) &&
+           place(&at, &l->hidden, moe_cuda_ffn_hidden_bytes(a->layer, a->dtype, rows), 1, 1) &&
            place(&at, &l->base, base_rows, spec->hidden, sizeof(float)) &&
-           place(&at, &l->shared, moe_cuda_ffn_shared_bytes(a->layer, a->bucket), 1, 1) &&
+           place(&at, &l->shared, moe_cuda_ffn_shared_bytes(a->layer, a->dtype, a->bucket), 1, 1) &&
            place(&at, &l->products, moe_cuda_ffn_scratch_bytes(a->layer, a->dtype, rows), 1, 1) &&
            ((l->bytes = at), true);
 }
@@ -230,7 +229,6 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
     const struct moe_layer *layer = shape->layer;
     const struct moe_cuda_steps *steps = shape->steps;
     struct moe_session *s = steps->session;
-    enum moe_dtype inner = moe_cuda_ffn_hidden_dtype(layer, shape->dtype);
     void *hidden = scratch(steps, steps->at.hidden);
     struct moe_cuda_results results = {.dtype = moe_cuda_ffn_out_dtype(layer, shape->dtype)};
     float *base =
@@ -264,10 +262,10 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
             cudaMemcpyAsync(&step->message->rows_in_use, b.rows.start + layer->local_experts,
                             sizeof step->message->rows_in_use, cudaMemcpyDeviceToHost, stream)));
     next_range("gate and up");
-    MOE_TRY(moe_cuda_ffn_gate_up(layer, shape->dtype, &b, hidden, inner, stream));
+    MOE_TRY(moe_cuda_ffn_gate_up(layer, shape->dtype, &b, hidden, stream));
     next_range("down");
     void *out = b.rows.x; /* nothing reads the rows any more */
-    MOE_TRY(moe_cuda_ffn_down(layer, &b, hidden, inner, out, results.dtype, stream));
+    MOE_TRY(moe_cuda_ffn_down(layer, shape->dtype, &b, hidden, out, results.dtype, stream));
     next_range("shared expert");
     MOE_TRY(join_shared(shape, step, stream, base));
     next_range("combine");

@@ -1,0 +1,65 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Instances and launches of the grouped GEMM with W8A8 weights; see ggemm_w8a8.cuh. */
+#include "cuda/gemm/ggemm_w8a8.cuh"
+
+#include "cuda/core/load.h"
+#include "cuda/gemm/quantise.h"
+#include "cuda/gemm/tensor_map.cuh"
+
+namespace
+{
+
+typedef void (*kernel)(const ggemm::w8a8_params);
+
+enum result { PLAIN, GATED, QUANTISED, RESULTS };
+
+const kernel kernels[RESULTS] = {ggemm::w8a8_kernel<false, false>, ggemm::w8a8_kernel<true, false>,
+                                 ggemm::w8a8_kernel<true, true>};
+
+moe_status describe_rows(const void *quantised, uint32_t row_capacity, ggemm::w8a8_params *p)
+{
+    for (uint32_t i = 0; i < ggemm::W8A8_ROWS / ggemm::W8A8_ROW_STEP; i++)
+        MOE_TRY(tensor_map::of_bytes(&p->rows[i], quantised, row_capacity, p->k,
+                                     moe_cuda_quantised_stride(p->k),
+                                     (i + 1) * ggemm::W8A8_ROW_STEP));
+    const auto *scales = reinterpret_cast<const float *>(
+        static_cast<const uint8_t *>(quantised) + moe_cuda_quantised_offset(row_capacity, p->k));
+    return tensor_map::of_pieces(&p->row_scales, scales, moe_cuda_quantised_steps(p->k),
+                                 moe_cuda_quantised_scales(row_capacity), ggemm::W8A8_ROWS);
+}
+
+/* Where the codes and scales of hidden rows go. */
+void describe_hidden(const moe_cuda_ggemm &g, ggemm::w8a8_params *p)
+{
+    p->out_stride = moe_cuda_quantised_stride(g.n);
+    p->out_scales = reinterpret_cast<float *>(static_cast<uint8_t *>(g.out) +
+                                              moe_cuda_quantised_offset(g.row_capacity, g.n));
+    p->out_scale_stride = moe_cuda_quantised_scales(g.row_capacity);
+    p->pow2 = g.out_activations == MOE_ACTIVATIONS_F8_POW2;
+}
+
+} // namespace
+
+moe_status ggemm::launch_w8a8(const params &common, const moe_cuda_ggemm &g, uint32_t blocks,
+                              CUstream_st *stream)
+{
+    const bool quantises = g.out_activations != MOE_ACTIVATIONS_PLAIN;
+    const kernel run = kernels[quantises ? QUANTISED : g.gated ? GATED : PLAIN];
+    w8a8_params p = {};
+    static_cast<params &>(p) = common;
+    p.packed_scale_bytes = packed::scale_bytes(g.packing);
+    p.packed_row_shift = packed::row_shift(g.packing);
+    if (quantises)
+        describe_hidden(g, &p);
+    MOE_TRY(describe_rows(g.x, g.row_capacity, &p));
+    MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          int(sizeof(w8a8_shared)))));
+    run<<<blocks, W8A8_THREADS, sizeof(w8a8_shared), stream>>>(p);
+    return MOE_LAUNCHED("grouped GEMM in W8A8");
+}
+
+extern "C" moe_status moe_cuda_load_ggemm_w8a8(void)
+{
+    return moe_cuda_load(kernels[PLAIN], kernels[GATED], kernels[QUANTISED]);
+}

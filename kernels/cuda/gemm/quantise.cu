@@ -1,0 +1,254 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Quantises rows; see quantise.h.
+ *
+ * Blocks   256 threads, walk over the experts' rows. A thread has 8 columns at once, so 16 threads
+ *          have a group of 128.
+ * Shared   4 KB: the experts' first tiles.
+ *
+ * Reading rows decides the time, so each thread loads all that it has of a tile first. */
+#include "cuda/gemm/quantise.h"
+
+#include "cuda/core/load.h"
+#include "cuda/core/stamp.cuh"
+#include "cuda/gemm/ggemm_params.cuh"
+#include "cuda/gemm/quantise_math.cuh"
+#include "cuda/gemm/tensor_map.cuh"
+#include "cuda/plan/limits.h"
+
+#include <cuda_bf16.h>
+
+namespace
+{
+
+using namespace quantise;
+
+constexpr uint32_t THREADS = 256, BLOCKS_PER_PROCESSOR = 4;
+constexpr uint32_t TILE_ROWS = 8, TILE_GROUPS = 8;
+constexpr uint32_t EACH = 8; /* columns of a thread */
+constexpr uint32_t PASS = THREADS * EACH;
+constexpr uint32_t GROUP = MOE_CUDA_PACKED_COLUMNS, GROUP_THREADS = GROUP / EACH;
+
+struct quantise_params : ggemm::row_groups {
+    moe_cuda_quantise q;
+    uint8_t *codes;
+    float *scales;
+    uint32_t code_stride, scale_stride;
+};
+
+__device__ void load_wide(const __nv_bfloat16 *from, float (&v)[EACH])
+{
+    const uint4 words = *reinterpret_cast<const uint4 *>(from);
+    const uint32_t pair[] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (uint32_t i = 0; i < EACH / 2; i++) {
+        v[2 * i] = __uint_as_float(pair[i] << 16);
+        v[2 * i + 1] = __uint_as_float(pair[i] & 0xffff0000u);
+    }
+}
+
+__device__ void load_wide(const float *from, float (&v)[EACH])
+{
+#pragma unroll
+    for (uint32_t i = 0; i < EACH / 4; i++) {
+        const float4 four = *reinterpret_cast<const float4 *>(from + 4 * i);
+        v[4 * i] = four.x;
+        v[4 * i + 1] = four.y;
+        v[4 * i + 2] = four.z;
+        v[4 * i + 3] = four.w;
+    }
+}
+
+/* Columns [column, column + 8) of a row, times its weight; zeros from column `end` on. Returns the
+ * largest magnitude. NaN does not count. */
+template <class T>
+__device__ float load(const moe_cuda_quantise &q, uint32_t row, uint32_t column, uint32_t end,
+                      float weight, float (&v)[EACH])
+{
+    const T *from = static_cast<const T *>(q.x) + size_t(row) * q.columns + column;
+    if (q.columns % EACH == 0 && column < end) {
+        load_wide(from, v);
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < EACH; i++)
+            v[i] = column + i < end ? float(from[i]) : 0.0f;
+    }
+    float largest = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < EACH; i++) {
+        if (q.weight != nullptr)
+            v[i] *= weight;
+        largest = fmaxf(largest, fabsf(v[i]));
+    }
+    return largest;
+}
+
+__device__ void store_codes(const quantise_params &p, uint32_t row, uint32_t column,
+                            const float (&v)[EACH], group_scale s)
+{
+    uint32_t word[2];
+#pragma unroll
+    for (uint32_t i = 0; i < 2; i++)
+        word[i] = codes_of(v[4 * i], v[4 * i + 1], s) | codes_of(v[4 * i + 2], v[4 * i + 3], s)
+                                                            << 16;
+    if (column < p.code_stride)
+        *reinterpret_cast<uint2 *>(p.codes + size_t(row) * p.code_stride + column) =
+            make_uint2(word[0], word[1]);
+}
+
+__device__ void store_values(const moe_cuda_quantise &q, uint32_t row, uint32_t column,
+                             const float (&v)[EACH], group_scale s)
+{
+#pragma unroll
+    for (uint32_t i = 0; i < EACH; i++) {
+        const uint8_t code = uint8_t(codes_of(v[i], 0.0f, s));
+        if (column + i < q.columns)
+            q.values[size_t(row) * q.columns + column + i] = value_of(code) * s.scale;
+    }
+}
+
+__device__ void store(const quantise_params &p, uint32_t row, uint32_t column,
+                      const float (&v)[EACH], group_scale s)
+{
+    if (p.q.values != nullptr)
+        store_values(p.q, row, column, v, s);
+    else
+        store_codes(p, row, column, v, s);
+}
+
+__device__ void store_scale(const quantise_params &p, uint32_t row, uint32_t step, group_scale s)
+{
+    if (p.q.values == nullptr)
+        p.scales[size_t(step) * p.scale_stride + row] = s.scale;
+}
+
+/* The largest of `width` neighbouring threads. */
+template <uint32_t width> __device__ float largest_of(float v)
+{
+#pragma unroll
+    for (uint32_t d = width / 2; d > 0; d /= 2)
+        v = fmaxf(v, __shfl_xor_sync(~0u, v, d));
+    return v;
+}
+
+/* Groups of 128 columns, in tiles of 8 rows and 8 groups: 16 threads have a row of two groups. */
+template <class T>
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_PROCESSOR)
+    quantise_groups(const __grid_constant__ quantise_params p)
+{
+    constexpr uint32_t UNITS = THREADS / GROUP_THREADS, APART = UNITS / TILE_ROWS;
+    __shared__ uint32_t first[MOE_CUDA_MAX_EXPERTS + 1];
+    stamp_begin(p.q.began);
+    if (threadIdx.x < ggemm::WARP)
+        ggemm::list_tiles<TILE_ROWS, TILE_GROUPS>(p, first);
+    __syncthreads();
+    const uint32_t unit = threadIdx.x / GROUP_THREADS, r = unit % TILE_ROWS;
+    ggemm::tile_walk<TILE_ROWS, TILE_GROUPS> tile(p, first);
+    while (tile.next()) {
+        const uint32_t row = tile.row + r, columns = r < tile.rows ? p.q.columns : 0;
+        const uint32_t column =
+            (tile.weight_row + unit / TILE_ROWS) * GROUP + threadIdx.x % GROUP_THREADS * EACH;
+        const float weight = columns > 0 && p.q.weight != nullptr ? __ldg(p.q.weight + row) : 1.0f;
+        float v[TILE_GROUPS / APART][EACH], largest[TILE_GROUPS / APART];
+#pragma unroll
+        for (uint32_t i = 0; i < TILE_GROUPS / APART; i++)
+            largest[i] = load<T>(p.q, row, column + i * APART * GROUP, columns, weight, v[i]);
+#pragma unroll
+        for (uint32_t i = 0; i < TILE_GROUPS / APART; i++) {
+            const uint32_t at = column + i * APART * GROUP;
+            const group_scale s = scale_of(largest_of<GROUP_THREADS>(largest[i]), p.q.pow2);
+            if (columns > 0)
+                store(p, row, at, v[i], s);
+            if (threadIdx.x % GROUP_THREADS == 0 && at < columns)
+                store_scale(p, row, at / GROUP, s);
+        }
+    }
+}
+
+template <class T>
+__device__ void quantise_row(const quantise_params &p, uint32_t row, float weight,
+                             float (&warps)[THREADS / ggemm::WARP])
+{
+    float v[EACH], largest = 0;
+    for (uint32_t first = 0; first < p.q.columns; first += PASS)
+        largest =
+            fmaxf(largest, load<T>(p.q, row, first + threadIdx.x * EACH, p.q.columns, weight, v));
+    largest = largest_of<ggemm::WARP>(largest);
+    __syncthreads(); /* all have read the previous row's */
+    if (threadIdx.x % ggemm::WARP == 0)
+        warps[threadIdx.x / ggemm::WARP] = largest;
+    __syncthreads();
+    for (uint32_t w = 0; w < THREADS / ggemm::WARP; w++)
+        largest = fmaxf(largest, warps[w]);
+    const group_scale s = scale_of(largest, p.q.pow2);
+    for (uint32_t first = 0; first < p.q.columns; first += PASS) {
+        load<T>(p.q, row, first + threadIdx.x * EACH, p.q.columns, weight, v);
+        store(p, row, first + threadIdx.x * EACH, v, s);
+    }
+    for (uint32_t step = threadIdx.x; step * GROUP < p.q.columns; step += THREADS)
+        store_scale(p, row, step, s);
+}
+
+/* Whole rows, one after the other. */
+template <class T>
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_PROCESSOR)
+    quantise_rows(const __grid_constant__ quantise_params p)
+{
+    __shared__ uint32_t first[MOE_CUDA_MAX_EXPERTS + 1];
+    __shared__ float warps[THREADS / ggemm::WARP];
+    stamp_begin(p.q.began);
+    if (threadIdx.x < ggemm::WARP)
+        ggemm::list_tiles<1, TILE_GROUPS>(p, first);
+    __syncthreads();
+    ggemm::tile_walk<1, TILE_GROUPS> tile(p, first);
+    while (tile.next())
+        quantise_row<T>(p, tile.row, p.q.weight != nullptr ? __ldg(p.q.weight + tile.row) : 1.0f,
+                        warps);
+}
+
+typedef void (*kernel)(const quantise_params);
+
+/* [of F32][whole rows] */
+const kernel kernels[2][2] = {{quantise_groups<__nv_bfloat16>, quantise_rows<__nv_bfloat16>},
+                              {quantise_groups<float>, quantise_rows<float>}};
+
+moe_status check(const moe_cuda_quantise &q)
+{
+    if ((q.dtype != MOE_DTYPE_BF16 && q.dtype != MOE_DTYPE_F32) || q.experts == 0 ||
+        q.experts > MOE_CUDA_MAX_EXPERTS || q.row_capacity == 0 || q.columns == 0 ||
+        q.columns > UINT32_MAX / 4)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "quantising %u rows of %u columns, %u experts: out of range",
+                         q.row_capacity, q.columns, q.experts);
+    return moe_ok();
+}
+
+} // namespace
+
+extern "C" moe_status moe_cuda_quantise_enqueue(const moe_cuda_quantise *q, CUstream_st *stream)
+{
+    int major, processors;
+    MOE_TRY(check(*q));
+    MOE_TRY(tensor_map::read_device(&major, &processors));
+    quantise_params p = {};
+    p.start = q->start;
+    p.count = q->count;
+    p.experts = q->experts;
+    p.n = q->whole_rows ? 1 : moe_cuda_quantised_steps(q->columns);
+    p.q = *q;
+    p.codes = static_cast<uint8_t *>(q->quantised);
+    p.code_stride = moe_cuda_quantised_stride(q->columns);
+    p.scale_stride = moe_cuda_quantised_scales(q->row_capacity);
+    if (p.codes != nullptr)
+        p.scales = reinterpret_cast<float *>(
+            p.codes + moe_cuda_quantised_offset(q->row_capacity, q->columns));
+    const uint32_t all = uint32_t(processors);
+    const uint32_t used = q->processors == 0 || q->processors > all ? all : q->processors;
+    const kernel run = kernels[q->dtype == MOE_DTYPE_F32][q->whole_rows];
+    run<<<used * BLOCKS_PER_PROCESSOR, THREADS, 0, stream>>>(p);
+    return MOE_LAUNCHED("quantising rows");
+}
+
+extern "C" moe_status moe_cuda_load_quantise(void)
+{
+    return moe_cuda_load(kernels[0][0], kernels[0][1], kernels[1][0], kernels[1][1]);
+}
