@@ -36,8 +36,8 @@ bool moe_ring_server_complete(struct moe_ring_server *s, uint32_t entry, enum mo
 bool moe_ring_server_add_details(struct moe_ring_server *s, uint32_t entry,
                                  const struct moe_ring_details *details);
 
-/* What a device stores for an entry's request if all is well: `value` to `word`; and 1 to `signal`,
- * before that. */
+/* What a device stores for an entry's request if all is well: first 1 to `signal`, then `value` to
+ * `word`. */
 struct moe_ring_good {
     uint64_t *word;
     uint32_t *signal;

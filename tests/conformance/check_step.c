@@ -238,7 +238,7 @@ static bool check_marks(struct subject *s, const struct marks *m, uint32_t numbe
     for (uint32_t t = 0; t < tokens; t++)
         stored = stored && states[t] == MOE_TOKEN_OK;
     const uint64_t value = stored ? number + 1 : 0;
-    return (m->word == value && m->receipt == value && (m->signal == 1 || !stored)) ||
+    return (m->word == value && m->receipt == value && m->signal == stored) ||
            wrong(s, "segment %u has the completion %llu, receipt %llu, signal %u, not %llu", number,
                  (unsigned long long)m->word, (unsigned long long)m->receipt, m->signal,
                  (unsigned long long)value);

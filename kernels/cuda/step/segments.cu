@@ -169,62 +169,48 @@ __global__ void __launch_bounds__(THREADS)
 
 /* ---------------------------------------------------------------- completions */
 
-/* Wakes those that sleep until the end of a segment: it comes in some microseconds. */
-__device__ void store_signals(const moe_cuda_segment_rows &r)
-{
-    for (uint32_t i = threadIdx.x; i < r.count; i += THREADS) {
-        const moe_step_completion c = r.segments[i].at.completion;
-        if (c.word != nullptr)
-            cuda::atomic_ref<uint32_t, cuda::thread_scope_system>(*c.signal).store(
-                1, cuda::memory_order_relaxed);
-    }
-}
-
 /* Counts this block. True in all threads of the last one: the rows of all blocks have left. */
 __device__ bool arrives_last(moe_cuda_scatter *scatter)
 {
     __shared__ bool last;
     __syncthreads();
-    if (threadIdx.x == 0) { /* these fences cover the block's other threads */
-        cuda::atomic_thread_fence(cuda::memory_order_release, cuda::thread_scope_system);
+    if (threadIdx.x == 0) {
+        __threadfence_system(); /* covers the stores of the block's other threads */
         last = atomicAdd(&scatter->arrived, 1) == gridDim.x * gridDim.y - 1;
-        if (last)
-            cuda::atomic_thread_fence(cuda::memory_order_acquire, cuda::thread_scope_system);
+        __threadfence_system();
     }
     __syncthreads();
     return last;
 }
 
+__device__ void store(const moe_step_completion &c)
+{
+    using cuda::thread_scope_system;
+    cuda::atomic_ref<uint64_t, thread_scope_system>(*c.receipt)
+        .store(c.value, cuda::memory_order_relaxed);
+    cuda::atomic_ref<uint32_t, thread_scope_system>(*c.signal).store(1, cuda::memory_order_relaxed);
+    cuda::atomic_ref<uint64_t, thread_scope_system>(*c.word).store(c.value,
+                                                                   cuda::memory_order_release);
+}
+
 /* Other blocks have stored `failed` and `bad`. */
 __device__ void store_completions(const moe_cuda_segment_rows &r)
 {
-    using cuda::thread_scope_system;
     const bool good = __ldcv(&r.scatter->failed) == 0;
     for (uint32_t i = threadIdx.x; i < r.count; i += THREADS) {
         const moe_step_completion c = r.segments[i].at.completion;
         const bool tokens_ok = __ldcv(&r.segments[i].bad) == 0;
-        if (!good || !tokens_ok || c.word == nullptr)
-            continue;
-        cuda::atomic_ref<uint64_t, thread_scope_system>(*c.receipt)
-            .store(c.value, cuda::memory_order_relaxed);
-        cuda::atomic_ref<uint64_t, thread_scope_system>(*c.word).store(c.value,
-                                                                       cuda::memory_order_release);
+        if (good && tokens_ok && c.word != nullptr)
+            store(c);
     }
 }
 
-/* The outcome lies in memory of the host. One block with little to move loads it. */
-__device__ void look_at_outcome(const moe_cuda_segment_rows &r)
-{
-    if (__ldcv(&r.outcome->code) == MOE_CUDA_PASS_GOOD)
-        store_signals(r);
-    else
-        r.scatter->failed = 1;
-}
-
+/* The outcome lies in memory of the host. One thread loads it while the rows leave. */
 __global__ void __launch_bounds__(THREADS) scatter_kernel(const moe_cuda_segment_rows r)
 {
-    if (r.completes && blockIdx.x == 0 && blockIdx.y == STATES)
-        look_at_outcome(r);
+    const bool looks =
+        r.completes && blockIdx.x == 0 && blockIdx.y == STATES && threadIdx.x == THREADS - 1;
+    const uint32_t outcome = looks ? __ldcv(&r.outcome->code) : MOE_CUDA_PASS_GOOD;
     share mine = share_of(r);
     for (uint32_t i = find(r.segments, r.count, mine.row); mine.row < mine.end; i++) {
         const moe_step_segment s = r.segments[i].at;
@@ -235,6 +221,8 @@ __global__ void __launch_bounds__(THREADS) scatter_kernel(const moe_cuda_segment
             mark_bad(r, &r.segments[i], mine.row, n);
         mine.row += n;
     }
+    if (outcome != MOE_CUDA_PASS_GOOD)
+        r.scatter->failed = 1;
     if (r.completes && arrives_last(r.scatter))
         store_completions(r);
 }

@@ -167,12 +167,11 @@ struct moe_step_counts {
                                               for other slots do not count */
 };
 
-/* What the device stores at a segment's end, for another process that waits for its outputs. If the
- * step succeeds and all tokens of the segment are MOE_TOKEN_OK, it stores the outputs and
- * `receipt`, then `word`, before the step is finished: a reader that sees the word, with acquire,
- * sees all of them. Otherwise both stay as they are. `signal` comes before `word`, when the outputs
- * begin to leave, so that a sleeper has time to wake; it may come without `word`. They lie in
- * memory of mem_alloc(MOE_MEM_HOST) or mem_register, aligned. */
+/* What the device stores at a segment's end, for another process that waits for its outputs. It
+ * does so if the step succeeds and all tokens of the segment are MOE_TOKEN_OK, before the step is
+ * finished. After the outputs it stores `receipt` and `signal`, then `word`: a reader that sees the
+ * word, with acquire, sees all of them. Otherwise all three stay as they are. They lie in memory of
+ * mem_alloc(MOE_MEM_HOST) or mem_register, aligned. */
 struct moe_step_completion {
     uint64_t *word;    /* gets `value`; NULL = the segment has no completion */
     uint32_t *signal;  /* gets 1 */

@@ -3,11 +3,10 @@
 #include "simulation/world.h"
 
 const char *const act_names[] = {
-    "take",          "begin",          "signal",    "finish",       "reap",
-    "settle",        "form",           "leave",     "unmap",        "forget",
-    "submit",        "poll",           "reuse",     "see end",      "watch",
-    "register",      "end view",       "bad token", "release",      "client dies",
-    "daemon dies",   "kick",           "close",     "rogue submit", "rogue overwrite",
+    "take",          "begin",          "finish",   "reap",     "settle",       "form",
+    "leave",         "unmap",          "forget",   "submit",   "poll",         "reuse",
+    "see end",       "watch",          "register", "end view", "bad token",    "release",
+    "client dies",   "daemon dies",    "kick",     "close",    "rogue submit", "rogue overwrite",
     "rogue bad row", "rogue register",
 };
 
@@ -33,7 +32,6 @@ static void offer_steps(struct choices *to)
     for (uint32_t i = 0; i < STEPS; i++) {
         const struct step *s = &w.steps[i];
         bool runs = s->state == STEP_RUNS && (is_oldest(s) || s->forgotten);
-        offer(to, runs && s->completes && w.has_device, SIGNAL, i, 0);
         offer(to, runs, FINISH, i, STEP_GOOD);
         offer(to, runs && s->aborting, FINISH, i, STEP_ABORTED);
         offer(to, runs && w.left.bad_tokens > 0, BAD_TOKEN, i, 0);
@@ -142,7 +140,6 @@ static void apply_daemon(struct choice c)
     switch ((enum act)c.act) {
     case TAKE: take(c.a); break;
     case BEGIN: begin(c.a, c.b, &w.steps[w.steps[0].state != STEP_NONE]); break;
-    case SIGNAL: signal_end(&w.steps[c.a]); break;
     case FINISH: finish(&w.steps[c.a], (enum step_state)c.b); break;
     case REAP: reap(&w.steps[c.a]); break;
     case SETTLE: settle(&w.jobs[c.a]); break;

@@ -169,13 +169,6 @@ static void rows_of(const struct step *s)
         scatter(j, t);
 }
 
-void signal_end(struct step *s)
-{
-    const struct job *j = &w.jobs[s->job];
-    check(w.ring_mapped[j->client], "a ring is mapped as long as a device may store to it");
-    *j->good.signal = 1;
-}
-
 void finish(struct step *s, enum step_state outcome)
 {
     struct job *j = &w.jobs[s->job];

@@ -119,8 +119,6 @@ void take(uint32_t client);
 /* A part of a job goes into step `s`. A request has one part, of all its tokens, or one per token.
  */
 void begin(uint32_t job, uint32_t part, struct step *s);
-/* The device wakes the stream that waits for the end of a step. */
-void signal_end(struct step *s);
 /* The device ends a step. */
 void finish(struct step *s, enum step_state outcome);
 /* The host sees the end of a step. */
@@ -166,7 +164,6 @@ enum act {
     /* of the daemon */
     TAKE,
     BEGIN,
-    SIGNAL,
     FINISH,
     REAP,
     SETTLE,
