@@ -72,6 +72,7 @@ static struct moe_status read_layers(struct moe_client *c)
             .top_k = l->top_k,
             .intermediate = l->intermediate,
             .shared_intermediate = l->shared_intermediate,
+            .routes_by_token_id = l->routes_by_token_id != 0,
         };
     }
     return moe_ok();

@@ -111,6 +111,7 @@ struct moe_membership_layer { /* moe.v1.LayerInfo */
     uint32_t layer, hidden, experts, top_k, intermediate, zero_experts, shared_intermediate;
     uint32_t routed_encoding, shared_encoding;       /* moe.v1.WeightEncoding */
     uint32_t routed_activations, shared_activations; /* moe.v1.ActivationEncoding */
+    bool routes_by_token_id;
 };
 
 struct moe_membership_host { /* moe.v1.Host; "" = not known */

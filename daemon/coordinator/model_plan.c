@@ -32,6 +32,7 @@ static bool same_layer(const struct moe_membership_layer *a, const struct moe_me
            a->zero_experts == b->zero_experts && a->shared_intermediate == b->shared_intermediate &&
            a->routed_encoding == b->routed_encoding && a->shared_encoding == b->shared_encoding &&
            a->routed_activations == b->routed_activations &&
+           a->routes_by_token_id == b->routes_by_token_id &&
            a->shared_activations == b->shared_activations;
 }
 

@@ -226,23 +226,26 @@ static struct moe_status add_layers(struct moe_keys *k, const struct moe_layer_s
     uint32_t layer_count = 0;
     MOE_TRY(
         moe_keys_need_uint(k, out->family->layer_count_key, 1, MOE_MODEL_LAYERS_MAX, &layer_count));
-    bool *is_moe = calloc(layer_count, sizeof *is_moe);
-    if (is_moe == NULL)
+    enum moe_layer_kind *kinds = calloc(layer_count, sizeof *kinds);
+    if (kinds == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "no memory to read config.json");
-    struct moe_status st = moe_config_select_layers(k, out->family, layer_count, is_moe);
+    struct moe_status st = moe_config_select_layers(k, out->family, layer_count, kinds);
     out->layer_count = 0;
     for (uint32_t l = 0; l < layer_count && !moe_failed(&st); l++) {
-        if (!is_moe[l])
+        if (kinds[l] == MOE_LAYER_DENSE)
             continue;
         if (out->layer_count == MOE_MAX_LAYERS) {
             st = invalid("the model has too many MoE layers");
             break;
         }
-        out->layers[out->layer_count] = *spec;
-        out->layers[out->layer_count++].layer = l;
+        struct moe_layer_spec *s = &out->layers[out->layer_count++];
+        *s = *spec;
+        s->layer = l;
+        s->router.by_token = kinds[l] == MOE_LAYER_BY_TOKEN;
+        s->router.select_bias = spec->router.select_bias && !s->router.by_token;
     }
-    free(is_moe);
+    free(kinds);
     if (!moe_failed(&st) && out->layer_count == 0)
         st = invalid("no layer of this model is a MoE layer");
     return st;

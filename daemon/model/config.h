@@ -82,8 +82,16 @@ struct moe_status moe_keys_refuse_unread(const struct moe_keys *k, const char *i
 
 enum { MOE_MODEL_LAYERS_MAX = 4096 }; /* layers of any kind in one model */
 
-/* Fills `is_moe` [layer_count]. */
+/* What a layer's block is. */
+enum moe_layer_kind {
+    MOE_LAYER_DENSE,
+    MOE_LAYER_MOE,
+    MOE_LAYER_BY_TOKEN, /* a MoE layer that routes by token id */
+};
+
+/* Fills `kinds` [layer_count]. */
 struct moe_status moe_config_select_layers(struct moe_keys *k, const struct moe_family *family,
-                                           uint32_t layer_count, bool *is_moe) MOE_CHECKED;
+                                           uint32_t layer_count,
+                                           enum moe_layer_kind *kinds) MOE_CHECKED;
 
 #endif

@@ -45,24 +45,33 @@ static struct moe_status check_per_layer(const char *key, const json_t *v, uint3
                                              : invalid(key, "does not have one entry per layer");
 }
 
-/* `dense` or a kind of MoE layer for each layer. */
-static struct moe_status by_type_list(const json_t *types, uint32_t layer_count, bool *is_moe)
+/* `dense` or a kind of MoE layer for each layer; `hash_moe` only in families that have it. */
+static struct moe_status by_type_list(const json_t *types, const struct moe_family *family,
+                                      uint32_t layer_count, enum moe_layer_kind *kinds)
 {
     MOE_TRY(check_per_layer("mlp_layer_types", types, layer_count));
     for (uint32_t l = 0; l < layer_count; l++) {
         const char *type = json_string_value(json_array_get(types, l));
-        if (type == NULL || !moe_word_in(type, "dense sparse moe"))
+        bool hashes = type != NULL && family->hash_layers != 0 && strcmp(type, "hash_moe") == 0;
+        if (type == NULL || !(hashes || moe_word_in(type, "dense sparse moe")))
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
                              "config.json: mlp_layer_types has %.40s for layer %u, which is not "
                              "supported",
                              type != NULL ? type : "no string", l);
-        is_moe[l] = strcmp(type, "dense") != 0;
+        kinds[l] = hashes                       ? MOE_LAYER_BY_TOKEN
+                   : strcmp(type, "dense") == 0 ? MOE_LAYER_DENSE
+                                                : MOE_LAYER_MOE;
     }
     return moe_ok();
 }
 
+static enum moe_layer_kind moe_if(bool is_moe)
+{
+    return is_moe ? MOE_LAYER_MOE : MOE_LAYER_DENSE;
+}
+
 static struct moe_status by_frequency(const json_t *frequency, uint32_t first, uint32_t layer_count,
-                                      bool *is_moe)
+                                      enum moe_layer_kind *kinds)
 {
     if (json_is_array(frequency)) {
         MOE_TRY(check_per_layer("moe_layer_freq", frequency, layer_count));
@@ -70,7 +79,7 @@ static struct moe_status by_frequency(const json_t *frequency, uint32_t first, u
             const json_t *e = json_array_get(frequency, l);
             if (!json_is_integer(e) || json_integer_value(e) < 0 || json_integer_value(e) > 1)
                 return invalid("moe_layer_freq", "is a list of something else than 0 and 1");
-            is_moe[l] = l >= first && json_integer_value(e) == 1;
+            kinds[l] = moe_if(l >= first && json_integer_value(e) == 1);
         }
         return moe_ok();
     }
@@ -78,28 +87,33 @@ static struct moe_status by_frequency(const json_t *frequency, uint32_t first, u
     if (step < 1) /* also if it is not an integer */
         return invalid("moe_layer_freq", "is neither a positive number nor a list");
     for (uint32_t l = 0; l < layer_count; l++)
-        is_moe[l] = l >= first && l % step == 0;
+        kinds[l] = moe_if(l >= first && l % step == 0);
     return moe_ok();
 }
 
-/* The first layers of DeepSeek-V4 route by token id. Layers of this project do not get these ids.
- */
-static struct moe_status refuse_hash_layers(struct moe_keys *k, const struct moe_family *family,
-                                            bool typed)
+/* The first layers of DeepSeek-V4 route by token id, unless a list of types says which. */
+static struct moe_status mark_hash_layers(struct moe_keys *k, const struct moe_family *family,
+                                          bool typed, uint32_t layer_count,
+                                          enum moe_layer_kind *kinds)
 {
-    uint32_t hashed = typed ? 0 : family->hash_layers;
-    if (family->hash_layers != 0)
-        MOE_TRY(moe_keys_uint(k, "num_hash_layers", 0, MOE_MODEL_LAYERS_MAX, &hashed));
-    if (hashed != 0)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
-                         "config.json: num_hash_layers is %u (or absent): hash routing is not "
-                         "supported",
-                         hashed);
+    uint32_t listed = 0, hashed = family->hash_layers;
+    for (uint32_t l = 0; l < layer_count; l++)
+        listed += kinds[l] == MOE_LAYER_BY_TOKEN;
+    if (family->hash_layers == 0)
+        return moe_ok();
+    hashed = typed ? listed : hashed;
+    MOE_TRY(moe_keys_uint(k, "num_hash_layers", 0, MOE_MODEL_LAYERS_MAX, &hashed));
+    if (typed)
+        return hashed == listed ? moe_ok()
+                                : invalid("num_hash_layers", "contradicts mlp_layer_types");
+    for (uint32_t l = 0; l < layer_count && l < hashed; l++)
+        if (kinds[l] == MOE_LAYER_MOE)
+            kinds[l] = MOE_LAYER_BY_TOKEN;
     return moe_ok();
 }
 
 static struct moe_status first_dense(struct moe_keys *k, const struct moe_family *family,
-                                     uint32_t layer_count, bool *is_moe)
+                                     uint32_t layer_count, enum moe_layer_kind *kinds)
 {
     const json_t *types, *frequency;
     uint32_t first = family->first_dense;
@@ -108,13 +122,15 @@ static struct moe_status first_dense(struct moe_keys *k, const struct moe_family
     if (json_is_array(frequency))
         first = 0;
     MOE_TRY(moe_keys_uint(k, first_dense_keys, 0, MOE_MODEL_LAYERS_MAX, &first));
-    MOE_TRY(refuse_hash_layers(k, family, types != NULL));
     if (types != NULL)
-        return by_type_list(types, layer_count, is_moe);
-    return by_frequency(frequency, first, layer_count, is_moe);
+        MOE_TRY(by_type_list(types, family, layer_count, kinds));
+    else
+        MOE_TRY(by_frequency(frequency, first, layer_count, kinds));
+    return mark_hash_layers(k, family, types != NULL, layer_count, kinds);
 }
 
-static struct moe_status sparse_step(struct moe_keys *k, uint32_t layer_count, bool *is_moe)
+static struct moe_status sparse_step(struct moe_keys *k, uint32_t layer_count,
+                                     enum moe_layer_kind *kinds)
 {
     const json_t *dense;
     uint32_t step = 1;
@@ -122,11 +138,12 @@ static struct moe_status sparse_step(struct moe_keys *k, uint32_t layer_count, b
     MOE_TRY(moe_keys_get(k, "mlp_only_layers", &dense));
     MOE_TRY(check_layer_list("mlp_only_layers", dense, layer_count));
     for (uint32_t l = 0; l < layer_count; l++)
-        is_moe[l] = (l + 1) % step == 0 && !lists_layer(dense, l);
+        kinds[l] = moe_if((l + 1) % step == 0 && !lists_layer(dense, l));
     return moe_ok();
 }
 
-static struct moe_status interleaved(struct moe_keys *k, uint32_t layer_count, bool *is_moe)
+static struct moe_status interleaved(struct moe_keys *k, uint32_t layer_count,
+                                     enum moe_layer_kind *kinds)
 {
     const json_t *list;
     uint32_t step = 1;
@@ -134,11 +151,12 @@ static struct moe_status interleaved(struct moe_keys *k, uint32_t layer_count, b
     MOE_TRY(moe_keys_get(k, "moe_layers", &list));
     MOE_TRY(check_layer_list("moe_layers", list, layer_count));
     for (uint32_t l = 0; l < layer_count; l++)
-        is_moe[l] = list != NULL ? lists_layer(list, l) : (l + 1) % step == 0;
+        kinds[l] = moe_if(list != NULL ? lists_layer(list, l) : (l + 1) % step == 0);
     return moe_ok();
 }
 
-static struct moe_status interval(struct moe_keys *k, uint32_t layer_count, bool *is_moe)
+static struct moe_status interval(struct moe_keys *k, uint32_t layer_count,
+                                  enum moe_layer_kind *kinds)
 {
     const json_t *end;
     uint32_t first = 0, last = layer_count - 1, step = 1;
@@ -148,31 +166,33 @@ static struct moe_status interval(struct moe_keys *k, uint32_t layer_count, bool
         MOE_TRY(moe_keys_uint(k, "moe_layer_end_index", 0, MOE_MODEL_LAYERS_MAX, &last));
     MOE_TRY(moe_keys_uint(k, "moe_layer_interval", 1, MOE_MODEL_LAYERS_MAX, &step));
     for (uint32_t l = 0; l < layer_count; l++)
-        is_moe[l] = (l + 1) % step == 0 && l >= first && l <= last;
+        kinds[l] = moe_if((l + 1) % step == 0 && l >= first && l <= last);
     return moe_ok();
 }
 
-static struct moe_status period(struct moe_keys *k, uint32_t layer_count, bool *is_moe)
+static struct moe_status period(struct moe_keys *k, uint32_t layer_count,
+                                enum moe_layer_kind *kinds)
 {
     uint32_t step = 2, offset = 1;
     MOE_TRY(moe_keys_uint(k, "expert_layer_period", 1, MOE_MODEL_LAYERS_MAX, &step));
     MOE_TRY(moe_keys_uint(k, "expert_layer_offset", 0, MOE_MODEL_LAYERS_MAX, &offset));
     for (uint32_t l = 0; l < layer_count; l++)
-        is_moe[l] = l % step == offset;
+        kinds[l] = moe_if(l % step == offset);
     return moe_ok();
 }
 
 struct moe_status moe_config_select_layers(struct moe_keys *k, const struct moe_family *family,
-                                           uint32_t layer_count, bool *is_moe)
+                                           uint32_t layer_count, enum moe_layer_kind *kinds)
 {
     switch (family->layers) {
-    case MOE_LAYERS_FIRST_DENSE: return first_dense(k, family, layer_count, is_moe);
-    case MOE_LAYERS_SPARSE_STEP: return sparse_step(k, layer_count, is_moe);
-    case MOE_LAYERS_INTERLEAVED: return interleaved(k, layer_count, is_moe);
-    case MOE_LAYERS_INTERVAL: return interval(k, layer_count, is_moe);
-    case MOE_LAYERS_PERIOD: return period(k, layer_count, is_moe);
+    case MOE_LAYERS_FIRST_DENSE: return first_dense(k, family, layer_count, kinds);
+    case MOE_LAYERS_SPARSE_STEP: return sparse_step(k, layer_count, kinds);
+    case MOE_LAYERS_INTERLEAVED: return interleaved(k, layer_count, kinds);
+    case MOE_LAYERS_INTERVAL: return interval(k, layer_count, kinds);
+    case MOE_LAYERS_PERIOD: return period(k, layer_count, kinds);
     case MOE_LAYERS_ALL: break;
     }
-    memset(is_moe, true, layer_count * sizeof *is_moe);
+    for (uint32_t l = 0; l < layer_count; l++)
+        kinds[l] = MOE_LAYER_MOE;
     return moe_ok();
 }

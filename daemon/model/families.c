@@ -58,7 +58,8 @@ static const struct moe_naming deepseek_v4_names = {
            [MOE_WEIGHT_SHARED_GATE] = "ffn.shared_experts.w1.weight",
            [MOE_WEIGHT_SHARED_UP] = "ffn.shared_experts.w3.weight",
            [MOE_WEIGHT_SHARED_DOWN] = "ffn.shared_experts.w2.weight"},
-    .block = "ffn"};
+    .block = "ffn",
+    .token_table = "ffn.gate.tid2eid"};
 
 static const struct moe_naming ernie_names = {
     .of = {[MOE_WEIGHT_ROUTER] = "mlp.gate.weight",

@@ -43,6 +43,7 @@ struct moe_naming {
     const char *of[MOE_WEIGHT_COUNT];
     const char *block;                      /* common prefix */
     const char *fused_gate_up, *fused_down; /* NULL: "{block}.experts.gate_up_proj", "down_proj" */
+    const char *token_table; /* experts by token id: only callers use it. NULL: no such tensor */
 };
 
 struct moe_family {
@@ -81,7 +82,8 @@ struct moe_family {
     bool shared_gated;
 
     uint32_t first_dense; /* default of first_k_dense_replace */
-    uint32_t hash_layers; /* default of num_hash_layers */
+    uint32_t hash_layers; /* default of num_hash_layers: the first layers, which route by token id.
+                             0: the family has none */
     bool layer_lists;     /* a number may be a list of equal numbers, one for each layer */
     const char *ignored;  /* relevant-looking keys without effect in this family, or NULL */
 };

@@ -591,6 +591,14 @@ static bool layer_reads(const struct moe_layout *l, const struct moe_layer_spec 
     return false;
 }
 
+/* Callers of the layer use it. */
+static bool is_token_table(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                           const char *name)
+{
+    const char *table = l->family->naming->token_table;
+    return spec->router.by_token && table != NULL && strcmp(name, table) == 0;
+}
+
 /* The spec of the MoE layer with tensor `name` in its block, and the rest of the name; or NULL. */
 static const struct moe_layer_spec *owner(const struct moe_layout *l,
                                           const struct moe_config *config, const char *name,
@@ -617,7 +625,7 @@ struct moe_status moe_layout_refuse_unread(const struct moe_layout *l,
     for (size_t i = 0; i < moe_checkpoint_count(l->checkpoint); i++) {
         const char *rest, *name = moe_checkpoint_tensor(l->checkpoint, i)->name;
         const struct moe_layer_spec *spec = owner(l, config, name, &rest);
-        if (spec != NULL && !layer_reads(l, spec, rest))
+        if (spec != NULL && !layer_reads(l, spec, rest) && !is_token_table(l, spec, rest))
             return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
                              "tensor %.120s belongs to a MoE layer and is not understood", name);
     }

@@ -164,6 +164,7 @@ static struct moe_status copy_routing(struct moe_region_request *r,
         w->weights_in = moe_buffer_data(r->weights);
         return moe_ok();
     }
+    MOE_TRY(moe_request_check_routed(spec, w->mode));
     if (w->mode == MOE_ROUTE_SERVER || q->tokens == 0)
         return moe_ok();
     MOE_TRY(copy_ids(r, spec));

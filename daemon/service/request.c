@@ -53,7 +53,7 @@ static struct moe_status place_part(void *ctx, uint32_t field, size_t length, vo
     default:
         return length == 0
                    ? moe_ok()
-                   : invalid(ROUTING_INVALID, "token_ids: no layer here routes by token id");
+                   : invalid(ROUTING_INVALID, "token_ids are not looked up here: give topk_ids");
     }
     return moe_request_take(p->context->info, p->context->staging, length, buffer, dst);
 }
@@ -84,6 +84,8 @@ static struct moe_status check_mode(struct parse *p, const Head *h)
         break;
     default: return invalid(ROUTING_INVALID, "unknown routing mode %d", (int)h->routing_mode);
     }
+    if (h->parts != MOE__V1__LAYER_PARTS__LAYER_PARTS_SHARED)
+        MOE_TRY(moe_request_check_routed(p->request->spec, w->mode));
     if ((p->ids_bytes != 0) != (w->mode != MOE_ROUTE_SERVER))
         return invalid(ROUTING_INVALID, w->mode == MOE_ROUTE_SERVER
                                             ? "topk_ids are given, but the routing mode is SERVER"

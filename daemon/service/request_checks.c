@@ -106,6 +106,16 @@ size_t moe_request_id_bytes(int dtype)
     }
 }
 
+struct moe_status moe_request_check_routed(const struct moe_layer_spec *spec,
+                                           enum moe_routing_mode mode)
+{
+    return mode != MOE_ROUTE_SERVER || !spec->router.by_token
+               ? moe_ok()
+               : invalid(ROUTING_INVALID,
+                         "layer %u routes by token id: give the topk_ids of the model's table",
+                         spec->layer);
+}
+
 static int32_t read_id(const void *ids, size_t i, size_t size)
 {
     if (size == 1)

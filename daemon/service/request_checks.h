@@ -38,6 +38,11 @@ struct moe_status moe_request_check_tensor(const char *what, size_t bytes,
  * VALUE_INVALID. */
 struct moe_status moe_request_check_pass(const char *session, uint64_t micro_batch_id) MOE_CHECKED;
 
+/* The layer's router can choose experts, or the request brings ids.
+ * Errors: MOE_INVALID_ARGUMENT/ROUTING_INVALID. */
+struct moe_status moe_request_check_routed(const struct moe_layer_spec *spec,
+                                           enum moe_routing_mode mode) MOE_CHECKED;
+
 /* Bytes of one expert id on the wire; `dtype` is a moe.v1.DataType; 0 if ids cannot have it. */
 size_t moe_request_id_bytes(int dtype);
 /* n ids of `size` bytes each. */

@@ -51,6 +51,8 @@ static struct moe_status check_router(const struct moe_layer_spec *spec)
     REQUIRE(r->top_k <= r->topk_group * group_size + r->zero_experts,
             "top_k is %u, but only %u experts can be chosen", r->top_k,
             r->topk_group * group_size + r->zero_experts);
+    REQUIRE(!r->by_token || (!r->select_bias && r->groups == 1),
+            "a layer that routes by token id has no choice that a bias or groups could change");
     REQUIRE(isfinite(r->renorm_eps) && r->renorm_eps >= 0, "renorm_eps must be finite, >= 0");
     REQUIRE(isfinite(r->scale), "the router's scale must be finite");
     return moe_ok();

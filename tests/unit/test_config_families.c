@@ -691,15 +691,54 @@ static void deepseek_v4_without_hash_layers(void **state)
     check_config(&c, 0, 3, want);
 }
 
-static void deepseek_v4_refuses_hash_layers(void **state)
+/* Which of the three layers route by token id; these have no selection bias. */
+static void check_hash_layers(const char *text, const char *wanted)
+{
+    struct moe_config c;
+    assert_ok(read_text(text, &c));
+    assert_int_equal(c.layer_count, strlen(wanted));
+    for (size_t l = 0; l < c.layer_count; l++) {
+        const struct moe_router_spec *r = &c.layers[l].router;
+        assert_int_equal(c.layers[l].layer, l);
+        assert_int_equal(r->by_token, wanted[l] == 'h');
+        assert_int_equal(r->select_bias, wanted[l] != 'h');
+        assert_int_equal(r->top_k, 6);
+        assert_int_equal(r->renorm, MOE_RENORM_SUM);
+    }
+}
+
+static void deepseek_v4_has_layers_that_route_by_token_id(void **state)
 {
     (void)state;
-    static const char *const texts[] = {
-        DEEPSEEK_V4(""), DEEPSEEK_V4(",\"num_hash_layers\":3"),
-        DEEPSEEK_V4(",\"mlp_layer_types\":[\"hash_moe\",\"moe\",\"moe\"]")};
+    check_hash_layers(DEEPSEEK_V4(""), "hhh"); /* the class says three */
+    check_hash_layers(DEEPSEEK_V4(",\"num_hash_layers\":1"), "hmm");
+    check_hash_layers(DEEPSEEK_V4(",\"num_hash_layers\":9"), "hhh");
+    check_hash_layers(DEEPSEEK_V4(",\"mlp_layer_types\":[\"hash_moe\",\"moe\",\"moe\"]"), "hmm");
+    check_hash_layers(DEEPSEEK_V4(",\"num_hash_layers\":2,"
+                                  "\"mlp_layer_types\":[\"hash_moe\",\"moe\",\"hash_moe\"]"),
+                      "hmh");
     struct moe_config c;
-    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++)
-        check_reason(read_text(texts[i], &c), MOE_REASON_CONFIG_UNKNOWN_KEY);
+    check_reason(read_text(DEEPSEEK_V4(",\"num_hash_layers\":1,"
+                                       "\"mlp_layer_types\":[\"moe\",\"moe\",\"moe\"]"),
+                           &c),
+                 MOE_REASON_CONFIG_INVALID);
+    check_reason(read_text(DEEPSEEK_V4(",\"mlp_layer_types\":[\"hash\",\"moe\",\"moe\"]"), &c),
+                 MOE_REASON_CONFIG_UNKNOWN_KEY);
+}
+
+/* No other family has them. */
+static void hash_layers_elsewhere_are_refused(void **state)
+{
+    (void)state;
+    struct moe_config c;
+    json_t *root = golden("deepseek_v3");
+    json_object_set_new(root, "num_hash_layers", json_integer(1));
+    check_reason(moe_config_read(root, &c), MOE_REASON_CONFIG_UNKNOWN_KEY);
+    json_object_set_new(root, "num_hash_layers", json_integer(0));
+    assert_ok(moe_config_read(root, &c));
+    json_object_set_new(root, "mlp_layer_types", json_pack("[s, s]", "hash_moe", "sparse"));
+    check_reason(moe_config_read(root, &c), MOE_REASON_CONFIG_UNKNOWN_KEY);
+    json_decref(root);
 }
 
 static void ernie_biases_are_taken_unless_shared_experts_would_have_them(void **state)
@@ -758,7 +797,8 @@ int main(void)
         cmocka_unit_test(longcat_flash),
         cmocka_unit_test(llama4_maverick),
         cmocka_unit_test(deepseek_v4_without_hash_layers),
-        cmocka_unit_test(deepseek_v4_refuses_hash_layers),
+        cmocka_unit_test(deepseek_v4_has_layers_that_route_by_token_id),
+        cmocka_unit_test(hash_layers_elsewhere_are_refused),
         cmocka_unit_test(ernie_biases_are_taken_unless_shared_experts_would_have_them),
         cmocka_unit_test(a_text_model_is_found_behind_an_unknown_outer_type),
     };

@@ -186,7 +186,7 @@ static void impossible_specs_are_refused(void **state)
     (void)state;
     struct moe_device *device = open_device(NULL, 1);
     struct moe_placement placement = three_experts();
-    struct moe_layer_spec bad[16];
+    struct moe_layer_spec bad[18];
     size_t n = 0;
 #define BAD(field, value)                                                                          \
     do {                                                                                           \
@@ -213,6 +213,13 @@ static void impossible_specs_are_refused(void **state)
     bad[n] = three_spec();
     bad[n].router.groups = 3;
     bad[n++].router.zero_experts = 1;
+    bad[n] = three_spec();
+    bad[n].router.by_token = true;
+    bad[n++].router.select_bias = true;
+    bad[n] = three_spec();
+    bad[n].router.by_token = true;
+    bad[n].router.group_best = 1;
+    bad[n++].router.groups = 3;
 #undef BAD
     struct moe_layer *layer;
     for (size_t i = 0; i < n; i++)

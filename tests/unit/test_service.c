@@ -93,6 +93,33 @@ static void routing_is_returned_only_when_asked_for(void **state)
     request_free(&r);
 }
 
+/* The backend's layer is as before: its router would choose, if it were asked. */
+static void a_layer_that_routes_by_token_id_needs_ids(void **state)
+{
+    (void)state;
+    struct moe_router_spec *router = &service.worker.spec[0].router;
+    router->by_token = true;
+    for (int mode = MOE_ROUTE_SERVER; mode <= MOE_ROUTE_IDS_WEIGHTS; mode++) {
+        struct request r;
+        Ask ask;
+        Answer *answer;
+        request_fill(&r, &service.worker, 0, 5, MOE_DTYPE_F32, (enum moe_routing_mode)mode);
+        ask_fill(&ask, &service, &r, true);
+        struct moe_status st = call_ask(&service, &ask, &answer);
+        if (mode == MOE_ROUTE_SERVER) {
+            assert_refused(st, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
+            assert_non_null(strstr(st.text, "layer 1 routes by token id"));
+        } else {
+            assert_ok(st);
+            answer_check(&service, &r, answer);
+            answer_free(answer);
+        }
+        request_free(&r);
+    }
+    router->by_token = false;
+    assert_serves(&service);
+}
+
 /* --------------------------------------------------------------------------- bad input */
 
 enum { BAD_TOKENS = 5 };
@@ -774,6 +801,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         with_service(every_mode_dtype_and_layer_gives_the_oracles_answer),
         with_service(routing_is_returned_only_when_asked_for),
+        with_service(a_layer_that_routes_by_token_id_needs_ids),
         with_service(each_bad_input_gets_its_error_and_the_next_good_request_its_answer),
         with_service(a_tensor_given_twice_is_refused),
         with_service(a_message_cut_anywhere_is_refused),

@@ -118,7 +118,8 @@ struct moe_client_layer {
     uint32_t top_k;               /* K */
     uint32_t intermediate;        /* inner width of a routed expert */
     uint32_t shared_intermediate; /* inner width of the shared expert; 0 = none */
-    uint32_t reserved[9];
+    uint32_t routes_by_token_id;  /* 1: a table of the model chooses by token id; calls give ids */
+    uint32_t reserved[8];
 };
 
 /* The server and its model, as GetServerInfo and GetModel in moe/v1/expert.proto tell. The client

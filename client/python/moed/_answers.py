@@ -24,6 +24,7 @@ class Layer:
     intermediate         inner width of one expert
     zero_experts         identity experts with ids E ... E + zero_experts - 1
     shared_intermediate  inner width of the shared expert; 0: there is none
+    routes_by_token_id   a table of the model chooses by token id: calls give topk_ids
     """
 
     layer: int
@@ -33,6 +34,7 @@ class Layer:
     intermediate: int
     zero_experts: int
     shared_intermediate: int
+    routes_by_token_id: bool = False
 
 
 @_record

@@ -185,7 +185,8 @@ class Client(TrainingCalls):
             raise
         self._layers = tuple(
             Layer(each.layer, each.hidden, each.experts, each.top_k, each.intermediate,
-                  each.zero_experts, each.shared_intermediate) for each in served.layers)
+                  each.zero_experts, each.shared_intermediate, each.routes_by_token_id)
+            for each in served.layers)
         self._layer_by_index = {layer.layer: layer for layer in self._layers}
         if spread or hedge:
             self._workers += [_Worker(each, self._trust) for slot, each in enumerate(info.workers)

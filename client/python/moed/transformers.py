@@ -18,7 +18,8 @@ routes:
           experts; the group computes the routed ones. This uses transformers' registry of experts
           (experts_implementation="moed"), so modules of models that are not in the table below
           work with it, if their class has that interface. For inference: a backward pass is
-          refused. Llama 4 and LongCat have no such interface.
+          refused. Llama 4 and LongCat have no such interface. DeepSeek-V4's layers that route by
+          token id need this way.
 
 Importing this module registers "moed", so transformers accepts it too; then give the model to
 `patch`, because a module does not know its layer:
@@ -110,8 +111,7 @@ class RemoteBlock(torch.nn.Module):
             self.register_buffer(kind.bias, getattr(block, kind.bias))
 
     def forward(self, hidden_states, input_ids=None):
-        """input_ids: DeepSeek-V4 gives them to every layer. Layers that route by them are in no
-        group."""
+        """input_ids: DeepSeek-V4 gives them to every layer. No layer here routes by them."""
         router = getattr(self, self._kind.router)
         if router._forward_hooks:  # transformers adds one when it first collects router logits
             bias = () if self._kind.bias is None else (getattr(self, self._kind.bias),)
@@ -229,6 +229,10 @@ def _make_remote(model, client, routing, model_digest, remote):
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError("the model's dtype is %s; remote layers accept float32 or bfloat16"
                          % model.dtype)
+    hashed = [each.layer for each in client.layers if each.routes_by_token_id]
+    if hashed and routing == "server":
+        raise ValueError("layers %s route by token id, which the group does not see; use "
+                         "routing='client'" % ", ".join(map(str, hashed)))
     if differences:
         raise ValueError("the group at %s serves another model: %s" % (
             client.info.workers[0] if client.info.workers else "?", "; ".join(differences)))

@@ -28,7 +28,7 @@ static void put_router(struct writer *w, const struct moe_router_spec *r)
 {
     put(w, r->score);
     put(w, r->top_k);
-    put(w, (uint32_t)r->logit_bias | (uint32_t)r->select_bias << 1);
+    put(w, (uint32_t)r->logit_bias | (uint32_t)r->select_bias << 1 | (uint32_t)r->by_token << 2);
     put(w, r->groups);
     put(w, r->topk_group);
     put(w, r->group_best);

@@ -59,9 +59,11 @@ enum moe_activation {
 
 struct moe_router_spec {
     enum moe_score score;
-    uint32_t top_k;      /* K, 1..MOE_MAX_TOP_K */
-    bool logit_bias;     /* the router's linear layer has a bias, which changes weights */
-    bool select_bias;    /* the score has a bias that changes only the choice */
+    uint32_t top_k;   /* K, 1..MOE_MAX_TOP_K */
+    bool logit_bias;  /* the router's linear layer has a bias, which changes weights */
+    bool select_bias; /* the score has a bias that changes only the choice */
+    bool by_token; /* a table of the model chooses by token id (DeepSeek-V4): callers give the ids,
+                      scores only weight them. Not with select_bias or groups */
     uint32_t groups;     /* 1 = no groups; divides E */
     uint32_t topk_group; /* groups to choose from, 1..groups */
     uint32_t group_best; /* group score = sum of this many best keys (1 = max, 2 = DeepSeek-V3) */
