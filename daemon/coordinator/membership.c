@@ -523,13 +523,16 @@ void moe_membership__begin_drain(struct moe_membership *m, uint32_t slot, const 
     moe_membership__drain(m, slot, reason, limit_ms);
 }
 
-/* Its experts move to others first, if there are some to take them. */
+/* Its experts move to a spare first, if there is one. Without one the size would change, and a
+ * worker that restarts would find no place. */
 static bool move_before_leaving(struct moe_membership *m, uint32_t slot, const char *why)
 {
     uint64_t places;
     if (!moe_membership__moves_first(m, slot))
         return false;
     struct moe_status st = moe_membership__find_other_places(m, slot, &places);
+    if (st.code == MOE_OK && __builtin_popcountll(places) < __builtin_popcountll(m->saved.places))
+        return false;
     if (st.code == MOE_OK)
         st = moe_membership__begin_scaling(m, places, why);
     if (st.code != MOE_OK) {

@@ -167,24 +167,28 @@ class Elastic(unittest.TestCase):
         self.assertEqual(self.status()["size"], 1)
         print("  drained twice: worst gap %.0f ms" % (1e3 * self.judge(clients, [0] * 2)))
 
-    def test_a_worker_that_gets_sigterm_moves_its_experts_first(self):
+    def test_a_worker_that_gets_sigterm_moves_its_experts_to_a_spare_first(self):
+        """Also one after another, as in a rolling update: each new worker is the next spare."""
         self.start(2, 3)
-        self.group.start_worker("spare", 0)
+        self.group.start_worker("spare0", 0)
         self.await_spare()
         clients = self.clients(self.endpoints)
         self.more_answers(clients)
-        slots = {w["workerId"]: w["slot"] for w in self.status()["workers"]}
-        for name in ("w0", "spare"):  # to the spare, then to the other one
+        for turn, name in enumerate(("w0", "spare0")):
+            slots = {w["workerId"]: w["slot"] for w in self.status()["workers"]}
+            live = sorted(slot for n, slot in slots.items() if n != name)
             process = self.group.processes[name]
-            live = sorted(slots[n] for n in ("w1", "spare") if n != name)
             process.send_signal(signal.SIGTERM)
             self.assertEqual(process.wait(LONG_S), 0, self.group.tail())
             wait_until(lambda: self.status().get("liveSlots") == live, LONG_S)
             self.check_dry_run(live)
-        self.assertIn("other workers load the experts", self.group.log("w0"))
-        self.assertNotIn("have not moved in time", self.group.log("w0") + self.group.log("spare"))
+            self.assertIn("other workers load the experts", self.group.log(name))
+            self.assertNotIn("have not moved in time", self.group.log(name))
+            self.group.start_worker("spare%d" % (turn + 1), 0)
+            self.await_spare()
         self.more_answers(clients)
-        print("  ended two: worst gap %.0f ms" % (1e3 * self.judge(clients, [0] * 2)))
+        print("  replaced two: worst gap %.0f ms" % (1e3 * self.judge(clients, [0] * 2)))
+        self.assertEqual(self.status()["size"], 2)
         done = self.moectl("health", "-o", "json")
         checks = {c["code"]: c["result"] for c in json.loads(done.stdout)["checks"]}
         self.assertEqual(checks["GROUP_STABLE"], "OK")

@@ -412,14 +412,14 @@ static void notice(uint64_t stream)
     carry_out();
 }
 
-static void a_worker_that_gets_sigterm_moves_its_experts_first(void **unused)
+static void a_worker_that_gets_sigterm_moves_its_experts_to_a_spare_first(void **unused)
 {
     (void)unused;
     uint64_t s[SLOTS];
     serve(s, 2);
     s[2] = join(2);
     notice(s[1]);
-    assert_true(waits == 2 && drained == 0 && assigned == 5); /* to the spare */
+    assert_true(waits == 2 && drained == 0 && assigned == 5);
     loaded(s[0], version, moe_ok());
     loaded(s[2], version, moe_ok());
     assert_int_equal(drained, 2);
@@ -429,28 +429,26 @@ static void a_worker_that_gets_sigterm_moves_its_experts_first(void **unused)
     ready(s[2]);
     assert_true(group().state == MOE_GROUP_SERVING && group().places == 5);
     forget();
+    s[1] = join(1);
     notice(s[0]);
-    assert_true(waits == 1 && drained == 0 && assigned == 4); /* to the other one */
-    loaded(s[2], version,
+    assert_true(waits == 1 && drained == 0 && assigned == 6);
+    loaded(s[1], version,
            moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "12 MiB are missing"));
     assert_int_equal(drained, 1); /* as without a move */
     notice(s[0]);
     assert_true(group().places == 5 && group().scaling_to == 0);
 }
 
-static void a_worker_without_others_to_take_its_experts_is_drained_at_once(void **unused)
+static void without_a_spare_sigterm_drains_at_once_and_the_size_stays(void **unused)
 {
     (void)unused;
     uint64_t s[SLOTS];
     serve(s, 3);
     notice(s[2]);
-    notice(s[1]); /* all of them end */
-    assert_true(waits == 4 && drained == 2);
-    moe_membership_on_leaving(m, now, s[1], "drained");
-    carry_out();
-    assert_int_equal(drained, 6); /* the view has ended, and the move with it */
+    notice(s[1]);
+    assert_true(waits == 0 && drained == 6);
     notice(s[0]);
-    assert_true(drained == 7 && group().places == 7);
+    assert_true(drained == 7 && group().places == 7 && group().scaling_to == 0);
 }
 
 static void pass(uint64_t ms, const uint64_t *s, uint32_t count)
@@ -524,8 +522,8 @@ int main(void)
         STORY(the_size_outlives_the_coordinator),
         STORY(the_limit_can_be_raised_while_the_group_serves),
         STORY(no_two_placements_have_one_version),
-        STORY(a_worker_that_gets_sigterm_moves_its_experts_first),
-        STORY(a_worker_without_others_to_take_its_experts_is_drained_at_once),
+        STORY(a_worker_that_gets_sigterm_moves_its_experts_to_a_spare_first),
+        STORY(without_a_spare_sigterm_drains_at_once_and_the_size_stays),
         STORY(a_spare_does_not_start_a_failed_group_again),
         STORY(a_spare_does_not_say_whether_the_group_trains),
     };
