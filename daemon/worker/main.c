@@ -398,8 +398,7 @@ static struct moe_status run_worker(const struct moe_daemon_settings *common, vo
     config.device.settings = settings_of(config.backend);
     bool on_gpu = strcmp(config.backend->name, "cuda") == 0;
     config.spin_ns = spin_of(s, on_gpu);
-    config.decode_weights =
-        strcmp(s->weights, "bf16") == 0 || (on_gpu && strcmp(s->weights, "auto") == 0);
+    config.decode_weights = strcmp(s->weights, "bf16") == 0;
     config.w8a8 = is_w8a8(s);
     configure_training(s, &config);
     if (interface.name[0] != '\0')
@@ -435,7 +434,7 @@ out:
 static struct settings settings = {
     .listen = "127.0.0.1:0",
     .backend = "auto",
-    .weights = "auto",
+    .weights = "resident",
     .fp8_compute = "auto",
     .slot = ANY_SLOT,
     .max_message_bytes = UINT64_C(128) << 20,
@@ -473,10 +472,9 @@ static const struct moe_option first_options[] = {
      "Address to give to clients; default: the address of --listen"},
     {"backend", 'b', MOE_OPTION_CHOICE, &settings.backend, 0, 0, "cpu|cuda|auto",
      "Device type; auto = cuda if a GPU is there, else cpu"},
-    {"weights", 0, MOE_OPTION_CHOICE, &settings.weights, 0, 0, "auto|resident|bf16",
+    {"weights", 0, MOE_OPTION_CHOICE, &settings.weights, 0, 0, "resident|bf16",
      "Quantised experts: resident = as the checkpoint has them, where the backend computes with "
-     "them; bf16 = decoded while they are loaded; auto = resident on CPUs, bf16 on GPUs. The same "
-     "on all workers"},
+     "them; bf16 = decoded while they are loaded. The same on all workers"},
     {"fp8-compute", 0, MOE_OPTION_CHOICE, &settings.fp8_compute, 0, 0, "auto|w8a8|w8a16",
      "Rows that experts in FP8 multiply: w8a8 = quantised to FP8 as the checkpoint says, on CPUs "
      "with resident weights, without training; w8a16 = as they are; auto = w8a16. The same on all "
