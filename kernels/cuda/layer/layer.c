@@ -401,9 +401,9 @@ static struct moe_status check_packed_values(struct moe_layer *layer)
         return moe_ok();
     return moe_error(
         MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
-        "layer %u: in a quantised matrix an element is NaN, a zero point is above 16, or "
-        "a scale is one that GPUs do not hold: NaN, E8M0 above 2^65, INT4's above 2^27, "
-        "E4M3 that is not positive",
+        "layer %u: a quantised matrix has a NaN, a zero point above 16, or a scale that GPUs do "
+        "not hold (E8M0 above 2^65, INT4's above 2^27, E4M3 not above 0): --weights bf16 decodes "
+        "it",
         layer->spec.layer);
 }
 
