@@ -477,8 +477,8 @@ static const struct moe_option first_options[] = {
      "them; bf16 = decoded while they are loaded. The same on all workers"},
     {"fp8-compute", 0, MOE_OPTION_CHOICE, &settings.fp8_compute, 0, 0, "auto|w8a8|w8a16",
      "Rows that experts in FP8 multiply: w8a8 = quantised to FP8 as the checkpoint says, on CPUs "
-     "with resident weights, without training; w8a16 = as they are; auto = w8a16. The same on all "
-     "workers"},
+     "and Hopper GPUs with resident weights, without training; w8a16 = as they are; auto = w8a16. "
+     "The same on all workers"},
 };
 
 static const struct moe_option device_options[] = {

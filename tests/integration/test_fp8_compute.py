@@ -190,11 +190,6 @@ class Refusing(unittest.TestCase):
         self.assertIn("--training", self.start("fp8_block_deepseek_v3", "--training", "adamw",
                                                "--lora-rank", "2"))
 
-    @unittest.skipIf(BACKEND == "cpu", "CPUs keep them in FP8")
-    def test_weights_that_are_decoded_by_default(self):
-        error = self.start("fp8_block_deepseek_v3")
-        self.assertIn("--fp8-compute w8a8, backend %s" % BACKEND, error)
-
 
 if __name__ == "__main__":
     main()
