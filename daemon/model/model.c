@@ -281,10 +281,16 @@ static struct moe_status no_w8a8(const struct moe_layer_spec *spec, enum moe_wei
                      spec->layer, first == MOE_WEIGHT_GATE ? "routed" : "shared", why);
 }
 
+/* Whom to ask whether matrices stay as they are. */
+struct keeper {
+    bool (*computes)(const struct moe_device *, const struct moe_weight_format *);
+    const struct moe_device *device;
+    bool w8a8;
+};
+
 /* Chooses W8A8 for the format `f` of FP8 matrices. */
 static struct moe_status choose_w8a8(const struct moe_layer_spec *spec, enum moe_weight first,
-                                     const struct moe_quant *quant,
-                                     bool (*computes)(const struct moe_weight_format *),
+                                     const struct moe_quant *quant, const struct keeper *k,
                                      struct moe_weight_format *f)
 {
     if (f->encoding != MOE_ENC_F8E4M3)
@@ -292,13 +298,14 @@ static struct moe_status choose_w8a8(const struct moe_layer_spec *spec, enum moe
     f->activations = quant->activations;
     if (f->activations == MOE_ACTIVATIONS_PLAIN)
         return no_w8a8(spec, first, "config.json asks for no dynamic ones that are known here");
-    return computes(f) ? moe_ok() : no_w8a8(spec, first, "this backend does not compute with them");
+    return k->computes(k->device, f)
+               ? moe_ok()
+               : no_w8a8(spec, first, "this backend does not compute with them");
 }
 
 /* The format of three matrices from `first` on, of all experts. */
 static struct moe_status find_format(const struct moe_model *m, const struct moe_layer_spec *spec,
-                                     enum moe_weight first,
-                                     bool (*computes)(const struct moe_weight_format *), bool w8a8,
+                                     enum moe_weight first, const struct keeper *k,
                                      struct moe_weight_format *out)
 {
     const struct moe_quant *quant = moe_layout_quant(&m->layout, spec, first);
@@ -306,31 +313,32 @@ static struct moe_status find_format(const struct moe_model *m, const struct moe
     *out = (struct moe_weight_format){.encoding = MOE_ENC_NONE};
     if (quant == NULL)
         return moe_ok();
-    if (computes == NULL)
-        return w8a8 && quant->format.encoding == MOE_ENC_F8E4M3
+    if (k->computes == NULL)
+        return k->w8a8 && quant->format.encoding == MOE_ENC_F8E4M3
                    ? no_w8a8(spec, first, "they are decoded to BF16")
                    : moe_ok();
     for (unsigned w = first; w < first + 3u; w++)
         for (uint32_t e = 0; e < (moe_weight_is_expert(first) ? spec->experts : 1); e++)
             MOE_TRY(moe_layout_visit(&m->layout, spec, (enum moe_weight)w, e, note_scale, &scales));
     struct moe_weight_format f = moe_quant_packed_format(quant, scales.type, scales.several);
-    if (w8a8)
-        MOE_TRY(choose_w8a8(spec, first, quant, computes, &f));
-    if (computes(&f))
+    if (k->w8a8)
+        MOE_TRY(choose_w8a8(spec, first, quant, k, &f));
+    if (k->computes(k->device, &f))
         *out = f;
     return moe_ok();
 }
 
 struct moe_status moe_model_keep_quantised(struct moe_model *m,
-                                           bool (*computes)(const struct moe_weight_format *),
-                                           bool w8a8)
+                                           bool (*computes)(const struct moe_device *,
+                                                            const struct moe_weight_format *),
+                                           const struct moe_device *device, bool w8a8)
 {
+    const struct keeper k = {.computes = computes, .device = device, .w8a8 = w8a8};
     for (size_t i = 0; i < m->config.layer_count; i++) {
         struct moe_layer_spec *spec = &m->config.layers[i];
-        MOE_TRY(find_format(m, spec, MOE_WEIGHT_GATE, computes, w8a8, &spec->routed_format));
+        MOE_TRY(find_format(m, spec, MOE_WEIGHT_GATE, &k, &spec->routed_format));
         if (spec->shared_intermediate != 0)
-            MOE_TRY(
-                find_format(m, spec, MOE_WEIGHT_SHARED_GATE, computes, w8a8, &spec->shared_format));
+            MOE_TRY(find_format(m, spec, MOE_WEIGHT_SHARED_GATE, &k, &spec->shared_format));
     }
     return moe_ok();
 }

@@ -14,6 +14,7 @@
 #include "moe/packed_matrix.h"
 #include "moe/weight_source.h"
 
+struct moe_device;
 struct moe_model;
 
 /* Errors: MOE_NOT_FOUND/IO (no such directory or file), MOE_INVALID_ARGUMENT with reason
@@ -39,13 +40,15 @@ const char *moe_model_quantisation(const struct moe_model *m);
  * specs get these formats, and moe_model_stream_layer gives such matrices to `packed_sink`. Without
  * this call, or with NULL, all matrices are decoded. Call it before anyone reads a spec.
  *
+ * device  what `computes` is asked for
  * w8a8  FP8 matrices get the arithmetic that the checkpoint asks for. MOE_FAILED_PRECONDITION with
  *       UNSUPPORTED if it asks for none that is known, or if `computes` refuses it. Other matrices
  *       are as without it.
  * Errors: also as moe_model_open. */
 struct moe_status moe_model_keep_quantised(struct moe_model *m,
-                                           bool (*computes)(const struct moe_weight_format *),
-                                           bool w8a8) MOE_CHECKED;
+                                           bool (*computes)(const struct moe_device *,
+                                                            const struct moe_weight_format *),
+                                           const struct moe_device *device, bool w8a8) MOE_CHECKED;
 /* Whether quantised matrices of routed or of shared experts are decoded, in any layer. */
 bool moe_model_decodes(const struct moe_model *m);
 

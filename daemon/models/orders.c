@@ -127,8 +127,9 @@ static struct moe_status open_model(struct moe_models *m, struct entry *e)
 {
     struct moe_loader *loader;
     MOE_TRY(moe_model_open(e->directory, &e->model));
-    MOE_TRY(moe_model_keep_quantised(
-        e->model, m->config.decode_weights ? NULL : m->config.backend->computes, m->config.w8a8));
+    MOE_TRY(moe_model_keep_quantised(e->model,
+                                     m->config.decode_weights ? NULL : m->config.backend->computes,
+                                     m->config.device, m->config.w8a8));
     MOE_TRY(check_model(m, e->model));
     MOE_TRY(copy_specs(e));
     MOE_TRY(create_loader(m, e, &loader));

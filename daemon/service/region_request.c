@@ -156,7 +156,9 @@ static struct moe_status copy_routing(struct moe_region_request *r,
 {
     const struct moe_ring_request *q = &r->call->request;
     struct moe_work *w = &r->work;
-    if (q->parts == MOE_PARTS_SHARED && q->tokens != 0) {
+    if (q->tokens == 0)
+        return moe_ok();
+    if (q->parts == MOE_PARTS_SHARED) {
         MOE_TRY(
             moe_request_route_nowhere(r->requests->staging, spec, q->tokens, &r->ids, &r->weights));
         w->mode = MOE_ROUTE_IDS_WEIGHTS;
@@ -165,7 +167,7 @@ static struct moe_status copy_routing(struct moe_region_request *r,
         return moe_ok();
     }
     MOE_TRY(moe_request_check_routed(spec, w->mode));
-    if (w->mode == MOE_ROUTE_SERVER || q->tokens == 0)
+    if (w->mode == MOE_ROUTE_SERVER)
         return moe_ok();
     MOE_TRY(copy_ids(r, spec));
     return w->mode == MOE_ROUTE_IDS_WEIGHTS ? copy_weights(r, spec) : moe_ok();

@@ -236,10 +236,11 @@ static struct moe_status open_model(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
     MOE_TRY(moe_error_context(moe_model_open(c->model, &w->model), "%.100s", c->model));
-    MOE_TRY(moe_error_context(
-        moe_model_keep_quantised(w->model, decodes(c) ? NULL : c->backend->computes, c->w8a8),
-        "%sbackend %s", c->w8a8 ? "--fp8-compute w8a8, " : "", c->backend->name));
     MOE_TRY(c->backend->device_open(&c->device, &w->device));
+    MOE_TRY(moe_error_context(
+        moe_model_keep_quantised(w->model, decodes(c) ? NULL : c->backend->computes, w->device,
+                                 c->w8a8),
+        "%sbackend %s", c->w8a8 ? "--fp8-compute w8a8, " : "", c->backend->name));
     MOE_TRY(moe_loader_create(c->backend, w->device, w->model, NULL, &w->loader));
     struct moe_device_info info;
     c->backend->device_info(w->device, &info);

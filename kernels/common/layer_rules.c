@@ -106,7 +106,9 @@ struct moe_status moe_layer_check(const struct moe_layer_spec *spec,
 }
 
 static struct moe_status check_format(const struct moe_weight_format *f, const char *whose,
-                                      bool (*computes)(const struct moe_weight_format *))
+                                      bool (*computes)(const struct moe_device *,
+                                                       const struct moe_weight_format *),
+                                      const struct moe_device *device)
 {
     if (f->encoding == MOE_ENC_NONE)
         return moe_ok();
@@ -118,7 +120,7 @@ static struct moe_status check_format(const struct moe_weight_format *f, const c
             whose);
     REQUIRE(f->activations == MOE_ACTIVATIONS_PLAIN || f->encoding == MOE_ENC_F8E4M3,
             "FP8 activations for %s experts in %s", whose, moe_encoding_traits(f->encoding).name);
-    if (computes != NULL && computes(f))
+    if (computes(device, f))
         return moe_ok();
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                      "this backend cannot compute with %s experts in %s as they are%s", whose,
@@ -127,10 +129,12 @@ static struct moe_status check_format(const struct moe_weight_format *f, const c
 }
 
 struct moe_status moe_layer_check_formats(const struct moe_layer_spec *spec,
-                                          bool (*computes)(const struct moe_weight_format *))
+                                          bool (*computes)(const struct moe_device *,
+                                                           const struct moe_weight_format *),
+                                          const struct moe_device *device)
 {
-    MOE_TRY(check_format(&spec->routed_format, "routed", computes));
-    return check_format(&spec->shared_format, "shared", computes);
+    MOE_TRY(check_format(&spec->routed_format, "routed", computes, device));
+    return check_format(&spec->shared_format, "shared", computes, device);
 }
 
 struct moe_status moe_layer_check_packed(const struct moe_layer_spec *spec, enum moe_weight weight,

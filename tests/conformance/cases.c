@@ -182,27 +182,30 @@ static void quantise(struct rng *r, struct test_case *c, enum moe_weight w)
     }
 }
 
-static void draw_format(struct rng *r, bool (*computes)(const struct moe_weight_format *),
-                        bool w8a8, struct moe_weight_format *out)
+static void draw_format(struct rng *r,
+                        bool (*computes)(const struct moe_device *,
+                                         const struct moe_weight_format *),
+                        const struct moe_device *device, bool w8a8, struct moe_weight_format *out)
 {
     struct moe_weight_format f = random_format(r, MOE_ENC_F8E4M3 + rng_below(r, 3)), quantising = f;
     if (w8a8 && f.encoding == MOE_ENC_F8E4M3 && rng_chance(r, 50)) {
         quantising.activations = rng_chance(r, 50) ? MOE_ACTIVATIONS_F8 : MOE_ACTIVATIONS_F8_POW2;
-        if (computes != NULL && computes(&quantising))
+        if (computes != NULL && computes(device, &quantising))
             f = quantising;
     }
-    if (computes != NULL && computes(&f) && rng_chance(r, 70))
+    if (computes != NULL && computes(device, &f) && rng_chance(r, 70))
         *out = f;
 }
 
-void case_quantise(struct test_case *c, bool (*computes)(const struct moe_weight_format *),
-                   bool w8a8)
+void case_quantise(struct test_case *c,
+                   bool (*computes)(const struct moe_device *, const struct moe_weight_format *),
+                   const struct moe_device *device, bool w8a8)
 {
     struct rng r = {.state = c->seed * 41 + 5};
     if (rng_chance(&r, 50))
         return;
-    draw_format(&r, computes, w8a8, &c->spec.routed_format);
-    draw_format(&r, computes, w8a8, &c->spec.shared_format);
+    draw_format(&r, computes, device, w8a8, &c->spec.routed_format);
+    draw_format(&r, computes, device, w8a8, &c->spec.shared_format);
     for (uint32_t w = 0; w < MOE_WEIGHT_COUNT; w++)
         quantise(&r, c, (enum moe_weight)w);
 }

@@ -109,7 +109,7 @@ static bool run_case(struct subject *s, const struct plan *plan, uint64_t number
         case_draw(case_seed(plan->seed, number), s->member->slots, skew_of(plan, number));
     /* Quantised weights do not learn. */
     if (!plan->training || (adapters_alone(c) && s->backend->training->quantised_base))
-        case_quantise(c, s->backend->computes, !plan->training);
+        case_quantise(c, s->backend->computes, s->device, !plan->training);
     s->c = c;
     s->in = &c->input[s->member->slot];
     s->layer = NULL;
@@ -248,7 +248,7 @@ static int run_member(struct member *m)
                                            .block_columns = 128,
                                            .activations = MOE_ACTIVATIONS_F8};
     if (good && tally.w8a8 == 0 && plan->cases >= 100 && quantises && !plan->training &&
-        plan->backend->computes(&w8a8))
+        plan->backend->computes(s.device, &w8a8))
         good = wrong(&s, "no case was in W8A8");
     report(&s);
     if (plan->training)

@@ -214,8 +214,12 @@ jobs_at_once() {
     echo "quantised_mx 300 $(integration test_quantised Mx)"
     echo "quantised_4_bits 300 $(integration test_quantised FourBits)"
     echo "quantised_decoded 300 $(integration test_quantised Decoded Training)"
-    echo "golden_w8a8 120 $suite/golden --backend cuda --models $models/../quantised --fp8-compute w8a8"
-    [ "$hopper" = no ] || echo "fp8_compute 300 $(integration test_fp8_compute Serving)"
+    [ "$hopper" = no ] || {
+        echo "golden_w8a8 120 $suite/golden --backend cuda --models $models/../quantised --fp8-compute w8a8"
+        echo "fp8_compute 300 $(integration test_fp8_compute Serving Refusing)"
+    }
+    # cuBLAS multiplies bf16 only: the same models, decoded.
+    echo "golden_quantised_cublas 120 $suite/golden --backend cuda --models $models/../quantised --gemm cublas"
     echo "golden_cublas 120 $suite/golden --backend cuda --models $models --gemm cublas"
     echo "ggemm 120 $build/tests/unit/test_ggemm"
     echo "packed 120 $build/tests/unit/test_packed"

@@ -852,7 +852,7 @@ static void a_layer_computes_with_quantised_experts(void **state)
     ok(backend->device_open(&config, &device));
     for (int i = 0; i < FORMATS; i++) {
         struct layer_case c = {0};
-        assert_true(backend->computes(&formats[i]));
+        assert_true(backend->computes(device, &formats[i]));
         upload(&c, device, &formats[i]);
         bool w8a8 = formats[i].activations != MOE_ACTIVATIONS_PLAIN;
         check_parts(&c, &formats[i], MOE_DTYPE_BF16, w8a8 ? 5e-3 : 1e-2);

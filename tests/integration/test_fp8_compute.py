@@ -154,6 +154,11 @@ class Serving(unittest.TestCase):
             self.assertEqual(batch.tobytes(), whole[first:first + 64].tobytes())
             alone = client.forward(LAYER, x[first:first + 1])
             self.assertEqual(alone.tobytes(), whole[first:first + 1].tobytes())
+        rows = moed.bf16(to_bf16(x))
+        whole = np.asarray(client.forward(LAYER, rows))
+        for first, count in ((0, 64), (64, 64), (4032, 64), (0, 1), (4095, 1)):
+            some = np.asarray(client.forward(LAYER, rows[first:first + count]))
+            self.assertEqual(some.tobytes(), whole[first:first + count].tobytes())
 
     def test_one_worker(self):
         self.check(1)
@@ -189,6 +194,11 @@ class Refusing(unittest.TestCase):
     def test_training(self):
         self.assertIn("--training", self.start("fp8_block_deepseek_v3", "--training", "adamw",
                                                "--lora-rank", "2"))
+
+    @unittest.skipIf(BACKEND == "cpu", "CPUs multiply blocks of any size")
+    def test_blocks_that_the_backend_does_not_multiply(self):
+        error = self.start("fp8_block_deepseek_v3")  # 32 x 32
+        self.assertIn("--fp8-compute w8a8, backend %s" % BACKEND, error)
 
 
 if __name__ == "__main__":

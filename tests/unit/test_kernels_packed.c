@@ -30,7 +30,7 @@ static void pack_pair(struct pair *p)
         for (size_t c = 0; c < p->in; c++)
             p->values[r * p->in + c] =
                 moe_packed_value(&p->format, &sizes, &p->source.matrix, r, c);
-    assert_true(moe_cpu_computes(&p->format));
+    assert_true(moe_cpu_computes(NULL, &p->format));
     assert_ok(moe_cpu_matrix_pack_quantised(p->device, p->out, p->in, &p->format, &p->source.matrix,
                                             &p->packed));
     assert_ok(moe_cpu_matrix_pack(p->device, p->out, p->in, MOE_DTYPE_F32, MOE_DTYPE_F32, p->values,
@@ -208,13 +208,13 @@ static void formats_that_no_word_holds_are_not_computed(void **state)
 {
     (void)state;
     struct moe_weight_format f = {.encoding = MOE_ENC_F8E4M3, .block_rows = 1, .block_columns = 3};
-    assert_false(moe_cpu_computes(&f));
+    assert_false(moe_cpu_computes(NULL, &f));
     f.block_columns = 2;
-    assert_true(moe_cpu_computes(&f));
+    assert_true(moe_cpu_computes(NULL, &f));
     f.encoding = MOE_ENC_INT4;
-    assert_false(moe_cpu_computes(&f));
+    assert_false(moe_cpu_computes(NULL, &f));
     f.encoding = MOE_ENC_NONE;
-    assert_false(moe_cpu_computes(&f));
+    assert_false(moe_cpu_computes(NULL, &f));
 }
 
 int main(void)

@@ -117,7 +117,7 @@ static struct product random_product(uint32_t number)
     p.source = random_packed(&r, &p.format, p.out, p.in, 1);
     if (one_in(4)) /* kept in F32 */
         ((uint8_t *)p.source.elements)[random_below(p.out * p.in)] = 0x7f;
-    assert_true(moe_cpu_computes(&p.format));
+    assert_true(moe_cpu_computes(NULL, &p.format));
     assert_ok(moe_cpu_matrix_pack_quantised(p.device, p.out, p.in, &p.format, &p.source.matrix,
                                             &p.matrix));
     uint32_t group = moe_activation_group(&p.format, p.in), groups = (p.in - 1) / group + 1;

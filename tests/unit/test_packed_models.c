@@ -8,13 +8,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-static bool every_format(const struct moe_weight_format *f)
+static bool every_format(const struct moe_device *device, const struct moe_weight_format *f)
 {
+    (void)device;
     return f->encoding != MOE_ENC_NONE;
 }
 
-static bool no_integers(const struct moe_weight_format *f)
+static bool no_integers(const struct moe_device *device, const struct moe_weight_format *f)
 {
+    (void)device;
     return f->encoding != MOE_ENC_INT4;
 }
 
@@ -83,12 +85,12 @@ static void check_layer(struct pair *p)
 }
 
 static void open_pair(struct pair *p, const char *directory,
-                      bool (*computes)(const struct moe_weight_format *))
+                      bool (*computes)(const struct moe_device *, const struct moe_weight_format *))
 {
     *p = (struct pair){0};
     assert_ok(moe_model_open(directory, &p->packed));
     assert_ok(moe_model_open(directory, &p->plain));
-    assert_ok(moe_model_keep_quantised(p->packed, computes, false));
+    assert_ok(moe_model_keep_quantised(p->packed, computes, NULL, false));
     assert_true(moe_model_decodes(p->plain));
 }
 
@@ -138,19 +140,21 @@ static void formats_that_a_backend_lacks_are_decoded(void **state)
     }
 }
 
-static bool nothing_in_w8a8(const struct moe_weight_format *f)
+static bool nothing_in_w8a8(const struct moe_device *device, const struct moe_weight_format *f)
 {
+    (void)device;
     return f->activations == MOE_ACTIVATIONS_PLAIN;
 }
 
 static struct moe_status open_w8a8(const char *name,
-                                   bool (*computes)(const struct moe_weight_format *),
+                                   bool (*computes)(const struct moe_device *,
+                                                    const struct moe_weight_format *),
                                    struct moe_model **m)
 {
     char path[512];
     snprintf(path, sizeof path, MOE_QUANTISED_DIR "/%s", name);
     assert_ok(moe_model_open(path, m));
-    return moe_model_keep_quantised(*m, computes, true);
+    return moe_model_keep_quantised(*m, computes, NULL, true);
 }
 
 /* By default no row is quantised. */
@@ -174,7 +178,7 @@ static void fp8_activations_are_those_that_the_checkpoint_asks_for(void **state)
         const struct moe_layer_spec *spec = moe_model_layer(m, moe_model_layer_count(m) - 1);
         assert_int_equal(spec->routed_format.activations, cases[i].routed);
         assert_int_equal(spec->shared_format.activations, cases[i].shared);
-        assert_ok(moe_model_keep_quantised(m, every_format, false));
+        assert_ok(moe_model_keep_quantised(m, every_format, NULL, false));
         assert_int_equal(spec->routed_format.activations, MOE_ACTIVATIONS_PLAIN);
         assert_int_equal(spec->shared_format.activations, MOE_ACTIVATIONS_PLAIN);
         moe_model_close(m);
@@ -187,7 +191,7 @@ static void fp8_activations_that_are_not_computed_are_refused(void **state)
     (void)state;
     static const struct {
         const char *name;
-        bool (*computes)(const struct moe_weight_format *);
+        bool (*computes)(const struct moe_device *, const struct moe_weight_format *);
         const char *why;
     } cases[] = {
         {"fp8_tensor_mixtral", every_format, "config.json"},

@@ -52,7 +52,7 @@ struct moe_status moe_cpu_layer_create(struct moe_device *device, const struct m
                                        struct moe_layer **out)
 {
     MOE_TRY(moe_layer_check(spec, placement, slot));
-    MOE_TRY(moe_layer_check_formats(spec, moe_cpu_computes));
+    MOE_TRY(moe_layer_check_formats(spec, moe_cpu_computes, device));
     struct moe_layer *layer = calloc(1, sizeof *layer);
     if (layer == NULL)
         return out_of_memory();

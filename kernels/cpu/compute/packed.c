@@ -12,8 +12,9 @@
 
 enum { ALIGN = 64 };
 
-bool moe_cpu_computes(const struct moe_weight_format *f)
+bool moe_cpu_computes(const struct moe_device *device, const struct moe_weight_format *f)
 {
+    (void)device;
     switch (f->encoding) {
     case MOE_ENC_F8E4M3:
     case MOE_ENC_E2M1:

@@ -6,7 +6,7 @@
 #include "cpu/compute/matrix.h"
 
 /* Member of struct moe_backend. */
-bool moe_cpu_computes(const struct moe_weight_format *format);
+bool moe_cpu_computes(const struct moe_device *device, const struct moe_weight_format *format);
 
 /* Packs a matrix of a format that moe_cpu_computes accepts. It is kept in F32 if an element is NaN,
  * or a scale so large that the kernels' product with it would overflow. */

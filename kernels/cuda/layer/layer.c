@@ -99,7 +99,8 @@ struct moe_status moe_cuda_layer_create(struct moe_device *device,
                                         struct moe_layer **out)
 {
     MOE_TRY(moe_layer_check(spec, placement, slot));
-    MOE_TRY(moe_layer_check_formats(spec, moe_cuda_layer_computes));
+    MOE_TRY(moe_cuda_device_use(device));
+    MOE_TRY(moe_layer_check_formats(spec, moe_cuda_layer_computes, device));
     struct moe_layer *layer = calloc(1, sizeof *layer);
     if (layer == NULL)
         return out_of_memory();
@@ -280,9 +281,13 @@ struct moe_status moe_cuda_layer_fetch(struct moe_layer *layer, enum moe_weight 
 
 /* ------------------------------------------------------------ quantised weights */
 
-bool moe_cuda_layer_computes(const struct moe_weight_format *format)
+/* cuBLAS multiplies bf16 only. */
+bool moe_cuda_layer_computes(const struct moe_device *device,
+                             const struct moe_weight_format *format)
 {
-    return moe_cuda_packing_of(format) != MOE_CUDA_PACKING_NONE && moe_cuda_ggemm_serves(8, 8);
+    struct moe_status st = moe_cuda_device_use(device);
+    return !moe_failed(&st) && device->cublas == NULL && moe_cuda_ggemm_serves(8, 8) &&
+           moe_cuda_packing_of(format) != MOE_CUDA_PACKING_NONE;
 }
 
 /* Device memory of zeros: a block's elements beyond the matrix stay so. */

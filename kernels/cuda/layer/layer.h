@@ -89,7 +89,8 @@ struct moe_status moe_cuda_layer_upload(struct moe_layer *layer, enum moe_weight
                                         uint32_t expert, enum moe_dtype dtype, const void *data,
                                         size_t bytes) MOE_CHECKED;
 /* Only on Hopper: elsewhere decoded weights are many times faster than exact fp32. */
-bool moe_cuda_layer_computes(const struct moe_weight_format *format);
+bool moe_cuda_layer_computes(const struct moe_device *device,
+                             const struct moe_weight_format *format);
 struct moe_status moe_cuda_layer_upload_packed(struct moe_layer *layer, enum moe_weight weight,
                                                uint32_t expert,
                                                const struct moe_packed_matrix *m) MOE_CHECKED;

@@ -350,10 +350,10 @@ struct moe_backend {
     struct moe_status (*layer_fetch)(struct moe_layer *, enum moe_weight, uint32_t expert,
                                      enum moe_dtype, const struct moe_weight_source *,
                                      size_t bytes);
-    /* Whether layers may have matrices of this format, which stay quantised in memory. The same
-     * during the life of the process; any thread. NULL: of none. layer_create refuses a spec with
-     * another format: MOE_FAILED_PRECONDITION/UNSUPPORTED. */
-    bool (*computes)(const struct moe_weight_format *);
+    /* Whether layers of the device may have matrices of this format, which stay quantised in
+     * memory. Any thread. NULL: of none. layer_create refuses a spec with another format:
+     * MOE_FAILED_PRECONDITION/UNSUPPORTED. */
+    bool (*computes)(const struct moe_device *, const struct moe_weight_format *);
     /* Uploads a matrix that has a format in the layer's spec, in the form of moe/packed_matrix.h.
      * The caller may reuse the memory on return. layer_upload and layer_fetch refuse such a matrix,
      * and this call any other. The values are checked elsewhere: scales are finite and not zero,
