@@ -457,6 +457,28 @@ static void miss(struct moe_membership *m, uint64_t slots)
     }
 }
 
+/* With replicas, views form without these slots for a while. */
+static void suspect(struct moe_membership *m, uint64_t slots)
+{
+    moe_membership__exclude(m, slots);
+    if (m->shrinks)
+        m->suspects |= slots;
+}
+
+/* A member that reports the end of the view is there: an earlier report of it does not count. */
+static void end_suspicion(struct moe_membership *m, uint32_t slot)
+{
+    struct member *member = &m->members[slot];
+    member->missed = false;
+    if ((m->suspects >> slot & 1) == 0)
+        return;
+    m->suspects &= ~(UINT64_C(1) << slot);
+    member->silent = false;
+    member->excluded_until_ns = 0;
+    if (member->strikes > 0)
+        member->strikes--;
+}
+
 /* The failed step ends the epoch. */
 static void end_by_peer(struct moe_membership *m, uint32_t slot, uint64_t slots)
 {
@@ -466,7 +488,8 @@ static void end_by_peer(struct moe_membership *m, uint32_t slot, uint64_t slots)
         snprintf(why, sizeof why, "slot %u got no answer from %s", slot, missed);
     else
         snprintf(why, sizeof why, "slot %u reports a failed step", slot);
-    moe_membership__exclude(m, slots & m->view_live & ~(UINT64_C(1) << slot));
+    m->suspects = 0;
+    suspect(m, slots & m->view_live & ~(UINT64_C(1) << slot));
     m->reported_epoch = m->view_epoch;
     m->reporters = UINT64_C(1) << slot;
     moe_membership__end_epoch(m, MOE_CAUSE_PEER_LOST, why);
@@ -481,11 +504,11 @@ static void receive_another_report(struct moe_membership *m, uint32_t slot, uint
     if (MOE_GUARD(LATER_REPORTS_COUNT, (m->reporters >> slot & 1) != 0))
         return;
     m->reporters |= UINT64_C(1) << slot;
-    m->members[slot].missed = false;
+    end_suspicion(m, slot);
     slots &= m->view_live & ~m->reporters;
     if (slots == 0)
         return;
-    moe_membership__exclude(m, slots);
+    suspect(m, slots);
     bool forms_with = m->phase != PHASE_IDLE && (m->live & slots) != 0;
     moe_membership__list_slots(missed, slots);
     snprintf(why, sizeof why, "slot %u got no answer from %s", slot, missed);

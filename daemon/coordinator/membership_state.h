@@ -125,6 +125,7 @@ struct moe_membership {
     /* The last view that ended by a report, and the slots that have reported its end so far; 0 =
      * none, or a later view is in force. */
     uint64_t reported_epoch, reporters;
+    uint64_t suspects;     /* slots that these reports exclude, and that have not reported it */
     uint64_t mask_from_ns; /* no view forms of fewer than all slots before */
     bool shrinks; /* the epoch that ends has lost a slot: the next one may do without it, at once */
     bool planned; /* the epoch ends for another placement, which is loaded: this is no failure */

@@ -101,6 +101,45 @@ static void a_stopped_member_stays_out_until_it_shows_life(void **unused)
     assert_int_equal(group().epoch, 3);
 }
 
+/* Time without messages. */
+static void wait_ms(uint64_t ms)
+{
+    now += ms * MOE_NS_PER_MS;
+    moe_membership_on_tick(m, now);
+    carry_out();
+}
+
+static void who_reports_is_no_suspect_any_more(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    serve(s);
+    miss(s[1], 1, 1 << 0); /* which has only left the view, as slot 2 does not answer */
+    assert_int_equal(prepares, 2);
+    forget();
+    miss(s[0], 1, 1 << 2);
+    assert_int_equal(prepares, 2); /* at once, with slot 0 */
+    assert_int_equal(last_epoch, 3);
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(group().live, 3);
+    heartbeat(s[2], 0);
+    wait_ms(150);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    assert_int_equal(group().live, 7);
+    miss(s[1], 4, 1 << 0); /* the first strike of slot 0 */
+    heartbeat(s[0], 0);
+    ready(s[1], NULL);
+    ready(s[2], NULL);
+    assert_int_equal(group().live, 6);
+    forget();
+    wait_ms(150);
+    assert_int_equal(prepares, SLOTS);
+}
+
 static void a_group_that_starts_waits_a_lease_for_the_last_worker(void **unused)
 {
     (void)unused;
@@ -476,6 +515,7 @@ int main(void)
         STORY(a_group_with_copies_serves_without_a_lost_slot),
         STORY(the_last_copy_of_an_expert_is_waited_for),
         STORY(a_stopped_member_stays_out_until_it_shows_life),
+        STORY(who_reports_is_no_suspect_any_more),
         STORY(a_group_that_starts_waits_a_lease_for_the_last_worker),
         STORY(a_newcomer_that_fails_to_form_stays_out),
         STORY(a_restart_finds_a_view_with_a_mask),
