@@ -247,7 +247,8 @@ void moe_membership__version_saved(struct moe_membership *m, const struct moe_st
 bool moe_membership__spares(const struct moe_membership *m, uint32_t slot);
 /* Whether the experts of the slot go to others before its worker leaves. */
 bool moe_membership__moves_first(const struct moe_membership *m, uint32_t slot);
-/* The places without this slot: with a spare worker instead if there is one. */
+/* The places without this slot, and without workers that leave: with a spare worker instead if
+ * there is one. */
 struct moe_status moe_membership__find_other_places(const struct moe_membership *m, uint32_t slot,
                                                     uint64_t *places) MOE_CHECKED;
 /* Begins to move the experts of the slot to those places; it is drained after that. An input. */

@@ -289,15 +289,28 @@ bool moe_membership__moves_first(const struct moe_membership *m, uint32_t slot)
     return can_move && !m->members[slot].draining && !moe_membership__spares(m, slot);
 }
 
-/* The places without this one: with a spare worker instead if there is one. */
+/* Its worker does not leave. */
+static bool stays(const struct member *member)
+{
+    return member->state == SLOT_TAKEN && !member->draining && !member->leaving &&
+           !member->wants_to_leave;
+}
+
+/* The places without this one, and without workers that leave: with a spare worker instead if
+ * there is one. */
 struct moe_status moe_membership__find_other_places(const struct moe_membership *m, uint32_t slot,
                                                     uint64_t *places)
 {
     uint64_t rest = m->saved.places & ~(UINT64_C(1) << slot);
     for (uint32_t s = 0; s < m->config.slots; s++) {
         const struct member *member = &m->members[s];
-        bool spare = member->state == SLOT_TAKEN && !moe_membership__is_place(m, s);
-        if (!spare || member->stream == 0 || member->draining || moe_membership__is_cordoned(m, s))
+        if (member->state == SLOT_TAKEN && !stays(member))
+            rest &= ~(UINT64_C(1) << s);
+    }
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct member *member = &m->members[s];
+        if (moe_membership__is_place(m, s) || !stays(member) || member->stream == 0 ||
+            moe_membership__is_cordoned(m, s))
             continue;
         rest |= UINT64_C(1) << s;
         break;
@@ -342,10 +355,8 @@ static uint64_t choose_places(const struct moe_membership *m, uint32_t size)
     for (int rank = 0; rank < (m->view_epoch != 0 ? 2 : 4); rank++)
         for (uint32_t s = 0; s < m->config.slots && count < size; s++) {
             const struct member *member = &m->members[s];
-            bool here = member->state == SLOT_TAKEN && !member->draining && !member->leaving &&
-                        !member->wants_to_leave;
             bool place = moe_membership__is_place(m, s);
-            if (rank != (here ? 0 : 2) + (place ? 0 : 1) ||
+            if (rank != (stays(member) ? 0 : 2) + (place ? 0 : 1) ||
                 (!place && moe_membership__is_cordoned(m, s)))
                 continue;
             chosen |= UINT64_C(1) << s;

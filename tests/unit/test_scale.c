@@ -451,6 +451,32 @@ static void without_a_spare_sigterm_drains_at_once_and_the_size_stays(void **unu
     assert_true(drained == 7 && group().places == 7 && group().scaling_to == 0);
 }
 
+/* As `scale` chooses. */
+static void a_worker_that_leaves_takes_no_experts(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS], epoch;
+    serve(s, 3);
+    notice(s[2]);
+    forget();
+    assert_ok(moe_membership_drain(m, now, 1, "test", 0, false, &epoch));
+    carry_out();
+    assert_int_equal(assigned, 1);
+    assert_ok(scale(3)); /* undone */
+    forget();
+    assert_ok(scale(1));
+    assert_int_equal(assigned, 1);
+    assert_ok(scale(3));
+    notice(s[1]);
+    struct moe_status st = moe_membership_drain(m, now, 0, "test", 0, false, &epoch);
+    assert_int_equal(st.reason, MOE_REASON_EXPERT_UNAVAILABLE);
+    s[3] = join(3); /* a spare that leaves too */
+    notice(s[3]);
+    st = moe_membership_drain(m, now, 0, "test", 0, false, &epoch);
+    assert_int_equal(st.reason, MOE_REASON_EXPERT_UNAVAILABLE);
+    assert_true(group().places == 7 && group().scaling_to == 0);
+}
+
 static void pass(uint64_t ms, const uint64_t *s, uint32_t count)
 {
     const struct moe_membership_heartbeat h = {0};
@@ -524,6 +550,7 @@ int main(void)
         STORY(no_two_placements_have_one_version),
         STORY(a_worker_that_gets_sigterm_moves_its_experts_to_a_spare_first),
         STORY(without_a_spare_sigterm_drains_at_once_and_the_size_stays),
+        STORY(a_worker_that_leaves_takes_no_experts),
         STORY(a_spare_does_not_start_a_failed_group_again),
         STORY(a_spare_does_not_say_whether_the_group_trains),
     };
