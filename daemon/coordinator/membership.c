@@ -296,7 +296,7 @@ void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint6
         if (!moe_membership__find_stream(m, stream, &slot))
             moe_membership__close(m, stream, st);
         else
-            moe_membership__lose(m, slot, MOE_CAUSE_LEFT, "broke the protocol", st);
+            moe_membership__lose(m, slot, MOE_CAUSE_OUT_OF_STEP, "broke the protocol", st);
     }
     moe_membership__end_input(m);
 }

@@ -328,7 +328,7 @@ enum moe_membership_cause {
     MOE_CAUSE_REPLACED,  /* a new process of the same worker */
     MOE_CAUSE_PEER_LOST, /* reported by a member */
     MOE_CAUSE_LEFT,
-    MOE_CAUSE_OUT_OF_STEP,    /* a member reconnected without the epoch */
+    MOE_CAUSE_OUT_OF_STEP,    /* a member reconnected without the epoch, or broke the protocol */
     MOE_CAUSE_NOT_FORMED,     /* a deadline, error or lost stream while forming */
     MOE_CAUSE_CANNOT_GO_BACK, /* an operator must choose the checkpoint to go back to */
     MOE_CAUSE_NOT_SAVED,      /* the state directory cannot be written */

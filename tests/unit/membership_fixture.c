@@ -13,6 +13,7 @@ size_t prepares, commits, aborts, drains, closes, assigns, saves, answers;
 uint64_t last_epoch, closed_stream, last_stream;
 struct moe_status closed_with;
 bool exited, disk_full;
+enum moe_log_level ended_level;
 bool trains;
 uint32_t replicas;
 size_t heartbeat_answers;
@@ -53,7 +54,11 @@ void carry_out(void)
             closed_stream = a.stream;
             closed_with = a.status;
             break;
-        case MOE_MEMBERSHIP_LOG: print_message("    %s\n", a.status.text); break;
+        case MOE_MEMBERSHIP_LOG:
+            print_message("    %s\n", a.status.text);
+            if (a.event == MOE_EVENT_ENDED)
+                ended_level = a.level;
+            break;
         case MOE_MEMBERSHIP_EXIT: exited = true; break;
         }
     }

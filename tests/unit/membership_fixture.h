@@ -26,6 +26,7 @@ extern uint64_t last_epoch, closed_stream, last_stream, answered_sequence;
 extern struct moe_status closed_with;
 extern uint32_t answered_oldest_ms;
 extern bool exited;
+extern enum moe_log_level ended_level; /* of the last end of an epoch */
 /* Of the next machine, write or Register. */
 extern uint32_t replicas, experts;
 extern bool disk_full, trains;

@@ -338,6 +338,21 @@ static void the_same_process_proves_itself_by_its_token(void **unused)
     assert_int_equal(aborts, 0);
 }
 
+static void a_member_that_breaks_the_protocol_is_no_wanted_loss(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s);
+    last_stream = s[2] - 1;
+    join(2, 99); /* another process, on the stream of the member */
+    assert_int_equal(closed_stream, s[2]);
+    struct moe_membership_worker w;
+    assert_true(moe_membership_worker(m, 2, &w));
+    assert_int_equal(w.state, MOE_WORKER_GONE);
+    assert_int_equal(group().causes[MOE_CAUSE_OUT_OF_STEP], 1);
+    assert_int_equal(ended_level, MOE_LOG_WARN); /* `moectl health` warns of it */
+}
+
 static void the_reason_names_the_empty_slot(void **unused)
 {
     (void)unused;
@@ -528,6 +543,7 @@ int main(void)
         STORY(the_reason_of_a_refusal_is_shown_whole),
         STORY(another_identity_waits_for_the_end_of_the_lease),
         STORY(the_same_process_proves_itself_by_its_token),
+        STORY(a_member_that_breaks_the_protocol_is_no_wanted_loss),
         STORY(the_reason_names_the_empty_slot),
         STORY(a_worker_too_many_learns_when_a_slot_may_become_free),
         STORY(a_cordoned_slot_gets_no_new_worker),
