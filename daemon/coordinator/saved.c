@@ -8,8 +8,8 @@
 #include <string.h>
 
 enum {
-    FORMAT_VERSION = 5, /* 1: records end with the members; 2: with the lease; 3: with cordons; 4:
-                           with models */
+    FORMAT_VERSION = 6, /* 1: records end with the members; 2: with the lease; 3: with cordons; 4:
+                           with models; 5: with places; 6: with the highest version */
     STATE_FIXED_BYTES = 32,
     MEMBER_MAX_BYTES = 2 + MOE_MEMBERSHIP_ID_BYTES + 8,
     STATE_LEASE_BYTES = 8 + 4 + 1, /* after the members */

@@ -159,26 +159,37 @@ static void put_sum(uint8_t *at, uint32_t sum)
         at[i] = (uint8_t)(sum >> (8 * i));
 }
 
-/* Format 3 ends records with the cordons. */
-static void a_log_of_the_release_before_is_read(void **unused)
+/* Writes a log of an older format: its records end `less` bytes earlier. */
+static void write_older(const struct moe_membership_saved *state, uint8_t format, size_t less)
 {
-    (void)unused;
-    enum { PLACES_BYTES = 8 + 4 + 4 };
     uint8_t image[4096];
-    struct moe_membership_saved found, want = state_of(7, false);
+    struct moe_membership_saved found;
     struct moe_store *s = open_store(&found);
     assert_int_equal(unlink(log_path), 0); /* the next append writes a file with one record */
-    append(s, want);
+    append(s, *state);
     moe_store_close(s);
-    size_t length = read_file(image, sizeof image) - PLACES_BYTES;
-    image[8] = 4;
+    size_t length = read_file(image, sizeof image) - less;
+    assert_int_equal(image[8], 6); /* so older releases refuse it by its format */
+    image[8] = format;
     put_sum(image + 12, crc(image, 12));
-    image[16] = (uint8_t)(image[16] - PLACES_BYTES);
+    image[16] = (uint8_t)(image[16] - less);
     put_sum(image + 24, crc(image + 32, length - 32));
     put_sum(image + 28, crc(image + 16, 12));
     write_file(image, length);
-    want.places = 0; /* not known */
-    want.view_version = want.last_version = 0;
+}
+
+static void a_log_of_an_older_release_is_read(void **unused)
+{
+    (void)unused;
+    enum { VERSION_BYTES = 4, PLACES_BYTES = 8 + 4 };
+    struct moe_membership_saved found, want = state_of(7, false);
+    write_older(&want, 5, VERSION_BYTES);
+    want.last_version = 0; /* not known */
+    moe_store_close(open_store(&found));
+    assert_memory_equal(&found, &want, sizeof want);
+    write_older(&want, 4, PLACES_BYTES + VERSION_BYTES);
+    want.places = 0;
+    want.view_version = 0;
     for (int i = 0; i < 2; i++) { /* the second time, in the format of this release */
         moe_store_close(open_store(&found));
         assert_memory_equal(&found, &want, sizeof want);
@@ -371,16 +382,16 @@ static void files_of_other_releases_are_refused_by_name(void **unused)
     struct moe_status st = moe_saved_decode(image, length, &found, &models, &incomplete);
     assert_int_equal(st.code, MOE_DATA_LOSS);
     print_message("  %s\n", st.text);
-    /* Format 6, and record kind 2, with good checksums. The kind of the first record is at 20. */
-    static const uint8_t format_6[16] = {'m', 'o', 'e', 'd', 'l', 'o', 'g', '\n', 6, 0, 0, 0};
+    /* Format 7, and record kind 2, with good checksums. The kind of the first record is at 20. */
+    static const uint8_t format_7[16] = {'m', 'o', 'e', 'd', 'l', 'o', 'g', '\n', 7, 0, 0, 0};
     uint8_t kind_2[32];
-    memcpy(kind_2, "moedlog\n\5\0\0\0", 12);
+    memcpy(kind_2, "moedlog\n\6\0\0\0", 12);
     image[0] ^= 1;
     memcpy(kind_2 + 12, image + 12, 4);
     const uint8_t head[12] = {0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0};
     memcpy(kind_2 + 16, head, 12);
     uint8_t newer[16];
-    memcpy(newer, format_6, 16);
+    memcpy(newer, format_7, 16);
     put_sum(newer + 12, crc(newer, 12));
     put_sum(kind_2 + 28, crc(kind_2 + 16, 12));
     st = moe_saved_decode(newer, sizeof newer, &found, &models, &incomplete);
@@ -493,7 +504,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         STORE_TEST(a_restart_finds_the_last_state),
         STORE_TEST(as_many_models_as_a_group_may_have_are_found_again),
-        STORE_TEST(a_log_of_the_release_before_is_read),
+        STORE_TEST(a_log_of_an_older_release_is_read),
         STORE_TEST(only_one_process_has_it_open),
         STORE_TEST(a_directory_that_others_may_write_to_is_refused),
         STORE_TEST(damage_is_reported_with_the_name_of_the_file),
