@@ -266,6 +266,12 @@ static uint32_t image_of(uint32_t version)
     return MOE_STORE_PLACEMENTS + version % 2;
 }
 
+uint32_t moe_saved_next_version(const struct moe_membership_saved *state)
+{
+    uint32_t next = state->last_version + 1;
+    return image_of(next) != image_of(state->placement_version) ? next : next + 1;
+}
+
 struct moe_status moe_saved_write_placement(struct moe_store *s, const struct moe_placement *p)
 {
     uint8_t *image = malloc(PLACEMENT_MAX_BYTES), *at = image;

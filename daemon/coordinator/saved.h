@@ -31,7 +31,11 @@ struct moe_status moe_saved_read(const struct moe_store *s, struct moe_store_fou
 struct moe_status moe_saved_append(struct moe_store *s, const struct moe_membership_saved *state,
                                    const struct moe_added_saved *models) MOE_CHECKED;
 
-/* A placement that is not linear is an image of the store: versions take turns at two numbers, so
+/* The version for a move of experts: above all that workers may know, and with another image than
+ * the present placement. */
+uint32_t moe_saved_next_version(const struct moe_membership_saved *state);
+
+/* A placement that is not linear is an image of the store: odd and even versions have one each, so
  * that the placement of the last record is there whatever happens to a write. Write it before the
  * record that has its version. Errors: those of moe_store_write, OUT_OF_MEMORY. */
 struct moe_status moe_saved_write_placement(struct moe_store *s,

@@ -94,6 +94,23 @@ static void a_placement_is_read_as_it_was_written(void **unused)
     moe_store_close(store);
 }
 
+static uint32_t next_version(uint32_t placement, uint32_t last)
+{
+    const struct moe_membership_saved state = {.placement_version = placement,
+                                               .last_version = last};
+    return moe_saved_next_version(&state);
+}
+
+/* Versions are given without an image too: to a placement that was not saved, or only scaled to. */
+static void a_move_gets_a_new_version_and_spares_the_image_in_use(void **unused)
+{
+    (void)unused;
+    assert_int_equal(next_version(4, 4), 5);
+    assert_int_equal(next_version(4, 5), 7); /* 6 would replace 4 */
+    assert_int_equal(next_version(4, 6), 7);
+    assert_int_equal(next_version(0, 0), 1);
+}
+
 /* ------------------------------------------------------------------ the machine */
 
 static void carry_out(struct moe_membership *m)
@@ -250,6 +267,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup_teardown(a_placement_is_read_as_it_was_written, fresh, clean),
+        cmocka_unit_test(a_move_gets_a_new_version_and_spares_the_image_in_use),
         cmocka_unit_test_setup_teardown(a_moved_placement_is_that_of_later_views_and_coordinators,
                                         fresh, clean),
         cmocka_unit_test_setup_teardown(workers_that_cannot_move_experts_are_refused, fresh, clean),

@@ -491,7 +491,8 @@ static void look(void)
                        w.loaded == (1u << w.slots) - 1, slots);
     if (moe_moves_wants_look(w.machine)) {
         const struct moe_moves_request r = {.now = w.placement,
-                                            .places = UINT64_MAX >> (64 - w.slots)};
+                                            .places = UINT64_MAX >> (64 - w.slots),
+                                            .new_version = name_of(w.placement).version + 1};
         struct moe_status st = moe_moves_begin(w.machine, w.now_ns, &r);
         w.looks += st.code == MOE_OK;
     }
@@ -657,7 +658,8 @@ static void operate(void)
                                   .dry_run = rnd(8) == 0,
                                   .spare = 1,
                                   .least_gain = rnd(3) == 0 ? 5 : 0,
-                                  .version = rnd(10) == 0 ? 1 : 0};
+                                  .version = rnd(10) == 0 ? 1 : 0,
+                                  .new_version = name_of(w.placement).version + 1};
     *c = (struct call){.before = name_of(w.placement)};
     struct moe_status st = moe_moves_begin(w.machine, w.now_ns, &r);
     if (!moe_failed(&st)) {

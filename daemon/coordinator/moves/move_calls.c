@@ -133,7 +133,10 @@ static void carry_out(struct moe_coordinator *c)
 static void look(struct moe_coordinator *c, const struct moe_membership_group *g)
 {
     const struct moe_moves_request request = {
-        .now = moe_membership_placement(c->machine), .places = g->places, .trains = g->trains};
+        .now = moe_membership_placement(c->machine),
+        .places = g->places,
+        .new_version = moe_saved_next_version(moe_membership_to_save(c->machine)),
+        .trains = g->trains};
     struct moe_status st = moe_moves_begin(c->moves, moe_clock_ns(), &request);
     if (moe_failed(&st))
         moe_log_debug("no look at the rows of experts: %s", st.text);
@@ -188,14 +191,16 @@ struct moe_status moe_coordinator__rebalance(struct moe_coordinator *c, struct a
             MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
             "a least gain is 0 to 100 percent, and a slot has at most %d spare experts",
             MOE_PLACEMENT_EXPERTS_MAX);
-    const struct moe_moves_request request = {.call = ++c->next_call,
-                                              .now = moe_membership_placement(c->machine),
-                                              .places = g.places,
-                                              .dry_run = r->dry_run,
-                                              .spare = r->spare_experts,
-                                              .least_gain = r->least_gain,
-                                              .version = r->placement_version,
-                                              .trains = g.trains};
+    const struct moe_moves_request request = {
+        .call = ++c->next_call,
+        .now = moe_membership_placement(c->machine),
+        .places = g.places,
+        .dry_run = r->dry_run,
+        .spare = r->spare_experts,
+        .least_gain = r->least_gain,
+        .version = r->placement_version,
+        .new_version = moe_saved_next_version(moe_membership_to_save(c->machine)),
+        .trains = g.trains};
     MOE_TRY(moe_moves_begin(c->moves, moe_clock_ns(), &request));
     moe_coordinator__wait_for_answer(c, a, request.call);
     return moe_ok();

@@ -219,7 +219,7 @@ static struct moe_status make_plan(struct moe_moves *m)
                                           m->request.dry_run ? m->request.spare : m->config.spare,
                                       .rows = m->rows_used};
     MOE_TRY(moe_move_plan(&in, m->plan, &m->gain));
-    moe_placement_set_version(m->plan, moe_placement_version(m->before) + 1);
+    moe_placement_set_version(m->plan, m->request.new_version);
     return moe_ok();
 }
 

@@ -75,6 +75,7 @@ struct moe_moves_request {
     uint32_t spare;                  /* of a dry run */
     uint32_t least_gain;             /* percent: no move for less */
     uint32_t version;                /* that `now` must have; 0 = any */
+    uint32_t new_version;            /* of the plan: see moe_saved_next_version */
     bool trains;                     /* the group does */
 };
 
@@ -161,7 +162,7 @@ uint32_t moe_moves_fetched_version(const struct moe_moves *m);
 /* A look is due: call moe_moves_begin with an automatic request. If it fails, the next look has its
  * turn. */
 bool moe_moves_wants_look(const struct moe_moves *m);
-/* A move is under way: no other change should begin. */
+/* For tests: a move is under way. */
 bool moe_moves_busy(const struct moe_moves *m);
 
 #endif
