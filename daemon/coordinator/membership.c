@@ -565,7 +565,7 @@ static bool move_before_leaving(struct moe_membership *m, uint32_t slot, const c
     }
     m->members[slot].wants_to_leave = true;
     struct moe_membership_action *a = moe_membership__send(m, slot, MOE_MEMBERSHIP_DRAIN);
-    if (a != NULL) { /* else reconnect drains it */
+    if (a != NULL) { /* without an answer, the worker soon drains by itself */
         a->keep = true;
         moe_membership_copy_text(a->status.text, sizeof a->status.text, why);
     }
