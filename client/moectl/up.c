@@ -43,7 +43,8 @@ struct up {
     const struct moectl_command *command;
     struct moectl_common common;
     const char *model, *backend, *transport, *log_level, *worker_config, *rebalance;
-    uint64_t workers, max_workers, replicas, spare, every_s, port, metrics_port, threads, drain_s;
+    uint64_t workers, max_workers, replicas, spare, every_s, min_gain;
+    uint64_t port, metrics_port, threads, drain_s;
     bool partial; /* views may lack experts */
     bool detach, restart;
 
@@ -124,7 +125,7 @@ static struct moe_status start_coordinator(struct up *u)
 {
     char listen[ARGUMENT_MAX], control[ARGUMENT_MAX], metrics[ARGUMENT_MAX], workers[ARGUMENT_MAX],
         most[ARGUMENT_MAX], replicas[ARGUMENT_MAX], spare[ARGUMENT_MAX], every[ARGUMENT_MAX],
-        state[MOECTL_PATH_MAX], log[MOECTL_PATH_MAX];
+        gain[ARGUMENT_MAX], state[MOECTL_PATH_MAX], log[MOECTL_PATH_MAX];
     MOE_TRY(log_path(u, "coordinator", log));
     listen_address(u, u->workers, listen);
     listen_address(u, u->workers + 1, control);
@@ -132,6 +133,7 @@ static struct moe_status start_coordinator(struct up *u)
     snprintf(workers, sizeof workers, "%" PRIu64, u->workers);
     snprintf(most, sizeof most, "%" PRIu64, u->max_workers);
     snprintf(every, sizeof every, "%" PRIu64, u->every_s);
+    snprintf(gain, sizeof gain, "%" PRIu64, u->min_gain);
     snprintf(replicas, sizeof replicas, "%" PRIu64, u->replicas);
     snprintf(spare, sizeof spare, "%" PRIu64, u->spare);
     if (snprintf(state, sizeof state, "%s/coordinator", u->state_path) >= (int)sizeof state)
@@ -146,25 +148,25 @@ static struct moe_status start_coordinator(struct up *u)
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO, "cannot remove %s/model.digests",
                          state);
     enum { FIXED = 19 };
-    const char *argv[FIXED + 9 + 2 * TRUST_FILES + 1] = {u->coordinator_program,
-                                                         "--listen",
-                                                         listen,
-                                                         "--control-listen",
-                                                         control,
-                                                         "--workers",
-                                                         workers,
-                                                         "--replicas",
-                                                         replicas,
-                                                         "--spare-experts",
-                                                         spare,
-                                                         "--state-dir",
-                                                         state,
-                                                         "--ready-fd",
-                                                         MOECTL_READY_FD,
-                                                         "--log-level",
-                                                         u->log_level,
-                                                         "--log-file",
-                                                         log};
+    const char *argv[FIXED + 11 + 2 * TRUST_FILES + 1] = {u->coordinator_program,
+                                                          "--listen",
+                                                          listen,
+                                                          "--control-listen",
+                                                          control,
+                                                          "--workers",
+                                                          workers,
+                                                          "--replicas",
+                                                          replicas,
+                                                          "--spare-experts",
+                                                          spare,
+                                                          "--state-dir",
+                                                          state,
+                                                          "--ready-fd",
+                                                          MOECTL_READY_FD,
+                                                          "--log-level",
+                                                          u->log_level,
+                                                          "--log-file",
+                                                          log};
     size_t n = add_trust(u, argv, FIXED);
     if (u->partial)
         argv[n++] = "--partial-views";
@@ -177,6 +179,8 @@ static struct moe_status start_coordinator(struct up *u)
         argv[n++] = u->rebalance;
         argv[n++] = "--rebalance-every-s";
         argv[n++] = every;
+        argv[n++] = "--min-gain";
+        argv[n++] = gain;
     }
     if (metrics[0] != '\0') {
         argv[n++] = "--metrics-listen";
@@ -503,6 +507,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         .log_level = "info",
         .rebalance = "off",
         .every_s = 60,
+        .min_gain = 10,
         .workers = 1,
         .replicas = 1,
         .port = 7600,
@@ -528,6 +533,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "off, or auto: experts move without `moectl rebalance` (see moe-coordinator --help)"},
         {"rebalance-every-s", 0, MOE_OPTION_UINT, &u.every_s, 1, 86400, "S",
          "with --rebalance auto: seconds between two looks at the rows of experts"},
+        {"min-gain", 0, MOE_OPTION_UINT, &u.min_gain, 1, 100, "PERCENT",
+         "with --rebalance auto: so many fewer rows must the busiest worker get in three looks"},
         {"partial-views", 0, MOE_OPTION_BOOL, &u.partial, 0, 0, NULL,
          "serve on also without the experts of lost workers (see moe-coordinator --help)"},
         {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME",

@@ -153,7 +153,9 @@ class Moves(unittest.TestCase):
 
     def test_experts_move_without_an_operator(self):
         endpoints = self.up("--spare-experts", str(SPARE), "--rebalance", "auto",
-                            "--rebalance-every-s", "1")
+                            "--rebalance-every-s", "1", "--min-gain", "9")
+        with open("/proc/%d/cmdline" % self.processes()[0], encoding="utf8") as file:
+            self.assertIn("\0--min-gain\09\0", file.read())
         callers = self.callers(endpoints)
         epoch = self.status()["epoch"]
         for caller in callers:
