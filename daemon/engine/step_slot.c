@@ -92,14 +92,17 @@ static const void *const_row_of(const void *tensor, uint32_t first, size_t bytes
     return tensor == NULL ? NULL : (const uint8_t *)tensor + first * bytes;
 }
 
+/* Runs without the engine's lock. While tokens of a request are in the batcher, other threads may
+ * fail it. Once its last part is in a step, only the engine's thread does. */
 static struct moe_step_completion completion_of(const struct moe_segment *s)
 {
     const struct moe_work *w = s->work;
+    const bool last = s->first + s->count == w->tokens;
     const struct moe_request_part part = {.first = s->first,
                                           .count = s->count,
                                           .tokens = w->tokens,
                                           .finished = w->finished,
-                                          .failed = moe_failed(&w->failure)};
+                                          .failed = last && moe_failed(&w->failure)};
     return moe_part_completes(&part) ? w->completion : (struct moe_step_completion){0};
 }
 

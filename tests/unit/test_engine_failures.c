@@ -8,6 +8,9 @@
 #include "step_rows.h"
 #include "worker_fixture.h"
 
+#include <sched.h>
+#include <stdatomic.h>
+
 enum { HIDDEN = 4, BUCKET = 8, STEPS_MAX = 32, REQUESTS_MAX = 8 };
 
 enum end {
@@ -36,6 +39,21 @@ static struct {
     bool aborted;
     int aborts;
 } backend;
+
+/* A pause of step_enqueue. It orders no memory, so that ThreadSanitizer sees what only a lock would
+ * order. */
+enum { NO_PAUSE, PAUSE, PAUSED };
+static _Atomic int pause_of_enqueue;
+
+static void pause_if_asked(void)
+{
+    int asked = PAUSE;
+    if (!atomic_compare_exchange_strong_explicit(&pause_of_enqueue, &asked, PAUSED,
+                                                 memory_order_relaxed, memory_order_relaxed))
+        return;
+    while (atomic_load_explicit(&pause_of_enqueue, memory_order_relaxed) == PAUSED)
+        (void)sched_yield();
+}
 
 /* The engine passes these through; only their addresses matter. */
 static char device_memory, session_memory[8];
@@ -66,6 +84,7 @@ static struct moe_status script_enqueue(struct moe_session *session,
                                         const struct moe_step_args *args, struct moe_step **out)
 {
     (void)session;
+    pause_if_asked();
     moe_mutex_lock(&backend.lock);
     int number = backend.enqueued++;
     MOE_INVARIANT(number < STEPS_MAX && backend.unfinished < 2);
@@ -418,6 +437,28 @@ static void a_request_that_its_device_has_completed_does_not_run_again(void **st
     assert_true(backend.first_x[1] == 1000);
 }
 
+/* Another thread fails it while the engine's thread, without the lock, decides who completes it. */
+static void a_request_is_cancelled_while_its_first_part_begins(void **state)
+{
+    (void)state;
+    uint64_t word = 0, receipt = 0;
+    uint32_t signal = 0;
+    test.completion[0] = (struct moe_step_completion){
+        .word = &word, .signal = &signal, .receipt = &receipt, .value = 3};
+    submit(0, 10);
+    begin_view(0);
+    atomic_store_explicit(&pause_of_enqueue, PAUSE, memory_order_relaxed);
+    give_ticket(1, 1, 8);
+    while (atomic_load_explicit(&pause_of_enqueue, memory_order_relaxed) != PAUSED)
+        (void)sched_yield();
+    moe_engine_cancel(test.engine, &test.work[0]); /* 2 tokens wait */
+    atomic_store_explicit(&pause_of_enqueue, NO_PAUSE, memory_order_relaxed);
+    wait_done(1);
+    assert_int_equal(test.status[0].code, MOE_CANCELLED);
+    assert_int_equal(backend.enqueued, 1);
+    assert_null(backend.seen[0].segments[0].completion.word);
+}
+
 static void a_request_split_over_failing_steps_loses_no_token(void **state)
 {
     (void)state;
@@ -694,6 +735,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         with_engine(requests_of_a_failed_step_are_answered_under_the_next_view),
         with_engine(a_request_that_its_device_has_completed_does_not_run_again),
+        with_engine(a_request_is_cancelled_while_its_first_part_begins),
         with_engine(a_request_split_over_failing_steps_loses_no_token),
         with_engine(the_next_step_is_enqueued_while_one_runs),
         with_engine(a_request_alone_in_its_step_is_computed_in_place),
