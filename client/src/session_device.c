@@ -73,12 +73,11 @@ struct moe_status moe_session_result(struct moe_client_session *s, const struct 
 {
     const uint32_t sequence = moe_ring_sequence_of(word);
     const enum moe_code code = moe_ring_code_of(word);
-    struct moe_ring_details d;
+    struct moe_ring_details d = {0};
     if (answer != NULL)
         MOE_TRY(MOE_CLIENT_CHECK_SIZE(answer, session_answer, SESSION_ANSWER));
-    if (!moe_client_session_details(s, e->entry, sequence, code, &d))
-        return moe_client_session_status(code, NULL);
+    const bool reported = moe_client_session_details(s, e->entry, sequence, code, &d);
     if (answer != NULL && code == MOE_OK)
         moe_client_session_answer_of(&d, answer);
-    return moe_client_session_status(code, &d);
+    return moe_client_session_status(code, reported ? &d : NULL);
 }

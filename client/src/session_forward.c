@@ -209,8 +209,10 @@ static struct moe_status conclude(struct moe_client_session *s, uint32_t entry, 
         st = moe_client_session_details(s, entry, sequence, code, &d)
                  ? failure(code, &d)
                  : moe_error(code, MOE_REASON_NONE, "the worker tells no more");
-    else if (answer != NULL && moe_client_session_details(s, entry, sequence, code, &d))
+    else if (answer != NULL) {
+        (void)moe_client_session_details(s, entry, sequence, code, &d);
         moe_client_session_answer_of(&d, answer);
+    }
     moe_mutex_lock(&s->lock);
     s->taken[entry] = false;
     moe_mutex_unlock(&s->lock);

@@ -12,13 +12,14 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { SLOT = 64 << 10, LATE_MS = 3, SEGMENTS_MAX = 16 };
+enum { SLOT = 64 << 10, LATE_MS = 3, TOO_LATE_MS = 300, SEGMENTS_MAX = 16 };
 
 /* -------------------------------------------------------------------- the device */
 
-static _Atomic bool held;       /* no step ends */
-static _Atomic uint64_t stored; /* completions */
-static _Atomic uint64_t early;  /* signals that were there before */
+static _Atomic bool held;                  /* no step ends */
+static _Atomic uint64_t late_ms = LATE_MS; /* until the host sees the end of a step */
+static _Atomic uint64_t stored;            /* completions */
+static _Atomic uint64_t early;             /* signals that were there before */
 
 struct late_step {
     struct moe_step *inner; /* NULL: it has ended */
@@ -78,7 +79,7 @@ static struct moe_status late_wait(struct moe_step *step, uint64_t deadline_ns,
         if (l->status.code == MOE_DEADLINE_EXCEEDED)
             return l->status;
         l->inner = NULL;
-        l->shown_ns = moe_clock_ns() + LATE_MS * MOE_NS_PER_MS;
+        l->shown_ns = moe_clock_ns() + atomic_load(&late_ms) * MOE_NS_PER_MS;
         if (!moe_failed(&l->status))
             complete_segments(l);
     }
@@ -263,6 +264,38 @@ static void details_follow_the_completion(void **state)
     stop(&s);
 }
 
+/* They come too late, or never: then no field is what a caller had there. */
+static void an_answer_without_details_is_zeros(void **state)
+{
+    (void)state;
+    struct scene s;
+    struct request r;
+    struct lane lane;
+    uint64_t id;
+    const struct moe_client_session_answer zeros = {.size = sizeof zeros};
+    struct moe_client_session_answer answer;
+    start(&s);
+    request_fill(&r, &shared.worker, 0, 5, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    const struct moe_client_session_forward f = forward_of(&s, &r);
+    next_input(&s, &r, 1);
+    lend(&s, &f, &lane);
+    atomic_store(&late_ms, TOO_LATE_MS);
+    assert_int_equal(run(&lane), MOE_OK);
+    answer = (struct moe_client_session_answer){.size = sizeof answer, .epoch = 77, .steps = 77};
+    assert_ok(moe_session_result(s.session, &lane.lent, lane.device.result, &answer));
+    assert_memory_equal(&answer, &zeros, sizeof answer);
+    moe_session_take_back(s.session, &lane.lent);
+    assert_ok(moe_session_submit(s.session, &f, &id));
+    answer = (struct moe_client_session_answer){.size = sizeof answer, .epoch = 77, .steps = 77};
+    assert_ok(moe_session_wait(s.session, id, &answer));
+    assert_memory_equal(&answer, &zeros, sizeof answer);
+    assert_y(&s, &r);
+    assert_int_equal(atomic_load(&stored), 2);
+    atomic_store(&late_ms, LATE_MS);
+    request_free(&r);
+    stop(&s);
+}
+
 /* More tokens than a step has: the last part tells the end, or the host where two are in flight. */
 static void a_request_in_parts_ends_once(void **state)
 {
@@ -399,6 +432,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         serving_test(memory_of_a_completed_request_serves_the_next_one),
         serving_test(details_follow_the_completion),
+        serving_test(an_answer_without_details_is_zeros),
         serving_test(a_request_in_parts_ends_once),
         serving_test(a_request_ends_after_its_client_has_left),
         cmocka_unit_test_setup_teardown(the_host_completes_where_answers_need_a_lease,

@@ -115,8 +115,8 @@ struct moe_stream_status {
 const struct moe_stream_status *moe_stream_request_status(const struct moe_stream_request *r);
 
 /* The status of the last wait, with the worker's text; `answer` as in moe_session_wait, may be
- * NULL. Waits for the default stream, and for others as far as it does. Call it when the stream has
- * ended the wait. */
+ * NULL. All fields but stream_ns are 0 if a later submit has begun. Waits for the default stream,
+ * and for others as far as it does. Call it when the stream has ended the wait. */
 struct moe_status moe_stream_request_result(struct moe_stream_request *r,
                                             struct moe_client_session_answer *answer) MOE_CHECKED;
 

@@ -115,10 +115,10 @@ struct moe_status moe_session_submit(struct moe_client_session *s,
                                      uint64_t *request) MOE_CHECKED;
 /* Waits for the end of a request, and returns its status; y is complete on success. `answer` may be
  * NULL; it is filled on success. If y is on a device, the worker tells `answer` some microseconds
- * after the end; this and the next calls wait for that. It returns at most 100 ms after the
- * request's timeout.
- * Errors: MOE_INVALID_ARGUMENT/VALUE_INVALID (there is no such request, or its end has been
- * returned), and all that moe_client_forward has, with REGION_NOT_FOUND, REGION_RANGE and
+ * after the end; this and the next calls wait for that, at most 100 ms. All fields are 0 if it does
+ * not come, as when the worker ends meanwhile. It returns at most 100 ms after the request's
+ * timeout. Errors: MOE_INVALID_ARGUMENT/VALUE_INVALID (there is no such request, or its end has
+ * been returned), and all that moe_client_forward has, with REGION_NOT_FOUND, REGION_RANGE and
  * REGION_OVERLAP. */
 struct moe_status moe_session_wait(struct moe_client_session *s, uint64_t request,
                                    struct moe_client_session_answer *answer) MOE_CHECKED;

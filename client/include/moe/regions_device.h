@@ -65,7 +65,8 @@ void moe_session_take_back(struct moe_client_session *s, const struct moe_client
 
 /* The status of the result `word` that the device read in the ring, with the worker's text and
  * `answer` if the worker has reported them and no later request is in the entry. The report may
- * come some microseconds after the result: waits for it. `answer` may be NULL. */
+ * come some microseconds after the result: waits for it, at most 100 ms. Without a report of a
+ * success, all fields of `answer` are 0. `answer` may be NULL. */
 struct moe_status moe_session_result(struct moe_client_session *s, const struct moe_client_entry *e,
                                      uint64_t word,
                                      struct moe_client_session_answer *answer) MOE_CHECKED;

@@ -99,6 +99,9 @@ class RegionAnswer:
     epoch, weights_version  as in ForwardResult
     stages  dict: "queue_ns" (until its first step began), "step_ns" (its last step) and
             "server_ns" (all), in nanoseconds on the worker; "step_tokens" and "steps"
+
+    If y is on a GPU, the worker reports them after the end. All are 0 if they do not come within
+    100 ms, as when the worker ends meanwhile.
     """
 
     epoch: int
