@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sessions and requests of moe/client_cuda.h. */
+#include "base/mutex.h"
 #include "base/size.h"
 #include "device_region.h"
 #include "kernels.h"
@@ -13,7 +14,8 @@ struct moe_stream_session {
     struct moe_cuda_driver driver;
     int device;
     bool spin;
-    void *ring; /* registered for the device; NULL: not yet */
+    struct moe_mutex lock;
+    MOE_GUARDED_BY(lock) void *ring; /* registered for the device; NULL: not yet */
 };
 
 struct moe_stream_request {
@@ -82,6 +84,7 @@ struct moe_status moe_stream_session_open(struct moe_client_session *session,
     s->session = session;
     s->device = config->device;
     s->spin = config->spin != 0;
+    moe_mutex_init(&s->lock);
     struct moe_status st = prepare(s);
     if (moe_failed(&st))
         moe_stream_session_close(s);
@@ -95,6 +98,7 @@ void moe_stream_session_close(struct moe_stream_session *s)
     int before;
     if (s == NULL)
         return;
+    moe_mutex_not_shared(&s->lock);
     if (s->ring != NULL) {
         struct moe_status st = enter(s, &before);
         if (cudaHostUnregister(s->ring) != cudaSuccess)
@@ -102,6 +106,7 @@ void moe_stream_session_close(struct moe_stream_session *s)
         if (!moe_failed(&st))
             leave(s, before);
     }
+    moe_mutex_destroy(&s->lock);
     free(s);
 }
 
@@ -148,6 +153,22 @@ struct moe_status moe_region_copy_out(struct moe_stream_session *s,
 
 /* -------------------------------------------------------------------- requests */
 
+/* Threads may make their first requests at once. */
+static struct moe_status register_ring(struct moe_stream_session *s, void *ring, size_t bytes)
+{
+    struct moe_status st = moe_ok();
+    moe_mutex_lock(&s->lock);
+    if (s->ring == NULL) {
+        st = moe_cuda_failure(
+            cudaHostRegister(ring, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
+            "cudaHostRegister");
+        if (!moe_failed(&st))
+            s->ring = ring;
+    }
+    moe_mutex_unlock(&s->lock);
+    return st;
+}
+
 /* The ring's address on the device. It is registered with the first request. */
 static struct moe_status ring_of(struct moe_stream_session *s, const struct moe_client_entry *e,
                                  struct moe_ring **out)
@@ -158,20 +179,16 @@ static struct moe_status ring_of(struct moe_stream_session *s, const struct moe_
     if (e->ring_bytes != sizeof(struct moe_ring) || !moe_size_round_up(e->ring_bytes, page, &bytes))
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
                          "libmoeclient and libmoeclient_cuda are of different releases");
-    if (s->ring == NULL) {
-        MOE_TRY(moe_cuda_failure(
-            cudaHostRegister(e->ring, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped),
-            "cudaHostRegister"));
-        s->ring = e->ring;
-    }
+    MOE_TRY(register_ring(s, e->ring, bytes));
     MOE_TRY(
         moe_cuda_failure(cudaHostGetDevicePointer(&there, e->ring, 0), "cudaHostGetDevicePointer"));
     *out = there;
     return moe_ok();
 }
 
-/* A wait writes to y if the request fails. */
-static struct moe_status place_y(const struct moe_client_session_forward *f,
+/* A wait writes to y if the request fails. Its device may not have mapped memory of others. */
+static struct moe_status place_y(const struct moe_stream_session *s,
+                                 const struct moe_client_session_forward *f,
                                  struct moe_stream_wait *w)
 {
     struct cudaPointerAttributes of;
@@ -186,10 +203,11 @@ static struct moe_status place_y(const struct moe_client_session_forward *f,
     w->y = (char *)moe_region_data(f->y.region) + f->y.offset;
     w->y_bytes = bytes;
     MOE_TRY(moe_cuda_failure(cudaPointerGetAttributes(&of, w->y), "cudaPointerGetAttributes"));
-    return of.type == cudaMemoryTypeDevice
+    return of.type == cudaMemoryTypeDevice && of.device == s->device
                ? moe_ok()
                : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_REGION_INVALID,
-                           "y must lie in a region of moe_region_alloc");
+                           "y must lie in a region of moe_region_alloc, on CUDA device %d",
+                           s->device);
 }
 
 static struct moe_status put_on_device(struct moe_stream_request *r)
@@ -217,7 +235,7 @@ static struct moe_status create(struct moe_stream_session *s,
         free(r);
         return st;
     }
-    st = place_y(f, &r->wait);
+    st = place_y(s, f, &r->wait);
     if (!moe_failed(&st))
         st = put_on_device(r);
     if (moe_failed(&st))

@@ -87,10 +87,10 @@ struct moe_status moe_region_copy_out(struct moe_stream_session *s,
                                       const struct moe_client_region *from, uint64_t offset,
                                       void *to, size_t bytes) MOE_CHECKED;
 
-/* A request that is submitted as often as wanted. y lies on a device; the other tensors may lie in
- * any region of the session. It takes one of the session's 64 requests in flight as long as it
- * lives. Waits for the device. Errors: those of moe_session_submit; MOE_INVALID_ARGUMENT/
- * REGION_INVALID (y is not on a device), MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
+/* A request that is submitted as often as wanted. y lies on the session's device; the other tensors
+ * may lie in any region of the session. It takes one of the session's 64 requests in flight as long
+ * as it lives. Waits for the device. Errors: those of moe_session_submit; MOE_INVALID_ARGUMENT/
+ * REGION_INVALID (y is not on that device), MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
 struct moe_status moe_stream_request_create(struct moe_stream_session *s,
                                             const struct moe_client_session_forward *f,
                                             struct moe_stream_request **out) MOE_CHECKED;
