@@ -3,10 +3,12 @@
 the same GPU and, where there are two, on GPU 1. Needs torch. Usage: as the programs of
 tests/integration; part of streams.sh."""
 
+import concurrent.futures
 import gc
 import os
 import sys
 import tempfile
+import threading
 import unittest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -148,6 +150,48 @@ class Device(unittest.TestCase):
             self.gpu.allocate((4, 4), torch.float16)
         with self.assertRaises(moed.MoeError):
             self.regions.on_device(99)
+
+    def test_regions_have_one_gpu(self):
+        x, y = self.pair(2, torch.float32)
+        again = self.regions.on_device(self.device)
+        self.assertIs(again, self.gpu)
+        other = again.allocate((2, self.layer.hidden), torch.float32)  # while x and y live
+        self.assertEqual(len({each.data_ptr() for each in (x, y, other)}), 3)
+        for refused in ((self.device + 1, False), (self.device, True)):
+            with self.assertRaises(moed.MoeError) as caught:
+                self.regions.on_device(*refused)
+            self.assertEqual(caught.exception.reason, "UNSUPPORTED")
+
+    def test_threads_make_their_first_requests_at_once(self):
+        count = 4
+        for _ in range(5):
+            with self.client.open_regions() as regions:
+                gpu = regions.on_device(self.device)
+                pairs = [[gpu.allocate((3, self.layer.hidden), torch.float32) for _ in range(2)]
+                         for _ in range(count)]
+                start = threading.Barrier(count)
+
+                def run(pair):
+                    start.wait()
+                    with torch.cuda.stream(torch.cuda.Stream(self.device)):
+                        request = gpu.request(self.layer, *pair)
+                        pair[0].fill_(1)
+                        request.submit()
+                        request.wait()
+                        torch.cuda.current_stream(self.device).synchronize()
+                    request.result()
+
+                with concurrent.futures.ThreadPoolExecutor(count) as threads:
+                    list(threads.map(run, pairs))
+                for x, y in pairs:
+                    self.assert_same(y, x)
+
+    def test_y_is_on_the_gpu(self):
+        x, _ = self.pair(2, torch.float32)
+        y = self.regions.allocate(x.shape, torch.float32)
+        with self.assertRaises(moed.MoeError) as caught:
+            self.gpu.request(self.layer, x, y)
+        self.assertEqual(caught.exception.reason, "REGION_INVALID")
 
     def test_tensors_outlive_their_regions(self):
         x, y = self.pair(2, torch.float32)

@@ -9,10 +9,13 @@ import gc
 import os
 import re
 import signal
+import sys
 import tempfile
 import threading
 import time
+import types
 import unittest
+from unittest import mock
 
 import grpc
 import numpy as np
@@ -262,6 +265,36 @@ class SharedMemory(unittest.TestCase):
         with self.assertRaises(moed.MoeError) as caught:
             regions.on_device(0)
         self.assertEqual(caught.exception.message, "the session has been closed")
+
+    def test_regions_have_one_gpu(self):
+        opened = []
+
+        class Device:  # stands for moed._native.Device
+            def __init__(self, session, device, spin):
+                time.sleep(0.05)
+                opened.append((device, spin))
+
+        here = types.SimpleNamespace(device=lambda kind, index: (kind, index))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(moed._native, "Device", Device))
+            stack.enter_context(mock.patch.dict(sys.modules, torch=here))
+            regions = stack.enter_context(self.client.open_regions())
+            threads = stack.enter_context(concurrent.futures.ThreadPoolExecutor(8))
+            found = set(threads.map(regions.on_device, [1] * 8))
+            self.assertEqual((len(found), opened), (1, [(1, False)]))
+            for other in ((0, False), (1, True)):
+                with self.assertRaises(moed.MoeError) as caught:
+                    regions.on_device(*other)
+                self.assertEqual((caught.exception.code, caught.exception.reason),
+                                 (grpc.StatusCode.FAILED_PRECONDITION, "UNSUPPORTED"))
+                self.assertEqual(opened, [(1, False)])
+            print("    " + caught.exception.message)
+            with self.client.open_regions() as others:
+                self.assertNotIn(others.on_device(0), found)
+            regions.close()
+            with self.assertRaises(moed.MoeError) as caught:
+                regions.on_device(1)
+            self.assertEqual(caught.exception.message, "the session has been closed")
 
     def test_a_client_ends_its_regions(self):
         with moed.Client(self.g.endpoint, transport="native") as client:

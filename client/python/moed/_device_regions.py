@@ -74,6 +74,9 @@ class DeviceRegions:
         """A StreamRequest for these tensors: submitted as often as wanted, with other contents. The
         arguments are those of Regions.submit. y is on this GPU; the others are in any memory of the
         Regions. It takes one of the 64 requests in flight as long as it lives.
+
+        Raises MoeError (INVALID_ARGUMENT / REGION_INVALID: y is not on this GPU), and what
+        Regions.submit raises.
         """
         self._regions._live_session()
         outcome = self._native.request(*self._regions._arguments(

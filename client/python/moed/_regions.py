@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 
+import grpc
 import numpy as np
 
 from . import _errors
@@ -90,6 +91,7 @@ class Regions:
         self._book = ((), ())  # first addresses, ascending; (size, weak reference to a Region)
         self._dropped = []  # (request, tensors) of requests without an owner
         self._threads = None
+        self._gpu = None  # (device, spin), DeviceRegions: libmoeclient_cuda has one for a session
         self._end = None  # what has been closed
 
     def _live_session(self):
@@ -127,16 +129,28 @@ class Regions:
         return array if torch_dtype is None else torch_of_bits(array, torch_dtype)
 
     def on_device(self, device, spin=False):
-        """DeviceRegions: memory of a GPU of this host, and requests of its CUDA streams.
+        """DeviceRegions: memory of a GPU of this host, and requests of its CUDA streams. The same
+        object each time: Regions have one GPU. For another one, open other Regions.
 
         device  torch's number of it. The worker's GPU must reach it: the same one, or a peer
         spin    a kernel polls for the end of a request, which is some microseconds faster. Only if
                 the worker has another GPU
 
         Needs torch and libmoeclient_cuda. Raises MoeError (FAILED_PRECONDITION / UNSUPPORTED: there
-        is no such library, driver or device).
+        is no such library, driver or device, or these Regions have another device or `spin`).
         """
-        return DeviceRegions(self, device, spin)
+        wanted = device, bool(spin)
+        with self._lock:
+            self._live_session()
+            if self._gpu is None:
+                self._gpu = wanted, DeviceRegions(self, device, spin)
+            opened, gpu = self._gpu
+        if opened != wanted:
+            raise _errors.MoeError(
+                grpc.StatusCode.FAILED_PRECONDITION, "UNSUPPORTED",
+                "these Regions are of device %d with spin=%s; open others for device %d with "
+                "spin=%s" % (opened + wanted))
+        return gpu
 
     def _remember(self, address, size, region):
         with self._lock:
@@ -247,7 +261,7 @@ class Regions:
         """Ends the session: requests in flight have no result. Arrays stay valid. `what`: the
         object that errors name."""
         self._end = self._end or what
-        self._session = None
+        self._session = self._gpu = None
         self._dropped.clear()
         if self._threads is not None:
             self._threads.shutdown(wait=False)
