@@ -75,6 +75,18 @@ if(MOE_HAVE_CUDA)
   add_test(NAME test_steady COMMAND test_steady)
   set_tests_properties(test_steady PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 120 LABELS gpu)
 
+  # libmoeclient_cuda's sessions with a stand-in for the runtime.
+  moe_test(test_stream_session
+    SOURCES test_stream_session.c fake_cuda_runtime.c shared_fixture.c service_fixture.c
+            worker_fixture.c engine_hooks.c all_experts.c
+            ${PROJECT_SOURCE_DIR}/client/cuda/stream.c
+    USES moe_client moe_regions moe_worker_core moe_cpu moe_oracle Threads::Threads m
+    LABELS worker TIMEOUT 60)
+  target_include_directories(test_stream_session PRIVATE ${PROJECT_SOURCE_DIR}/client/cuda
+    ${CUDAToolkit_INCLUDE_DIRS})
+  target_compile_definitions(test_stream_session PRIVATE
+    MOE_GOLDEN_MODELS="${PROJECT_SOURCE_DIR}/tests/golden/models")
+
   # A client of CUDA streams, for tests/gpu/streams.py.
   add_executable(stream_client ${PROJECT_SOURCE_DIR}/tests/gpu/stream_client.c
     ${PROJECT_SOURCE_DIR}/tests/gpu/stream_kernels.cu)
