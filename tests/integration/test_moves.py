@@ -129,7 +129,7 @@ class Moves(unittest.TestCase):
             plan = self.rebalance("--min-gain", "0")
             moved += plan["moved"]
             before.append("%.3f -> %.3f" % (plan["maxOverMean"], plan["plannedMaxOverMean"]))
-            if plan["moved"]:  # a plan that gains nothing is told, and not carried out
+            if plan["moved"]:  # a plan that gains nothing is answered, not carried out
                 self.assertLessEqual(plan["plannedMaxOverMean"], plan["maxOverMean"] + 1e-9)
             self.run_on(callers)
         self.assertGreaterEqual(moved, 3)
