@@ -105,7 +105,7 @@ static void drift(double share[EXPERTS])
 static void draw(const double share[EXPERTS], uint64_t rows[EXPERTS])
 {
     for (uint32_t e = 0; e < EXPERTS; e++)
-        rows[e] = (uint64_t)(share[e] * ROWS * (0.9 + random_below(200) / 1000.0));
+        rows[e] = (uint64_t)(share[e] * (double)ROWS * (0.9 + random_below(200) / 1000.0));
     if (random_below(10) == 0)
         rows[random_below(EXPERTS)] += ROWS / 2;
 }
