@@ -107,12 +107,14 @@ void moe_membership_destroy(struct moe_membership *m);
  * waited for the machine; of all else, the present. `stream` is a number > 0, unique for each
  * session stream. The caller carries out all actions of an input before the next input. */
 
-struct moe_membership_layer { /* moe.v1.LayerInfo */
+/* moe.v1.LayerInfo. Compared as bytes, so it has no padding. */
+struct moe_membership_layer {
     uint32_t layer, hidden, experts, top_k, intermediate, zero_experts, shared_intermediate;
     uint32_t routed_encoding, shared_encoding;       /* moe.v1.WeightEncoding */
     uint32_t routed_activations, shared_activations; /* moe.v1.ActivationEncoding */
-    bool routes_by_token_id;
+    uint32_t routes_by_token_id;                     /* 0 or 1 */
 };
+_Static_assert(sizeof(struct moe_membership_layer) == 12 * sizeof(uint32_t), "no padding");
 
 struct moe_membership_host { /* moe.v1.Host; "" = not known */
     const char *id, *name, *domain, *network_address;

@@ -517,7 +517,7 @@ struct moe_membership_layer moe_coordinator__read_layer(const Moe__V1__LayerInfo
                                          .top_k = l->top_k,
                                          .intermediate = l->intermediate,
                                          .zero_experts = l->zero_experts,
-                                         .routes_by_token_id = l->routes_by_token_id,
+                                         .routes_by_token_id = l->routes_by_token_id != 0,
                                          .shared_intermediate = l->shared_intermediate,
                                          .routed_encoding = (uint32_t)l->routed_encoding,
                                          .shared_encoding = (uint32_t)l->shared_encoding,

@@ -97,8 +97,7 @@ static void routing_is_returned_only_when_asked_for(void **state)
 static void a_layer_that_routes_by_token_id_needs_ids(void **state)
 {
     (void)state;
-    struct moe_router_spec *router = &service.worker.spec[0].router;
-    router->by_token = true;
+    service.worker.spec[0].router.by_token = true; /* no thread has read it yet */
     for (int mode = MOE_ROUTE_SERVER; mode <= MOE_ROUTE_IDS_WEIGHTS; mode++) {
         struct request r;
         Ask ask;
@@ -116,8 +115,6 @@ static void a_layer_that_routes_by_token_id_needs_ids(void **state)
         }
         request_free(&r);
     }
-    router->by_token = false;
-    assert_serves(&service);
 }
 
 /* --------------------------------------------------------------------------- bad input */
