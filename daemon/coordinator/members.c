@@ -248,14 +248,13 @@ static struct moe_status check_version(const struct moe_membership *m, const cha
 static struct moe_status check_model(const struct moe_membership *m,
                                      const struct moe_membership_register *r)
 {
-    const char *differs =
-        strcmp(m->fingerprint, r->fingerprint) != 0 ? "model fingerprint"
-        : strcmp(m->backend, r->backend) != 0       ? "backend"
-        : strcmp(m->family, r->family) != 0         ? "model family"
-        : m->layer_count != r->layer_count ||
-                memcmp(m->layers, r->layers, r->layer_count * sizeof *r->layers) != 0
-            ? "layer list, or the form of its weights (--weights, --fp8-compute),"
-            : NULL;
+    const char *differs = strcmp(m->fingerprint, r->fingerprint) != 0 ? "model fingerprint"
+                          : strcmp(m->backend, r->backend) != 0       ? "backend"
+                          : strcmp(m->family, r->family) != 0         ? "model family"
+                          : m->layer_count != r->layer_count ||
+                                  !moe_membership_same_layers(m->layers, r->layers, r->layer_count)
+                              ? "layer list, or the form of its weights (--weights, --fp8-compute),"
+                              : NULL;
     if (differs == NULL)
         return moe_ok();
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,

@@ -31,6 +31,7 @@
 #include "daemon/log.h"
 
 #include <stdarg.h>
+#include <string.h>
 
 enum {
     MOE_MEMBERSHIP_ID_BYTES = 128, /* worker_id, model, fingerprint; with the final 0 */
@@ -107,14 +108,21 @@ void moe_membership_destroy(struct moe_membership *m);
  * waited for the machine; of all else, the present. `stream` is a number > 0, unique for each
  * session stream. The caller carries out all actions of an input before the next input. */
 
-/* moe.v1.LayerInfo. Compared as bytes, so it has no padding. */
+/* moe.v1.LayerInfo */
 struct moe_membership_layer {
     uint32_t layer, hidden, experts, top_k, intermediate, zero_experts, shared_intermediate;
     uint32_t routed_encoding, shared_encoding;       /* moe.v1.WeightEncoding */
     uint32_t routed_activations, shared_activations; /* moe.v1.ActivationEncoding */
     uint32_t routes_by_token_id;                     /* 0 or 1 */
 };
-_Static_assert(sizeof(struct moe_membership_layer) == 12 * sizeof(uint32_t), "no padding");
+_Static_assert(sizeof(struct moe_membership_layer) == 12 * sizeof(uint32_t),
+               "without padding, layers are compared as bytes");
+
+static inline bool moe_membership_same_layers(const struct moe_membership_layer *a,
+                                              const struct moe_membership_layer *b, size_t count)
+{
+    return memcmp(a, b, count * sizeof *a) == 0;
+}
 
 struct moe_membership_host { /* moe.v1.Host; "" = not known */
     const char *id, *name, *domain, *network_address;

@@ -25,23 +25,12 @@ struct moe_status moe_model_check_layers(const struct moe_model_layer *layers, s
     return moe_ok();
 }
 
-static bool same_layer(const struct moe_membership_layer *a, const struct moe_membership_layer *b)
-{
-    return a->layer == b->layer && a->hidden == b->hidden && a->experts == b->experts &&
-           a->top_k == b->top_k && a->intermediate == b->intermediate &&
-           a->zero_experts == b->zero_experts && a->shared_intermediate == b->shared_intermediate &&
-           a->routed_encoding == b->routed_encoding && a->shared_encoding == b->shared_encoding &&
-           a->routed_activations == b->routed_activations &&
-           a->routes_by_token_id == b->routes_by_token_id &&
-           a->shared_activations == b->shared_activations;
-}
-
 bool moe_model_same_layers(const struct moe_model_layer *a, size_t a_count,
                            const struct moe_model_layer *b, size_t b_count)
 {
     bool same = a_count == b_count;
     for (size_t i = 0; same && i < a_count; i++)
-        same = same_layer(&a[i].info, &b[i].info);
+        same = moe_membership_same_layers(&a[i].info, &b[i].info, 1);
     return same;
 }
 

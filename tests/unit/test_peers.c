@@ -387,15 +387,21 @@ static void a_new_view_begins_at_the_first_ticket(void **state)
 
 /* ------------------------------------------------------------------------ losses */
 
-static void a_member_that_goes_away_is_reported_by_the_sequencer(void **state)
+/* A view in which slot `at` has seen a ticket. */
+static void start_view(struct node nodes[SLOTS], uint32_t at)
 {
-    (void)state;
-    static struct node nodes[SLOTS];
     start_group(nodes);
     for (uint32_t s = 0; s < SLOTS; s++)
         assert_ok(moe_peers_start(nodes[s].peers));
     moe_peers_announce(nodes[1].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_F32, 4);
-    await(&nodes[1], &nodes[1].count, 1);
+    await(&nodes[at], &nodes[at].count, 1);
+}
+
+static void a_member_that_goes_away_is_reported_by_the_sequencer(void **state)
+{
+    (void)state;
+    static struct node nodes[SLOTS];
+    start_view(nodes, 1);
     moe_peers_stop(nodes[1].peers);
     await_lost(&nodes[0], 1 << 1);
     assert_int_equal(nodes[1].lost_count, 0); /* it left by itself */
@@ -407,11 +413,7 @@ static void a_sequencer_that_leaves_the_view_is_not_missed(void **state)
 {
     (void)state;
     static struct node nodes[SLOTS];
-    start_group(nodes);
-    for (uint32_t s = 0; s < SLOTS; s++)
-        assert_ok(moe_peers_start(nodes[s].peers));
-    moe_peers_announce(nodes[1].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_F32, 4);
-    await(&nodes[2], &nodes[2].count, 1);
+    start_view(nodes, 2);
     moe_peers_stop(nodes[0].peers);
     await_lost(&nodes[1], 0);
     await_lost(&nodes[2], 0);
@@ -422,11 +424,7 @@ static void a_sequencer_whose_stream_breaks_is_reported_by_all_members(void **st
 {
     (void)state;
     static struct node nodes[SLOTS];
-    start_group(nodes);
-    for (uint32_t s = 0; s < SLOTS; s++)
-        assert_ok(moe_peers_start(nodes[s].peers));
-    moe_peers_announce(nodes[1].peers, 0, MOE_STEP_FORWARD, MOE_DTYPE_F32, 4);
-    await(&nodes[2], &nodes[2].count, 1);
+    start_view(nodes, 2);
     nodes[0].drained = true;
     moe_rpc_server_drain(nodes[0].server, moe_clock_ns());
     await_lost(&nodes[1], 1 << 0);
