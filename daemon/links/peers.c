@@ -81,6 +81,12 @@ static struct moe_status stale(const struct moe_peers *p, uint64_t epoch) MOE_RE
                      (unsigned long long)(p->phase == IDLE ? 0 : p->view.epoch));
 }
 
+/* Ends the stream of a slot that has joined. Its member does not miss this worker (stream_closed). */
+static struct moe_status view_ended(void)
+{
+    return moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING, "the view has ended");
+}
+
 /* Answers hello with the address of this worker's rings, and opens the caller's. */
 static struct moe_status welcome(struct moe_peers *p, struct moe_rpc_call *call,
                                  const Moe__V1__SequenceHello *hello) MOE_REQUIRES(p->lock)
@@ -190,8 +196,8 @@ static struct moe_status on_request(struct moe_peers *p, struct moe_rpc_call *ca
     if (!peer->joined)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MALFORMED,
                          "the first message of the stream must be SequenceHello");
-    if (p->phase == IDLE || peer->epoch != p->view.epoch)
-        return stale(p, peer->epoch);
+    if (p->phase == IDLE || peer->epoch != p->view.epoch) /* moe_peers_stop closes it soon */
+        return view_ended();
     return on_notice(p, peer->slot, q);
 }
 
@@ -498,8 +504,7 @@ void moe_peers_stop(struct moe_peers *p)
         moe_shm_writer_close(writers[s]);
         if (calls[s] == NULL)
             continue;
-        moe_rpc_fail(calls[s],
-                     moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING, "the view has ended"));
+        moe_rpc_fail(calls[s], view_ended());
         moe_rpc_call_unref(calls[s]);
     }
     if (stream != NULL)
