@@ -81,7 +81,7 @@ static struct moe_status stale(const struct moe_peers *p, uint64_t epoch) MOE_RE
                      (unsigned long long)(p->phase == IDLE ? 0 : p->view.epoch));
 }
 
-/* Ends the stream of a slot that has joined. Its member does not miss this worker (stream_closed). */
+/* Ends the stream of a slot that has joined. The member does not miss this worker then. */
 static struct moe_status view_ended(void)
 {
     return moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING, "the view has ended");
