@@ -132,8 +132,8 @@ void moe_election_on_proposed(struct moe_election *e, uint64_t now_ns, bool ok, 
 {
     if (e->phase != MOE_ELECTION_PROPOSES)
         return;
-    if (!ok || revision == 0) {
-        stop_leading(e, now_ns + e->poll_ns);
+    if (!ok || revision == 0) { /* another one leads: the next look tells which */
+        stop_leading(e, ok ? now_ns : now_ns + e->poll_ns);
         return;
     }
     e->revision = revision;

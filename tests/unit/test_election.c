@@ -49,11 +49,33 @@ static void a_held_process_looks_and_proposes_nothing(void **state)
     assert_int_equal(moe_election_next(&e, now), MOE_ELECTION_GRANT);
 }
 
+/* Else it would say for a while that no coordinator leads. */
+static void one_that_came_second_looks_at_once_who_leads(void **state)
+{
+    (void)state;
+    struct moe_election e;
+    uint64_t now = 0;
+    for (int answered = 1; answered >= 0; answered--) {
+        moe_election_init(&e, 5, POLL, 1);
+        now = moe_election_deadline(&e);
+        assert_int_equal(moe_election_next(&e, now), MOE_ELECTION_LOOK);
+        moe_election_on_looked(&e, now, true, false);
+        assert_int_equal(moe_election_next(&e, now), MOE_ELECTION_GRANT);
+        moe_election_on_granted(&e, now, true, 7, 5);
+        assert_int_equal(moe_election_next(&e, now), MOE_ELECTION_PROPOSE);
+        moe_election_on_proposed(&e, now, answered, 0);
+        assert_int_equal(moe_election_next(&e, now), MOE_ELECTION_RELEASE);
+        moe_election_on_released(&e, now);
+        assert_int_equal(moe_election_deadline(&e), answered ? now : now + POLL);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(looks_without_an_answer_become_rare),
         cmocka_unit_test(a_held_process_looks_and_proposes_nothing),
+        cmocka_unit_test(one_that_came_second_looks_at_once_who_leads),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
