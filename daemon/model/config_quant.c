@@ -202,6 +202,8 @@ static struct moe_status read_fbgemm(const struct reading *r)
 {
     MOE_TRY(read_excluded(r, "modules_to_not_convert", MOE_MODULES_PATHS));
     set_all(r, quant_of(MOE_QUANT_FP8_SCALE, 1, 0));
+    if (moe_word_in("llama4_text", r->family->model_types))
+        r->out->routed = quant_of(MOE_QUANT_FP8_LLAMA4, 1, 0);
     return moe_ok();
 }
 

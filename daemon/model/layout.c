@@ -317,6 +317,13 @@ static void append_suffix(char pattern[NAME_BYTES], const char *stem, const char
     MOE_INVARIANT(n > 0 && n < NAME_BYTES);
 }
 
+/* The suffix after `at` in a list, or NULL. A list of one empty suffix is the stem itself. */
+static const char *next_suffix(const char *at)
+{
+    at += strcspn(at, " ");
+    return *at == ' ' ? at + 1 : NULL;
+}
+
 /* The one suffix of a part that exists, or the first one. Errors: TENSOR_INVALID (several). */
 static struct moe_status choose_suffix(const struct moe_layout *l,
                                        const struct moe_layer_spec *spec, const char *stem,
@@ -327,7 +334,7 @@ static struct moe_status choose_suffix(const struct moe_layout *l,
     struct moe_checkpoint_tensor t;
     *exists = false;
     append_suffix(pattern, stem, suffixes);
-    for (const char *at = suffixes; *at != '\0'; at += strcspn(at, " "), at += strspn(at, " ")) {
+    for (const char *at = suffixes; at != NULL; at = next_suffix(at)) {
         append_suffix(other, stem, at);
         build_name(name, l->prefix, spec->layer, other, expert);
         if (!moe_checkpoint_find(l->checkpoint, name, &t))
@@ -341,26 +348,42 @@ static struct moe_status choose_suffix(const struct moe_layout *l,
     return moe_ok();
 }
 
-/* The dtype is known: the shape follows. Experts of a fused tensor are its first dimension, and the
- * elements of a row are two more. */
+/* The shape of a fused tensor: [E, N, K / block, block] or, in columns, [E, K, N]. Scales lack the
+ * last dimension or, in columns, K. Turns that of a matrix into it. */
+static uint32_t fused_shape(const struct moe_piece *p, uint64_t experts, uint64_t matrices,
+                            uint64_t dims[4])
+{
+    bool data = p->part == MOE_QUANT_DATA;
+    if (p->quant->scheme->packing == MOE_PACKED_COLUMNS) {
+        dims[2] = matrices * dims[1];
+        dims[1] = dims[0];
+        dims[0] = experts;
+        return 3;
+    }
+    uint64_t groups = p->columns / p->quant->format.block_columns;
+    dims[3] = dims[1] / groups;
+    dims[2] = groups;
+    dims[1] = matrices * dims[0];
+    dims[0] = experts;
+    return data ? 4 : 3;
+}
+
+/* The dtype is known: the shape follows. */
 static struct moe_status check_part(const struct moe_layer_spec *spec, enum moe_weight weight,
                                     struct moe_piece *p)
 {
     uint64_t dims[4] = {0};
     uint32_t rank, bits = moe_st_dtype_bits(p->at.tensor->dtype);
-    bool is_fused = p->quant->scheme->fused;
+    bool matches_shape, in_columns = p->quant->scheme->packing == MOE_PACKED_COLUMNS;
     MOE_TRY(moe_error_context(
         moe_quant_part_shape(p->quant, p->part, p->rows, p->columns, bits, dims, &rank),
         "tensor %.120s", p->at.tensor->name));
-    if (is_fused) {
-        uint64_t groups = p->columns / p->quant->format.block_columns;
-        dims[3] = dims[1] / groups;
-        dims[2] = groups;
-        dims[1] = dims[0] * (weight == MOE_WEIGHT_DOWN ? 1 : 2);
-        dims[0] = spec->experts;
-        rank = p->part == MOE_QUANT_DATA ? 4 : 3;
-    }
-    return shape_is(p->at.tensor, dims, rank) ? moe_ok() : wrong_shape(p->at.tensor, dims, rank);
+    if (p->quant->scheme->fused)
+        rank = fused_shape(p, spec->experts, weight == MOE_WEIGHT_DOWN ? 1 : 2, dims);
+    matches_shape = shape_is(p->at.tensor, dims, rank);
+    if (in_columns && p->part == MOE_QUANT_SCALE) /* Llama-4's down has [E, N, 1] */
+        matches_shape |= shape_is(p->at.tensor, (uint64_t[]){dims[0], dims[2]}, 2);
+    return matches_shape ? moe_ok() : wrong_shape(p->at.tensor, dims, rank);
 }
 
 /* `*exists` is false for an optional part that the checkpoint lacks. */
@@ -386,7 +409,9 @@ static struct moe_status locate_part(const struct moe_layout *l, const struct mo
     take_expert(p, spec->experts, expert);
     if (weight == MOE_WEIGHT_DOWN)
         return moe_ok();
-    if (l->family->interleaved) {
+    if (scheme->packing == MOE_PACKED_COLUMNS && !l->family->interleaved) {
+        p->base = weight == MOE_WEIGHT_UP ? p->rows : 0;
+    } else if (l->family->interleaved) {
         p->base = weight == MOE_WEIGHT_UP;
         p->row_step = 2;
     } else {
@@ -545,7 +570,7 @@ static bool quant_reads(const struct moe_layout *l, const struct moe_quant *q,
                          : moe_quant_has_part(q, (enum moe_quant_part)part)
                              ? q->scheme->suffix[part]
                              : NULL;
-        for (; at != NULL && *at != '\0'; at += strcspn(at, " "), at += strspn(at, " ")) {
+        for (; at != NULL; at = next_suffix(at)) {
             append_suffix(pattern, stem, at);
             if (matches(name, pattern, spec->experts))
                 return true;

@@ -316,7 +316,8 @@ static struct moe_status collect(struct load *l, const struct moe_piece *p,
                                    .rows = p->rows,
                                    .columns = p->columns,
                                    .first_row = p->base,
-                                   .row_step = p->row_step};
+                                   .row_step = p->row_step,
+                                   .stored_rows = (size_t)p->bytes / p->columns};
     for (int part = MOE_QUANT_DATA + 1; part < MOE_QUANT_PARTS; part++)
         m->part[part] = l->pieces[part].at.tensor != NULL ? l->parts[part] : NULL;
     m->part[MOE_QUANT_DATA] = l->raw[l->turn];

@@ -60,6 +60,12 @@ static size_t block_row(const struct moe_quant_matrix *m, size_t row)
     return b == 0 ? 0 : row / b;
 }
 
+/* The row of DATA and SCALE that has row `r` of the matrix. */
+static size_t stored_row(const struct moe_quant_matrix *m, size_t r)
+{
+    return m->first_row + r * m->row_step;
+}
+
 /* ---- checks ---- */
 
 static struct moe_status wrong(enum moe_quant_part part, enum moe_quant_part *out, const char *what)
@@ -84,6 +90,11 @@ static struct moe_status check_scales(const struct moe_quant_matrix *m, enum moe
 {
     const struct moe_weight_format *f = &m->quant->format;
     size_t columns = blocks_of(m);
+    if (m->quant->scheme->packing == MOE_PACKED_COLUMNS) {
+        for (size_t r = 0; r < m->rows; r++)
+            MOE_TRY(check_scale(m, stored_row(m, r), part));
+        return moe_ok();
+    }
     if (m->quant->scheme->packing != MOE_PACKED_ROWS) {
         for (size_t i = 0; i < columns * m->rows; i++)
             MOE_TRY(check_scale(m, i, part));
@@ -91,7 +102,7 @@ static struct moe_status check_scales(const struct moe_quant_matrix *m, enum moe
     }
     size_t step = f->block_rows == 0 ? m->rows : f->block_rows;
     for (size_t r = 0; r < m->rows; r += step) {
-        size_t at = block_row(m, m->first_row + r * m->row_step) * columns;
+        size_t at = block_row(m, stored_row(m, r)) * columns;
         for (size_t c = 0; c < columns; c++)
             MOE_TRY(check_scale(m, at + c, part));
     }
@@ -177,7 +188,7 @@ static uint32_t zero_of_row(const struct moe_quant_matrix *m, size_t row, size_t
 static void decode_row(const struct moe_quant_matrix *m, size_t r, float *to)
 {
     const uint8_t *data = m->part[MOE_QUANT_DATA];
-    size_t row = m->first_row + r * m->row_step, step = block_columns(m), count = blocks_of(m);
+    size_t row = stored_row(m, r), step = block_columns(m), count = blocks_of(m);
     size_t at = block_row(m, row) * count;
     float values[16];
     for (size_t b = 0; b < count; b++) {
@@ -252,9 +263,22 @@ static void decode_awq(const struct moe_quant_matrix *m, size_t first, size_t co
     }
 }
 
+/* Column by column: a line of the memory has elements of many rows. */
+static void decode_columns(const struct moe_quant_matrix *m, size_t first, size_t count, float *to)
+{
+    const uint8_t *data = m->part[MOE_QUANT_DATA];
+    for (size_t k = 0; k < m->columns; k++)
+        for (size_t r = 0; r < count; r++) {
+            size_t row = stored_row(m, first + r);
+            to[r * m->columns + k] =
+                moe_e4m3_to_f32(data[k * m->stored_rows + row]) * scale_at(m, row);
+        }
+}
+
 void moe_quant_decode(const struct moe_quant_matrix *m, size_t first, size_t count, float *to)
 {
     switch (m->quant->scheme->packing) {
+    case MOE_PACKED_COLUMNS: decode_columns(m, first, count, to); return;
     case MOE_PACKED_GPTQ: decode_gptq(m, first, count, to); return;
     case MOE_PACKED_AWQ: decode_awq(m, first, count, to); return;
     case MOE_PACKED_ROWS: break;
@@ -307,11 +331,13 @@ bool moe_quant_is_packed(const struct moe_quant_matrix *m, const struct moe_weig
 static void pack_level(const struct moe_quant_matrix *m, const struct moe_weight_format *f,
                        size_t r, size_t block, size_t at, const struct moe_quant_arrays *to)
 {
-    size_t row = m->first_row + r * m->row_step, from = block_row(m, row) * blocks_of(m) + block;
+    size_t row = stored_row(m, r), from = block_row(m, row) * blocks_of(m) + block;
     size_t each = moe_scale_bytes(f->scale);
     uint32_t zero = 8;
     if (m->quant->scheme->packing == MOE_PACKED_ROWS) {
         zero = zero_of_row(m, row, block);
+    } else if (m->quant->scheme->packing == MOE_PACKED_COLUMNS) {
+        from = row;
     } else {
         from = block * m->rows + r;
         zero = (uint32_t)level_of(m, block, r, place_of(m, r)).zero;
@@ -324,6 +350,16 @@ static void pack_level(const struct moe_quant_matrix *m, const struct moe_weight
     }
     if (to->zeros != NULL)
         to->zeros[at] = (uint8_t)zero;
+}
+
+/* As decode_columns. */
+static void pack_columns(const struct moe_quant_matrix *m, size_t row_bytes, size_t first,
+                         size_t count, uint8_t *to)
+{
+    const uint8_t *data = m->part[MOE_QUANT_DATA];
+    for (size_t k = 0; k < m->columns; k++)
+        for (size_t r = 0; r < count; r++)
+            to[r * row_bytes + k] = data[k * m->stored_rows + stored_row(m, first + r)];
 }
 
 static void pack_elements(const struct moe_quant_matrix *m, size_t row_bytes, size_t r, uint8_t *to)
@@ -341,15 +377,18 @@ static void pack_elements(const struct moe_quant_matrix *m, size_t row_bytes, si
             to[k / 2] |= (uint8_t)((word >> 4 * place_of(m, r) & 15) << 4 * (k % 2));
         }
         return;
+    case MOE_PACKED_COLUMNS: return; /* pack_columns */
     case MOE_PACKED_ROWS: break;
     }
-    memcpy(to, data + (m->first_row + r * m->row_step) * row_bytes, row_bytes);
+    memcpy(to, data + stored_row(m, r) * row_bytes, row_bytes);
 }
 
 void moe_quant_pack(const struct moe_quant_matrix *m, const struct moe_weight_format *f,
                     const struct moe_packed_sizes *sizes, size_t first, size_t count,
                     const struct moe_quant_arrays *to)
 {
+    if (m->quant->scheme->packing == MOE_PACKED_COLUMNS)
+        pack_columns(m, sizes->row_bytes, first, count, to->elements + first * sizes->row_bytes);
     for (size_t r = first; r < first + count; r++) {
         bool first_of_block = f->block_rows == 0 ? r == 0 : r % f->block_rows == 0;
         size_t at = moe_packed_block(f, sizes->scale_columns, r, 0);

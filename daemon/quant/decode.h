@@ -15,12 +15,14 @@
 
 /* Parts [MOE_QUANT_PARTS] have the shapes of moe_quant_part_shape; NULL where the matrix has no
  * such part. Row r of the matrix is row first_row + r * row_step of DATA and SCALE: others than 0
- * and 1 only for MOE_PACKED_ROWS without zero points and with block_rows = 1. */
+ * and 1 only for MOE_PACKED_COLUMNS, and for MOE_PACKED_ROWS without zero points and with
+ * block_rows = 1. */
 struct moe_quant_matrix {
     const struct moe_quant *quant;
     enum moe_scale_type scale; /* of part SCALE */
     size_t rows, columns;
     size_t first_row, row_step;
+    size_t stored_rows; /* MOE_PACKED_COLUMNS: those of DATA [columns, stored_rows] and SCALE */
     const void *part[MOE_QUANT_PARTS];
 };
 

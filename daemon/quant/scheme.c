@@ -30,6 +30,12 @@ static const struct moe_quant_scheme schemes[MOE_QUANT_SCHEME_COUNT] = {
         .suffix = {[MOE_QUANT_DATA] = ".weight", [MOE_QUANT_SCALE] = ".scale"},
         .dtypes = {[MOE_QUANT_DATA] = "F8_E4M3", [MOE_QUANT_SCALE] = "F32 " E8M0_BYTES},
     },
+    [MOE_QUANT_FP8_LLAMA4] = {
+        .name = "FP8 of Llama-4", .encoding = MOE_ENC_F8E4M3, .packing = MOE_PACKED_COLUMNS,
+        .fused = true,
+        .suffix = {[MOE_QUANT_DATA] = "", [MOE_QUANT_SCALE] = "_scale"},
+        .dtypes = {[MOE_QUANT_DATA] = "F8_E4M3", [MOE_QUANT_SCALE] = "F32 BF16"},
+    },
     [MOE_QUANT_MXFP4_GPT_OSS] = {
         .name = "MXFP4 of GPT-OSS", .encoding = MOE_ENC_E2M1, .fused = true,
         .suffix = {[MOE_QUANT_DATA] = "_blocks", [MOE_QUANT_SCALE] = "_scales"},
@@ -133,7 +139,8 @@ static struct moe_status check_fit(const struct moe_quant *q, uint64_t rows, uin
                     : q->scheme->encoding == MOE_ENC_INT4 ? WORD
                     : four                                ? 2
                                                           : 1;
-    uint64_t row_step = q->scheme->packing != MOE_PACKED_ROWS ? WORD : 1;
+    uint64_t row_step =
+        four && q->scheme->packing != MOE_PACKED_ROWS ? WORD : 1; /* four bits, in words */
     bool fits = columns % step == 0 && rows % row_step == 0 &&
                 (!four || f->block_columns == 0 || columns % f->block_columns == 0);
     if (fits)
@@ -170,6 +177,8 @@ static void shape_of_columns(const struct moe_quant *q, enum moe_quant_part part
         set(dims, groups, n);
     else if (part == MOE_QUANT_ZERO)
         set(dims, groups, n / WORD);
+    else if (q->scheme->packing == MOE_PACKED_COLUMNS)
+        set(dims, k, n);
     else if (q->scheme->packing == MOE_PACKED_GPTQ)
         set(dims, k / WORD, n);
     else

@@ -28,6 +28,7 @@ enum moe_quant_packing {
                         [K / block, N / 8], packed along N */
     MOE_PACKED_AWQ,  /* I32: elements [K, N / 8] packed along N, as zero points; both in the order
                         0 2 4 6 1 3 5 7 from the lowest bits up. Scales as GPTQ */
+    MOE_PACKED_COLUMNS, /* bytes: elements [K, N], one scale for each row [N] */
 };
 
 struct moe_quant_scheme {
@@ -61,6 +62,7 @@ enum moe_quant_scheme_id {
     MOE_QUANT_FP8_BLOCK,       /* weight_scale_inv for each block */
     MOE_QUANT_FP8_SCALE,       /* weight_scale of a matrix, row or group */
     MOE_QUANT_FP8_DEEPSEEK_V4, /* scale for each block */
+    MOE_QUANT_FP8_LLAMA4,      /* fused and transposed, with a scale for each row */
     MOE_QUANT_MXFP4_GPT_OSS,   /* fused blocks and scales */
     MOE_QUANT_MXFP4_PACKED,    /* compressed-tensors */
     MOE_QUANT_MXFP4_DEEPSEEK_V4,

@@ -290,7 +290,10 @@ def compute(block, x):
     y = np.zeros_like(x)
     for token in range(len(x)):
         for e, w in zip(ids[token], weights[token]):
-            y[token] += w * expert(block, x[token], block["experts"][e])
+            if block["weighs_inputs"]:
+                y[token] += expert(block, w * x[token], block["experts"][e])
+            else:
+                y[token] += w * expert(block, x[token], block["experts"][e])
     if "shared" in block:
         shared = expert(block, x, block["shared"])
         if "shared_gate" in block:
@@ -312,6 +315,8 @@ FAMILIES = {
     "glm4_moe": dict(score="sigmoid", renorm=True, block="mlp", scaled=True,
                      shared="shared_experts", bias="mlp.gate.e_score_correction_bias"),
     "gpt_oss": dict(score="topk_softmax", renorm=False, block="mlp", act="oai", limit=7.0),
+    "llama4": dict(score="sigmoid", renorm=False, block="feed_forward", shared="shared_expert",
+                   weighs_inputs=True),
 }
 PARTS = ("gate", "up", "down")
 
@@ -325,7 +330,8 @@ def read_block(models, base, layer):
     prefix = "model.layers.%d." % layer
     block = {"config": config, "score": family["score"], "act": family.get("act", "silu"),
              "renorm": config.get("norm_topk_prob", family["renorm"]),
-             "scaled": family.get("scaled", False), "limit": family.get("limit")}
+             "scaled": family.get("scaled", False), "limit": family.get("limit"),
+             "weighs_inputs": family.get("weighs_inputs", False)}
     inside = prefix + family["block"]
     if base == "gpt_oss":
         block["router"] = tensors[inside + ".router.weight"]
@@ -338,7 +344,7 @@ def read_block(models, base, layer):
                                  gate_bias=biases[e, 0::2], up_bias=biases[e, 1::2],
                                  down_bias=down_bias[e]) for e in range(len(down))]
         return block
-    block["router"] = tensors[inside + ".gate.weight"]
+    block["router"] = tensors[inside + (".router" if base == "llama4" else ".gate") + ".weight"]
     if "bias" in family:
         block["select_bias"] = tensors[prefix + family["bias"]]
     if "shared_gate" in family:
@@ -346,6 +352,13 @@ def read_block(models, base, layer):
     if "shared" in family:
         block["shared"] = {p: tensors["%s.%s.%s_proj.weight" % (inside, family["shared"], p)]
                            for p in PARTS}
+    if base == "llama4":
+        both, down = (tensors["%s.experts.%s" % (inside, n)].transpose(0, 2, 1)
+                      for n in ("gate_up_proj", "down_proj"))
+        half = both.shape[1] // 2
+        block["experts"] = [dict(gate=both[e, :half], up=both[e, half:], down=down[e])
+                            for e in range(len(down))]
+        return block
     names = family.get("names", tuple(p + "_proj" for p in PARTS))
     block["experts"] = [{p: tensors["%s.experts.%d.%s.weight" % (inside, e, n)]
                          for p, n in zip(PARTS, names)} for e in range(len(block["router"]))]
@@ -415,6 +428,10 @@ MODELS = {
                                                activation_scale_ub=1200.0, modules_to_not_convert=[
                                                    "lm_head", "shared_expert"]),
                              lambda w: fp8(w, 1), None),
+    "fp8_fbgemm_llama4": ("llama4", dict(quant_method="fbgemm_fp8", activation_scale_ub=1200.0,
+                                         modules_to_not_convert=["lm_head", "self_attn",
+                                                                 "feed_forward.router"]),
+                          lambda w: fp8(w, 1), "same"),
     "fp8_modelopt_mixtral": ("mixtral", dict(quant_method="modelopt", quant_algo="FP8",
                                              ignore=["lm_head", "*.gate"],
                                              producer={"name": "modelopt"}),
@@ -442,6 +459,10 @@ MODELS = {
                                                     num_bits=4, type="int", strategy="group",
                                                     group_size=32, symmetric=True),
                               lambda w: int4_packed(w, 32, True), None),
+    "int4_channel_mixtral": ("mixtral", compressed("pack-quantized", ["lm_head", "re:.*gate$"],
+                                                   num_bits=4, type="int", strategy="channel",
+                                                   group_size=None, symmetric=True),
+                             lambda w: int4_packed(w, w.shape[1], True), None),
     "int4_zero_points_mixtral": ("mixtral", compressed("pack-quantized", ["lm_head", "re:.*gate$"],
                                                        num_bits=4, type="int", strategy="group",
                                                        group_size=32, symmetric=False),
@@ -546,7 +567,18 @@ def in_file(block, made, base, name, layer):
             np.stack([alternate(w["gate_bias"], w["up_bias"]) for w in experts]))
         out[inside + ".experts.down_proj_bias"] = plain(np.stack([w["down_bias"] for w in experts]))
         return out
-    out[inside + ".gate.weight"] = plain(block["router"])
+    if base == "llama4":
+        out[inside + ".router.weight"] = plain(block["router"])
+        for suffix, old in (("", ".weight"), ("_scale", ".weight_scale")):
+            of = [np.stack([made[e, p][old][1] for e in range(len(block["experts"]))])
+                  for p in PARTS]
+            kind, both = made[0, "gate"][old][0], np.concatenate(of[:2], 1).transpose(0, 2, 1)
+            down = of[2].transpose(0, 2, 1) if suffix == "" else of[2]
+            out[inside + ".experts.gate_up_proj" + suffix] = (kind, np.ascontiguousarray(both))
+            out[inside + ".experts.down_proj" + suffix] = (kind, np.ascontiguousarray(down))
+        made = {key: value for key, value in made.items() if key[0] == "shared"}
+    else:
+        out[inside + ".gate.weight"] = plain(block["router"])
     if "select_bias" in block:
         out[prefix + family["bias"]] = plain(block["select_bias"])
     if "shared_gate" in block:
@@ -572,6 +604,9 @@ def make(models, target, name):
     config = dict(block["config"], num_hidden_layers=layer + 1)
     if name == "int4_kimi_k2":
         config["model_type"] = "kimi_k2"
+    if base == "llama4":
+        config.update({key: config[key][:1] for key in ("layer_types", "moe_layers",
+                                                        "no_rope_layers")})
     if name.endswith("deepseek_v4"):
         block = deepseek_v4(block, read_block(models, base, 1)["experts"][0])
         config = block["config"]

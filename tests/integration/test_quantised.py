@@ -25,8 +25,8 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(MODELS)), "quantised")
 # Beginnings of models that the backend computes with as they are. GPUs have no kernels for fp32
 # scales of 32 columns, nor for INT4 in groups of 16.
 KEPT = {"cpu": ("",), "cuda": ("fp8_block_128", "fp8_channel", "fp8_fbgemm", "fp8_modelopt",
-                               "fp8_tensor", "fp8_ue8m0", "int4_group_32", "int4_zero_points",
-                               "mxfp4_", "mxfp8_", "nvfp4_")}[BACKEND]
+                               "fp8_tensor", "fp8_ue8m0", "int4_channel", "int4_group_32",
+                               "int4_zero_points", "mxfp4_", "mxfp8_", "nvfp4_")}[BACKEND]
 SCHEMES = sorted(name for name in os.listdir(ROOT) if os.path.isdir(os.path.join(ROOT, name)))
 
 

@@ -164,6 +164,48 @@ static void rows_of_gate_and_up_alternate(void **state)
     assert_true(to[0] == 3 && to[1] == 4 && to[2] == 48 && to[3] == 0 && signbit(to[3]));
 }
 
+static void rows_of_up_are_columns_of_llama4(void **state)
+{
+    (void)state;
+    /* [2, 4] in the file: each line has column k of rows 0 and 1 of gate, and of up. */
+    const uint8_t data[8] = {0x30, 0x30, 0x38, 0xb8, 0x30, 0x30, 0x40, 0xc0};
+    const float scales[4] = {100, 100, 1, 4};
+    float to[4], row[2];
+    uint8_t elements[4], packed_scales[8];
+    struct moe_quant q = quant(MOE_QUANT_FP8_LLAMA4, 1, 0);
+    struct moe_quant_matrix m = {.quant = &q,
+                                 .scale = MOE_SCALE_F32,
+                                 .rows = 2,
+                                 .columns = 2,
+                                 .first_row = 2,
+                                 .row_step = 1,
+                                 .stored_rows = 4,
+                                 .part = {[MOE_QUANT_DATA] = data, [MOE_QUANT_SCALE] = scales}};
+    moe_quant_decode(&m, 0, 2, to);
+    assert_true(to[0] == 1 && to[1] == 2 && to[2] == -4 && to[3] == -8);
+    moe_quant_decode(&m, 1, 1, row);
+    assert_memory_equal(row, to + 2, sizeof row);
+
+    struct moe_weight_format f = moe_quant_packed_format(&q, MOE_SCALE_F32, false);
+    struct moe_packed_sizes sizes;
+    struct moe_packed_matrix packed;
+    const struct moe_quant_arrays arrays = {.elements = elements, .scales = packed_scales};
+    assert_false(moe_quant_is_packed(&m, &f, &packed));
+    assert_true(moe_packed_sizes(&f, 2, 2, &sizes));
+    moe_quant_pack(&m, &f, &sizes, 1, 1, &arrays);
+    moe_quant_pack(&m, &f, &sizes, 0, 1, &arrays);
+    assert_memory_equal(elements, ((const uint8_t[]){0x38, 0x40, 0xb8, 0xc0}), 4);
+    assert_memory_equal(packed_scales, scales + 2, sizeof packed_scales);
+
+    float spoilt[4] = {NAN, 1, 1, 1};
+    enum moe_quant_part part;
+    m.part[MOE_QUANT_SCALE] = spoilt;
+    assert_ok(moe_quant_check(&m, &part)); /* that of another matrix */
+    spoilt[3] = 0;
+    struct moe_status st = moe_quant_check(&m, &part);
+    assert_true(moe_failed(&st) && part == MOE_QUANT_SCALE);
+}
+
 static void awq_and_gptq_are_transposed(void **state)
 {
     (void)state;
@@ -341,6 +383,7 @@ int main(void)
         cmocka_unit_test(a_matrix_that_cannot_be_packed_is_refused),
         cmocka_unit_test(blocks_at_the_edge_have_their_scales),
         cmocka_unit_test(rows_of_gate_and_up_alternate),
+        cmocka_unit_test(rows_of_up_are_columns_of_llama4),
         cmocka_unit_test(awq_and_gptq_are_transposed),
         cmocka_unit_test(a_scale_that_is_none_is_refused),
         cmocka_unit_test(lists_match_as_their_producers_mean),
