@@ -283,7 +283,7 @@ static struct moe_status no_w8a8(const struct moe_layer_spec *spec, enum moe_wei
 
 /* Whom to ask whether matrices stay as they are. */
 struct keeper {
-    bool (*computes)(const struct moe_device *, const struct moe_weight_format *);
+    moe_computes_fn computes;
     const struct moe_device *device;
     bool w8a8;
 };
@@ -328,9 +328,7 @@ static struct moe_status find_format(const struct moe_model *m, const struct moe
     return moe_ok();
 }
 
-struct moe_status moe_model_keep_quantised(struct moe_model *m,
-                                           bool (*computes)(const struct moe_device *,
-                                                            const struct moe_weight_format *),
+struct moe_status moe_model_keep_quantised(struct moe_model *m, moe_computes_fn computes,
                                            const struct moe_device *device, bool w8a8)
 {
     const struct keeper k = {.computes = computes, .device = device, .w8a8 = w8a8};

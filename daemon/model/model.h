@@ -45,9 +45,7 @@ const char *moe_model_quantisation(const struct moe_model *m);
  *       UNSUPPORTED if it asks for none that is known, or if `computes` refuses it. Other matrices
  *       are as without it.
  * Errors: also as moe_model_open. */
-struct moe_status moe_model_keep_quantised(struct moe_model *m,
-                                           bool (*computes)(const struct moe_device *,
-                                                            const struct moe_weight_format *),
+struct moe_status moe_model_keep_quantised(struct moe_model *m, moe_computes_fn computes,
                                            const struct moe_device *device, bool w8a8) MOE_CHECKED;
 /* Whether quantised matrices of routed or of shared experts are decoded, in any layer. */
 bool moe_model_decodes(const struct moe_model *m);

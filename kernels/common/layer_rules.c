@@ -106,9 +106,7 @@ struct moe_status moe_layer_check(const struct moe_layer_spec *spec,
 }
 
 static struct moe_status check_format(const struct moe_weight_format *f, const char *whose,
-                                      bool (*computes)(const struct moe_device *,
-                                                       const struct moe_weight_format *),
-                                      const struct moe_device *device)
+                                      moe_computes_fn computes, const struct moe_device *device)
 {
     if (f->encoding == MOE_ENC_NONE)
         return moe_ok();
@@ -129,9 +127,7 @@ static struct moe_status check_format(const struct moe_weight_format *f, const c
 }
 
 struct moe_status moe_layer_check_formats(const struct moe_layer_spec *spec,
-                                          bool (*computes)(const struct moe_device *,
-                                                           const struct moe_weight_format *),
-                                          const struct moe_device *device)
+                                          moe_computes_fn computes, const struct moe_device *device)
 {
     MOE_TRY(check_format(&spec->routed_format, "routed", computes, device));
     return check_format(&spec->shared_format, "shared", computes, device);

@@ -12,8 +12,6 @@
 extern "C" {
 #endif
 
-struct moe_device;
-
 /* Spec and placement are valid and fit together, and `slot` exists.
  * Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID. */
 struct moe_status moe_layer_check(const struct moe_layer_spec *spec,
@@ -22,8 +20,7 @@ struct moe_status moe_layer_check(const struct moe_layer_spec *spec,
 /* The formats of the spec are valid, and `computes` (moe/backend.h) takes them on this device.
  * Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID, MOE_FAILED_PRECONDITION/UNSUPPORTED. */
 struct moe_status moe_layer_check_formats(const struct moe_layer_spec *spec,
-                                          bool (*computes)(const struct moe_device *,
-                                                           const struct moe_weight_format *),
+                                          moe_computes_fn computes,
                                           const struct moe_device *device) MOE_CHECKED;
 
 /* `m` has the parts that a matrix of the weight's format has. Errors: MOE_INVALID_ARGUMENT with

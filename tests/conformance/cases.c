@@ -182,10 +182,8 @@ static void quantise(struct rng *r, struct test_case *c, enum moe_weight w)
     }
 }
 
-static void draw_format(struct rng *r,
-                        bool (*computes)(const struct moe_device *,
-                                         const struct moe_weight_format *),
-                        const struct moe_device *device, bool w8a8, struct moe_weight_format *out)
+static void draw_format(struct rng *r, moe_computes_fn computes, const struct moe_device *device,
+                        bool w8a8, struct moe_weight_format *out)
 {
     struct moe_weight_format f = random_format(r, MOE_ENC_F8E4M3 + rng_below(r, 3)), quantising = f;
     if (w8a8 && f.encoding == MOE_ENC_F8E4M3 && rng_chance(r, 50)) {
@@ -197,9 +195,8 @@ static void draw_format(struct rng *r,
         *out = f;
 }
 
-void case_quantise(struct test_case *c,
-                   bool (*computes)(const struct moe_device *, const struct moe_weight_format *),
-                   const struct moe_device *device, bool w8a8)
+void case_quantise(struct test_case *c, moe_computes_fn computes, const struct moe_device *device,
+                   bool w8a8)
 {
     struct rng r = {.state = c->seed * 41 + 5};
     if (rng_chance(&r, 50))

@@ -48,9 +48,8 @@ struct test_case {
 struct test_case *case_draw(uint64_t seed, uint32_t slots, enum case_skew skew);
 /* In some cases: makes the experts' matrices quantised, in formats that `computes` takes (NULL: in
  * none). `w8a8`: some of them quantise rows, too. The case's other draws stay as they are. */
-void case_quantise(struct test_case *c,
-                   bool (*computes)(const struct moe_device *, const struct moe_weight_format *),
-                   const struct moe_device *device, bool w8a8);
+void case_quantise(struct test_case *c, moe_computes_fn computes, const struct moe_device *device,
+                   bool w8a8);
 /* Whether a product of the case quantises rows. */
 bool case_is_w8a8(const struct test_case *c);
 void case_free(struct test_case *c);

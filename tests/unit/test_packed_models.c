@@ -84,8 +84,7 @@ static void check_layer(struct pair *p)
     deliveries_free(&p->decoded);
 }
 
-static void open_pair(struct pair *p, const char *directory,
-                      bool (*computes)(const struct moe_device *, const struct moe_weight_format *))
+static void open_pair(struct pair *p, const char *directory, moe_computes_fn computes)
 {
     *p = (struct pair){0};
     assert_ok(moe_model_open(directory, &p->packed));
@@ -146,10 +145,7 @@ static bool nothing_in_w8a8(const struct moe_device *device, const struct moe_we
     return f->activations == MOE_ACTIVATIONS_PLAIN;
 }
 
-static struct moe_status open_w8a8(const char *name,
-                                   bool (*computes)(const struct moe_device *,
-                                                    const struct moe_weight_format *),
-                                   struct moe_model **m)
+static struct moe_status open_w8a8(const char *name, moe_computes_fn computes, struct moe_model **m)
 {
     char path[512];
     snprintf(path, sizeof path, MOE_QUANTISED_DIR "/%s", name);
@@ -191,7 +187,7 @@ static void fp8_activations_that_are_not_computed_are_refused(void **state)
     (void)state;
     static const struct {
         const char *name;
-        bool (*computes)(const struct moe_device *, const struct moe_weight_format *);
+        moe_computes_fn computes;
         const char *why;
     } cases[] = {
         {"fp8_tensor_mixtral", every_format, "config.json"},

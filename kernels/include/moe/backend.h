@@ -353,7 +353,7 @@ struct moe_backend {
     /* Whether layers of the device may have matrices of this format, which stay quantised in
      * memory. Any thread. NULL: of none. layer_create refuses a spec with another format:
      * MOE_FAILED_PRECONDITION/UNSUPPORTED. */
-    bool (*computes)(const struct moe_device *, const struct moe_weight_format *);
+    moe_computes_fn computes;
     /* Uploads a matrix that has a format in the layer's spec, in the form of moe/packed_matrix.h.
      * The caller may reuse the memory on return. layer_upload and layer_fetch refuse such a matrix,
      * and this call any other. The values are checked elsewhere: scales are finite and not zero,

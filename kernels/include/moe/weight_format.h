@@ -66,6 +66,11 @@ struct moe_weight_format {
     enum moe_activation_format activations;
 };
 
+/* Whether layers of a device may have matrices of a format, which stay quantised in memory. Any
+ * thread. */
+struct moe_device;
+typedef bool (*moe_computes_fn)(const struct moe_device *, const struct moe_weight_format *);
+
 /* Inputs of a group of activations, in rows of `columns`. */
 static inline uint32_t moe_activation_group(const struct moe_weight_format *f, uint32_t columns)
 {
