@@ -12,8 +12,11 @@ moe_test(test_membership_slots SOURCES test_membership_slots.c membership_fixtur
   USES moe_coordinator LABELS coordinator)
 moe_test(test_scale SOURCES test_scale.c USES moe_coordinator LABELS coordinator)
 moe_test(test_moved SOURCES test_moved.c USES moe_coordinator LABELS coordinator)
-moe_test(test_coordinator_service SOURCES test_coordinator_service.c
-  USES moe_coordinator moe_model moe_proto LABELS coordinator TIMEOUT 120)
+foreach(part service digests streams models)
+  moe_test(test_coordinator_${part}
+    SOURCES test_coordinator_${part}.c coordinator_fixture.c coordinator_workers.c
+    USES moe_coordinator moe_model moe_proto LABELS coordinator TIMEOUT 120)
+endforeach()
 
 # The membership machine, compiled here with MOE_SIMULATION: its guards can be switched off.
 set(coordinator ${PROJECT_SOURCE_DIR}/daemon/coordinator)
