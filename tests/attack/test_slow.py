@@ -54,9 +54,9 @@ class Slow(unittest.TestCase):
 
     def attack(self, name, seconds, connections=0):
         return subprocess.Popen(
-            [sys.executable, os.path.join(attack.HERE, "slow.py"), self.worker["endpoint"], name,
-             "--seconds", str(seconds), "--connections", str(connections)], stdout=subprocess.PIPE,
-            preexec_fn=lambda: os.sched_setaffinity(0, attack.CORES[-1:]))
+            [*attack.ON_LAST_CORE, sys.executable, os.path.join(attack.HERE, "slow.py"),
+             self.worker["endpoint"], name, "--seconds", str(seconds), "--connections",
+             str(connections)], stdout=subprocess.PIPE)
 
     def endure(self, name, connections, allowed):
         """`allowed`: bytes that the worker may take. Returns the totals of slow.py, and the bytes

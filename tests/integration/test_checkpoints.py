@@ -8,7 +8,6 @@ import os
 import random
 import resource
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -431,7 +430,7 @@ class Checkpoints(unittest.TestCase):
         popen = daemons.subprocess.Popen
         try:
             daemons.subprocess.Popen = lambda *a, **k: popen(
-                *a, preexec_fn=lambda: signal.signal(signal.SIGXFSZ, signal.SIG_IGN), **k)
+                *a, restore_signals=False, **k)  # Python ignores SIGXFSZ
             g = TrainingGroup(FAMILY, 2, "--training", "adamw", "--training-dir", self.root)
         finally:
             daemons.subprocess.Popen = popen

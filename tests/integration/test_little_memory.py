@@ -2,7 +2,6 @@
 """Daemons that may have little memory: they serve, or end with one clear error."""
 
 import os
-import resource
 import signal
 import subprocess
 import tempfile
@@ -28,8 +27,7 @@ class Daemon:
     def __init__(self, limit, command):
         self.log = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            command, stdout=self.log, stderr=self.log,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))
+            ["prlimit", "--as=%d" % limit, *command], stdout=self.log, stderr=self.log)
 
     def text(self):
         self.log.seek(0)

@@ -325,12 +325,10 @@ class UpAndDown(unittest.TestCase):
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
 
     def on_a_full_disk(self, *arguments):
-        """Runs moectl with a limit on the size of files."""
-        def limit():
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
-        done = subprocess.run([MOECTL, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                              text=True, timeout=120, preexec_fn=limit)
+        """Runs moectl with a limit on the size of files. Python ignores SIGXFSZ."""
+        done = subprocess.run(["prlimit", "--fsize=1:unlimited", MOECTL, *arguments],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                              timeout=120, restore_signals=False)
         print(done.stderr)
         self.assertEqual((done.returncode, done.stdout), (UNREACHABLE, ""))
         return done.stderr
@@ -358,8 +356,7 @@ class UpAndDown(unittest.TestCase):
                 freeze(second["pid"])
                 wait_until(lambda: all(worker["state"] == "GONE" for worker in json.loads(
                     run("status", "-o", "json", *here).stdout)["workers"]))
-                with self.start_replace(state, preexec_fn=lambda: signal.signal(
-                        signal.SIGXFSZ, signal.SIG_IGN)) as replace:
+                with self.start_replace(state, restore_signals=False) as replace:
                     self.assertIn("starting worker-0 again", replace.stderr.readline())
                     self.assertIn("its slot is empty", replace.stderr.readline())
                     resource.prlimit(replace.pid, resource.RLIMIT_FSIZE,

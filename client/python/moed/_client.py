@@ -135,7 +135,7 @@ class Client(TrainingCalls):
     there, best before the parent has opened any: gRPC itself is not made for fork. If the parent
     has a Client, "auto" is grpcio there, and "native" fails with FAILED_PRECONDITION.
     On Debian 13 a fork does not return while a Client is open, because gRPC there waits for its
-    own threads: start children by subprocess, or close the Client first.
+    own threads: start children by subprocess without preexec_fn, or close the Client first.
     """
 
     def __init__(self, endpoint, spread=False, timeout=60.0, *, model=None, model_digest=None,
