@@ -32,8 +32,10 @@ if(MOE_HAVE_UCX)
     ENVIRONMENT "PYTHONUNBUFFERED=1;MOE_TEST_UCX=1")
 endif()
 moe_integration_test(python_training SLOW)
+moe_integration_test(torch_training SLOW)
 moe_integration_test(resumed_training SLOW TIMEOUT 300)
 moe_integration_test(torch_compile TIMEOUT 300)
 moe_integration_test(aux_loss)
-set_tests_properties(integration_resumed_training integration_torch_compile PROPERTIES
+set_tests_properties(integration_torch_training integration_resumed_training
+  integration_torch_compile PROPERTIES
   SKIP_REGULAR_EXPRESSION "OK .skipped=")
