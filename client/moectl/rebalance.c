@@ -151,7 +151,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "with --dry-run: copies of each layer that a slot may hold beyond its share; otherwise "
          "--spare-experts of the coordinator counts"},
         {"min-gain", 0, MOE_OPTION_UINT, &r.least_gain, 0, 100, "PERCENT",
-         "move nothing unless the busiest slot gets so much fewer rows"},
+         "move nothing unless the busiest slot would get at least this many percent fewer rows"},
         {"placement", 0, MOE_OPTION_UINT, &r.version, 0, UINT32_MAX, "VERSION",
          "move only if this placement is in force (0: any)"},
     };

@@ -24,7 +24,7 @@ enum {
 
 struct moe_rebalancer_policy {
     uint64_t every_ns;   /* between two looks; 0 = never */
-    uint32_t least_gain; /* percent, 1..100: so many fewer rows of the busiest slot */
+    uint32_t least_gain; /* 1..100: percent fewer rows of the busiest slot, at least */
 };
 
 struct moe_rebalancer {

@@ -64,9 +64,9 @@ static size_t join_options(const struct moe_daemon *d, struct moe_daemon_setting
          "Token that this daemon shows to others, mode 0600. Without --access-file, a caller with "
          "the same token may do everything"},
         {"tls-certificate", 0, MOE_OPTION_STRING, &s->tls_certificate, 0, 0, "FILE",
-         "PEM: this daemon's certificate, then its chain. All its TCP addresses use TLS; it shows "
-         "the certificate to other daemons too. Changes of this and the next three count within "
-         "10 s"},
+         "PEM: this daemon's certificate, then its chain. All its TCP addresses but "
+         "--metrics-listen use TLS; it shows the certificate to other daemons too. Changes of this "
+         "and the next three count within 10 s"},
         {"tls-key", 0, MOE_OPTION_STRING, &s->tls_key, 0, 0, "FILE",
          "PEM: the key of --tls-certificate, without a passphrase, mode 0600"},
         {"tls-client-ca", 0, MOE_OPTION_STRING, &s->tls_client_ca, 0, 0, "FILE",

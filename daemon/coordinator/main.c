@@ -190,8 +190,8 @@ int main(int argc, char **argv)
         {"rebalance-every-s", 0, MOE_OPTION_UINT, &s.rebalance_every_s, 1, 86400, "S",
          "Seconds between two looks at the rows of experts"},
         {"min-gain", 0, MOE_OPTION_UINT, &s.min_gain, 1, 100, "PERCENT",
-         "So many fewer rows must the busiest slot get in three looks in a row, before experts "
-         "move"},
+         "With --rebalance auto: experts move once, in three looks in a row, the busiest slot "
+         "would get at least this many percent fewer rows"},
         {"state-dir", 's', MOE_OPTION_STRING, &s.state_dir, 0, 0, "DIR",
          "Directory that keeps epochs across restarts, not writable for others; without it a "
          "restart "

@@ -516,10 +516,10 @@ static const struct moe_option other_options[] = {
     {"drain-ms", 0, MOE_OPTION_UINT, &settings.drain_ms, 0, 3600000, "MS",
      "Milliseconds to finish requests after SIGTERM"},
     {"net-interface", 0, MOE_OPTION_STRING, &settings.net_interface, 0, 0, "NAME|ADDRESS",
-     "Network interface for rows between hosts; default: that of the address for peers"},
+     "Network interface for rows between hosts; default: that of the address of --advertise, else "
+     "of --listen; all, if this host has no such address"},
     {"rebalance-share", 0, MOE_OPTION_UINT, &settings.rebalance_share, 1, 100, "PERCENT",
-     "of the time of one processor and of the disk for experts that move here; steps have the "
-     "rest"},
+     "Share of one processor's time, and of the disk's, for reading experts that move here"},
     {"domain-size", 0, MOE_OPTION_UINT, &settings.domain_size, 0, MOE_MAX_SLOTS, "N",
      "For tests: slots s and t count as hosts apart unless s / N = t / N; 0 = as they are"},
     {"spin-us", 0, MOE_OPTION_UINT, &settings.spin_us, 0, 1000000, "US",

@@ -243,8 +243,8 @@ bool moectl_parse(const struct moectl_command *command, const struct moe_option 
         {"help", 'h', MOE_OPTION_BOOL, &help, 0, 0, NULL, "this text"},
         {"endpoint", 'e', MOE_OPTION_STRING, &common->endpoint, 0, 0, "H:P,...",
          "any worker or the coordinator, or several of which one answers; default: --context, else "
-         "$MOED_ENDPOINT, else the local "
-         "group"},
+         "$MOED_ENDPOINT, else $MOED_CONTEXT, else the current context, else the local group. With "
+         "--state-dir: that local group"},
         {"token-file", 0, MOE_OPTION_STRING, &common->trust[MOECTL_TOKEN_FILE], 0, 0, "FILE",
          "token for daemons that ask for one, mode 0600; default: $MOED_TOKEN_FILE"},
         {"tls-ca", 0, MOE_OPTION_STRING, &common->trust[MOECTL_TLS_CA], 0, 0, "FILE",
