@@ -336,7 +336,7 @@ static int announce(const struct up *u)
             moectl_put("%s\n", g->processes[i].endpoint);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }
-    json_t *document = moectl_document("Group");
+    json_t *document = moectl_document("StartedGroup");
     json_t *workers = json_array();
     for (size_t i = 1; i < g->count; i++)
         json_array_append_new(workers, json_string(g->processes[i].endpoint));
@@ -534,7 +534,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"rebalance-every-s", 0, MOE_OPTION_UINT, &u.every_s, 1, 86400, "S",
          "with --rebalance auto: seconds between two looks at the rows of experts"},
         {"min-gain", 0, MOE_OPTION_UINT, &u.min_gain, 1, 100, "PERCENT",
-         "with --rebalance auto: so many fewer rows must the busiest worker get in three looks"},
+         "with --rebalance auto: experts move once, in three looks in a row, the busiest worker "
+         "would get at least this many percent fewer rows"},
         {"partial-views", 0, MOE_OPTION_BOOL, &u.partial, 0, 0, NULL,
          "serve on also without the experts of lost workers (see moe-coordinator --help)"},
         {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME",

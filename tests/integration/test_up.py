@@ -41,6 +41,7 @@ class UpAndDown(unittest.TestCase):
             first = self.up(state, "--detach", "-o", "json")
             self.assertEqual(first.returncode, OK, first.stderr)
             document = json.loads(first.stdout)
+            self.assertEqual(document["kind"], "StartedGroup")
             self.assertEqual(len(document["workers"]), 2)
             self.assertEqual(document["endpoint"], document["workers"][0])
             self.assertEqual(self.up(state).returncode, CONFLICT)
@@ -60,7 +61,9 @@ class UpAndDown(unittest.TestCase):
         with folder() as state:
             self.assertEqual(self.up(state, "--detach").returncode, OK)
             with open(os.path.join(state, "group.json")) as file:
-                processes = json.load(file)["processes"]
+                group = json.load(file)
+            self.assertEqual(group["kind"], "LocalGroup")
+            processes = group["processes"]
             os.kill(processes[0]["pid"], signal.SIGKILL)
             wait_until(lambda: not is_alive(processes[0]["pid"]))
             down = run("down", "--state-dir", state, "--force")

@@ -174,7 +174,7 @@ bool moectl_state_wait_gone(int directory, uint64_t deadline_ns)
 
 static json_t *group_to_json(const struct moectl_group *group)
 {
-    json_t *document = moectl_document("Group");
+    json_t *document = moectl_document("LocalGroup");
     json_t *processes = json_array();
     bool good = document != NULL && processes != NULL;
     for (size_t i = 0; i < group->count && good; i++) {
