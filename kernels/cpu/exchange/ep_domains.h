@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Passes of a session over several domains (common/domains.h): a gateway forwards the rows of its
  * partners inside its domain, and adds its domain's sums before they cross. See
- * decisions/0009-steps-over-domains.md. Internal to ep*.c.
+ * kernels/decisions/0009-steps-over-domains.md. Internal to ep*.c.
  *
  * Windows are laid out as ever. A source's row lies at [source][token] of every window that it
  * reaches, and so do its routing entries: in the gateway's window those of the whole domain, in
