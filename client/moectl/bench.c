@@ -7,7 +7,8 @@
  * Open loop: requests begin at random times of a given rate, whether or not earlier ones have been
  * answered. Their latency runs from the intended start, so a service that falls behind shows it.
  *
- * Several transports are measured in turn, with the same requests.
+ * Several transports are measured in turn, with the same requests. Those to a layer that routes by
+ * token id have random token ids.
  *
  * Through shared memory (--transport shm, cuda) the main thread submits the requests of all
  * clients, and looks for their ends. With cuda it looks in the order of submission. */
@@ -53,6 +54,7 @@ struct bench {
     double duration_s;
     bool unary, stream, spread;
     double rate, slo_p99_ms; /* open loop; 0 = none */
+    uint32_t vocabulary;     /* of a layer that routes by token id; else 0 */
 
     uint32_t concurrency[MOECTL_BENCH_RUNS_MAX];
     size_t concurrency_count;
@@ -94,8 +96,9 @@ struct loop {
     struct moe_client_stream *stream; /* with --stream */
     struct moe_client_forward call;
     void *x, *y;
+    int64_t *token_ids; /* NULL: the layer's router chooses */
     /* Through shared memory: places in the region; the request, or why it was not submitted. */
-    uint64_t x_at, y_at, request;
+    uint64_t x_at, y_at, token_ids_at, request;
     bool submitted;
     struct moe_status refused;
     uint64_t begin_ns, errors;
@@ -147,6 +150,8 @@ static void submit_shared(struct loop *l)
         .dtype = l->call.dtype,
         .x = {l->load->region, l->x_at},
         .y = {l->load->region, l->y_at},
+        .token_ids_in = {l->token_ids != NULL ? l->load->region : NULL,
+                         l->token_ids != NULL ? l->token_ids_at : 0},
     };
     l->refused = moe_session_submit(l->load->session, &f, &l->request);
     l->submitted = true;
@@ -193,6 +198,15 @@ static void fill(void *x, enum moe_dtype dtype, size_t count, uint64_t seed)
         else
             ((uint16_t *)x)[i] = moe_f32_to_bf16(value);
     }
+}
+
+/* Random ids of a vocabulary; NULL without memory. */
+static int64_t *make_token_ids(const struct bench *b, uint64_t seed)
+{
+    int64_t *ids = calloc(b->tokens, sizeof *ids);
+    for (uint64_t t = 0; ids != NULL && t < b->tokens; t++)
+        ids[t] = (int64_t)(next_random(&seed) % b->vocabulary);
+    return ids;
 }
 
 /* A loop's request has ended. */
@@ -285,24 +299,33 @@ static struct moe_status share_with_stream(const struct bench *b, struct load *l
     return moe_ok();
 }
 
-/* Memory for x and y of all loops. */
+/* Memory for x, y and token ids of all loops. */
 static struct moe_status share_loops(const struct bench *b, struct load *load, struct loop *loops)
 {
     const uint32_t count = load->run->concurrency;
-    size_t bytes, each, all;
+    const size_t token_bytes = b->vocabulary != 0 ? b->tokens * sizeof(int64_t) : 0;
+    size_t bytes, each, tokens_each, loop_bytes, all;
     if (!moe_size_mul3(b->tokens, b->report.hidden, moe_dtype_bytes(b->dtype), &bytes) ||
-        !moe_size_round_up(bytes, PAGE, &each) || !moe_size_mul3(each, 2, count, &all))
+        !moe_size_round_up(bytes, PAGE, &each) ||
+        !moe_size_round_up(token_bytes, PAGE, &tokens_each) ||
+        !moe_size_mul(each, 2, &loop_bytes) ||
+        !moe_size_add(loop_bytes, tokens_each, &loop_bytes) ||
+        !moe_size_mul(loop_bytes, count, &all))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "too many tokens");
     for (uint32_t i = 0; i < count; i++) {
-        loops[i].x_at = (uint64_t)i * 2 * each;
+        loops[i].x_at = (uint64_t)i * loop_bytes;
         loops[i].y_at = loops[i].x_at + each;
+        loops[i].token_ids_at = loops[i].y_at + each;
     }
     if (b->session == NULL)
         return share_with_stream(b, load, loops, all);
     MOE_TRY(moe_region_create(b->session, "bench", all, &load->region));
     load->session = b->session;
     for (uint32_t i = 0; i < count; i++) {
-        memcpy((char *)moe_region_data(load->region) + loops[i].x_at, loops[i].x, bytes);
+        char *data = moe_region_data(load->region);
+        memcpy(data + loops[i].x_at, loops[i].x, bytes);
+        if (loops[i].token_ids != NULL)
+            memcpy(data + loops[i].token_ids_at, loops[i].token_ids, token_bytes);
     }
     return moe_ok();
 }
@@ -313,6 +336,7 @@ static void free_loops(struct loop *loops, size_t count)
         moe_client_stream_close(loops[i].stream);
         free(loops[i].x);
         free(loops[i].y);
+        free(loops[i].token_ids);
     }
     free(loops);
 }
@@ -328,7 +352,9 @@ static struct moe_status make_loop(const struct bench *b, struct load *load, uin
     l->load = load;
     l->x = malloc(bytes);
     l->y = malloc(bytes);
-    if (l->x == NULL || l->y == NULL)
+    if (b->vocabulary != 0)
+        l->token_ids = make_token_ids(b, ~(b->seed + (number << 32)));
+    if (l->x == NULL || l->y == NULL || (b->vocabulary != 0 && l->token_ids == NULL))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "tensors");
     fill(l->x, b->dtype, count, b->seed + (number << 32));
     l->call = (struct moe_client_forward){
@@ -339,6 +365,7 @@ static struct moe_status make_loop(const struct bench *b, struct load *load, uin
         .dtype = b->dtype,
         .x = l->x,
         .y = l->y,
+        .token_ids_in = l->token_ids,
     };
     return b->stream ? moe_client_stream_open(b->client, &l->stream) : moe_ok();
 }
@@ -628,8 +655,10 @@ static struct moe_status connect_to_group(struct bench *b, enum transport t)
     const struct moe_client_info *info = moe_client_get_info(b->client);
     b->report.info = info;
     for (size_t i = 0; i < info->layer_count; i++)
-        if (info->layers[i].layer == b->layer)
+        if (info->layers[i].layer == b->layer) {
             b->report.hidden = info->layers[i].hidden;
+            b->vocabulary = info->layers[i].vocabulary;
+        }
     if (b->report.hidden == 0)
         return moe_error(MOE_NOT_FOUND, MOE_REASON_LAYER_NOT_FOUND,
                          "the model has no MoE layer %" PRIu64, b->layer);

@@ -158,6 +158,7 @@ static struct moe_status prepare(struct forward *o)
         .x = o->x.data,
         .topk_ids_in = o->x.topk_ids,
         .topk_weights_in = o->x.topk_weights,
+        .token_ids_in = o->x.token_ids,
         .y = y->data,
         .topk_ids = y->topk_ids,
         .topk_weights = y->topk_weights,
@@ -287,6 +288,8 @@ static int check(const struct forward *o)
                                   o->policy);
     if (o->names.topk_weights != NULL && o->names.topk_ids == NULL)
         return moectl_usage_error("--topk-weights needs --topk-ids");
+    if (o->names.token_ids != NULL && o->names.topk_ids != NULL)
+        return moectl_usage_error("--token-ids excludes --topk-ids");
     return moectl_check_digest(o->model_digest);
 }
 
@@ -309,6 +312,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "I32 [T,K] tensor of the input: experts to use; default: the router chooses"},
         {"topk-weights", 0, MOE_OPTION_STRING, &o.names.topk_weights, 0, 0, "NAME",
          "F32 [T,K] tensor of the input: their weights; default: the router's"},
+        {"token-ids", 0, MOE_OPTION_STRING, &o.names.token_ids, 0, 0, "NAME",
+         "I64 [T] tensor of the input, for a layer that routes by token id; default: none"},
         {"return-routing", 0, MOE_OPTION_BOOL, &o.return_routing, 0, 0, NULL,
          "also write topk_ids (I32) and topk_weights (F32)"},
         {"parts", 0, MOE_OPTION_STRING, &o.parts, 0, 0, "both|routed|shared",

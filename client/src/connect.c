@@ -73,6 +73,7 @@ static struct moe_status read_layers(struct moe_client *c)
             .intermediate = l->intermediate,
             .shared_intermediate = l->shared_intermediate,
             .routes_by_token_id = l->routes_by_token_id != 0,
+            .vocabulary = l->vocabulary,
         };
     }
     return moe_ok();

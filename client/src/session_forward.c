@@ -13,8 +13,7 @@
 
 #define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
 
-enum { DETAILS_MS = 100 };                           /* for those that come after the completion */
-enum { ROUTE_SERVER, ROUTE_IDS, ROUTE_IDS_WEIGHTS }; /* moe_ring_request.routing */
+enum { DETAILS_MS = 100 }; /* for those that come after the completion */
 
 /* -------------------------------------------------------------------- submitting */
 
@@ -33,6 +32,11 @@ static struct moe_status place(const struct moe_client_session *s,
     return moe_ok();
 }
 
+static struct moe_client_tensor token_ids_of(const struct moe_client_session_forward *f)
+{
+    return MOE_CLIENT_HAS(f, token_ids_in) ? f->token_ids_in : (struct moe_client_tensor){0};
+}
+
 static struct moe_status check(const struct moe_client_session *s,
                                const struct moe_client_session_forward *f,
                                const struct moe_client_layer **layer)
@@ -43,7 +47,18 @@ static struct moe_status check(const struct moe_client_session *s,
         return invalid(DTYPE_UNSUPPORTED, "dtype must be F32 or BF16");
     if (f->weights_in.region != NULL && f->ids_in.region == NULL)
         return invalid(ROUTING_INVALID, "weights_in needs ids_in");
+    if (token_ids_of(f).region != NULL && f->ids_in.region != NULL)
+        return invalid(ROUTING_INVALID, "token_ids_in excludes ids_in");
     return moe_ok();
+}
+
+static enum moe_ring_routing routing_of(const struct moe_client_session_forward *f)
+{
+    if (token_ids_of(f).region != NULL)
+        return MOE_RING_ROUTE_TOKEN_IDS;
+    if (f->ids_in.region == NULL)
+        return MOE_RING_ROUTE_SERVER;
+    return f->weights_in.region != NULL ? MOE_RING_ROUTE_IDS_WEIGHTS : MOE_RING_ROUTE_IDS;
 }
 
 struct moe_status moe_client_session_fill(const struct moe_client_session *s,
@@ -51,10 +66,12 @@ struct moe_status moe_client_session_fill(const struct moe_client_session *s,
                                           struct moe_ring_request *q)
 {
     const struct moe_client_layer *layer;
-    size_t rows, pairs;
+    size_t rows, pairs, token_ids_bytes;
     MOE_TRY(check(s, f, &layer));
+    const struct moe_client_tensor token_ids = token_ids_of(f);
     if (!moe_size_mul3(f->tokens, f->hidden, moe_dtype_bytes(f->dtype), &rows) ||
-        !moe_size_mul3(f->tokens, layer->top_k, sizeof(float), &pairs))
+        !moe_size_mul3(f->tokens, layer->top_k, sizeof(float), &pairs) ||
+        !moe_size_mul(f->tokens, sizeof(int64_t), &token_ids_bytes))
         return invalid(TOO_LARGE, "%u tokens would be too large", f->tokens);
     *q = (struct moe_ring_request){
         .layer = f->layer,
@@ -64,9 +81,7 @@ struct moe_status moe_client_session_fill(const struct moe_client_session *s,
         .epoch = f->epoch,
         .weights_version = f->weights_version,
         .dtype = (uint32_t)f->dtype,
-        .routing = f->weights_in.region != NULL ? ROUTE_IDS_WEIGHTS
-                   : f->ids_in.region != NULL   ? ROUTE_IDS
-                                                : ROUTE_SERVER,
+        .routing = (uint32_t)routing_of(f),
         .trace_flags = f->trace_flags,
         .parts = (uint32_t)f->parts,
     };
@@ -74,6 +89,7 @@ struct moe_status moe_client_session_fill(const struct moe_client_session *s,
     memcpy(q->parent_id, f->parent_id, sizeof q->parent_id);
     MOE_TRY(place(s, &f->x, rows, &q->tensors[MOE_RING_X]));
     MOE_TRY(place(s, &f->ids_in, pairs, &q->tensors[MOE_RING_IDS]));
+    MOE_TRY(place(s, &token_ids, token_ids_bytes, &q->tensors[MOE_RING_IDS]));
     MOE_TRY(place(s, &f->weights_in, pairs, &q->tensors[MOE_RING_WEIGHTS]));
     MOE_TRY(place(s, &f->y, rows, &q->tensors[MOE_RING_Y]));
     MOE_TRY(place(s, &f->ids, pairs, &q->tensors[MOE_RING_IDS_OUT]));

@@ -16,6 +16,7 @@
 enum {
     FIELD_TOPK_IDS = 12,
     FIELD_TOPK_WEIGHTS = 13,
+    FIELD_TOKEN_IDS = 14,
     FIELD_TENSOR = 15,
     FIELD_TOKEN_STATES = 17,
 };
@@ -89,6 +90,11 @@ static enum moe_on_unavailable policy_of(const struct moe_client_forward *f)
     return MOE_CLIENT_HAS(f, on_unavailable) ? f->on_unavailable : MOE_ON_UNAVAILABLE_WAIT;
 }
 
+static const int64_t *token_ids_of(const struct moe_client_forward *f)
+{
+    return MOE_CLIENT_HAS(f, token_ids_in) ? f->token_ids_in : NULL;
+}
+
 static bool is_partial(const struct moe_client_forward *f)
 {
     return policy_of(f) == MOE_ON_UNAVAILABLE_PARTIAL;
@@ -117,8 +123,29 @@ static struct moe_status check_parts(const struct moe_client_forward *f)
     if (f->retain_session != NULL)
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
                          "parts: a pass that is retained for Backward computes both");
-    if (f->parts == MOE_PARTS_SHARED && (f->topk_ids_in != NULL || returns_routing(f)))
+    if (f->parts == MOE_PARTS_SHARED &&
+        (f->topk_ids_in != NULL || token_ids_of(f) != NULL || returns_routing(f)))
         return invalid(MOE_REASON_ROUTING_INVALID, "parts: shared experts have no routing");
+    return moe_ok();
+}
+
+static struct moe_status check_token_ids(const struct moe_client_forward *f,
+                                         const struct moe_client_layer *l)
+{
+    const int64_t *ids = token_ids_of(f);
+    if (ids == NULL)
+        return moe_ok();
+    if (f->topk_ids_in != NULL)
+        return invalid(MOE_REASON_ROUTING_INVALID, "token_ids_in excludes topk_ids_in");
+    if (l->vocabulary == 0)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID,
+                         "layer %" PRIu32 " does not route by token id: it takes no token_ids",
+                         l->layer);
+    for (uint32_t t = 0; t < f->tokens; t++)
+        if (ids[t] < 0 || ids[t] >= (int64_t)l->vocabulary)
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID,
+                             "token %" PRIu32 ": token id %" PRId64 " is not in 0 to %" PRIu32, t,
+                             ids[t], l->vocabulary - 1);
     return moe_ok();
 }
 
@@ -141,6 +168,7 @@ struct moe_status moe_client_wire_check(const struct moe_client_info *info,
                        "topk_ids and topk_weights are returned together or not at all");
     if (f->topk_ids_in != NULL)
         MOE_TRY(moe_client_wire_check_ids(f->topk_ids_in, f->tokens, l));
+    MOE_TRY(check_token_ids(f, l));
     MOE_TRY(check_parts(f));
     MOE_TRY(check_policy(f));
     if (f->retain_session != NULL) {
@@ -164,12 +192,13 @@ struct moe_status moe_client_wire_check_rows(const struct moe_client_info *info,
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT,
                          "%" PRIu32 " tokens in one request, the server takes %" PRIu32,
                          rows->tokens, info->max_tokens_per_request);
-    size_t tensor, routing, all;
+    size_t tensor, routing, token_ids, all;
     if (!moe_size_mul3(rows->tokens, f->hidden, moe_dtype_bytes(f->dtype), &tensor) ||
         !moe_size_mul3(rows->tokens, rows->layer->top_k, sizeof(int32_t) + sizeof(float),
                        &routing) ||
-        !moe_size_add(tensor, routing, &all) || !moe_size_add(all, MESSAGE_SLACK, &all) ||
-        all > info->max_message_bytes)
+        !moe_size_mul(token_ids_of(f) != NULL ? rows->tokens : 0, sizeof(int64_t), &token_ids) ||
+        !moe_size_add(tensor, routing, &all) || !moe_size_add(all, token_ids, &all) ||
+        !moe_size_add(all, MESSAGE_SLACK, &all) || all > info->max_message_bytes)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
                          "%" PRIu32 " tokens do not fit a message of %" PRIu64
                          " bytes (the worker's --max-message-bytes): send fewer tokens per call",
@@ -244,6 +273,12 @@ void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id,
         part.field = FIELD_TOPK_WEIGHTS;
         part.data = f->topk_weights_in + first;
         part.length = count * sizeof *f->topk_weights_in;
+        out->parts[out->part_count++] = part;
+    }
+    if (token_ids_of(f) != NULL) {
+        part.field = FIELD_TOKEN_IDS;
+        part.data = token_ids_of(f) + rows->first;
+        part.length = rows->tokens * sizeof *f->token_ids_in;
         out->parts[out->part_count++] = part;
     }
     part.field = FIELD_TENSOR;

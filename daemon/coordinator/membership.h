@@ -114,8 +114,9 @@ struct moe_membership_layer {
     uint32_t routed_encoding, shared_encoding;       /* moe.v1.WeightEncoding */
     uint32_t routed_activations, shared_activations; /* moe.v1.ActivationEncoding */
     uint32_t routes_by_token_id;                     /* 0 or 1 */
+    uint32_t vocabulary;
 };
-_Static_assert(sizeof(struct moe_membership_layer) == 12 * sizeof(uint32_t),
+_Static_assert(sizeof(struct moe_membership_layer) == 13 * sizeof(uint32_t),
                "without padding, layers are compared as bytes");
 
 static inline bool moe_membership_same_layers(const struct moe_membership_layer *a,

@@ -7,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Larger widths mean a damaged file. */
-enum { WIDTH_MAX = 1 << 17 };
+/* Larger numbers mean a damaged file. */
+enum { WIDTH_MAX = 1 << 17, VOCABULARY_MAX = 1 << 24 };
 
 static const char expert_count_keys[] =
     "num_local_experts num_experts n_routed_experts moe_num_experts";
@@ -244,6 +244,8 @@ static struct moe_status add_layers(struct moe_keys *k, const struct moe_layer_s
         s->layer = l;
         s->router.by_token = kinds[l] == MOE_LAYER_BY_TOKEN;
         s->router.select_bias = spec->router.select_bias && !s->router.by_token;
+        if (s->router.by_token)
+            st = moe_keys_need_uint(k, "vocab_size", 1, VOCABULARY_MAX, &s->router.vocabulary);
     }
     free(kinds);
     if (!moe_failed(&st) && out->layer_count == 0)

@@ -94,12 +94,6 @@ static struct moe_status add_range(struct moe_digester *d, enum moe_weight weigh
     return moe_ok();
 }
 
-void moe_digester__begin(struct moe_digester *d, size_t layer)
-{
-    drop_ranges(d);
-    d->layer = layer;
-}
-
 struct moe_status moe_digester__hash(struct moe_digester *d, enum moe_weight weight,
                                      uint32_t expert, const struct moe_piece *p, const void *data,
                                      unsigned buffer)
@@ -116,6 +110,31 @@ struct moe_status moe_digester__hash(struct moe_digester *d, enum moe_weight wei
 struct moe_status moe_digester__wait(struct moe_digester *d, unsigned buffer)
 {
     return moe_thread_pool_wait(d->pool, &d->batches[buffer]);
+}
+
+static struct moe_status hash_token_table(struct moe_digester *d, const struct moe_piece *p)
+{
+    char *data = malloc((size_t)p->bytes);
+    if (data == NULL)
+        return no_memory();
+    struct moe_status st = moe_st_read(p->at.file, p->at.tensor, 0, p->bytes, data);
+    if (!moe_failed(&st))
+        st = moe_digester__hash(d, MOE_WEIGHT_ROUTER, 0, p, data, 0);
+    struct moe_status hashed = moe_digester__wait(d, 0);
+    free(data);
+    return moe_failed(&st) ? st : hashed;
+}
+
+struct moe_status moe_digester__begin(struct moe_digester *d, size_t layer, bool replicated)
+{
+    struct moe_piece table;
+    const struct moe_layer_spec *spec = moe_model_layer(d->model, layer);
+    drop_ranges(d);
+    d->layer = layer;
+    if (spec == NULL || !replicated || !spec->router.by_token)
+        return moe_ok();
+    MOE_TRY(moe_layout_token_table(&d->model->layout, spec, &table));
+    return hash_token_table(d, &table);
 }
 
 /* ------------------------------------------------------------------ reads of a backend */
@@ -260,6 +279,11 @@ static struct moe_status add_layer(const struct moe_digester *d, struct moe_dige
     const uint32_t first = 0;
     struct names n = {.model = d->model, .spec = moe_model_layer(d->model, d->layer)};
     struct moe_digest_names common, expert;
+    struct moe_piece ids;
+    if (n.spec->router.by_token) {
+        MOE_TRY(moe_layout_token_table(&d->model->layout, n.spec, &ids));
+        MOE_TRY(add_name(&n, MOE_WEIGHT_ROUTER, 0, &ids));
+    }
     MOE_TRY(moe_model__visit_layer(d->model, d->layer, true, &first, 1, add_name, &n));
     sort_names(&n, 0, &common);
     sort_names(&n, 1, &expert);

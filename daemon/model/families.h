@@ -43,7 +43,7 @@ struct moe_naming {
     const char *of[MOE_WEIGHT_COUNT];
     const char *block;                      /* common prefix */
     const char *fused_gate_up, *fused_down; /* NULL: "{block}.experts.gate_up_proj", "down_proj" */
-    const char *token_table; /* experts by token id: only callers use it. NULL: no such tensor */
+    const char *token_table;                /* experts by token id. NULL: no such tensor */
 };
 
 struct moe_family {

@@ -125,6 +125,24 @@ static struct moe_status whole(const struct moe_layout *l, const struct moe_laye
     return moe_ok();
 }
 
+struct moe_status moe_layout_token_table(const struct moe_layout *l,
+                                         const struct moe_layer_spec *spec, struct moe_piece *out)
+{
+    const char *pattern = l->family->naming->token_table;
+    const uint64_t dims[2] = {spec->router.vocabulary, spec->router.top_k};
+    MOE_INVARIANT(spec->router.by_token && pattern != NULL);
+    *out = (struct moe_piece){.rows = (size_t)dims[0],
+                              .columns = (size_t)dims[1],
+                              .row_step = (size_t)dims[1],
+                              .column_step = 1,
+                              .part = MOE_QUANT_DATA};
+    MOE_TRY(find_as(l, spec, pattern, 0, "I64 I32", "experts by token id", &out->at));
+    if (!shape_is(out->at.tensor, dims, 2))
+        return wrong_shape(out->at.tensor, dims, 2);
+    out->bytes = out->at.tensor->bytes;
+    return moe_ok();
+}
+
 /* Narrows `p` to the part of expert `e` of E: whole rows of a leading dimension, so whole bytes. */
 static void take_expert(struct moe_piece *p, uint64_t experts, uint32_t e)
 {
@@ -616,7 +634,6 @@ static bool layer_reads(const struct moe_layout *l, const struct moe_layer_spec 
     return false;
 }
 
-/* Callers of the layer use it. */
 static bool is_token_table(const struct moe_layout *l, const struct moe_layer_spec *spec,
                            const char *name)
 {

@@ -61,6 +61,12 @@ struct moe_status moe_layout_visit(const struct moe_layout *layout,
                                    const struct moe_layer_spec *spec, enum moe_weight weight,
                                    uint32_t expert, moe_piece_visitor visit, void *ctx) MOE_CHECKED;
 
+/* Locates the table [vocabulary, K] of a layer with router.by_token: the whole tensor. Errors:
+ * TENSOR_MISSING, TENSOR_INVALID (shape or dtype). */
+struct moe_status moe_layout_token_table(const struct moe_layout *layout,
+                                         const struct moe_layer_spec *spec,
+                                         struct moe_piece *out) MOE_CHECKED;
+
 /* The name of a weight's tensor as in a checkpoint that is not quantised. The text ends with a
  * zero, cut at `capacity` - 1 bytes. */
 void moe_layout_plain_name(const struct moe_layout *layout, const struct moe_layer_spec *spec,

@@ -481,7 +481,7 @@ struct moe_status moe_model_stream_layer(const struct moe_model *m, size_t i,
                         .spec = moe_model_layer(m, i)};
     MOE_TRY(moe_model__visit_layer(m, i, true, experts, expert_count, plan_piece, &plan));
     if (digester != NULL)
-        moe_digester__begin(digester, i);
+        MOE_TRY(moe_digester__begin(digester, i, true));
     struct load l = {.sink = sink,
                      .source_sink = source_sink,
                      .packed_sink = packed_sink,

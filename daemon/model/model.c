@@ -74,6 +74,11 @@ static struct moe_status check_layer(const struct moe_layout *layout,
         for (uint32_t e = 0; e < copies; e++)
             MOE_TRY(moe_layout_visit(layout, spec, weight, e, hash_visited, sha));
     }
+    if (spec->router.by_token) {
+        struct moe_piece table;
+        MOE_TRY(moe_layout_token_table(layout, spec, &table));
+        hash_piece(sha, &table);
+    }
     return moe_ok();
 }
 
@@ -234,6 +239,100 @@ size_t moe_model_layer_count(const struct moe_model *m)
 const struct moe_layer_spec *moe_model_layer(const struct moe_model *m, size_t i)
 {
     return i < m->config.layer_count ? &m->config.layers[i] : NULL;
+}
+
+/* ---- experts by token id ---- */
+
+static int64_t stored_id(const struct moe_tensor *t, const char *data, size_t i)
+{
+    int64_t wide;
+    int32_t narrow;
+    if (t->dtype == MOE_ST_I64) {
+        memcpy(&wide, data + i * sizeof wide, sizeof wide);
+        return wide;
+    }
+    memcpy(&narrow, data + i * sizeof narrow, sizeof narrow);
+    return narrow;
+}
+
+/* Takes over K ids of a token, from `data` on. */
+static struct moe_status take_row(const struct moe_layer_spec *spec, const struct moe_tensor *t,
+                                  const char *data, size_t token, uint16_t *row)
+{
+    for (size_t k = 0; k < spec->router.top_k; k++) {
+        int64_t id = stored_id(t, data, token * spec->router.top_k + k);
+        if (id < 0 || id >= (int64_t)spec->experts)
+            return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                             "tensor %.120s: token %zu: expert %lld is not in 0 to %u", t->name,
+                             token, (long long)id, spec->experts - 1);
+        row[k] = (uint16_t)id;
+        for (size_t before = 0; before < k; before++)
+            if (row[before] == row[k])
+                return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                                 "tensor %.120s: token %zu: expert %u occurs twice", t->name, token,
+                                 row[k]);
+    }
+    return moe_ok();
+}
+
+static struct moe_status take_rows(const struct moe_layer_spec *spec, const struct moe_piece *p,
+                                   const char *data, uint16_t *ids)
+{
+    for (size_t token = 0; token < p->rows; token++)
+        MOE_TRY(take_row(spec, p->at.tensor, data, token, ids + token * p->columns));
+    return moe_ok();
+}
+
+static struct moe_status read_table(const struct moe_model *m, const struct moe_layer_spec *spec,
+                                    struct moe_token_table *out)
+{
+    struct moe_piece p;
+    MOE_TRY(moe_layout_token_table(&m->layout, spec, &p));
+    char *data = malloc((size_t)p.bytes);
+    uint16_t *ids = calloc(p.rows * p.columns, sizeof *ids);
+    *out = (struct moe_token_table){.layer = spec->layer,
+                                    .vocabulary = spec->router.vocabulary,
+                                    .top_k = spec->router.top_k,
+                                    .ids = ids};
+    struct moe_status st = data == NULL || ids == NULL
+                               ? no_memory()
+                               : moe_st_read(p.at.file, p.at.tensor, 0, p.bytes, data);
+    if (!moe_failed(&st))
+        st = take_rows(spec, &p, data, ids);
+    free(data);
+    return st;
+}
+
+struct moe_status moe_model_read_token_tables(const struct moe_model *m,
+                                              struct moe_token_tables *out)
+{
+    struct moe_status st = moe_ok();
+    *out = (struct moe_token_tables){.of = calloc(m->config.layer_count, sizeof *out->of)};
+    if (out->of == NULL)
+        return no_memory();
+    for (size_t i = 0; i < m->config.layer_count && !moe_failed(&st); i++)
+        if (m->config.layers[i].router.by_token)
+            st = read_table(m, &m->config.layers[i], &out->of[out->count++]);
+    if (moe_failed(&st))
+        moe_token_tables_free(out);
+    return st;
+}
+
+void moe_token_tables_free(struct moe_token_tables *t)
+{
+    for (size_t i = 0; i < t->count; i++)
+        free(t->of[i].ids);
+    free(t->of);
+    *t = (struct moe_token_tables){0};
+}
+
+const struct moe_token_table *moe_token_tables_find(const struct moe_token_tables *t,
+                                                    uint32_t layer)
+{
+    for (size_t i = 0; i < t->count; i++)
+        if (t->of[i].layer == layer)
+            return &t->of[i];
+    return NULL;
 }
 
 const char *moe_model_quantisation(const struct moe_model *m)

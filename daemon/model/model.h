@@ -54,6 +54,30 @@ bool moe_model_decodes(const struct moe_model *m);
 size_t moe_model_layer_count(const struct moe_model *m);
 const struct moe_layer_spec *moe_model_layer(const struct moe_model *m, size_t i);
 
+/* The experts of each token id, in a layer with router.by_token. */
+struct moe_token_table {
+    uint32_t layer;      /* the model's layer index */
+    uint32_t vocabulary; /* rows */
+    uint32_t top_k;      /* K, columns */
+    uint16_t *ids;       /* [vocabulary, K]: K different experts of the layer in each row */
+};
+/* Those of all such layers of a model; of zeros: none. */
+struct moe_token_tables {
+    struct moe_token_table *of; /* [count] */
+    size_t count;
+};
+
+/* Reads the tables into memory of 2 bytes for each id, which does not need the model later. Errors:
+ * MOE_INVALID_ARGUMENT/TENSOR_INVALID by the tensor's name (an id is no expert of the layer, or
+ * occurs twice in a row), those of reading, OUT_OF_MEMORY. `*out` is to be freed on success only.
+ */
+struct moe_status moe_model_read_token_tables(const struct moe_model *m,
+                                              struct moe_token_tables *out) MOE_CHECKED;
+void moe_token_tables_free(struct moe_token_tables *t);
+/* The table of a layer, by its index in the model; NULL: it has none. */
+const struct moe_token_table *moe_token_tables_find(const struct moe_token_tables *t,
+                                                    uint32_t layer);
+
 /* Receives one weight in canonical form (moe/layer_spec.h); `data` is valid during the call. A
  * quantised weight comes as BF16, rounded to nearest even. */
 typedef struct moe_status (*moe_weight_sink)(void *ctx, enum moe_weight weight, uint32_t expert,

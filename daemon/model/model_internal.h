@@ -28,8 +28,10 @@ struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer
 /* For loader.c and writer.c: the hashing of one layer (digester.c). Ranges of a unit are added one
  * after the other; a range that is the same as the last one is added once. */
 
-/* Forgets the layer before. */
-void moe_digester__begin(struct moe_digester *d, size_t layer);
+/* Forgets the layer before. With `replicated`, hashes the layer's table of token ids, which no
+ * sink gets. */
+struct moe_status moe_digester__begin(struct moe_digester *d, size_t layer,
+                                      bool replicated) MOE_CHECKED;
 /* Adds the range of a piece, and begins to hash it: `data` stays until moe_digester__wait of the
  * same buffer. Loading has two for MOE_QUANT_DATA, 0 and 1, and one for each other part. */
 enum { MOE_DIGESTER_BUFFERS = MOE_QUANT_PARTS + 1 };

@@ -243,7 +243,7 @@ struct moe_status moe_model_write_layer(const struct moe_model *m, int to, size_
                        .digester = digester,
                        .fd = -1};
     if (digester != NULL)
-        moe_digester__begin(digester, i);
+        MOE_TRY(moe_digester__begin(digester, i, replicated));
     MOE_TRY_GOTO(
         st, moe_model__visit_layer(m, i, replicated, experts, expert_count, write_piece, &w), done);
     MOE_TRY_GOTO(st, flush(&w), done);

@@ -41,6 +41,7 @@ void moe_models__drop(struct entry *e)
     free(e->directory);
     free(e->specs);
     free(e->spec_table);
+    moe_token_tables_free(&e->token_tables);
     free(e);
 }
 

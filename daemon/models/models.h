@@ -10,6 +10,7 @@
 #include "daemon/metrics.h"
 #include "engine/engine.h"
 #include "group/group.h"
+#include "model/model.h"
 #include "schedule/layer_key.h"
 
 struct moe_models;
@@ -67,6 +68,7 @@ struct moe_added_model {
     const char *name, *family, *digest;         /* digest: "" = not known */
     const struct moe_layer_spec *const *layers; /* ascending by layer */
     size_t layer_count;
+    struct moe_token_tables token_tables; /* of layers that route by token id */
 };
 
 /* [any thread] For one request: a reference, until moe_models_unref. NULL `m` has no models.

@@ -132,11 +132,13 @@ static struct moe_status open_model(struct moe_models *m, struct entry *e)
                                      m->config.device, m->config.w8a8));
     MOE_TRY(check_model(m, e->model));
     MOE_TRY(copy_specs(e));
+    MOE_TRY(moe_model_read_token_tables(e->model, &e->token_tables));
     MOE_TRY(create_loader(m, e, &loader));
     moe_mutex_lock(&m->lock);
     e->known.family = e->family;
     e->known.layers = e->spec_table;
     e->known.layer_count = moe_model_layer_count(e->model);
+    e->known.token_tables = e->token_tables;
     e->loader = loader;
     e->opened = true;
     moe_mutex_unlock(&m->lock);

@@ -38,6 +38,7 @@ struct entry {
     char family[64];
     struct moe_layer_spec *specs;             /* copies: requests read them after CLOSE */
     const struct moe_layer_spec **spec_table; /* [layer_count] */
+    struct moe_token_tables token_tables;     /* `known` has them too */
 };
 
 struct moe_models {

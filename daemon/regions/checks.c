@@ -7,11 +7,8 @@
 
 #define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
 
-/* The values of moe_ring_request.routing: those of enum moe_routing_mode. */
-enum { ROUTE_SERVER, ROUTE_IDS, ROUTE_IDS_WEIGHTS, ROUTES };
-
 static const char *const names[MOE_RING_ROLES] = {
-    "x", "topk_ids", "topk_weights", "y", "topk_ids_out", "topk_weights_out", "token_state",
+    "x", "ids", "topk_weights", "y", "topk_ids_out", "topk_weights_out", "token_state",
 };
 
 static bool is_absent(const struct moe_ring_tensor *t)
@@ -35,12 +32,12 @@ static struct moe_status check_head(const struct moe_ring_request *q,
         return invalid(VALUE_INVALID, "a reserved field, or one of an absent tensor, is not 0");
     if (q->dtype != MOE_DTYPE_F32 && q->dtype != MOE_DTYPE_BF16)
         return invalid(DTYPE_UNSUPPORTED, "dtype must be F32 or BF16");
-    if (q->routing >= ROUTES)
+    if (q->routing >= MOE_RING_ROUTES)
         return invalid(ROUTING_INVALID, "there is no routing mode %u", q->routing);
     if (q->parts > MOE_PARTS_SHARED)
         return invalid(VALUE_INVALID, "there are no parts %u", q->parts);
     if (q->parts == MOE_PARTS_SHARED &&
-        (q->routing != ROUTE_SERVER || !is_absent(&q->tensors[MOE_RING_IDS_OUT])))
+        (q->routing != MOE_RING_ROUTE_SERVER || !is_absent(&q->tensors[MOE_RING_IDS_OUT])))
         return invalid(ROUTING_INVALID, "parts: shared experts have no routing");
     if (q->hidden != layer->hidden)
         return invalid(SHAPE_MISMATCH, "hidden is %u; layer %u has %u", q->hidden, q->layer,
@@ -55,13 +52,14 @@ static struct moe_status check_head(const struct moe_ring_request *q,
 static bool sizes_of(const struct moe_ring_request *q, const struct moe_ring_layer *layer,
                      size_t sizes[MOE_RING_ROLES])
 {
-    size_t rows, pairs;
+    size_t rows, pairs, token_ids;
     if (!moe_size_mul3(q->tokens, q->hidden, moe_dtype_bytes((enum moe_dtype)q->dtype), &rows) ||
-        !moe_size_mul3(q->tokens, layer->top_k, sizeof(float), &pairs))
+        !moe_size_mul3(q->tokens, layer->top_k, sizeof(float), &pairs) ||
+        !moe_size_mul(q->tokens, sizeof(int64_t), &token_ids))
         return false;
     const size_t all[MOE_RING_ROLES] = {
         [MOE_RING_X] = rows,
-        [MOE_RING_IDS] = pairs,
+        [MOE_RING_IDS] = q->routing == MOE_RING_ROUTE_TOKEN_IDS ? token_ids : pairs,
         [MOE_RING_WEIGHTS] = pairs,
         [MOE_RING_Y] = rows,
         [MOE_RING_IDS_OUT] = pairs,
@@ -86,9 +84,9 @@ static struct moe_status check_presence(const struct moe_ring_request *q)
         return moe_ok();
     if (!here[MOE_RING_X] || !here[MOE_RING_Y])
         return invalid(SHAPE_MISMATCH, "a request with tokens needs x and y");
-    if (here[MOE_RING_IDS] != (q->routing != ROUTE_SERVER) ||
-        here[MOE_RING_WEIGHTS] != (q->routing == ROUTE_IDS_WEIGHTS))
-        return invalid(ROUTING_INVALID, "topk_ids or topk_weights do not fit the routing mode");
+    if (here[MOE_RING_IDS] != (q->routing != MOE_RING_ROUTE_SERVER) ||
+        here[MOE_RING_WEIGHTS] != (q->routing == MOE_RING_ROUTE_IDS_WEIGHTS))
+        return invalid(ROUTING_INVALID, "ids or topk_weights do not fit the routing mode");
     if (here[MOE_RING_IDS_OUT] != here[MOE_RING_WEIGHTS_OUT])
         return invalid(ROUTING_INVALID, "topk_ids_out and topk_weights_out come together");
     return moe_ok();

@@ -38,7 +38,7 @@ enum {
 /* The tensors of a request; T tokens, H hidden width, K experts per token. */
 enum moe_ring_role {
     MOE_RING_X,           /* [T,H] of the request's dtype */
-    MOE_RING_IDS,         /* [T,K] int32, with client routing */
+    MOE_RING_IDS,         /* [T,K] int32, with client routing; or [T] int64, token ids */
     MOE_RING_WEIGHTS,     /* [T,K] float, with given weights */
     MOE_RING_Y,           /* [T,H] of the request's dtype; the first output */
     MOE_RING_IDS_OUT,     /* [T,K] int32, as used; may be absent */
@@ -46,6 +46,15 @@ enum moe_ring_role {
     MOE_RING_TOKEN_STATE, /* [T] uint8, enum moe_token_state; may be absent */
     MOE_RING_ROLES,
     MOE_RING_INPUTS = MOE_RING_Y, /* roles below read, all others write */
+};
+
+/* Where the routing comes from. */
+enum moe_ring_routing {
+    MOE_RING_ROUTE_SERVER,      /* the layer's router */
+    MOE_RING_ROUTE_IDS,         /* given ids, the router's weights */
+    MOE_RING_ROUTE_IDS_WEIGHTS, /* given ids and weights */
+    MOE_RING_ROUTE_TOKEN_IDS,   /* the layer's table of token ids, the router's weights */
+    MOE_RING_ROUTES,
 };
 
 /* Bytes of a region. */
@@ -65,7 +74,7 @@ struct moe_ring_request {
     uint64_t epoch;      /* serve under this epoch only; 0 = any */
     uint64_t weights_version;
     uint32_t dtype;   /* enum moe_dtype */
-    uint32_t routing; /* enum moe_routing_mode */
+    uint32_t routing; /* enum moe_ring_routing */
     /* The caller's trace, as in W3C Trace Context. An id of zeros: it has none. */
     uint8_t trace_id[16], parent_id[8];
     uint32_t trace_flags; /* bit 0: the caller samples; the others mean nothing */

@@ -3,6 +3,7 @@
 #ifndef MOE_SERVICE_INFO_H
 #define MOE_SERVICE_INFO_H
 
+#include "model/model.h"
 #include "moe/layer_spec.h"
 
 #include <stdbool.h>
@@ -26,6 +27,7 @@ struct moe_service_info {
     const char *backend_asked, *cuda_module, *cuda_problem;
     const struct moe_layer_spec *const *layers; /* ascending by layer */
     size_t layer_count;
+    struct moe_token_tables token_tables; /* of layers that route by token id; borrowed */
     uint32_t slot;
     uint32_t max_message_bytes;      /* the server's, both directions */
     uint32_t max_tokens_per_request; /* more are refused with TOKEN_LIMIT */

@@ -115,9 +115,9 @@ static void done(struct moe_work *work, struct moe_status status)
 
 /* -------------------------------------------------------------------- the begin */
 
-/* Copies [T,K] values of 4 bytes out of the client's host memory. */
-static struct moe_status copy_pairs(const struct moe_region_request *r, enum moe_ring_role role,
-                                    struct moe_buffer **out)
+/* Copies a tensor out of the client's host memory. */
+static struct moe_status copy_tensor(const struct moe_region_request *r, enum moe_ring_role role,
+                                     struct moe_buffer **out)
 {
     size_t bytes = r->call->request.tensors[role].bytes;
     MOE_TRY(moe_staging_take(r->requests->staging, bytes, out));
@@ -132,10 +132,38 @@ static struct moe_status copy_ids(struct moe_region_request *r, const struct moe
     r->work.ids_in = r->call->at[MOE_RING_IDS];
     if (r->call->in_device[MOE_RING_IDS])
         return moe_ok();
-    MOE_TRY(copy_pairs(r, MOE_RING_IDS, &r->ids));
+    MOE_TRY(copy_tensor(r, MOE_RING_IDS, &r->ids));
     r->work.ids_in = moe_buffer_data(r->ids);
     return moe_request_check_ids(spec, q->tokens, MOE__V1__DATA_TYPE__DATA_TYPE_I32, r->ids,
                                  q->tensors[MOE_RING_IDS].bytes);
+}
+
+/* The ids of the layer's table for the given token ids, which are copied first: the client may
+ * write there at any time. */
+static struct moe_status look_up_ids(struct moe_region_request *r,
+                                     const struct moe_layer_spec *spec)
+{
+    const struct moe_ring_request *q = &r->call->request;
+    const struct moe_token_table *table =
+        moe_token_tables_find(&r->requests->info.token_tables, q->layer);
+    struct moe_buffer *token_ids = NULL;
+    if (r->call->in_device[MOE_RING_IDS])
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "token_ids in a device's memory are not looked up: put them into a region "
+                         "of host memory, or give topk_ids");
+    struct moe_status st = copy_tensor(r, MOE_RING_IDS, &token_ids);
+    if (!moe_failed(&st))
+        st = moe_request_check_token_ids(spec, table, q->tokens, token_ids,
+                                         q->tensors[MOE_RING_IDS].bytes);
+    if (!moe_failed(&st))
+        st = moe_staging_take(r->requests->staging,
+                              (size_t)q->tokens * spec->router.top_k * sizeof(int32_t), &r->ids);
+    if (!moe_failed(&st)) {
+        moe_request_look_up(table, q->tokens, token_ids, moe_buffer_data(r->ids));
+        r->work.ids_in = moe_buffer_data(r->ids);
+    }
+    moe_buffer_unref(token_ids);
+    return st;
 }
 
 static struct moe_status copy_weights(struct moe_region_request *r,
@@ -145,7 +173,7 @@ static struct moe_status copy_weights(struct moe_region_request *r,
     r->work.weights_in = r->call->at[MOE_RING_WEIGHTS];
     if (r->call->in_device[MOE_RING_WEIGHTS])
         return moe_ok();
-    MOE_TRY(copy_pairs(r, MOE_RING_WEIGHTS, &r->weights));
+    MOE_TRY(copy_tensor(r, MOE_RING_WEIGHTS, &r->weights));
     r->work.weights_in = moe_buffer_data(r->weights);
     return moe_request_check_weights(spec, q->tokens, r->weights,
                                      q->tensors[MOE_RING_WEIGHTS].bytes);
@@ -166,6 +194,8 @@ static struct moe_status copy_routing(struct moe_region_request *r,
         w->weights_in = moe_buffer_data(r->weights);
         return moe_ok();
     }
+    if (q->routing == MOE_RING_ROUTE_TOKEN_IDS)
+        return look_up_ids(r, spec);
     MOE_TRY(moe_request_check_routed(spec, w->mode));
     if (w->mode == MOE_ROUTE_SERVER)
         return moe_ok();
@@ -185,6 +215,12 @@ static struct moe_step_completion completion_of(const struct moe_region_call *ca
 
 static void fill_work(struct moe_region_request *r)
 {
+    static const enum moe_routing_mode modes[MOE_RING_ROUTES] = {
+        [MOE_RING_ROUTE_SERVER] = MOE_ROUTE_SERVER,
+        [MOE_RING_ROUTE_IDS] = MOE_ROUTE_IDS,
+        [MOE_RING_ROUTE_IDS_WEIGHTS] = MOE_ROUTE_IDS_WEIGHTS,
+        [MOE_RING_ROUTE_TOKEN_IDS] = MOE_ROUTE_IDS,
+    };
     struct moe_region_call *call = r->call;
     const struct moe_ring_request *q = &call->request;
     uint64_t timeout_ms = q->timeout_ms != 0 ? q->timeout_ms : DEFAULT_TIMEOUT_MS;
@@ -192,7 +228,7 @@ static void fill_work(struct moe_region_request *r)
         .layer = moe_layer_key(0, q->layer),
         .dtype = (enum moe_dtype)q->dtype,
         .tokens = q->tokens,
-        .mode = (enum moe_routing_mode)q->routing,
+        .mode = modes[q->routing],
         .without_shared = q->parts == MOE_PARTS_ROUTED,
         .x = call->at[MOE_RING_X],
         .by_copy = true,

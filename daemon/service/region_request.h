@@ -2,7 +2,8 @@
 /* One request of a ring, from its checked copy to its completion. It takes the same way as a
  * Forward: the same checks, queue, steps and errors. x and the outputs stay in the client's
  * memory; steps copy their rows. ids and weights in host memory are copied here, then checked;
- * those in a device's memory are copied and checked by each step. */
+ * those in a device's memory are copied and checked by each step. Token ids lie in host memory
+ * only: they are copied, checked and looked up here. */
 #ifndef MOE_SERVICE_REGION_REQUEST_H
 #define MOE_SERVICE_REGION_REQUEST_H
 

@@ -29,7 +29,8 @@ static const uint32_t part_fields[] = {FIELD_IDS, FIELD_WEIGHTS, FIELD_TOKEN_IDS
 struct parse {
     const struct moe_request_context *context;
     struct moe_request *request;
-    size_t x_bytes, ids_bytes, weights_bytes;
+    const struct moe_token_table *table; /* of the layer; NULL: its router chooses */
+    size_t x_bytes, ids_bytes, weights_bytes, token_bytes;
 };
 
 static struct moe_status place_part(void *ctx, uint32_t field, size_t length, void **dst)
@@ -46,14 +47,14 @@ static struct moe_status place_part(void *ctx, uint32_t field, size_t length, vo
         p->weights_bytes = length;
         buffer = &r->weights;
         break;
-    case FIELD_DATA:
+    case FIELD_TOKEN_IDS:
+        p->token_bytes = length;
+        buffer = &r->token_ids;
+        break;
+    default:
         p->x_bytes = length;
         buffer = &r->x;
         break;
-    default:
-        return length == 0
-                   ? moe_ok()
-                   : invalid(ROUTING_INVALID, "token_ids are not looked up here: give topk_ids");
     }
     return moe_request_take(p->context->info, p->context->staging, length, buffer, dst);
 }
@@ -72,6 +73,18 @@ static struct moe_status check_shape(struct parse *p, const Head *h)
     return moe_request_check_tensor("x", p->x_bytes, spec, h->tokens, w->dtype);
 }
 
+/* With token ids, the layer's table is the router: from here on the request has given ids. */
+static struct moe_status check_token_ids(struct parse *p, const Head *h)
+{
+    struct moe_work *w = &p->request->work;
+    if (w->mode != MOE_ROUTE_SERVER || p->ids_bytes != 0 || p->weights_bytes != 0)
+        return invalid(ROUTING_INVALID, "token_ids are given: topk_ids, topk_weights and routing "
+                                        "modes other than SERVER are excluded");
+    w->mode = MOE_ROUTE_IDS;
+    return moe_request_check_token_ids(p->request->spec, p->table, h->tokens, p->request->token_ids,
+                                       p->token_bytes);
+}
+
 static struct moe_status check_mode(struct parse *p, const Head *h)
 {
     struct moe_work *w = &p->request->work;
@@ -84,6 +97,8 @@ static struct moe_status check_mode(struct parse *p, const Head *h)
         break;
     default: return invalid(ROUTING_INVALID, "unknown routing mode %d", (int)h->routing_mode);
     }
+    if (p->token_bytes != 0)
+        return check_token_ids(p, h);
     if (h->parts != MOE__V1__LAYER_PARTS__LAYER_PARTS_SHARED)
         MOE_TRY(moe_request_check_routed(p->request->spec, w->mode));
     if ((p->ids_bytes != 0) != (w->mode != MOE_ROUTE_SERVER))
@@ -102,7 +117,7 @@ static struct moe_status check_routing(struct parse *p, const Head *h)
 {
     const struct moe_work *w = &p->request->work;
     MOE_TRY(check_mode(p, h));
-    if (w->mode != MOE_ROUTE_SERVER)
+    if (p->ids_bytes != 0)
         MOE_TRY(moe_request_check_ids(p->request->spec, h->tokens, (int)h->topk_ids_dtype,
                                       p->request->ids, p->ids_bytes));
     if (w->mode == MOE_ROUTE_IDS_WEIGHTS)
@@ -208,7 +223,7 @@ static struct moe_status lay_out(const struct parse *p, const Head *h, struct la
 {
     size_t pairs = h->tokens * (size_t)p->request->spec->router.top_k * sizeof(int32_t);
     size_t routing = h->return_routing || h->retain != NULL ? pairs : 0;
-    size_t widened = p->ids_bytes != 0 && p->ids_bytes != pairs ? pairs : 0;
+    bool made = p->token_bytes != 0 || (p->ids_bytes != 0 && p->ids_bytes != pairs);
     size_t limit = p->context->info->max_message_bytes;
     size_t states =
         p->request->work.on_unavailable == MOE_ON_UNAVAILABLE_PARTIAL ? h->tokens : (size_t)0;
@@ -217,7 +232,8 @@ static struct moe_status lay_out(const struct parse *p, const Head *h, struct la
         !append_part(&l->end, routing, &l->weights_out) ||
         !append_part(&l->end, states, &l->states) || l->end > limit - MOE_REQUEST_HEAD_MAX)
         return invalid(TOO_LARGE, "the answer would be larger than a message may be");
-    return append_part(&l->end, widened, &l->ids_in) ? moe_ok() : invalid(TOO_LARGE, "too large");
+    return append_part(&l->end, made ? pairs : 0, &l->ids_in) ? moe_ok()
+                                                              : invalid(TOO_LARGE, "too large");
 }
 
 /* Takes memory for x and the routing, and copies x. Without room the pass is served all the same,
@@ -299,9 +315,12 @@ static struct moe_status prepare_work(struct parse *p, const Head *h)
         w->token_state = base + l.states;
     if (l.ids_in != l.end) {
         int32_t *ids = (int32_t *)(void *)(base + l.ids_in);
-        moe_request_widen_ids(ids, moe_buffer_data(r->ids),
-                              moe_request_id_bytes((int)h->topk_ids_dtype),
-                              h->tokens * (size_t)r->spec->router.top_k);
+        if (r->token_ids != NULL)
+            moe_request_look_up(p->table, h->tokens, r->token_ids, ids);
+        else
+            moe_request_widen_ids(ids, moe_buffer_data(r->ids),
+                                  moe_request_id_bytes((int)h->topk_ids_dtype),
+                                  h->tokens * (size_t)r->spec->router.top_k);
         w->ids_in = ids;
     } else if (r->ids != NULL) {
         w->ids_in = moe_buffer_data(r->ids);
@@ -319,11 +338,14 @@ static struct moe_status find_layer(struct parse *p, const Head *h)
 {
     struct moe_request *r = p->request;
     const struct moe_service_info *info = p->context->info;
-    if (moe_request_wants_default(p->context->worker.model, h->model))
+    if (moe_request_wants_default(p->context->worker.model, h->model)) {
+        p->table = moe_token_tables_find(&info->token_tables, h->layer);
         return moe_request_find_layer(info->layers, info->layer_count, h->layer, (int)h->dtype,
                                       &r->spec, &r->work.dtype);
+    }
     r->models = p->context->models;
     MOE_TRY(moe_models_take(r->models, h->model, &r->model));
+    p->table = moe_token_tables_find(&r->model->token_tables, h->layer);
     return moe_request_find_layer(r->model->layers, r->model->layer_count, h->layer, (int)h->dtype,
                                   &r->spec, &r->work.dtype);
 }
@@ -393,10 +415,11 @@ void moe_request_release(struct moe_request *r)
     moe_buffer_unref(r->x);
     moe_buffer_unref(r->ids);
     moe_buffer_unref(r->weights);
+    moe_buffer_unref(r->token_ids);
     moe_buffer_unref(r->results);
     moe_pass_record_unref(r->pass);
     r->pass = NULL;
-    r->x = r->ids = r->weights = r->results = NULL;
+    r->x = r->ids = r->weights = r->token_ids = r->results = NULL;
 }
 
 /* -------------------------------------------------------------------------- answers */

@@ -58,7 +58,7 @@ struct moe_request {
     struct moe_train *training;
     /* The tensors as received, and one buffer for the engine's other inputs and outputs; NULL =
      * none. */
-    struct moe_buffer *x, *ids, *weights, *results;
+    struct moe_buffer *x, *ids, *weights, *token_ids, *results;
 };
 
 /* Parses and checks `m`, in this order: wire format, bytes in flight, model, layer, dtype, shape,

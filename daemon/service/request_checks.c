@@ -112,8 +112,36 @@ struct moe_status moe_request_check_routed(const struct moe_layer_spec *spec,
     return mode != MOE_ROUTE_SERVER || !spec->router.by_token
                ? moe_ok()
                : invalid(ROUTING_INVALID,
-                         "layer %u routes by token id: give the topk_ids of the model's table",
-                         spec->layer);
+                         "layer %u routes by token id: give token_ids, or topk_ids", spec->layer);
+}
+
+struct moe_status moe_request_check_token_ids(const struct moe_layer_spec *spec,
+                                              const struct moe_token_table *table, uint32_t tokens,
+                                              const struct moe_buffer *token_ids, size_t bytes)
+{
+    if (table == NULL)
+        return invalid(ROUTING_INVALID,
+                       "layer %u does not route by token id: it takes no token_ids", spec->layer);
+    size_t want = tokens * sizeof(int64_t);
+    if (bytes != want)
+        return invalid(SHAPE_MISMATCH, "token_ids has %zu bytes; those of %u tokens have %zu",
+                       bytes, tokens, want);
+    const int64_t *data = moe_buffer_data(token_ids);
+    for (size_t t = 0; t < tokens; t++)
+        if (data[t] < 0 || data[t] >= (int64_t)table->vocabulary)
+            return invalid(VALUE_INVALID, "token %zu: token id %lld is not in 0 to %u", t,
+                           (long long)data[t], table->vocabulary - 1);
+    return moe_ok();
+}
+
+void moe_request_look_up(const struct moe_token_table *table, uint32_t tokens,
+                         const struct moe_buffer *token_ids, int32_t *to)
+{
+    const int64_t *data = moe_buffer_data(token_ids);
+    size_t k = table->top_k;
+    for (size_t t = 0; t < tokens; t++)
+        for (size_t i = 0; i < k; i++)
+            to[t * k + i] = table->ids[(size_t)data[t] * k + i];
 }
 
 static int32_t read_id(const void *ids, size_t i, size_t size)

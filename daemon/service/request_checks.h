@@ -43,6 +43,17 @@ struct moe_status moe_request_check_pass(const char *session, uint64_t micro_bat
 struct moe_status moe_request_check_routed(const struct moe_layer_spec *spec,
                                            enum moe_routing_mode mode) MOE_CHECKED;
 
+/* `bytes` of token ids [T] int64, each in the vocabulary of the layer's table (NULL: the layer has
+ * none). Errors: MOE_INVALID_ARGUMENT with ROUTING_INVALID (no table), SHAPE_MISMATCH (bytes),
+ * VALUE_INVALID (an id). */
+struct moe_status moe_request_check_token_ids(const struct moe_layer_spec *spec,
+                                              const struct moe_token_table *table, uint32_t tokens,
+                                              const struct moe_buffer *token_ids,
+                                              size_t bytes) MOE_CHECKED;
+/* The experts [T,K] of T token ids that were checked. */
+void moe_request_look_up(const struct moe_token_table *table, uint32_t tokens,
+                         const struct moe_buffer *token_ids, int32_t *to);
+
 /* Bytes of one expert id on the wire; `dtype` is a moe.v1.DataType; 0 if ids cannot have it. */
 size_t moe_request_id_bytes(int dtype);
 /* n ids of `size` bytes each. */

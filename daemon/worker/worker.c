@@ -236,6 +236,8 @@ static struct moe_status open_model(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
     MOE_TRY(moe_error_context(moe_model_open(c->model, &w->model), "%.100s", c->model));
+    MOE_TRY(moe_error_context(moe_model_read_token_tables(w->model, &w->token_tables), "%.100s",
+                              c->model));
     MOE_TRY(c->backend->device_open(&c->device, &w->device));
     MOE_TRY(moe_error_context(
         moe_model_keep_quantised(w->model, decodes(c) ? NULL : c->backend->computes, w->device,
@@ -369,6 +371,7 @@ static struct moe_status create_service(struct moe_worker *w)
                 .cuda_problem = c->cuda_problem,
                 .layers = moe_loader_specs(w->loader),
                 .layer_count = moe_loader_layer_count(w->loader),
+                .token_tables = w->token_tables,
                 .max_message_bytes = c->max_message_bytes,
                 .max_tokens_per_request = c->max_tokens_per_request,
                 .max_tokens_per_step = c->max_tokens_per_step,
@@ -562,6 +565,7 @@ void moe_worker_stop(struct moe_worker *w)
     moe_loader_destroy(w->loader);
     if (w->device != NULL)
         w->config.backend->device_close(w->device);
+    moe_token_tables_free(&w->token_tables);
     moe_model_close(w->model);
     moe_mutex_destroy(&w->wake_lock);
     free(w);

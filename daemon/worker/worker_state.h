@@ -37,6 +37,7 @@ struct moe_worker {
 
     struct moe_device *device;
     struct moe_model *model;
+    struct moe_token_tables token_tables; /* of the model */
     struct moe_loader *loader;
     struct moe_engine *engine;
     struct moe_models *models;

@@ -68,6 +68,7 @@ size_t moe_fuzz_seed(size_t i, const uint8_t **data)
     static uint8_t packed[4096];
     static uint8_t tensor[TOKENS * HIDDEN * 4], ids[TOKENS * TOP_K];
     static float weights[TOKENS * TOP_K];
+    static int64_t token_ids[TOKENS] = {1, 0, 1};
     Moe__V1__ForwardStreamRequest q;
     if (i >= 12)
         return 0;
@@ -88,6 +89,8 @@ size_t moe_fuzz_seed(size_t i, const uint8_t **data)
     }
     if (i % 3 > 1)
         q.topk_weights = (ProtobufCBinaryData){sizeof weights, (uint8_t *)weights};
+    if (i % 6 == 0)
+        q.token_ids = (ProtobufCBinaryData){sizeof token_ids, (uint8_t *)token_ids};
     *data = packed;
     return moe__v1__forward_stream_request__pack(&q, packed);
 }

@@ -30,9 +30,12 @@ static void give(struct moe_device *device, enum moe_mem kind, void *p, size_t b
 static const struct moe_layer_spec spec = {
     .layer = 2, .hidden = HIDDEN, .experts = 8, .intermediate = 4, .router = {.top_k = TOP_K}};
 static const struct moe_layer_spec *const specs[] = {&spec};
+static uint16_t experts[] = {0, 1, 2, 7}; /* of two token ids */
+static struct moe_token_table table = {.layer = 2, .vocabulary = 2, .top_k = TOP_K, .ids = experts};
 static const struct moe_service_info info = {.model = "m",
                                              .layers = specs,
                                              .layer_count = 1,
+                                             .token_tables = {&table, 1},
                                              .max_message_bytes = MESSAGE,
                                              .max_tokens_per_request = 64,
                                              .max_tokens_per_step = 32};

@@ -48,6 +48,7 @@ static void check_spec(const struct moe_layer_spec *got, const struct moe_layer_
     SAME_INT(router.logit_bias);
     SAME_INT(router.select_bias);
     SAME_INT(router.by_token);
+    SAME_INT(router.vocabulary);
     SAME_INT(router.groups);
     SAME_INT(router.topk_group);
     SAME_INT(router.group_best);

@@ -18,7 +18,8 @@ struct job {
     uint8_t *x;
     int32_t *ids;
     float *weights;
-    size_t x_length, ids_length, weights_length;
+    int64_t *token_ids;
+    size_t x_length, ids_length, weights_length, token_ids_length;
     struct job *next; /* held ones of a stream */
 };
 
@@ -53,6 +54,9 @@ static struct moe_status take_part(void *ctx, uint32_t field, size_t length, voi
     } else if (field == 12) {
         j->ids = memory;
         j->ids_length = length;
+    } else if (field == 14) {
+        j->token_ids = memory;
+        j->token_ids_length = length;
     } else {
         j->weights = memory;
         j->weights_length = length;
@@ -63,12 +67,12 @@ static struct moe_status take_part(void *ctx, uint32_t field, size_t length, voi
 
 static struct job *read_job(struct fake *f, struct moe_rpc_msg *m)
 {
-    static const uint32_t parts[] = {12, 13, 15};
+    static const uint32_t parts[] = {12, 13, 14, 15};
     uint8_t head[MOE_RPC_HEAD_MAX];
     size_t length;
     struct job *j = calloc(1, sizeof *j);
     require(j != NULL, "memory");
-    struct moe_status st = moe_rpc_msg_split(m, parts, 3, head, &length, take_part, j);
+    struct moe_status st = moe_rpc_msg_split(m, parts, 4, head, &length, take_part, j);
     require(!moe_failed(&st), st.text);
     moe_rpc_msg_free(m);
     Moe__V1__ForwardStreamRequest *q = moe__v1__forward_stream_request__unpack(NULL, length, head);
@@ -91,6 +95,8 @@ static struct job *read_job(struct fake *f, struct moe_rpc_msg *m)
     require(j->x_length == j->head.tokens * FAKE_HIDDEN * element, "length of x");
     require(j->ids == NULL || j->ids_length == j->head.tokens * FAKE_TOP_K * 4, "length of ids");
     require(j->weights == NULL || j->weights_length == j->ids_length, "length of weights");
+    require(j->token_ids == NULL || j->token_ids_length == j->head.tokens * 8,
+            "length of token ids");
     return j;
 }
 
@@ -99,6 +105,7 @@ static void free_job(struct job *j)
     free(j->x);
     free(j->ids);
     free(j->weights);
+    free(j->token_ids);
     free(j);
 }
 
@@ -160,7 +167,9 @@ static void add_routing(const struct job *j, struct moe_rpc_out *out)
     require(ids != NULL && weights != NULL, "memory");
     for (size_t i = 0; i < count; i++) {
         uint32_t row = (uint32_t)(i / FAKE_TOP_K), k = (uint32_t)(i % FAKE_TOP_K);
-        int32_t id = j->ids != NULL ? j->ids[i] : fake_id(row, k);
+        int32_t id = j->ids != NULL         ? j->ids[i]
+                     : j->token_ids != NULL ? (int32_t)((j->token_ids[row] + k) % FAKE_EXPERTS)
+                                            : fake_id(row, k);
         memcpy(ids + i * width, &id, width);
         weights[i] = j->weights != NULL ? j->weights[i] : fake_weight(k);
     }
@@ -393,6 +402,8 @@ static void on_model(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx
     layer.experts = FAKE_EXPERTS;
     layer.top_k = FAKE_TOP_K;
     layer.intermediate = 16;
+    layer.routes_by_token_id = !added;
+    layer.vocabulary = added ? 0 : FAKE_VOCABULARY;
     Moe__V1__LayerInfo *layers[] = {&layer};
     Moe__V1__GetModelResponse a = MOE__V1__GET_MODEL_RESPONSE__INIT;
     a.model = (char *)(uintptr_t)(added ? FAKE_ADDED : "fake");

@@ -12,6 +12,7 @@ enum {
     FAKE_HIDDEN = 24,
     FAKE_EXPERTS = 8,
     FAKE_TOP_K = 2,
+    FAKE_VOCABULARY = 100, /* experts of token id t: t % 8 and (t + 1) % 8 */
     FAKE_MAX_TOKENS = 16384,
     FAKE_CALLS_MAX = 512,
     FAKE_SCRIPT_MAX = 16,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Reader of model directories: the file format, the configuration, the loader.
 foreach(part safetensors config config_families loader model_open golden_models model_write digest
-             quantised packed_models)
+             quantised packed_models token_tables)
   moe_test(test_${part}
     SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${part}.c ${CMAKE_CURRENT_LIST_DIR}/model_fixture.c
     USES moe_model moe_quant moe_oracle

@@ -114,6 +114,11 @@ static void open_regions(struct service *s, const struct moe_service_info *info,
 
 bool service_trains = true;
 
+uint16_t service_experts[SERVICE_VOCABULARY][2] = {{0, 1}, {7, 2}, {3, 4}, {5, 6}, {1, 0},
+                                                   {2, 6}, {4, 7}, {6, 3}, {0, 5}, {7, 1}};
+static struct moe_token_table table = {
+    .layer = 1, .vocabulary = SERVICE_VOCABULARY, .top_k = 2, .ids = service_experts[0]};
+
 void service_open(struct service *s)
 {
     service_open_shared(s, 0, 0, NULL, NULL);
@@ -135,6 +140,7 @@ void service_open_shared(struct service *s, uint64_t bytes, uint64_t identity_by
                  .backend = "cpu",
                  .layers = s->worker.specs,
                  .layer_count = WORKER_LAYERS,
+                 .token_tables = {.of = &table, .count = 1},
                  .max_message_bytes = SERVICE_MESSAGE,
                  .max_tokens_per_request = SERVICE_TOKENS,
                  .max_tokens_per_step = WORKER_BUCKET,

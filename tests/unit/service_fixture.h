@@ -30,7 +30,11 @@ enum {
     SERVICE_BUDGET = 1 << 20,
     SERVICE_MESSAGE = 2 << 20,
     SERVICE_TOKENS = 256, /* of one request */
+    SERVICE_VOCABULARY = 10,
 };
+
+/* Experts of each token id for layer 1 (K 2), which has a table if its spec has by_token or not. */
+extern uint16_t service_experts[SERVICE_VOCABULARY][2];
 
 /* Whether the group trains, so that it answers with a lease only. Set it before service_open. */
 extern bool service_trains;

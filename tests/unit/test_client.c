@@ -204,6 +204,45 @@ static void routing_of_the_caller_is_sent(void **state)
     moe_client_close(c);
 }
 
+/* The fake returns the routing of its table. Parts of a batch get their own token ids. */
+static void token_ids_of_the_caller_are_sent(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        const struct moe_client_config spread = {
+            .size = sizeof spread, .spread = true, .spread_tokens = 16};
+        struct moe_client *c = connect_client(fakes, i == 0 ? NULL : &spread);
+        struct request *r = make_request(37, MOE_DTYPE_F32, true);
+        int64_t token_ids[37];
+        assert_int_equal(moe_client_get_info(c)->layers[0].vocabulary, FAKE_VOCABULARY);
+        for (int t = 0; t < 37; t++)
+            token_ids[t] = random_below(FAKE_VOCABULARY);
+        r->f.token_ids_in = token_ids;
+        assert_ok(forward(c, r));
+        assert_answer(r);
+        for (int t = 0; t < 37; t++)
+            for (int k = 0; k < FAKE_TOP_K; k++)
+                assert_int_equal(r->f.topk_ids[t * FAKE_TOP_K + k],
+                                 (token_ids[t] + k) % FAKE_EXPERTS);
+        free_request(r);
+        moe_client_close(c);
+    }
+}
+
+static void token_ids_for_a_layer_without_a_table_are_not_sent(void **state)
+{
+    (void)state;
+    const struct moe_client_config added = {.size = sizeof added, .model = FAKE_ADDED};
+    static const int64_t token_ids[3];
+    struct moe_client *c = connect_client(fakes, &added);
+    struct request *r = make_request(3, MOE_DTYPE_F32, false);
+    r->f.token_ids_in = token_ids;
+    assert_refused(moe_client_forward(c, &r->f), MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
+    assert_int_equal(fake_calls(fakes), 0);
+    free_request(r);
+    moe_client_close(c);
+}
+
 /* ------------------------------------------------------------------ trying again */
 
 static void unavailable_is_tried_again_until_it_works(void **state)
@@ -599,6 +638,8 @@ static void wrong_arguments_are_refused_before_anything_is_sent(void **state)
     static const int32_t beyond[3 * FAKE_TOP_K] = {0, 1, 2, FAKE_EXPERTS, 3, 4};
     static const int32_t below[3 * FAKE_TOP_K] = {0, 1, 2, 3, -2, 4};
     static uint8_t states[FAKE_MAX_TOKENS];
+    static const int64_t tokens[3], tokens_beyond[3] = {0, FAKE_VOCABULARY, 1};
+    static const int64_t tokens_below[3] = {0, 1, -1};
 
 #define REFUSED(change, code, reason)                                                              \
     do {                                                                                           \
@@ -618,6 +659,15 @@ static void wrong_arguments_are_refused_before_anything_is_sent(void **state)
     REFUSED(r->f.topk_weights_in = weights, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
     REFUSED(r->f.topk_ids_in = beyond, MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE);
     REFUSED(r->f.topk_ids_in = below, MOE_INVALID_ARGUMENT, MOE_REASON_EXPERT_INDEX_RANGE);
+    REFUSED((r->f.token_ids_in = tokens, r->f.topk_ids_in = ids), MOE_INVALID_ARGUMENT,
+            MOE_REASON_ROUTING_INVALID);
+    REFUSED((r->f.token_ids_in = tokens, r->f.topk_weights_in = weights), MOE_INVALID_ARGUMENT,
+            MOE_REASON_ROUTING_INVALID);
+    REFUSED((r->f.token_ids_in = tokens, r->f.parts = MOE_PARTS_SHARED, r->f.topk_ids = NULL,
+             r->f.topk_weights = NULL),
+            MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
+    REFUSED(r->f.token_ids_in = tokens_beyond, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
+    REFUSED(r->f.token_ids_in = tokens_below, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
     REFUSED(r->f.parts = (enum moe_parts)3, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
     REFUSED(r->f.on_unavailable = (enum moe_on_unavailable)3, MOE_INVALID_ARGUMENT,
             MOE_REASON_VALUE_INVALID);
@@ -795,6 +845,8 @@ int main(void)
         TEST(nobody_there_is_unavailable),
         TEST(rows_come_back_where_they_belong),
         TEST(routing_of_the_caller_is_sent),
+        TEST(token_ids_of_the_caller_are_sent),
+        TEST(token_ids_for_a_layer_without_a_table_are_not_sent),
         TEST(unavailable_is_tried_again_until_it_works),
         TEST(attempts_are_bounded),
         TEST(retries_end_with_their_budget),

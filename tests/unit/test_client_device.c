@@ -192,6 +192,25 @@ static void the_device_checks_ids_and_weights(void **state)
     stop(&s);
 }
 
+/* The host looks token ids up, and does not read a device's memory. */
+static void token_ids_on_the_device_are_refused(void **state)
+{
+    (void)state;
+    struct scene s;
+    struct request r;
+    start(&s, 0, 1);
+    request_fill(&r, &shared.worker, 0, 3, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    put(&s, 0, &r);
+    memset(data_of(&s, 0, IDS_IN), 0, 3 * sizeof(int64_t));
+    struct moe_client_session_forward f = forward_of(&s, 0, &r);
+    f.token_ids_in = at(&s, 0, IDS_IN);
+    struct moe_status st = run(&s, &f);
+    assert_refused(st, MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED);
+    assert_non_null(strstr(st.text, "give topk_ids"));
+    request_free(&r);
+    stop(&s);
+}
+
 static void what_the_device_cannot_import_is_refused(void **state)
 {
     (void)state;
@@ -403,6 +422,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         shared_test(y_in_device_memory_is_y_by_forward),
         shared_test(the_device_checks_ids_and_weights),
+        shared_test(token_ids_on_the_device_are_refused),
         shared_test(what_the_device_cannot_import_is_refused),
         shared_test(a_device_submits_again_and_again),
         shared_test(a_failed_request_tells_the_device_and_the_host),

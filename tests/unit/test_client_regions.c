@@ -191,6 +191,48 @@ static void parts_by_region_are_parts_by_forward(void **state)
     stop(&s);
 }
 
+/* The token ids are in the region; the oracle gets the ids of their experts. */
+static void token_ids_by_region_are_topk_ids_by_forward(void **state)
+{
+    (void)state;
+    struct scene s;
+    start(&s, 0, 1);
+    for (int i = 0; i < 12; i++) {
+        struct request r;
+        const uint32_t tokens[] = {1, 7, 40}; /* 40: three steps */
+        request_fill(&r, &shared.worker, 0, tokens[i % 3],
+                     i % 2 == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16, MOE_ROUTE_IDS);
+        int64_t token_ids[40], *placed = data_of(&s, 0, IDS_IN);
+        for (uint32_t t = 0; t < r.work.tokens; t++) {
+            token_ids[t] = random_below(SERVICE_VOCABULARY);
+            for (uint32_t k = 0; k < 2; k++)
+                r.ids_in[2 * t + k] = service_experts[token_ids[t]][k];
+        }
+        struct moe_client_session_forward f = by_region(&s, 0, &r);
+        f.token_ids_in = f.ids_in;
+        f.ids_in = (struct moe_client_tensor){0};
+        memcpy(placed, token_ids, r.work.tokens * sizeof *placed);
+        assert_ok(run(&s, &f));
+        assert_same(&s, 0, &r);
+        placed[r.work.tokens - 1] = SERVICE_VOCABULARY;
+        assert_refused(run(&s, &f), MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
+        placed[r.work.tokens - 1] = 0;
+        f.parts = MOE_PARTS_SHARED;
+        assert_refused(run(&s, &f), MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
+        f.parts = MOE_PARTS_BOTH;
+        f.ids_in = f.token_ids_in;
+        assert_refused(run(&s, &f), MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
+        request_free(&r);
+    }
+    struct request r;
+    request_fill(&r, &shared.worker, 1, 3, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    struct moe_client_session_forward f = by_region(&s, 0, &r); /* of a layer without a table */
+    f.token_ids_in = at(&s, 0, IDS_IN);
+    assert_refused(run(&s, &f), MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
+    request_free(&r);
+    stop(&s);
+}
+
 /* All entries of the ring, taken in reverse; they share steps. */
 static void sixty_four_are_in_flight_and_no_more(void **state)
 {
@@ -517,6 +559,7 @@ int main(void)
                                         close_plain),
         shared_test(y_by_region_is_y_by_forward_bit_for_bit),
         shared_test(parts_by_region_are_parts_by_forward),
+        shared_test(token_ids_by_region_are_topk_ids_by_forward),
         shared_test(sixty_four_are_in_flight_and_no_more),
         shared_test(answers_come_out_of_order),
         shared_test(threads_share_a_session),

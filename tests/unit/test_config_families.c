@@ -668,7 +668,7 @@ static void llama4_maverick(void **state)
     "\"num_hidden_layers\":3,\"n_routed_experts\":256,\"n_shared_experts\":1,"                     \
     "\"num_experts_per_tok\":6,\"scoring_func\":\"sqrtsoftplus\",\"norm_topk_prob\":true,"         \
     "\"routed_scaling_factor\":1.5,\"swiglu_limit\":10.0,\"o_groups\":8,\"index_topk\":512,"       \
-    "\"hidden_act\":\"silu\"" extra "}"
+    "\"hidden_act\":\"silu\",\"vocab_size\":129280" extra "}"
 
 static void deepseek_v4_without_hash_layers(void **state)
 {
@@ -701,6 +701,7 @@ static void check_hash_layers(const char *text, const char *wanted)
         const struct moe_router_spec *r = &c.layers[l].router;
         assert_int_equal(c.layers[l].layer, l);
         assert_int_equal(r->by_token, wanted[l] == 'h');
+        assert_int_equal(r->vocabulary, wanted[l] == 'h' ? 129280 : 0);
         assert_int_equal(r->select_bias, wanted[l] != 'h');
         assert_int_equal(r->top_k, 6);
         assert_int_equal(r->renorm, MOE_RENORM_SUM);

@@ -90,6 +90,10 @@ static void good_requests_pass(void **state)
     assert_ptr_equal(at[MOE_RING_Y], memory + 2048);
     moe_regions_put(r, client, use);
     assert_ok(moe_ring_check(&none, &layer)); /* T = 0 */
+    q.routing = MOE_RING_ROUTE_TOKEN_IDS;
+    memset(&q.tensors[MOE_RING_WEIGHTS], 0, sizeof q.tensors[0]);
+    place(&q, MOE_RING_IDS, 512, T * 8);
+    assert_ok(moe_ring_check(&q, &layer));
     assert_ok(moe_regions_take(r, client, none.tensors, at, &use));
     assert_null(at[MOE_RING_X]);
     moe_regions_put(r, client, use);
@@ -107,7 +111,11 @@ static void bad_requests_are_refused(void **state)
     assert_refused(moe_ring_check(&q, &layer), MOE_INVALID_ARGUMENT, MOE_REASON_##why)
     refused(q.dtype = 0, DTYPE_UNSUPPORTED);
     refused(q.dtype = 7, DTYPE_UNSUPPORTED);
-    refused(q.routing = 3, ROUTING_INVALID);
+    refused(q.routing = 4, ROUTING_INVALID);
+    refused(q.routing = 3, ROUTING_INVALID); /* with weights */
+    refused((q.routing = 3, memset(&q.tensors[MOE_RING_WEIGHTS], 0, sizeof q.tensors[0]),
+             place(&q, MOE_RING_IDS, 512, T * 8 - 8)),
+            SHAPE_MISMATCH);
     refused(q.routing = 0, ROUTING_INVALID);
     refused(q.routing = 1, ROUTING_INVALID);
     refused(q.reserved[1] = 1, VALUE_INVALID);

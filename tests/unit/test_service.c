@@ -107,7 +107,7 @@ static void a_layer_that_routes_by_token_id_needs_ids(void **state)
         struct moe_status st = call_ask(&service, &ask, &answer);
         if (mode == MOE_ROUTE_SERVER) {
             assert_refused(st, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
-            assert_non_null(strstr(st.text, "layer 1 routes by token id"));
+            assert_non_null(strstr(st.text, "layer 1 routes by token id: give token_ids"));
         } else {
             assert_ok(st);
             answer_check(&service, &r, answer);
@@ -115,6 +115,58 @@ static void a_layer_that_routes_by_token_id_needs_ids(void **state)
         }
         request_free(&r);
     }
+}
+
+/* A request with token ids instead of the ids that the oracle gets. */
+static void give_token_ids(Ask *ask, struct request *r, int64_t *token_ids)
+{
+    for (uint32_t t = 0; t < r->work.tokens; t++) {
+        token_ids[t] = random_below(SERVICE_VOCABULARY);
+        for (uint32_t k = 0; k < 2; k++)
+            r->ids_in[2 * t + k] = service_experts[token_ids[t]][k];
+    }
+    ask->routing_mode = MOE__V1__ROUTING_MODE__ROUTING_MODE_SERVER;
+    ask->topk_ids_dtype = 0;
+    ask->topk_ids.len = 0;
+    ask->token_ids = (ProtobufCBinaryData){.len = r->work.tokens * sizeof *token_ids,
+                                           .data = (uint8_t *)token_ids};
+}
+
+static void token_ids_are_looked_up_in_the_table_of_their_layer(void **state)
+{
+    (void)state;
+    service.worker.spec[0].router.by_token = true; /* no thread has read it yet */
+    for (int i = 0; i < 20; i++) {
+        struct request r;
+        Ask ask;
+        Answer *answer;
+        int64_t token_ids[40];
+        request_fill(&r, &service.worker, 0, 1 + random_below(40),
+                     i % 2 == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16, MOE_ROUTE_IDS);
+        ask_fill(&ask, &service, &r, true);
+        give_token_ids(&ask, &r, token_ids);
+        assert_ok(call_ask(&service, &ask, &answer));
+        answer_check(&service, &r, answer);
+        answer_free(answer);
+        request_free(&r);
+    }
+}
+
+static void token_ids_for_a_layer_without_a_table_are_refused(void **state)
+{
+    (void)state;
+    struct request r;
+    Ask ask;
+    Answer *answer;
+    int64_t token_ids[3] = {0};
+    request_fill(&r, &service.worker, 1, 3, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    ask_fill(&ask, &service, &r, false);
+    ask.token_ids = (ProtobufCBinaryData){.len = sizeof token_ids, .data = (uint8_t *)token_ids};
+    struct moe_status st = call_ask(&service, &ask, &answer);
+    assert_refused(st, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
+    assert_non_null(strstr(st.text, "does not route by token id"));
+    request_free(&r);
+    assert_serves(&service);
 }
 
 /* --------------------------------------------------------------------------- bad input */
@@ -126,6 +178,7 @@ struct bad {
     Ask ask;
     float x[BAD_TOKENS * 24], weights[BAD_TOKENS * 2];
     int32_t ids[BAD_TOKENS * 2];
+    int64_t token_ids[BAD_TOKENS];
     Moe__V1__RetainForBackward retain;
 };
 
@@ -267,9 +320,61 @@ static void spoil_weights_infinite(struct bad *b)
 {
     b->weights[9] = -INFINITY;
 }
-static void spoil_token_ids(struct bad *b)
+static void add_token_ids(struct bad *b)
 {
+    b->ask.token_ids =
+        (ProtobufCBinaryData){.len = sizeof b->token_ids, .data = (uint8_t *)b->token_ids};
+}
+static void token_ids_route(struct bad *b)
+{
+    server_routes(&b->ask);
+    add_token_ids(b);
+}
+static void spoil_token_ids_ids(struct bad *b)
+{
+    b->ask.routing_mode = MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS;
+    b->ask.topk_weights.len = 0;
+    add_token_ids(b);
+}
+static void spoil_token_ids_mode(struct bad *b)
+{
+    token_ids_route(b);
+    b->ask.routing_mode = MOE__V1__ROUTING_MODE__ROUTING_MODE_CLIENT_IDS;
+}
+static void spoil_token_ids_weights(struct bad *b)
+{
+    token_ids_route(b);
+    b->ask.topk_weights.len = sizeof b->weights;
+}
+static void spoil_token_ids_parts(struct bad *b)
+{
+    token_ids_route(b);
+    b->ask.parts = MOE__V1__LAYER_PARTS__LAYER_PARTS_SHARED;
+}
+static void spoil_token_ids_short(struct bad *b)
+{
+    token_ids_route(b);
+    b->ask.token_ids.len -= sizeof b->token_ids[0];
+}
+static void spoil_token_ids_long(struct bad *b)
+{
+    token_ids_route(b);
     b->ask.token_ids = (ProtobufCBinaryData){.len = sizeof b->x, .data = (uint8_t *)b->x};
+}
+static void spoil_token_ids_high(struct bad *b)
+{
+    token_ids_route(b);
+    b->token_ids[BAD_TOKENS - 1] = SERVICE_VOCABULARY;
+}
+static void spoil_token_ids_low(struct bad *b)
+{
+    token_ids_route(b);
+    b->token_ids[0] = -1;
+}
+static void spoil_token_ids_huge(struct bad *b)
+{
+    token_ids_route(b);
+    b->token_ids[1] = INT64_C(1) << 32; /* 0 in 32 bits */
 }
 static void spoil_epoch(struct bad *b)
 {
@@ -333,7 +438,15 @@ static const struct {
     {spoil_weights_length, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
     {spoil_weights_nan, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
     {spoil_weights_infinite, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
-    {spoil_token_ids, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_token_ids_ids, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_token_ids_mode, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_token_ids_weights, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_token_ids_parts, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
+    {spoil_token_ids_short, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
+    {spoil_token_ids_long, MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH},
+    {spoil_token_ids_high, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID},
+    {spoil_token_ids_low, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID},
+    {spoil_token_ids_huge, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID},
     {spoil_epoch, MOE_FAILED_PRECONDITION, MOE_REASON_STALE_EPOCH},
     {spoil_version, MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH},
     {spoil_logits_nan, MOE_INVALID_ARGUMENT, MOE_REASON_NONFINITE_LOGITS},
@@ -350,6 +463,7 @@ static void fill_bad(struct bad *b)
     memcpy(b->x, r.x, sizeof b->x);
     memcpy(b->ids, r.ids_in, sizeof b->ids);
     memcpy(b->weights, r.weights_in, sizeof b->weights);
+    memset(b->token_ids, 0, sizeof b->token_ids);
     b->ask.x_data.data = (uint8_t *)b->x;
     b->ask.topk_ids.data = (uint8_t *)b->ids;
     b->ask.topk_weights.data = (uint8_t *)b->weights;
@@ -799,6 +913,8 @@ int main(void)
         with_service(every_mode_dtype_and_layer_gives_the_oracles_answer),
         with_service(routing_is_returned_only_when_asked_for),
         with_service(a_layer_that_routes_by_token_id_needs_ids),
+        with_service(token_ids_are_looked_up_in_the_table_of_their_layer),
+        with_service(token_ids_for_a_layer_without_a_table_are_refused),
         with_service(each_bad_input_gets_its_error_and_the_next_good_request_its_answer),
         with_service(a_tensor_given_twice_is_refused),
         with_service(a_message_cut_anywhere_is_refused),

@@ -118,8 +118,10 @@ struct moe_client_layer {
     uint32_t top_k;               /* K */
     uint32_t intermediate;        /* inner width of a routed expert */
     uint32_t shared_intermediate; /* inner width of the shared expert; 0 = none */
-    uint32_t routes_by_token_id;  /* 1: a table of the model chooses by token id; calls give ids */
-    uint32_t reserved[8];
+    uint32_t routes_by_token_id;  /* 1: a table of the model chooses by token id; calls give
+                                     token_ids_in or topk_ids_in */
+    uint32_t vocabulary;          /* with it: rows of the table; 0 = none that calls can use */
+    uint32_t reserved[7];
 };
 
 /* The server and its model, as GetServerInfo and GetModel in moe/v1/expert.proto tell. The client
@@ -187,6 +189,10 @@ struct moe_client_forward {
      * types.proto) = one of its experts has no copy, and its row of y is zeros. NULL = not wanted.
      */
     uint8_t *token_states;
+    /* request: [T] token ids, each below moe_client_layer.vocabulary, for a layer with
+     * routes_by_token_id: the model's table gives the experts, and the router their weights. NULL =
+     * none. Excludes topk_ids_in and MOE_PARTS_SHARED. */
+    const int64_t *token_ids_in;
 };
 
 /* Blocks until y is complete. */

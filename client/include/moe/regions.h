@@ -89,8 +89,11 @@ struct moe_client_session_forward {
     /* The trace and the span that the request belongs to, as in W3C Trace Context; zeros: none. */
     uint8_t trace_id[16], parent_id[8];
     uint32_t trace_flags; /* bit 0: the caller samples it, and the worker sends its spans */
-    /* Summands of y. With MOE_PARTS_SHARED, ids_in, weights_in, ids and weights are absent. */
+    /* Summands of y. With MOE_PARTS_SHARED, token_ids_in, ids_in, weights_in, ids and weights are
+     * absent. */
     enum moe_parts parts;
+    /* [T] int64 in host memory: as moe_client_forward.token_ids_in. Excludes ids_in. */
+    struct moe_client_tensor token_ids_in;
 };
 
 struct moe_client_session_answer {

@@ -123,11 +123,25 @@ static struct moe_status read_routing(const struct moe_st_file *f, const char *n
     return read_all(f, t, out);
 }
 
+static struct moe_status read_token_ids(const struct moe_st_file *f, const char *name,
+                                        const struct moectl_tokens *x, void **out)
+{
+    const struct moe_tensor *t;
+    if (name == NULL)
+        return moe_ok();
+    MOE_TRY(find(f, name, &t));
+    if (t->dtype != MOE_ST_I64)
+        return invalid(name, "is not I64");
+    if (t->rank != 1 || t->shape[0] != x->tokens)
+        return invalid(name, "does not fit the tokens");
+    return read_all(f, t, out);
+}
+
 struct moe_status moectl_tokens_read(const char *path, const struct moectl_tensor_names *names,
                                      struct moectl_tokens *out)
 {
     struct moe_st_file *f = NULL;
-    void *ids = NULL, *weights = NULL;
+    void *ids = NULL, *weights = NULL, *token_ids = NULL;
     *out = (struct moectl_tokens){0};
     struct moe_status st = moe_st_open(path, &f);
     if (st.code == MOE_OK)
@@ -136,8 +150,11 @@ struct moe_status moectl_tokens_read(const char *path, const struct moectl_tenso
         st = read_routing(f, names->topk_ids, MOE_ST_I32, out, &ids);
     if (st.code == MOE_OK)
         st = read_routing(f, names->topk_weights, MOE_ST_F32, out, &weights);
+    if (st.code == MOE_OK)
+        st = read_token_ids(f, names->token_ids, out, &token_ids);
     out->topk_ids = ids;
     out->topk_weights = weights;
+    out->token_ids = token_ids;
     moe_st_close(f);
     if (st.code != MOE_OK)
         moectl_tokens_free(out);
@@ -169,6 +186,7 @@ void moectl_tokens_free(struct moectl_tokens *t)
     free(t->data);
     free(t->topk_ids);
     free(t->topk_weights);
+    free(t->token_ids);
     *t = (struct moectl_tokens){0};
 }
 

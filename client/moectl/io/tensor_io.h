@@ -13,6 +13,7 @@ struct moectl_tokens {
     int32_t *topk_ids;   /* [tokens, k] or NULL; free with free() */
     float *topk_weights; /* [tokens, k] or NULL; free with free() */
     uint32_t top_k;      /* of topk_ids; 0 without */
+    int64_t *token_ids;  /* [tokens] or NULL; free with free() */
 };
 
 /* Which tensors of a file to read; NULL = see below. */
@@ -20,6 +21,7 @@ struct moectl_tensor_names {
     const char *x;            /* NULL = the only 2-D F32 or BF16 tensor */
     const char *topk_ids;     /* I32; NULL = none */
     const char *topk_weights; /* F32; NULL = none */
+    const char *token_ids;    /* I64; NULL = none */
 };
 
 /* Errors: MOE_NOT_FOUND (file, tensor), MOE_INVALID_ARGUMENT (no or several candidates, shapes). */

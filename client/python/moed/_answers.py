@@ -24,7 +24,8 @@ class Layer:
     intermediate         inner width of one expert
     zero_experts         identity experts with ids E ... E + zero_experts - 1
     shared_intermediate  inner width of the shared expert; 0: there is none
-    routes_by_token_id   a table of the model chooses by token id: calls give topk_ids
+    routes_by_token_id   a table of the model chooses by token id: calls give token_ids or topk_ids
+    vocabulary           with it, rows of that table: token ids are below it; else 0
     """
 
     layer: int
@@ -35,6 +36,7 @@ class Layer:
     zero_experts: int
     shared_intermediate: int
     routes_by_token_id: bool = False
+    vocabulary: int = 0
 
 
 @_record

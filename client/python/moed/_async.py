@@ -67,11 +67,11 @@ class AsyncClient:
         return await future
 
     async def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-                      timeout=None, epoch=0, weights_version=0, parts="both"):
+                      timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None):
         """The output of one MoE layer; arguments, answer and errors are those of Client.forward."""
         client = self.client
         self._check_loop()
-        batch = client._batch(layer, x, topk_ids, topk_weights, return_routing, parts)
+        batch = client._batch(layer, x, topk_ids, topk_weights, return_routing, parts, token_ids)
         return await self._run(client._lane, client._submit, batch, return_routing, timeout, epoch,
                                weights_version)
 
@@ -116,11 +116,11 @@ class AsyncStream:
         self._client, self._stream = client, stream
 
     async def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-                      timeout=None, epoch=0, weights_version=0, parts="both"):
+                      timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None):
         """As AsyncClient.forward, without retries."""
         self._client._check_loop()
         batch = self._client.client._batch(layer, x, topk_ids, topk_weights, return_routing,
-                                           parts)
+                                           parts, token_ids)
         lane = self._stream._lane
         return await self._client._run(lane, lane.submit, batch, return_routing, timeout, epoch,
                                        weights_version)

@@ -185,7 +185,8 @@ class Client(TrainingCalls):
             raise
         self._layers = tuple(
             Layer(each.layer, each.hidden, each.experts, each.top_k, each.intermediate,
-                  each.zero_experts, each.shared_intermediate, each.routes_by_token_id)
+                  each.zero_experts, each.shared_intermediate, each.routes_by_token_id,
+                  each.vocabulary)
             for each in served.layers)
         self._layer_by_index = {layer.layer: layer for layer in self._layers}
         if spread or hedge:
@@ -258,7 +259,7 @@ class Client(TrainingCalls):
     @renamed(save="retain")
     def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
                 timeout=None, epoch=0, weights_version=0, retain=None, patient=None,
-                model_digest=None, parts="both", on_unavailable="wait"):
+                model_digest=None, parts="both", on_unavailable="wait", token_ids=None):
         """The output of one MoE layer.
 
         layer         a Layer, or its index in the model
@@ -279,9 +280,12 @@ class Client(TrainingCalls):
                       for groups with --partial-views, if experts of some tokens have no copy now.
                       "wait": until they have one, or `timeout`. "fail": raise EXPERT_UNAVAILABLE.
                       "partial": a ForwardResult of the other tokens; its `available` tells them
+        token_ids     [T] integers below layer.vocabulary, for a layer with routes_by_token_id: the
+                      model's table gives the experts, and the router their weights. Excludes
+                      topk_ids
 
-        x, topk_ids and topk_weights are numpy arrays, torch tensors, or other tensors with
-        __dlpack__ in the host's memory. Torch tensors of other devices go through the host.
+        x, topk_ids, topk_weights and token_ids are numpy arrays, torch tensors, or other tensors
+        with __dlpack__ in the host's memory. Torch tensors of other devices go through the host.
 
         Returns y [T,H] with x's dtype: routed plus shared experts, without the residual; or with
         `return_routing` a ForwardResult. If x is a torch tensor, the arrays of the answer are torch
@@ -296,7 +300,7 @@ class Client(TrainingCalls):
         if retain is not None and on_unavailable == "partial":
             raise ValueError("on_unavailable: a pass that is retained for Backward has all tokens")
         policy = _wire.policy_number(on_unavailable)
-        batch = self._batch(layer, x, topk_ids, topk_weights, return_routing, parts)
+        batch = self._batch(layer, x, topk_ids, topk_weights, return_routing, parts, token_ids)
         timeout = self._timeout if timeout is None else timeout
         native = self._lane is not None and retain is None and not policy
         if native and model_digest in (None, self._model_digest):
@@ -311,7 +315,7 @@ class Client(TrainingCalls):
                              patient, model_digest, policy)
 
     def submit(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-               timeout=None, epoch=0, weights_version=0, parts="both"):
+               timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None):
         """Starts a forward pass and returns at once: a concurrent.futures.Future of what `forward`
         would return or raise. Arguments that cannot be sent raise here.
 
@@ -320,7 +324,7 @@ class Client(TrainingCalls):
         and later ones wait for their turn. Callbacks of a future run in a thread of the package and
         must not block.
         """
-        batch = self._batch(layer, x, topk_ids, topk_weights, return_routing, parts)
+        batch = self._batch(layer, x, topk_ids, topk_weights, return_routing, parts, token_ids)
         return self._submit(batch, return_routing, timeout, epoch, weights_version)
 
     def _submit(self, *arguments):
@@ -354,14 +358,14 @@ class Client(TrainingCalls):
         return _wire.result(answer, batch, return_routing,
                             policy == _wire.policy_number("partial"))
 
-    def _batch(self, layer, x, topk_ids, topk_weights, return_routing, parts):
+    def _batch(self, layer, x, topk_ids, topk_weights, return_routing, parts, token_ids):
         """The checked arguments of a forward pass. Refuses more tokens than the server accepts."""
         if not self._is_own_process():
             raise RuntimeError("a Client does not survive fork: open one in the child")
         if self._is_closed:
             raise _errors.closed("client")
         return Batch(self.find_layer(layer), x, topk_ids, topk_weights, return_routing, parts,
-                     self._info.max_tokens_per_request, self._convert_half)
+                     token_ids, self._info.max_tokens_per_request, self._convert_half)
 
     def _is_own_process(self):
         """False in the child of a fork."""

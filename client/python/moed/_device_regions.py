@@ -70,20 +70,22 @@ class DeviceRegions:
         return array[:size].view(dtype).view(shape)
 
     def request(self, layer, x, y, topk_ids=None, topk_weights=None, *, ids=None, weights=None,
-                epoch=0, weights_version=0, parts="both"):
+                epoch=0, weights_version=0, parts="both", token_ids=None):
         """A StreamRequest for these tensors: submitted as often as wanted, with other contents. The
-        arguments are those of Regions.submit. y is on this GPU; the others are in any memory of the
-        Regions. It takes one of the 64 requests in flight as long as it lives.
+        arguments are those of Regions.submit. y is on this GPU, and token_ids are in the host's
+        memory; the others are in any memory of the Regions. It takes one of the 64 requests in
+        flight as long as it lives.
 
         Raises MoeError (INVALID_ARGUMENT / REGION_INVALID: y is not on this GPU), and what
         Regions.submit raises.
         """
         self._regions._live_session()
         outcome = self._native.request(*self._regions._arguments(
-            layer, x, y, topk_ids, topk_weights, ids, weights, epoch, weights_version, parts))
+            layer, x, y, topk_ids, topk_weights, ids, weights, epoch, weights_version, parts,
+            token_ids))
         if outcome[0] != 0:
             raise _errors.from_native(outcome)
-        tensors = (x, topk_ids, topk_weights, ids, weights)
+        tensors = (x, topk_ids, topk_weights, ids, weights, token_ids)
         return StreamRequest(self, outcome[1], y, tensors)
 
 

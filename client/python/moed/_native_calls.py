@@ -138,7 +138,7 @@ class _Pass:
             x, y = x.view(np.uint16), y.view(np.uint16)
         return (batch.layer.layer, x.shape[0], batch.dtype, epoch, weights_version,
                 milliseconds(timeout), batch.parts, x, y, batch.ids, batch.weights, self.ids,
-                self.weights)
+                self.weights, batch.token_ids)
 
     def result(self, outcome):
         """As of Client.forward; raises MoeError."""

@@ -18,25 +18,27 @@ from ._answers import RegionAnswer
 from ._device_regions import DeviceRegions
 from ._dtypes import BFLOAT16
 from ._tensors import bits_of_torch, is_torch, torch_of_bits
-from ._wire import parts_number
+from ._wire import check_sources, parts_number
 
 _IN_FLIGHT = 64  # requests of a session, as libmoeclient has it
-_F32, _BF16, _I32 = 1, 2, 0  # the first two as types_pb2.DataType
+_F32, _BF16, _I32, _I64 = 1, 2, 0, 3  # the first two as types_pb2.DataType
+_KINDS = ("int32", "float32", "bfloat16", "int64")
 
 
 def _kind(dtype):
-    """_F32, _BF16 or _I32 of a numpy dtype; None for others."""
+    """_F32, _BF16, _I32 or _I64 of a numpy dtype; None for others."""
     if dtype == np.float32:
         return _F32
     if dtype == np.uint16 or (BFLOAT16 is not None and dtype == BFLOAT16):
         return _BF16
-    return _I32 if dtype == np.int32 else None
+    return _I32 if dtype == np.int32 else _I64 if dtype == np.int64 else None
 
 
 def _torch_kind(dtype):
     """The same of a torch dtype."""
     torch = sys.modules["torch"]
-    return {torch.float32: _F32, torch.bfloat16: _BF16, torch.int32: _I32}.get(dtype)
+    return {torch.float32: _F32, torch.bfloat16: _BF16, torch.int32: _I32,
+            torch.int64: _I64}.get(dtype)
 
 
 def _is_two_bytes(tensor):
@@ -50,17 +52,18 @@ def _numpy_dtype(dtype):
     """(numpy dtype of memory, torch dtype or None) of what `allocate` takes."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(dtype, torch.dtype):
-        known = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int32: np.int32}
+        known = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int32: np.int32,
+                 torch.int64: np.int64}
         if dtype not in known:
-            raise TypeError("a tensor in shared memory is float32, bfloat16 or int32, not %s"
+            raise TypeError("a tensor in shared memory is float32, bfloat16, int32 or int64, not %s"
                             % dtype)
         return np.dtype(known[dtype]), dtype
     if isinstance(dtype, str) and dtype == "bfloat16":
         return BFLOAT16 or np.dtype(np.uint16), None
     dtype = np.dtype(dtype)
     if _kind(dtype) is None:
-        raise TypeError("a tensor in shared memory is float32, bfloat16 (or uint16 with its bits) "
-                        "or int32, not %s" % dtype)
+        raise TypeError("a tensor in shared memory is float32, bfloat16 (or uint16 with its bits), "
+                        "int32 or int64, not %s" % dtype)
     return dtype, None
 
 
@@ -105,8 +108,8 @@ class Regions:
         MiB: allocate once, and use it for many requests. The worker has limits on the bytes of a
         client and on its arrays (32): for many tensors, take slices of one array.
 
-        dtype  float32, bfloat16 ("bfloat16", or uint16 with the bits) or int32. For a dtype of
-               torch the result is a torch tensor
+        dtype  float32, bfloat16 ("bfloat16", or uint16 with the bits), int32 or int64. For a dtype
+               of torch the result is a torch tensor
 
         A slice or view of the array may be a tensor of a request too, if it is contiguous and
         begins at a multiple of 16 bytes; so may torch.from_dlpack of it.
@@ -183,7 +186,7 @@ class Regions:
         """`found` and `expected`: (kind, shape)."""
         if found != expected:
             raise ValueError("%s is %s %s, expected %s %s" % (
-                name, dtype, found[1], ("int32", "float32", "bfloat16")[expected[0]], expected[1]))
+                name, dtype, found[1], _KINDS[expected[0]], expected[1]))
 
     def _find(self, name, address, size):
         """(Region, offset) of these bytes, or (None, 0) of none."""
@@ -197,7 +200,7 @@ class Regions:
         return region, address - starts[at]
 
     def submit(self, layer, x, y, topk_ids=None, topk_weights=None, *, ids=None, weights=None,
-               epoch=0, weights_version=0, parts="both"):
+               epoch=0, weights_version=0, parts="both", token_ids=None):
         """Submits a forward pass and returns a RegionRequest at once. At most 64 are in flight.
 
         layer    a Layer, or its index in the model
@@ -209,6 +212,8 @@ class Regions:
         epoch, weights_version
                  fail with FAILED_PRECONDITION unless the worker has these; 0: any
         parts    as of Client.forward
+        token_ids
+                 [T] int64 in memory of the host, as of Client.forward. Excludes topk_ids
 
         All tensors are in memory of these Regions, of the host or of a GPU (`on_device`): the work
         that writes the inputs there has ended. T = 0 is allowed. Raises MoeError
@@ -217,13 +222,14 @@ class Regions:
         session = self._live_session()
         self._reap(session)
         outcome = session.submit(*self._arguments(layer, x, y, topk_ids, topk_weights, ids, weights,
-                                                  epoch, weights_version, parts))
+                                                  epoch, weights_version, parts, token_ids))
         if outcome[0] != 0:
             raise _errors.from_native(outcome)
-        return RegionRequest(self, outcome[1], y, (x, topk_ids, topk_weights, ids, weights))
+        return RegionRequest(self, outcome[1], y,
+                             (x, topk_ids, topk_weights, ids, weights, token_ids))
 
     def _arguments(self, layer, x, y, topk_ids, topk_weights, ids, weights, epoch, weights_version,
-                   parts):
+                   parts, token_ids):
         """Those of Session.submit."""
         layer = self._client.find_layer(layer)
         kind = _BF16 if _is_two_bytes(x) else _F32
@@ -233,12 +239,15 @@ class Regions:
             raise ValueError("ids and weights come together")
         if topk_weights is not None and topk_ids is None:
             raise ValueError("topk_weights needs topk_ids")
-        parts = parts_number(parts, topk_ids is not None or ids is not None)
+        check_sources(layer, topk_ids, token_ids)
+        parts = parts_number(
+            parts, topk_ids is not None or token_ids is not None or ids is not None)
         return (layer.layer, tokens, layer.hidden, kind, parts, epoch, weights_version,
                 *self._place("x", x, rows, kind), *self._place("topk_ids", topk_ids, pairs, _I32),
                 *self._place("topk_weights", topk_weights, pairs, _F32),
                 *self._place("y", y, rows, kind), *self._place("ids", ids, pairs, _I32),
-                *self._place("weights", weights, pairs, _F32))
+                *self._place("weights", weights, pairs, _F32),
+                *self._place("token_ids", token_ids, (tokens,), _I64))
 
     def forward(self, layer, x, y, topk_ids=None, topk_weights=None, **more):
         """submit(...).result()"""

@@ -85,14 +85,20 @@ class Batch:
     dtype    types_pb2.DataType of x
     ids      [T,K] int32, contiguous, or None
     weights  [T,K] float32, contiguous, or None
+    token_ids
+             [T] int64, contiguous, or None
     parts    index in _wire.PARTS
     """
 
-    __slots__ = ("layer", "x", "dtype", "ids", "weights", "parts", "_half", "_torch", "_device")
+    __slots__ = ("layer", "x", "dtype", "ids", "weights", "token_ids", "parts", "_half", "_torch",
+                 "_device")
 
-    def __init__(self, layer, x, ids, weights, return_routing, parts, limit, convert_half):
+    def __init__(self, layer, x, ids, weights, return_routing, parts, token_ids, limit,
+                 convert_half):
         self.layer = layer
-        self.parts = _wire.parts_number(parts, ids is not None or return_routing)
+        _wire.check_sources(layer, ids, token_ids)
+        self.parts = _wire.parts_number(
+            parts, ids is not None or token_ids is not None or return_routing)
         self._torch = self._device = None
         if type(x) is not np.ndarray and is_torch(x):
             self._torch, self._device = x.dtype, x.device
@@ -115,6 +121,8 @@ class Batch:
         self.ids = None if ids is None else _wire.checked_ids(as_array(ids, "topk_ids"), shape)
         self.weights = None if weights is None else _wire.checked_weights(
             as_array(weights, "topk_weights"), shape)
+        self.token_ids = None if token_ids is None else _wire.checked_token_ids(
+            as_array(token_ids, "token_ids"), x.shape[0], layer)
 
     def give(self, y):
         """y [T,H], an array with the dtype of `x`, in the caller's kind and dtype."""

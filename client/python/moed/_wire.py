@@ -30,6 +30,30 @@ def checked_weights(weights, shape):
     return np.ascontiguousarray(weights, np.float32)
 
 
+def check_sources(layer, ids, token_ids):
+    """Refuses token_ids that are not the only source of the routing, or not of this layer's."""
+    if token_ids is None:
+        return
+    if ids is not None:
+        raise ValueError("token_ids and topk_ids exclude each other")
+    if not layer.vocabulary:
+        raise MoeError(grpc.StatusCode.INVALID_ARGUMENT, "ROUTING_INVALID",
+                       "layer %d does not route by token id: it takes no token_ids" % layer.layer)
+
+
+def checked_token_ids(token_ids, tokens, layer):
+    """token_ids as contiguous int64."""
+    token_ids = np.asarray(token_ids)
+    if token_ids.shape != (tokens,):
+        raise ValueError("token_ids has shape %s, expected %s" % (token_ids.shape, (tokens,)))
+    if token_ids.dtype.kind not in "iu":
+        raise TypeError("token_ids must be integers, not %s" % token_ids.dtype)
+    if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < layer.vocabulary:
+        raise MoeError(grpc.StatusCode.INVALID_ARGUMENT, "VALUE_INVALID",
+                       "a token id is not in 0 to %d" % (layer.vocabulary - 1))
+    return np.ascontiguousarray(token_ids, np.int64)
+
+
 # Of a Batch; the same numbers as enum moe_parts of libmoeclient.
 PARTS = ("both", "routed", "shared")
 _WIRE_PARTS = (types_pb2.LAYER_PARTS_UNSPECIFIED, types_pb2.LAYER_PARTS_ROUTED,
@@ -49,7 +73,7 @@ def policy_number(policy):
 
 
 def parts_number(parts, with_routing):
-    """The index in PARTS. `with_routing`: topk_ids are given or asked for."""
+    """The index in PARTS. `with_routing`: ids are given or asked for."""
     if parts not in PARTS:
         raise ValueError("parts is 'both', 'routed' or 'shared', not %r" % (parts,))
     if parts == "shared" and with_routing:
@@ -72,6 +96,8 @@ def fill_request(request, batch, return_routing):
     if batch.weights is not None:
         request.routing_mode = types_pb2.ROUTING_MODE_CLIENT_IDS_AND_WEIGHTS
         request.topk_weights = batch.weights.tobytes()
+    if batch.token_ids is not None:
+        request.token_ids = batch.token_ids.tobytes()
     request.x_data = batch.x.tobytes()
 
 

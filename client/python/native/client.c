@@ -107,8 +107,17 @@ static bool read_tensors(struct call *call, const struct moe_client_layer *layer
     /* At most 2^32 * 2^14 * 4: no overflow. */
     unsigned long long rows = (unsigned long long)f->tokens * f->hidden * moe_dtype_bytes(f->dtype);
     unsigned long long pairs = (unsigned long long)f->tokens * layer->top_k * sizeof(float);
+    const unsigned long long bytes[VIEW_COUNT] = {
+        [VIEW_X] = rows,
+        [VIEW_Y] = rows,
+        [VIEW_IDS_IN] = pairs,
+        [VIEW_WEIGHTS_IN] = pairs,
+        [VIEW_IDS] = pairs,
+        [VIEW_WEIGHTS] = pairs,
+        [VIEW_TOKEN_IDS_IN] = f->tokens * sizeof(int64_t),
+    };
     for (size_t i = 0; i < VIEW_COUNT; i++)
-        if (!take_view(call, i, args[ARG_X + i], i == VIEW_X || i == VIEW_Y ? rows : pairs,
+        if (!take_view(call, i, args[ARG_X + i], bytes[i],
                        i == VIEW_Y || i == VIEW_IDS || i == VIEW_WEIGHTS))
             return false;
     f->x = call->views[VIEW_X].buf;
@@ -117,6 +126,7 @@ static bool read_tensors(struct call *call, const struct moe_client_layer *layer
     f->topk_weights_in = call->views[VIEW_WEIGHTS_IN].buf;
     f->topk_ids = call->views[VIEW_IDS].buf;
     f->topk_weights = call->views[VIEW_WEIGHTS].buf;
+    f->token_ids_in = call->views[VIEW_TOKEN_IDS_IN].buf;
     return true;
 }
 
@@ -259,7 +269,7 @@ static bool check_count(Py_ssize_t count, Py_ssize_t wanted)
 #define PASS_DOC                                                                                   \
     "layer, tokens, dtype (1 float32, 2 bfloat16), epoch, weights_version, timeout_ms (0: the "    \
     "client's), parts (0 both, 1 routed, 2 shared), x, y, topk_ids_in, topk_weights_in, "          \
-    "topk_ids, topk_weights"
+    "topk_ids, topk_weights, token_ids_in"
 
 PyDoc_STRVAR(client_forward_doc,
              "forward(" PASS_DOC ") -> outcome\n\n"

@@ -38,7 +38,16 @@ struct stream {
     struct client *client;
 };
 
-enum { VIEW_X, VIEW_Y, VIEW_IDS_IN, VIEW_WEIGHTS_IN, VIEW_IDS, VIEW_WEIGHTS, VIEW_COUNT };
+enum {
+    VIEW_X,
+    VIEW_Y,
+    VIEW_IDS_IN,
+    VIEW_WEIGHTS_IN,
+    VIEW_IDS,
+    VIEW_WEIGHTS,
+    VIEW_TOKEN_IDS_IN,
+    VIEW_COUNT
+};
 
 /* One forward pass. Its owner is the library until `done`, then the queue or the thread that waits.
  * Made and freed with the GIL. */
@@ -97,7 +106,7 @@ PyObject *moe_native_region_create(struct session *s, PyObject *args, moe_native
                                    void *ctx, bool in_device);
 /* Reads the positional arguments of Session.submit: MOE_NATIVE_ARGS of them. The regions are
  * borrowed. False with an exception. */
-enum { MOE_NATIVE_TENSORS = 6, MOE_NATIVE_NUMBERS = 7 };
+enum { MOE_NATIVE_TENSORS = 7, MOE_NATIVE_NUMBERS = 7 };
 enum { MOE_NATIVE_ARGS = MOE_NATIVE_NUMBERS + 2 * MOE_NATIVE_TENSORS };
 bool moe_native_read_request(PyObject *const *args, Py_ssize_t count,
                              struct moe_client_session_forward *f);

@@ -192,8 +192,8 @@ bool moe_native_read_request(PyObject *const *args, Py_ssize_t count,
                              struct moe_client_session_forward *f)
 {
     unsigned long long numbers[ARG_TENSORS];
-    struct moe_client_tensor *tensors[MOE_NATIVE_TENSORS] = {&f->x, &f->ids_in, &f->weights_in,
-                                                             &f->y, &f->ids,    &f->weights};
+    struct moe_client_tensor *tensors[MOE_NATIVE_TENSORS] = {
+        &f->x, &f->ids_in, &f->weights_in, &f->y, &f->ids, &f->weights, &f->token_ids_in};
     if (count != MOE_NATIVE_ARGS) {
         PyErr_Format(PyExc_TypeError, "%d arguments, not %zd", MOE_NATIVE_ARGS, count);
         return false;
@@ -217,7 +217,8 @@ bool moe_native_read_request(PyObject *const *args, Py_ssize_t count,
 PyDoc_STRVAR(
     submit_doc,
     "submit(layer, tokens, hidden, dtype, parts, epoch, weights_version,\n       x, offset, "
-    "ids_in, offset, weights_in, offset, y, offset, ids, offset, weights, offset)\n\n"
+    "ids_in, offset, weights_in, offset, y, offset, ids, offset, weights, offset,\n       "
+    "token_ids_in, offset)\n\n"
     "Each tensor is a Region or None. Returns (0, request) or a failure.");
 
 static PyObject *submit(PyObject *self, PyObject *const *args, Py_ssize_t count)

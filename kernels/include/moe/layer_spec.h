@@ -64,6 +64,7 @@ struct moe_router_spec {
     bool select_bias; /* the score has a bias that changes only the choice */
     bool by_token; /* a table of the model chooses by token id (DeepSeek-V4): callers give the ids,
                       scores only weight them. Not with select_bias or groups */
+    uint32_t vocabulary; /* with by_token: rows of that table, one for each token id; else 0 */
     uint32_t groups;     /* 1 = no groups; divides E */
     uint32_t topk_group; /* groups to choose from, 1..groups */
     uint32_t group_best; /* group score = sum of this many best keys (1 = max, 2 = DeepSeek-V3) */
