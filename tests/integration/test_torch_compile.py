@@ -134,9 +134,9 @@ class AgainstTheFake(unittest.TestCase):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             moe = moed.torch.RemoteMoE(LAYER, client)
             x = torch.randn(4, HIDDEN, requires_grad=True)
-            torch.library.opcheck(moed.torch._graph.forward, (x.detach(), moe._handle))
+            torch.library.opcheck(moed.torch._graph.forward, (x.detach(), None, moe._handle))
             torch.library.opcheck(moed.torch._graph.forward_training,
-                                  (x, moe._anchor, moe._handle, moe.layer.top_k))
+                                  (x, None, moe._anchor, moe._handle, moe.layer.top_k))
 
 
 @unittest.skipUnless(torch, "torch is not installed")

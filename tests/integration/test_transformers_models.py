@@ -38,9 +38,11 @@ def class_of(path):
     return getattr(transformers, name.replace("OmniMoeFor", "OmniMoeThinkerFor"))
 
 
-def make_model(family, to):
+def make_model(family, to, by_token=False):
     """A model of the family that can generate, in fp32. (The golden models were made for their MoE
-    blocks alone, so some have attention that transformers cannot run.)"""
+    blocks alone, so some have attention that transformers cannot run.)
+
+    by_token  of DeepSeek-V4: its first layer routes by token id"""
     source = model_directory(family)
     model_class = class_of(source)
     config = model_class.config_class.from_pretrained(source)
@@ -48,8 +50,14 @@ def make_model(family, to):
         config.num_key_value_heads = config.num_attention_heads
     if family == "qwen3_next":
         config.layer_types = ["linear_attention", "full_attention"]
+    if by_token:
+        config.mlp_layer_types = ["hash_moe"] + config.mlp_layer_types[1:]
     torch.manual_seed(1)
     model = model_class.from_pretrained(source, config=config, dtype=torch.float32)
+    if by_token:
+        table = model.model.layers[0].mlp.gate.tid2eid
+        experts = torch.rand(len(table), config.num_local_experts).argsort(dim=1)
+        table.copy_(experts[:, : table.shape[1]])
     model.save_pretrained(to)
     return model.eval()
 
@@ -69,10 +77,10 @@ def group(path, workers=1, *extra):
 
 
 @contextlib.contextmanager
-def served(family, workers=1, *extra):
+def served(family, workers=1, *extra, by_token=False):
     """(path, model, client) of a family's model and of a group that serves it."""
     with tempfile.TemporaryDirectory(prefix="moed-hf-") as path:
-        model = make_model(family, path)
+        model = make_model(family, path, by_token)
         with group(path, workers, *extra) as g, moed.Client(g.endpoint) as client:
             yield path, model, client
 
@@ -240,6 +248,68 @@ class Models(Base):
                                                   fullgraph=True)
                     got = self.logits(model, use_cache=False).logits
                     self.assertLessEqual(float((got - want).abs().max()), 1e-5, routing)
+
+
+class TokenIds(Base):
+    """DeepSeek-V4 with a layer that routes by token id: the model's input_ids go to the group."""
+
+    def test_both_ways_and_compiled(self):
+        with served("deepseek_v4", 2, by_token=True) as (path, local, client):
+            self.assertEqual([each.vocabulary for each in client.layers],
+                             [local.config.vocab_size, 0])
+            want = self.logits(local, output_router_logits=True)
+            texts = {batch: self.generate(local, batch) for batch in (1, 2)}
+            for routing in ("server", "client"):
+                torch._dynamo.reset()
+                model = moed.transformers.load(path, client, routing=routing, dtype=torch.float32)
+                got = self.logits(model, output_router_logits=True)
+                for mine, theirs in zip((got.logits, *got.router_logits),
+                                        (want.logits, *want.router_logits)):
+                    self.assertLessEqual(float((mine - theirs).abs().max()), 1e-5, routing)
+                for batch, text in texts.items():
+                    self.assertTrue(torch.equal(self.generate(model, batch), text), routing)
+                model.forward = torch.compile(model.forward, backend="aot_eager")
+                compiled = self.logits(model, use_cache=False).logits
+                self.assertLessEqual(float((compiled - want.logits).abs().max()), 1e-5, routing)
+
+    def test_without_input_ids_there_is_no_routing(self):
+        with served("deepseek_v4", by_token=True) as (path, local, client):
+            model = moed.transformers.load(path, client, dtype=torch.float32)
+            rows = local.get_input_embeddings()(tokens(1))
+            with torch.no_grad(), self.assertRaisesRegex(moed.MoeError, "routes by token id"):
+                model(inputs_embeds=rows)
+
+    def test_a_remote_layer_alone(self):
+        """RemoteMoE in parts, and what it refuses."""
+        with served("deepseek_v4", by_token=True) as (path, local, client):
+            block = local.model.layers[0].mlp
+            remote = moed.torch.RemoteMoE(0, client)
+            ids = tokens(3, 5)
+            x = torch.randn(3, 5, remote.layer.hidden)
+            with torch.no_grad():
+                want, got = block(x, ids), remote(x, ids)
+            self.assertLessEqual(float((got - want).abs().max()), 1e-5)
+            for error, bad in ((ValueError, ids[:2]), (TypeError, ids.float()),
+                               (moed.MoeError, ids + local.config.vocab_size)):
+                with torch.no_grad(), self.assertRaises(error):
+                    remote(x, bad)
+
+    def test_gradients_of_both_kinds_of_passes(self):
+        with tempfile.NamedTemporaryFile("w", suffix=".ini") as settings:
+            settings.write("training = sgd\n")
+            settings.flush()
+            extra = ("--worker-config", settings.name)
+            with served("deepseek_v4", 1, *extra, by_token=True) as (path, local, client):
+                ids, x = tokens(2, 6), torch.randn(2, 6, client.layers[0].hidden)
+                for retain in (False, True):
+                    gradients = []
+                    for layer in (local.model.layers[0].mlp,
+                                  moed.torch.RemoteMoE(0, client, retain=retain)):
+                        rows = x.clone().requires_grad_()
+                        layer(rows, ids).square().sum().backward()
+                        gradients.append(rows.grad)
+                    self.assertLessEqual(
+                        relative_error(gradients[1].numpy(), gradients[0].numpy()), 1e-4)
 
 
 class Training(Base):

@@ -9,6 +9,7 @@ retain the pass.
 """
 
 import itertools
+import typing
 import weakref
 
 import torch
@@ -34,13 +35,15 @@ def _empty_ids(x, top_k):
 
 if available:
     @torch.library.custom_op("moed::remote_moe", mutates_args=())
-    def forward(x: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-        """A plain forward pass of x [T, H]."""
+    def forward(x: torch.Tensor, token_ids: typing.Optional[torch.Tensor],
+                handle: torch.Tensor) -> torch.Tensor:
+        """A plain forward pass of x [T, H]; of a layer that routes by token id with the ids [T]."""
         module = _modules[handle.item()]
-        return torch.cat([module._run_plain(part) for part in module._split(x, False)])
+        return torch.cat([module._run_plain(*both)
+                          for both in module._split_both(x, token_ids, False)])
 
     @forward.register_fake
-    def _(x, handle):
+    def _(x, token_ids, handle):
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
     @torch.library.custom_op("moed::remote_experts", mutates_args=())
@@ -64,14 +67,15 @@ if available:
         _operator.register_autograd(_no_backward)
 
     @torch.library.custom_op("moed::remote_moe_training", mutates_args=())
-    def forward_training(x: torch.Tensor, anchor: torch.Tensor, handle: torch.Tensor, top_k: int
+    def forward_training(x: torch.Tensor, token_ids: typing.Optional[torch.Tensor],
+                         anchor: torch.Tensor, handle: torch.Tensor, top_k: int
                          ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """A pass that may have a backward pass: (y, topk_ids, passes)."""
         module = _modules[handle.item()]
         module._need_session()
         ys, ids, passes = [], [], []
-        for part in module._split(x, True):
-            y, topk_ids, version, batch = module._run_forward(part)
+        for part, part_ids in module._split_both(x, token_ids, True):
+            y, topk_ids, version, batch = module._run_forward(part, part_ids)
             if batch is not None:
                 module.session.add_retained(batch)
             ys.append(y)
@@ -81,7 +85,7 @@ if available:
         return torch.cat(ys), torch.cat(ids), torch.cat(passes)
 
     @forward_training.register_fake
-    def _(x, anchor, handle, top_k):
+    def _(x, token_ids, anchor, handle, top_k):
         return (torch.empty(x.shape, dtype=x.dtype, device=x.device), _empty_ids(x, top_k),
                 torch.empty((x.shape[0], 2), dtype=torch.int64, device="cpu"))
 
@@ -107,11 +111,11 @@ if available:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(anchor)
 
     def _setup_context(ctx, inputs, output):
-        x, anchor, handle, _ = inputs
+        x, _, anchor, handle, _ = inputs
         ctx.save_for_backward(x, output[1], output[2], anchor, handle)
 
     def _backward(ctx, dy, _ids, _passes):
         dx, danchor = backward(dy, *ctx.saved_tensors)
-        return dx, danchor, None, None
+        return dx, None, danchor, None, None
 
     forward_training.register_autograd(_backward, setup_context=_setup_context)

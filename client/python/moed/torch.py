@@ -161,8 +161,8 @@ class _Pass(torch.autograd.Function):
     so that backward is called even if x requires none."""
 
     @staticmethod
-    def forward(ctx, x, anchor, module):
-        y, ids, ctx.version, ctx.batch = module._run_forward(x)
+    def forward(ctx, x, anchor, module, token_ids):
+        y, ids, ctx.version, ctx.batch = module._run_forward(x, token_ids)
         ctx.module = module
         ctx.save_for_backward(x, ids)
         return y
@@ -172,7 +172,7 @@ class _Pass(torch.autograd.Function):
     def backward(ctx, dy):
         x, ids = ctx.saved_tensors
         batch, ctx.batch = ctx.batch, None  # a second backward pass is a new micro batch
-        return ctx.module._run_backward(dy, x, ids, ctx.version, batch), None, None
+        return ctx.module._run_backward(dy, x, ids, ctx.version, batch), None, None, None
 
 
 class RemoteMoE(torch.nn.Module):
@@ -237,7 +237,8 @@ class RemoteMoE(torch.nn.Module):
         self._anchor = torch.zeros((), device="cpu", requires_grad=True)
         self._handle = _graph.enter(self)
 
-    def forward(self, x):
+    def forward(self, x, token_ids=None):
+        """token_ids: integers of the shape x.shape[:-1], for a layer with routes_by_token_id."""
         if not isinstance(x, torch.Tensor):
             raise TypeError("x must be a tensor, not %s" % type(x).__name__)
         if x.dtype not in (torch.float32, torch.bfloat16):
@@ -246,26 +247,34 @@ class RemoteMoE(torch.nn.Module):
             raise ValueError("x has shape %s; its last dimension must be %d"
                              % (tuple(x.shape), self.layer.hidden))
         rows = x.reshape(-1, self.layer.hidden)
+        if token_ids is not None:
+            if token_ids.shape != x.shape[:-1]:
+                raise ValueError("token_ids has shape %s, expected %s"
+                                 % (tuple(token_ids.shape), tuple(x.shape[:-1])))
+            token_ids = token_ids.reshape(-1)
         if rows.shape[0] == 0:
             return x * 1
         if _graph.available and torch.compiler.is_compiling():
-            return self._forward_in_graph(rows).reshape(x.shape)
+            return self._forward_in_graph(rows, token_ids).reshape(x.shape)
         if torch.is_grad_enabled():
             self._need_session()
-            parts = [_Pass.apply(part, self._anchor, self) for part in self._split(rows, True)]
+            parts = [_Pass.apply(part, self._anchor, self, ids)
+                     for part, ids in self._split_both(rows, token_ids, True)]
         else:
-            parts = [self._run_plain(part) for part in self._split(rows, False)]
+            parts = [self._run_plain(*both) for both in self._split_both(rows, token_ids, False)]
         return torch.cat(parts).reshape(x.shape)
 
-    def _forward_in_graph(self, rows):
+    def _forward_in_graph(self, rows, token_ids):
         if torch.is_grad_enabled():
-            return _graph.forward_training(rows, self._anchor, self._handle, self.layer.top_k)[0]
-        return _graph.forward(rows, self._handle)
+            return _graph.forward_training(rows, token_ids, self._anchor, self._handle,
+                                           self.layer.top_k)[0]
+        return _graph.forward(rows, token_ids, self._handle)
 
-    def _run_plain(self, x, **options):
+    def _run_plain(self, x, token_ids=None, **options):
         """y of one pass without gradients. `options`: of Client.forward."""
         return _to_torch(self.client.forward(self.layer, _to_numpy(x), patient=True,
-                                             model_digest=self.model_digest, **options), x)
+                                             model_digest=self.model_digest, token_ids=token_ids,
+                                             **options), x)
 
     def _run_experts(self, x, topk_ids, topk_weights):
         """The same of the routed experts alone, with this routing [T,K]."""
@@ -273,7 +282,7 @@ class RemoteMoE(torch.nn.Module):
                                topk_weights=topk_weights.detach().to("cpu", torch.float32).numpy(),
                                parts="routed")
 
-    def _run_forward(self, x):
+    def _run_forward(self, x, token_ids):
         """One pass that may have a backward pass: (y, topk_ids, weights version, micro batch id or
         None if the worker does not retain it)."""
         session, retain = self.session, None
@@ -284,7 +293,8 @@ class RemoteMoE(torch.nn.Module):
                                         return_routing=True,
                                         retain=retain,
                                         patient=True,
-                                        model_digest=self.model_digest)
+                                        model_digest=self.model_digest,
+                                        token_ids=token_ids)
         return (_to_torch(answer.y, x), torch.from_numpy(answer.topk_ids), answer.weights_version,
                 retain[1] if retain and answer.retained else None)
 
@@ -313,9 +323,18 @@ class RemoteMoE(torch.nn.Module):
         limit = (info.max_tokens_per_step
                  if gradients else info.max_tokens_per_request) or len(rows)
         width = layer.hidden * rows.element_size() * (2 if gradients else 1) + 8 * layer.top_k
+        if layer.routes_by_token_id:
+            width += 8
         if info.max_message_bytes:
             limit = min(limit, max((info.max_message_bytes - _MESSAGE_SLACK) // width, 1))
         return rows.tensor_split(-(-len(rows) // limit))
+
+    def _split_both(self, rows, token_ids, gradients):
+        """The same with the token ids [T] of each part, or None."""
+        parts = self._split(rows, gradients)
+        if token_ids is None:
+            return [(part, None) for part in parts]
+        return list(zip(parts, token_ids.split([len(part) for part in parts])))
 
     @property
     def session(self):

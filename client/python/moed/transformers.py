@@ -11,15 +11,14 @@ torch and transformers:
 `load` builds a model, `patch` changes one that is loaded and frees its experts. `routing` tells who
 routes:
 
-"server"  (default) A request has hidden states alone. The group routes, and computes the routed and
-          the shared experts. The layers are RemoteMoE: where the group trains, they learn
-          (`layers` lists them, for RemoteOptimizer).
+"server"  (default) A request has hidden states, and token ids for DeepSeek-V4's first layers. The
+          group routes, and computes the routed and the shared experts. The layers are RemoteMoE:
+          where the group trains, they learn (`layers` lists them, for RemoteOptimizer).
 "client"  A request has ids and weights too. transformers' module routes and computes the shared
           experts; the group computes the routed ones. This uses transformers' registry of experts
           (experts_implementation="moed"), so modules of models that are not in the table below
           work with it, if their class has that interface. For inference: a backward pass is
-          refused. Llama 4 and LongCat have no such interface. DeepSeek-V4's layers that route by
-          token id need this way.
+          refused. Llama 4 and LongCat have no such interface.
 
 Importing this module registers "moed", so transformers accepts it too; then give the model to
 `patch`, because a module does not know its layer:
@@ -111,17 +110,21 @@ class RemoteBlock(torch.nn.Module):
             self.register_buffer(kind.bias, getattr(block, kind.bias))
 
     def forward(self, hidden_states, input_ids=None):
-        """input_ids: DeepSeek-V4 gives them to every layer. No layer here routes by them."""
+        """input_ids: DeepSeek-V4 gives them to every layer, and its first layers route by them."""
+        token_ids = input_ids if self.moe.layer.routes_by_token_id else None
         router = getattr(self, self._kind.router)
         if router._forward_hooks:  # transformers adds one when it first collects router logits
-            bias = () if self._kind.bias is None else (getattr(self, self._kind.bias),)
+            more = () if self._kind.bias is None else (getattr(self, self._kind.bias),)
+            if token_ids is not None:
+                more = (token_ids,)
             with torch.no_grad():
-                router(hidden_states.reshape(-1, hidden_states.shape[-1]), *bias)
+                router(hidden_states.reshape(-1, hidden_states.shape[-1]), *more)
         if torch.is_grad_enabled() and "training" not in self.moe.client.info.extensions:
             y = _graph.forward(hidden_states.reshape(-1, self.moe.layer.hidden),
+                               None if token_ids is None else token_ids.reshape(-1),
                                self.moe._handle).reshape(hidden_states.shape)
         else:
-            y = self.moe(hidden_states)
+            y = self.moe(hidden_states, token_ids)
         return (y, None) if self._kind.returns_tuple else y
 
 
@@ -212,7 +215,9 @@ def _differences(found, client, whole):
                 ("experts per token", getattr(router, "top_k", layer.top_k), layer.top_k),
                 ("inner width", inner, layer.intermediate),
                 ("inner width of shared experts", _shared_width(block),
-                 layer.shared_intermediate)):
+                 layer.shared_intermediate),
+                ("routing by token id", getattr(block, "is_hash", False),
+                 layer.routes_by_token_id)):
             if mine != its:
                 texts.append("layer %d: %s is %d in the model, and %d in the group" % (
                     each.layer, what, mine, its))
@@ -229,10 +234,6 @@ def _make_remote(model, client, routing, model_digest, remote):
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError("the model's dtype is %s; remote layers accept float32 or bfloat16"
                          % model.dtype)
-    hashed = [each.layer for each in client.layers if each.routes_by_token_id]
-    if hashed and routing == "server":
-        raise ValueError("layers %s route by token id, which the group does not see; use "
-                         "routing='client'" % ", ".join(map(str, hashed)))
     if differences:
         raise ValueError("the group at %s serves another model: %s" % (
             client.info.workers[0] if client.info.workers else "?", "; ".join(differences)))
