@@ -26,6 +26,9 @@ static const char *const weight_names[MOE_WEIGHT_COUNT] = {
     [MOE_WEIGHT_SHARED_UP] = "shared_up",
     [MOE_WEIGHT_SHARED_DOWN] = "shared_down",
     [MOE_WEIGHT_SHARED_GATE_VECTOR] = "shared_gate_vector",
+    [MOE_WEIGHT_TO_LATENT] = "to_latent",
+    [MOE_WEIGHT_FROM_LATENT] = "from_latent",
+    [MOE_WEIGHT_LATENT_NORM] = "latent_norm",
 };
 
 bool moe_ckpt__is_lowest(const struct moe_checkpoint_context *c)

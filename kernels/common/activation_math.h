@@ -11,9 +11,13 @@
  * The first form branches: CPU, and exact forward passes on GPUs. The second form computes with
  * alpha = 1 and shift = 0 too: backward passes and fast forward passes on GPUs.
  *
+ * SiTU is another formula, in a separate function. It has no derivative here, because layers with
+ * SiTU do not train. GPUs do not compute it.
+ *
  * In CUDA the type is float. In C the user defines MOE_ACTIVATION_REAL, a vector of floats, and
- * MOE_ACTIVATION_AT_MOST(x, bound), MOE_ACTIVATION_WITHIN(x, bound) and MOE_ACTIVATION_SIGMOID(x)
- * before the include. Without these C gets moe_activation_clamps and the shape only. */
+ * MOE_ACTIVATION_AT_MOST(x, bound), MOE_ACTIVATION_WITHIN(x, bound), MOE_ACTIVATION_SIGMOID(x) and
+ * MOE_ACTIVATION_TANH(x) before the include. Without these C gets moe_activation_clamps and the
+ * shape only. */
 #ifndef MOE_ACTIVATION_MATH_H
 #define MOE_ACTIVATION_MATH_H
 
@@ -35,7 +39,7 @@
 /* Whether g is at most the limit, and u within +-limit. Where a clamp acts, a derivative is 0. */
 MOE_ACTIVATION_BOTH bool moe_activation_clamps(enum moe_activation activation)
 {
-    return activation != MOE_ACT_SWIGLU;
+    return activation == MOE_ACT_SWIGLU_CLAMPED || activation == MOE_ACT_SWIGLU_OAI;
 }
 
 /* ------------------------------------------------------------------ first form */
@@ -63,7 +67,7 @@ MOE_ACTIVATION_INLINE MOE_ACTIVATION_REAL moe_activation_factor(enum moe_activat
     return activation == MOE_ACT_SWIGLU_OAI ? u + 1.0f : u;
 }
 
-/* The activation, clamps included. */
+/* The activation, clamps included; not SiTU. */
 MOE_ACTIVATION_INLINE MOE_ACTIVATION_REAL moe_activate(enum moe_activation activation, float limit,
                                                        float alpha, MOE_ACTIVATION_REAL g,
                                                        MOE_ACTIVATION_REAL u)
@@ -74,6 +78,18 @@ MOE_ACTIVATION_INLINE MOE_ACTIVATION_REAL moe_activate(enum moe_activation activ
     }
     const MOE_ACTIVATION_REAL s = MOE_ACTIVATION_SIGMOID(moe_activation_z(activation, alpha, g));
     return g * s * moe_activation_factor(activation, u);
+}
+#endif
+
+#ifdef MOE_ACTIVATION_TANH
+/* SiTU: a gate that ends at +-beta, and an up that ends at +-linear_beta. */
+MOE_ACTIVATION_INLINE MOE_ACTIVATION_REAL moe_activate_situ(float beta, float linear_beta,
+                                                            MOE_ACTIVATION_REAL g,
+                                                            MOE_ACTIVATION_REAL u)
+{
+    const MOE_ACTIVATION_REAL gate = beta * MOE_ACTIVATION_TANH(g / beta);
+    const MOE_ACTIVATION_REAL up = linear_beta * MOE_ACTIVATION_TANH(u / linear_beta);
+    return gate * MOE_ACTIVATION_SIGMOID(g) * up;
 }
 #endif
 

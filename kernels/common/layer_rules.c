@@ -3,7 +3,6 @@
 #include "common/layer_rules.h"
 
 #include "base/size.h"
-#include "common/activation_math.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -23,6 +22,9 @@ static const char *const weight_names[MOE_WEIGHT_COUNT] = {
     [MOE_WEIGHT_SHARED_UP] = "shared up",
     [MOE_WEIGHT_SHARED_DOWN] = "shared down",
     [MOE_WEIGHT_SHARED_GATE_VECTOR] = "shared gate vector",
+    [MOE_WEIGHT_TO_LATENT] = "projection to the latent space",
+    [MOE_WEIGHT_FROM_LATENT] = "projection from the latent space",
+    [MOE_WEIGHT_LATENT_NORM] = "norm of the latent space",
 };
 
 #define REQUIRE(cond, ...)                                                                         \
@@ -58,6 +60,23 @@ static struct moe_status check_router(const struct moe_layer_spec *spec)
     return moe_ok();
 }
 
+static struct moe_status check_latent(const struct moe_layer_spec *spec)
+{
+    REQUIRE(spec->latent <= spec->hidden, "the latent space is %u wide: at most %u", spec->latent,
+            spec->hidden);
+    REQUIRE(spec->latent == 0 || spec->router.zero_experts == 0, "zero experts in a latent space");
+    REQUIRE(!spec->latent_norm || spec->latent != 0, "a norm of a latent space that is not there");
+    REQUIRE(!spec->latent_norm || (isfinite(spec->latent_eps) && spec->latent_eps > 0),
+            "the epsilon of the latent space's norm must be finite and positive");
+    return moe_ok();
+}
+
+static bool uses(const struct moe_layer_spec *spec, enum moe_activation activation)
+{
+    return spec->activation == activation ||
+           (spec->shared_intermediate != 0 && spec->shared_activation == activation);
+}
+
 static struct moe_status check_spec(const struct moe_layer_spec *spec)
 {
     REQUIRE(spec->hidden >= 1 && spec->hidden <= MOE_MAX_HIDDEN, "hidden width is %u: 1 to %d",
@@ -68,12 +87,13 @@ static struct moe_status check_spec(const struct moe_layer_spec *spec)
     REQUIRE(spec->weighting <= MOE_WEIGHT_INPUT, "unknown weighting %d", (int)spec->weighting);
     REQUIRE(spec->activation < MOE_ACT_COUNT && spec->shared_activation < MOE_ACT_COUNT,
             "unknown activation");
-    bool clamps =
-        moe_activation_clamps(spec->activation) ||
-        (spec->shared_intermediate != 0 && moe_activation_clamps(spec->shared_activation));
-    REQUIRE(!clamps || (isfinite(spec->swiglu_limit) && spec->swiglu_limit > 0),
+    bool situ = uses(spec, MOE_ACT_SITU);
+    bool limits = situ || uses(spec, MOE_ACT_SWIGLU_CLAMPED) || uses(spec, MOE_ACT_SWIGLU_OAI);
+    REQUIRE(!limits || (isfinite(spec->swiglu_limit) && spec->swiglu_limit > 0),
             "the activation's limit must be finite and positive");
     REQUIRE(isfinite(spec->swiglu_alpha), "the activation's alpha must be finite");
+    REQUIRE(!situ || spec->swiglu_alpha > 0, "the activation's alpha must be positive");
+    MOE_TRY(check_latent(spec));
     REQUIRE(!spec->shared_gated || spec->shared_intermediate != 0,
             "a gate for a shared expert that does not exist");
     return check_router(spec);
@@ -180,7 +200,7 @@ struct moe_status moe_layer_check_tensor(const struct moe_layer_spec *spec, enum
 bool moe_weight_is_bias(enum moe_weight w)
 {
     return w == MOE_WEIGHT_LOGIT_BIAS || w == MOE_WEIGHT_SELECT_BIAS || w == MOE_WEIGHT_GATE_BIAS ||
-           w == MOE_WEIGHT_UP_BIAS || w == MOE_WEIGHT_DOWN_BIAS;
+           w == MOE_WEIGHT_UP_BIAS || w == MOE_WEIGHT_DOWN_BIAS || w == MOE_WEIGHT_LATENT_NORM;
 }
 
 const char *moe_weight_name(enum moe_weight weight)

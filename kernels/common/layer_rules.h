@@ -48,7 +48,7 @@ struct moe_status moe_layer_check_complete(const struct moe_layer_spec *spec, co
                                            uint32_t locals,
                                            bool *const uploaded[MOE_WEIGHT_COUNT]) MOE_CHECKED;
 
-/* A vector of summands, not a matrix. Every backend stores it in fp32. */
+/* A vector, not a matrix: a bias, or the weight of a norm. Every backend stores it in fp32. */
 bool moe_weight_is_bias(enum moe_weight weight);
 
 /* "shared gate vector"; for people. */

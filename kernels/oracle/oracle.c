@@ -332,6 +332,8 @@ struct moe_status moe_oracle_logits(const struct moe_oracle_layer *layer, const 
 double moe_oracle_activate(enum moe_activation activation, double limit, double alpha, double g,
                            double u)
 {
+    if (activation == MOE_ACT_SITU)
+        return alpha * tanh(g / alpha) * moe_oracle_sigmoid(g) * limit * tanh(u / limit);
     if (activation != MOE_ACT_SWIGLU) {
         g = g > limit ? limit : g; /* not fmin: NaN must stay NaN */
         u = u > limit ? limit : u < -limit ? -limit : u;
@@ -341,25 +343,25 @@ double moe_oracle_activate(enum moe_activation activation, double limit, double 
     return g * moe_oracle_sigmoid(g) * u;
 }
 
-/* down( act(gate x + gate bias, up x + up bias) ) + down bias; biases may be NULL. W8A8 rounds x
- * and the activation, and nothing else. */
+/* y [width] = down( act(gate x + gate bias, up x + up bias) ) + down bias; biases may be NULL. W8A8
+ * rounds x and the activation, and nothing else. */
 static struct moe_status network(const struct moe_layer_spec *spec,
                                  const struct moe_weight_format *format,
-                                 enum moe_activation activation, size_t inner,
+                                 enum moe_activation activation, size_t width, size_t inner,
                                  const double *const w[6], const double *x, double *y)
 {
-    double *g = calloc(2 * inner + spec->hidden, sizeof *g), *u = g + inner, *row = u + inner;
+    double *g = calloc(2 * inner + width, sizeof *g), *u = g + inner, *row = u + inner;
     if (g == NULL)
         return moe_oracle_out_of_memory();
-    memcpy(row, x, spec->hidden * sizeof *row);
-    moe_oracle_quantise(format, spec->hidden, row);
-    linear(w[0], w[3], inner, spec->hidden, row, g);
-    linear(w[1], w[4], inner, spec->hidden, row, u);
+    memcpy(row, x, width * sizeof *row);
+    moe_oracle_quantise(format, width, row);
+    linear(w[0], w[3], inner, width, row, g);
+    linear(w[1], w[4], inner, width, row, u);
     for (size_t i = 0; i < inner; i++)
         g[i] = moe_oracle_activate(activation, (double)spec->swiglu_limit,
                                    (double)spec->swiglu_alpha, g[i], u[i]);
     moe_oracle_quantise(format, inner, g);
-    linear(w[2], w[5], spec->hidden, inner, g, y);
+    linear(w[2], w[5], width, inner, g, y);
     free(g);
     return moe_ok();
 }
@@ -380,7 +382,7 @@ struct moe_status moe_oracle_expert(const struct moe_oracle_layer *layer, uint32
         w[i] = layer->weight[kind[i]][expert];
     }
     return network(&layer->spec, &layer->spec.routed_format, layer->spec.activation,
-                   layer->spec.intermediate, w, x, y);
+                   moe_expert_width(&layer->spec), layer->spec.intermediate, w, x, y);
 }
 
 struct moe_status moe_oracle_shared(const struct moe_oracle_layer *layer, const double *x,
@@ -395,8 +397,8 @@ struct moe_status moe_oracle_shared(const struct moe_oracle_layer *layer, const 
     const double *w[6] = {layer->weight[MOE_WEIGHT_SHARED_GATE][0],
                           layer->weight[MOE_WEIGHT_SHARED_UP][0],
                           layer->weight[MOE_WEIGHT_SHARED_DOWN][0]};
-    MOE_TRY(network(spec, &spec->shared_format, spec->shared_activation, spec->shared_intermediate,
-                    w, x, y));
+    MOE_TRY(network(spec, &spec->shared_format, spec->shared_activation, spec->hidden,
+                    spec->shared_intermediate, w, x, y));
     if (!spec->shared_gated)
         return moe_ok();
     double gate;
@@ -408,26 +410,67 @@ struct moe_status moe_oracle_shared(const struct moe_oracle_layer *layer, const 
 
 /* ------------------------------------------------------------------------- layer */
 
-/* y [H] = sum over k of the weighted experts + shared(x); `scratch` [2H]. */
+/* y [W] += sum over k of the weighted experts of x [W]; `scratch` [2W]. */
+static struct moe_status add_experts(const struct moe_oracle_layer *layer, const int32_t *ids,
+                                     const double *weights, const double *x, double *scratch,
+                                     double *y)
+{
+    const struct moe_layer_spec *spec = &layer->spec;
+    const uint32_t width = moe_expert_width(spec);
+    bool on_input = spec->weighting == MOE_WEIGHT_INPUT;
+    double *weighted = scratch, *part = scratch + width;
+    for (uint32_t k = 0; k < spec->router.top_k; k++) {
+        if (ids[k] < 0)
+            continue;
+        for (uint32_t h = 0; h < width; h++)
+            weighted[h] = on_input ? weights[k] * x[h] : x[h];
+        MOE_TRY(moe_oracle_expert(layer, (uint32_t)ids[k], weighted, part));
+        for (uint32_t h = 0; h < width; h++)
+            y[h] += on_input ? part[h] : weights[k] * part[h];
+    }
+    return moe_ok();
+}
+
+/* u [L] = g * u / sqrt(mean(u^2) + eps) */
+static void normalise(const struct moe_layer_spec *spec, const double *g, double *u)
+{
+    double mean = 0;
+    for (uint32_t i = 0; i < spec->latent; i++)
+        mean += u[i] * u[i] / spec->latent;
+    for (uint32_t i = 0; i < spec->latent; i++)
+        u[i] *= g[i] / sqrt(mean + (double)spec->latent_eps);
+}
+
+/* The experts in the latent space: y [H] += W_from norm(their sum for W_to x). `scratch` [4H]. */
+static struct moe_status add_latent(const struct moe_oracle_layer *layer, const int32_t *ids,
+                                    const double *weights, const double *x, double *scratch,
+                                    double *y)
+{
+    const struct moe_layer_spec *spec = &layer->spec;
+    const uint32_t width = spec->latent;
+    double *z = scratch, *u = z + width, *out = u + width;
+    for (enum moe_weight w = MOE_WEIGHT_TO_LATENT; w <= MOE_WEIGHT_LATENT_NORM; w++)
+        MOE_TRY(moe_oracle_require(layer, w, 0));
+    linear(layer->weight[MOE_WEIGHT_TO_LATENT][0], NULL, width, spec->hidden, x, z);
+    memset(u, 0, width * sizeof *u);
+    MOE_TRY(add_experts(layer, ids, weights, z, out, u));
+    if (spec->latent_norm)
+        normalise(spec, layer->weight[MOE_WEIGHT_LATENT_NORM][0], u);
+    linear(layer->weight[MOE_WEIGHT_FROM_LATENT][0], NULL, spec->hidden, width, u, out);
+    for (uint32_t h = 0; h < spec->hidden; h++)
+        y[h] += out[h];
+    return moe_ok();
+}
+
+/* y [H] = sum over k of the weighted experts + shared(x); `scratch` [4H]. */
 static struct moe_status token_output(const struct moe_oracle_layer *layer, const int32_t *ids,
                                       const double *weights, const double *x, double *scratch,
                                       bool with_shared, double *y)
 {
-    const struct moe_layer_spec *spec = &layer->spec;
-    bool on_input = spec->weighting == MOE_WEIGHT_INPUT;
-    double *weighted = scratch, *part = scratch + spec->hidden;
     if (with_shared)
         MOE_TRY(moe_oracle_shared(layer, x, y));
-    for (uint32_t k = 0; k < spec->router.top_k; k++) {
-        if (ids[k] < 0)
-            continue;
-        for (uint32_t h = 0; h < spec->hidden; h++)
-            weighted[h] = on_input ? weights[k] * x[h] : x[h];
-        MOE_TRY(moe_oracle_expert(layer, (uint32_t)ids[k], weighted, part));
-        for (uint32_t h = 0; h < spec->hidden; h++)
-            y[h] += on_input ? part[h] : weights[k] * part[h];
-    }
-    return moe_ok();
+    return layer->spec.latent != 0 ? add_latent(layer, ids, weights, x, scratch, y)
+                                   : add_experts(layer, ids, weights, x, scratch, y);
 }
 
 static struct moe_status forward_token(const struct moe_oracle_layer *layer, uint8_t mode_in,
@@ -457,7 +500,7 @@ struct moe_status moe_oracle_forward(const struct moe_oracle_layer *layer, enum 
                                      double *margin, double *y)
 {
     size_t h = layer->spec.hidden, top_k = layer->spec.router.top_k;
-    double *row = calloc(3 * h, sizeof *row); /* the token, and scratch */
+    double *row = calloc(5 * h, sizeof *row); /* the token, and scratch */
     if (row == NULL)
         return moe_oracle_out_of_memory();
     struct moe_status st = moe_ok();

@@ -47,7 +47,7 @@ enum moe_token_state moe_oracle_route(const struct moe_layer_spec *spec, const d
 struct moe_status moe_oracle_logits(const struct moe_oracle_layer *layer, const double *x,
                                     double *logit) MOE_CHECKED;
 
-/* y [H] = ffn_e(x), unweighted; a zero expert returns x. */
+/* y [W] = ffn_e(x), unweighted; a zero expert returns x. W = moe_expert_width. */
 struct moe_status moe_oracle_expert(const struct moe_oracle_layer *layer, uint32_t expert,
                                     const double *x, double *y) MOE_CHECKED;
 
@@ -88,7 +88,7 @@ struct moe_oracle_rounding {
 };
 
 /* dg, du of one gate/up pair after its biases. dh is the gradient of the value that
- * moe_oracle_activate returns. Zero outside the clamps. */
+ * moe_oracle_activate returns. Zero outside the clamps. Not for SiTU, which does not train. */
 void moe_oracle_activate_backward(enum moe_activation activation, double limit, double alpha,
                                   double g, double u, double dh, double *dg, double *du);
 

@@ -74,7 +74,7 @@ static void draw_spec(struct rng *r, struct moe_layer_spec *s)
         s->intermediate = (s->intermediate + 7) / 8 * 8;
     }
     s->weighting = (enum moe_weighting)rng_below(r, 3);
-    s->activation = (enum moe_activation)rng_below(r, MOE_ACT_COUNT);
+    s->activation = (enum moe_activation)rng_below(r, MOE_ACT_COMMON_COUNT);
     s->swiglu_limit = rng_chance(r, 50) ? 7.0f : 0.4f; /* the small one clamps often */
     s->swiglu_alpha = 1.702f;
     s->gate_up_bias = rng_chance(r, 40);
@@ -82,7 +82,7 @@ static void draw_spec(struct rng *r, struct moe_layer_spec *s)
     if (rng_chance(r, 40)) {
         s->shared_intermediate = whole ? 8 * rng_range(r, 1, 5) : rng_range(r, 1, 40);
         s->shared_gated = rng_chance(r, 50);
-        s->shared_activation = (enum moe_activation)rng_below(r, MOE_ACT_COUNT);
+        s->shared_activation = (enum moe_activation)rng_below(r, MOE_ACT_COMMON_COUNT);
     }
     draw_router(r, s);
 }
@@ -138,7 +138,9 @@ static void draw_weights(struct rng *r, struct test_case *c)
     bool mixed = rng_chance(r, 20);
     enum moe_dtype all = rng_chance(r, 50) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
     float router_scale = rng_chance(r, 50) ? 1.5f : 5.0f;
-    for (uint32_t i = 0; i < MOE_WEIGHT_COUNT; i++) {
+    for (uint32_t i = MOE_WEIGHT_TO_LATENT; i < MOE_WEIGHT_COUNT; i++)
+        c->weight_dtype[i] = all; /* no case has a latent space: test_latent.c has */
+    for (uint32_t i = 0; i < MOE_WEIGHT_TO_LATENT; i++) {
         enum moe_weight w = (enum moe_weight)i;
         size_t rows, columns;
         moe_weight_shape(&c->spec, w, &rows, &columns);

@@ -11,9 +11,9 @@
 const char *golden_weight_name(enum moe_weight w)
 {
     static const char *const names[MOE_WEIGHT_COUNT] = {
-        "router",    "logit bias",  "select bias", "gate",      "up",
-        "down",      "gate bias",   "up bias",     "down bias", "shared gate",
-        "shared up", "shared down", "gate vector"};
+        "router",      "logit bias", "select bias", "gate",        "up",        "down",
+        "gate bias",   "up bias",    "down bias",   "shared gate", "shared up", "shared down",
+        "gate vector", "to latent",  "from latent", "latent norm"};
     return names[w];
 }
 
@@ -75,6 +75,9 @@ static struct place place_of(const char *family, const struct moe_layer_spec *s,
     case MOE_WEIGHT_SHARED_DOWN: return SHARED("down_proj", s->shared_intermediate);
     case MOE_WEIGHT_SHARED_GATE_VECTOR:
         return (struct place){{"shared_expert_gate.weight", NULL}, 0, 0, hidden, 1};
+    case MOE_WEIGHT_TO_LATENT: /* layers with a latent space do not train */
+    case MOE_WEIGHT_FROM_LATENT:
+    case MOE_WEIGHT_LATENT_NORM:
     case MOE_WEIGHT_SELECT_BIAS:
     case MOE_WEIGHT_COUNT: break;
     }

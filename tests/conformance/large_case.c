@@ -110,7 +110,7 @@ static void draw_spec(struct rng *r, struct large_case *c, uint64_t number,
     s->experts = number % 7 == 1 ? MOE_MAX_EXPERTS : ONE_OF(r, 8, 32, 64, 128, 160, 256, 384, 512);
     s->intermediate = ONE_OF(r, 512, 768, 1536, 2048, 2880, 4864, 14336);
     s->weighting = (enum moe_weighting)rng_below(r, 3);
-    s->activation = (enum moe_activation)rng_below(r, MOE_ACT_COUNT);
+    s->activation = (enum moe_activation)rng_below(r, MOE_ACT_COMMON_COUNT);
     s->swiglu_limit = 7.0f;
     s->swiglu_alpha = 1.702f;
     s->gate_up_bias = rng_chance(r, 30);

@@ -159,7 +159,7 @@ static struct moe_cuda_ggemm random_task(enum moe_cuda_gemm_tile tile, enum form
         .n = 8 * (1 + random_below(80)),
         .k = 8 * (1 + random_below(100)),
         .weighting = (enum moe_weighting)random_below(3),
-        .activation = (enum moe_activation)random_below(MOE_ACT_COUNT),
+        .activation = (enum moe_activation)random_below(MOE_ACT_COMMON_COUNT),
         .limit = 1.5f,
         .alpha = 1.702f,
         .out_dtype = dtype,

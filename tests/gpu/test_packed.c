@@ -389,7 +389,7 @@ static void random_case(const struct moe_weight_format *f, bool gated, enum moe_
                               .n = 8 * (1 + random_below(40)),
                               .k = 8 * (1 + random_below(60)),
                               .weighting = (enum moe_weighting)random_below(3),
-                              .activation = (enum moe_activation)random_below(MOE_ACT_COUNT),
+                              .activation = (enum moe_activation)random_below(MOE_ACT_COMMON_COUNT),
                               .limit = 1.5f,
                               .alpha = 1.702f,
                               .out_dtype = out}};
@@ -472,16 +472,17 @@ static void gate_and_up_leave_quantised_hidden_rows(void **state)
     (void)state;
     for (uint32_t c = 0; c < 6 * FORMATS; c++) {
         const struct moe_weight_format *f = &formats[c % FORMATS];
-        struct problem p = {.format = f,
-                            .g = {.gated = true,
-                                  .experts = 1 + random_below(5),
-                                  .n = 8 * (1 + random_below(60)),
-                                  .k = 8 * (1 + random_below(60)),
-                                  .weighting = (enum moe_weighting)random_below(3),
-                                  .activation = (enum moe_activation)random_below(MOE_ACT_COUNT),
-                                  .limit = 1.5f,
-                                  .alpha = 1.702f,
-                                  .out_dtype = MOE_DTYPE_F32}};
+        struct problem p = {
+            .format = f,
+            .g = {.gated = true,
+                  .experts = 1 + random_below(5),
+                  .n = 8 * (1 + random_below(60)),
+                  .k = 8 * (1 + random_below(60)),
+                  .weighting = (enum moe_weighting)random_below(3),
+                  .activation = (enum moe_activation)random_below(MOE_ACT_COMMON_COUNT),
+                  .limit = 1.5f,
+                  .alpha = 1.702f,
+                  .out_dtype = MOE_DTYPE_F32}};
         if (f->activations == MOE_ACTIVATIONS_PLAIN || f->block_columns == 0)
             continue;
         (void)random_groups(p.g.experts, 500, random_below(2) == 0, p.start, p.count);

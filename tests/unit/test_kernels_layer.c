@@ -186,7 +186,7 @@ static void impossible_specs_are_refused(void **state)
     (void)state;
     struct moe_device *device = open_device(NULL, 1);
     struct moe_placement placement = three_experts();
-    struct moe_layer_spec bad[18];
+    struct moe_layer_spec bad[26];
     size_t n = 0;
 #define BAD(field, value)                                                                          \
     do {                                                                                           \
@@ -220,6 +220,24 @@ static void impossible_specs_are_refused(void **state)
     bad[n].router.by_token = true;
     bad[n].router.group_best = 1;
     bad[n++].router.groups = 3;
+    /* hidden is 4 */
+    BAD(latent, 5);
+    BAD(latent_norm, true);
+    bad[n] = three_spec();
+    bad[n].latent = 2;
+    bad[n++].router.zero_experts = 1;
+    for (int wrong = 0; wrong < 2; wrong++) {
+        bad[n] = three_spec();
+        bad[n].latent = 2;
+        bad[n].latent_norm = true;
+        bad[n++].latent_eps = wrong == 0 ? 0 : NAN;
+    }
+    for (int wrong = 0; wrong < 3; wrong++) {
+        bad[n] = three_spec();
+        bad[n].activation = MOE_ACT_SITU;
+        bad[n].swiglu_alpha = wrong == 0 ? 0 : wrong == 1 ? -4 : 4;
+        bad[n++].swiglu_limit = wrong == 2 ? 0 : 25;
+    }
 #undef BAD
     struct moe_layer *layer;
     for (size_t i = 0; i < n; i++)

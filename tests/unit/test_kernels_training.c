@@ -243,12 +243,12 @@ static struct moe_layer_spec random_spec(void)
     s.experts = 8;
     s.intermediate = random_between(4, 70);
     s.weighting = random_below(3);
-    s.activation = random_below(MOE_ACT_COUNT);
+    s.activation = random_below(MOE_ACT_COMMON_COUNT);
     s.gate_up_bias = one_in(2);
     s.down_bias = one_in(2);
     s.shared_intermediate = one_in(2) ? random_between(4, 60) : 0;
     s.shared_gated = s.shared_intermediate > 0 && one_in(2);
-    s.shared_activation = random_below(MOE_ACT_COUNT);
+    s.shared_activation = random_below(MOE_ACT_COMMON_COUNT);
     s.swiglu_limit =
         1e9f; /* differences across a limit are no slopes: the test of the isa table covers them */
     s.swiglu_alpha = 1.7f;
@@ -370,7 +370,7 @@ static void activations_have_their_derivatives_on_both_sides_of_their_limits(voi
     uint32_t count;
     const struct moe_cpu_isa *const *isas = moe_cpu_isa_list(&count);
     for (uint32_t i = 0; i < count; i++)
-        for (enum moe_activation a = MOE_ACT_SWIGLU; a < MOE_ACT_COUNT; a++)
+        for (enum moe_activation a = MOE_ACT_SWIGLU; a < MOE_ACT_COMMON_COUNT; a++)
             for (int n = 0; n < 50; n++)
                 check_activation(isas[i], a);
 }

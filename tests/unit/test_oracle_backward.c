@@ -41,7 +41,8 @@ static struct moe_layer_spec draw_spec(struct rng *r)
                                .experts = rng_range(r, 1, 8),
                                .intermediate = rng_range(r, 1, 4),
                                .weighting = (enum moe_weighting)rng_below(r, 3),
-                               .activation = (enum moe_activation)rng_below(r, MOE_ACT_COUNT),
+                               .activation =
+                                   (enum moe_activation)rng_below(r, MOE_ACT_COMMON_COUNT),
                                .swiglu_limit = rng_chance(r, 50) ? 7.0f : 0.5f,
                                .swiglu_alpha = 1.702f,
                                .gate_up_bias = rng_chance(r, 50),
@@ -49,7 +50,7 @@ static struct moe_layer_spec draw_spec(struct rng *r)
     if (rng_chance(r, 60)) {
         s.shared_intermediate = rng_range(r, 1, 4);
         s.shared_gated = rng_chance(r, 50);
-        s.shared_activation = (enum moe_activation)rng_below(r, MOE_ACT_COUNT);
+        s.shared_activation = (enum moe_activation)rng_below(r, MOE_ACT_COMMON_COUNT);
     }
     struct moe_router_spec *o = &s.router;
     *o = (struct moe_router_spec){.score = (enum moe_score)rng_below(r, 4),
@@ -297,7 +298,7 @@ static void gradients_are_the_slopes_of_the_forward_pass(void **state)
     (void)state;
     uint64_t first = seed_from_environment(1);
     uint32_t checked = 0, score[4] = {0}, renorm[3] = {0}, weighting[3] = {0};
-    uint32_t activation[MOE_ACT_COUNT] = {0}, gated = 0, zero = 0, aux = 0;
+    uint32_t activation[MOE_ACT_COMMON_COUNT] = {0}, gated = 0, zero = 0, aux = 0;
     for (uint64_t seed = first; seed < first + CASES; seed++) {
         struct world w;
         draw_world(seed, &w);
@@ -319,7 +320,7 @@ static void gradients_are_the_slopes_of_the_forward_pass(void **state)
         assert_true(score[i] >= 20);
     for (int i = 0; i < 3; i++)
         assert_true(renorm[i] >= 20 && weighting[i] >= 20);
-    for (int i = 0; i < MOE_ACT_COUNT; i++)
+    for (int i = 0; i < MOE_ACT_COMMON_COUNT; i++)
         assert_true(activation[i] >= 20);
 }
 

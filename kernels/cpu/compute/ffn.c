@@ -442,11 +442,11 @@ static void place_rows(const struct ffn_job *job, const struct copies *c, size_t
 static void place_gate_up(struct ffn_job *job, const struct moe_rows *rows,
                           const struct copies *copies, const struct moe_cpu_pre *pre, float *hidden)
 {
-    size_t h = job->layer->spec.hidden, used = 0;
+    size_t in = job->in, used = 0;
     for (uint32_t s = 0; s < job->spans; s++) {
         struct span *span = &job->span[s];
         size_t first = first_row(rows, span);
-        place_rows(job, copies, used, (char *)rows->x + first * h * moe_dtype_bytes(job->dtype),
+        place_rows(job, copies, used, (char *)rows->x + first * in * moe_dtype_bytes(job->dtype),
                    span);
         span->out = hidden + first * job->layer->spec.intermediate;
         span->pre = pre_at(pre, first, job->layer->spec.intermediate);
@@ -464,7 +464,7 @@ struct moe_status moe_cpu_gate_up_retaining(struct moe_layer *layer, enum moe_dt
     struct ffn_job job;
     init_job(&job, layer);
     job.dtype = dtype;
-    begin_phase(&job, &layer->spec.routed_format, layer->spec.hidden);
+    begin_phase(&job, &layer->spec.routed_format, moe_expert_width(&layer->spec));
     struct copies copies = {.max_rows = UINT32_MAX};
     if (dtype != MOE_DTYPE_F32 || layer->spec.weighting == MOE_WEIGHT_INPUT || job.groups != 0)
         MOE_TRY(take_copies(&job, rows, &copies));
@@ -487,12 +487,12 @@ struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype d
 static void place_down(struct ffn_job *job, const struct moe_rows *rows,
                        const struct copies *copies, const float *hidden, float *out)
 {
-    size_t used = 0;
+    size_t used = 0, width = moe_expert_width(&job->layer->spec);
     for (uint32_t s = 0; s < job->spans; s++) {
         struct span *span = &job->span[s];
         size_t first = first_row(rows, span);
         place_rows(job, copies, used, (char *)(hidden + first * job->in), span);
-        span->out = out + first * job->layer->spec.hidden;
+        span->out = out + first * width;
         used += span->rows;
     }
 }

@@ -202,10 +202,30 @@ static inline vec vec_sigmoid(vec x)
     return 1.0f / (1.0f + vec_exp(-x));
 }
 
+/* tanh(x). Near 0, where 1 - 2 / (exp(2x) + 1) cancels, it is the Taylor series up to x^13: at 0.4
+ * the next term is below 2^-27 of the sum. */
+static inline vec vec_tanh(vec x)
+{
+    const uvec sign = (uvec)x & UINT32_C(0x80000000);
+    const vec size = (vec)((uvec)x ^ sign), square = x * x;
+    vec p = vec_set(21844.0f / 6081075.0f);
+    p = p * square - 1382.0f / 155925.0f;
+    p = p * square + 62.0f / 2835.0f;
+    p = p * square - 17.0f / 315.0f;
+    p = p * square + 2.0f / 15.0f;
+    p = p * square - 1.0f / 3.0f;
+    const vec near = x + x * square * p;
+    const vec far = 1.0f - 2.0f / (vec_exp(2.0f * size) + 1.0f);
+    const ivec small = size < 0.4f, is_nan = x != x; /* vec_exp does not keep NaN */
+    const ivec tanh = (small & (ivec)near) | (~small & (ivec)((uvec)far | sign));
+    return (vec)((is_nan & (ivec)x) | (~is_nan & tanh));
+}
+
 #define MOE_ACTIVATION_REAL              vec
 #define MOE_ACTIVATION_AT_MOST(x, bound) vec_at_most(x, bound)
 #define MOE_ACTIVATION_WITHIN(x, bound)  vec_at_most(vec_at_least(x, -(bound)), bound)
 #define MOE_ACTIVATION_SIGMOID(x)        vec_sigmoid(x)
+#define MOE_ACTIVATION_TANH(x)           vec_tanh(x)
 #include "common/activation_math.h"
 
 static void activate(enum moe_activation activation, float limit, float alpha, size_t n,
@@ -216,7 +236,8 @@ static void activate(enum moe_activation activation, float limit, float alpha, s
         vec g = {0}, u = {0};
         memcpy(&g, gate + i, bytes);
         memcpy(&u, up + i, bytes);
-        g = moe_activate(activation, limit, alpha, g, u);
+        g = activation == MOE_ACT_SITU ? moe_activate_situ(alpha, limit, g, u)
+                                       : moe_activate(activation, limit, alpha, g, u);
         memcpy(gate + i, &g, bytes);
     }
 }

@@ -109,4 +109,15 @@ struct moe_status moe_cpu_shared_retaining(struct moe_layer *layer, enum moe_dty
                                            uint32_t tokens, const void *x,
                                            const struct moe_cpu_pre *pre, float *y) MOE_CHECKED;
 
+/* latent.c; of a layer with a latent space. x, z, u and y are of the dtype. z [T, L] = W_to x
+ * [T, H]. y [T, H] = W_from u [T, L], with the norm if the layer has one, plus `base` [T, H] (NULL:
+ * zeros), rounded once. A token with a `mode` [T] without the shared expert gets no base. A token
+ * that is not OK in `token_state` [T] gets zeros. Errors: OUT_OF_MEMORY. */
+struct moe_status moe_cpu_to_latent(const struct moe_layer *layer, enum moe_dtype dtype,
+                                    uint32_t tokens, const void *x, void *z) MOE_CHECKED;
+struct moe_status moe_cpu_from_latent(const struct moe_layer *layer, enum moe_dtype dtype,
+                                      uint32_t tokens, const void *u, const float *base,
+                                      const uint8_t *mode, const uint8_t *token_state,
+                                      void *y) MOE_CHECKED;
+
 #endif

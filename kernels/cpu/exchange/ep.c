@@ -166,7 +166,7 @@ uint32_t moe_cpu_ep_key(const struct moe_layer *layer, const void *row, size_t b
 
 static const uint32_t *make_keys(struct moe_cpu_ep *ep, const struct moe_cpu_batch *b)
 {
-    size_t bytes = b->layer->spec.hidden * moe_dtype_bytes(b->dtype);
+    size_t bytes = moe_expert_width(&b->layer->spec) * moe_dtype_bytes(b->dtype);
     if (!b->layer->placement.by_content)
         return NULL;
     for (uint32_t t = 0; t < b->tokens; t++)
@@ -200,7 +200,7 @@ void moe_cpu_ep_fill_head(const struct moe_cpu_batch *b, uint32_t head[MOE_HEAD_
     const uint32_t mask = (1u << MOE_WINDOW_VALUE_BITS) - 1;
     head[MOE_HEAD_TOKENS] = b->tokens;
     head[MOE_HEAD_LAYER] = b->layer->spec.layer & mask;
-    head[MOE_HEAD_HIDDEN] = b->layer->spec.hidden;
+    head[MOE_HEAD_HIDDEN] = moe_expert_width(&b->layer->spec);
     head[MOE_HEAD_EXPERTS] = b->layer->spec.experts;
     head[MOE_HEAD_TOP_K] = b->layer->spec.router.top_k;
     head[MOE_HEAD_DTYPE] = b->dtype | (b->backward ? MOE_HEAD_BACKWARD : 0);
@@ -310,10 +310,11 @@ struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep, const struct moe_cpu
     if (s->step == (UINT32_C(1) << MOE_WINDOW_STEP_BITS) - 1)
         MOE_TRY(clear_flags(ep));
     ep->batch = *batch;
-    ep->row_bytes = batch->layer->spec.hidden * moe_dtype_bytes(batch->dtype);
-    ep->stride = moe_window_row_stride(batch->layer->spec.hidden, batch->dtype);
+    ep->width = moe_expert_width(&batch->layer->spec);
+    ep->row_bytes = ep->width * moe_dtype_bytes(batch->dtype);
+    ep->stride = moe_window_row_stride(ep->width, batch->dtype);
     ep->token_stride = batch->backward ? 2 * ep->stride : ep->stride;
-    ep->gradient_stride = moe_window_gradient_stride(batch->layer->spec.hidden);
+    ep->gradient_stride = moe_window_gradient_stride(ep->width);
     s->step++;
     ep->stamp = moe_window_stamp(s->config.epoch, s->step);
     ep->parity = s->step & 1;

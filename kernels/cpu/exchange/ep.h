@@ -2,6 +2,8 @@
 /* Prepare, dispatch and combine on the CPU: tokens to the slots of their experts and back, through
  * the windows, as moe/window.h lays it out. The only computation here is sums.
  *
+ * W is the width of the experts' rows: H, or that of the latent space. The caller projects.
+ *
  * A pass is prepare, send, [agree,] receive, combine, in this order. A backward pass moves two rows
  * per token, and its combine is in fp32. All live slots must run the same passes. If a pass ends
  * before combine, the next prepare closes it. */
@@ -32,9 +34,9 @@ struct moe_cpu_batch {
     const struct moe_layer *layer;
     enum moe_dtype dtype;
     uint32_t bucket, tokens;
-    const void *x; /* [T, H] */
+    const void *x; /* [T, W] */
     bool backward;
-    const void *dy;                           /* [T, H]; backward only */
+    const void *dy;                           /* [T, W]; backward only */
     const struct moe_cpu_pass_params *params; /* backward only; NULL = all zero */
     const int32_t *ids;                       /* [T, K]; < 0: not routed; >= E: zero expert */
     const float *weights;                     /* [T, K] */
@@ -72,7 +74,7 @@ struct moe_status moe_cpu_ep_agree(struct moe_cpu_ep *ep,
  * all slots, and the session stays usable. After moe_cpu_ep_agree, OUT_OF_MEMORY means that this
  * slot has no memory for its rows: the caller may try again. */
 struct moe_status moe_cpu_ep_receive(struct moe_cpu_ep *ep, struct moe_rows *out) MOE_CHECKED;
-/* After receive in a backward pass: dy of the received rows, [start[local], H]. */
+/* After receive in a backward pass: dy of the received rows, [start[local], W]. */
 const void *moe_cpu_ep_dy_rows(const struct moe_cpu_ep *ep);
 /* Whether `batch` and `rows` belong to the last receive. */
 struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
@@ -80,13 +82,13 @@ struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
                                        const struct moe_rows *rows) MOE_CHECKED;
 /* After receive. Sums the experts' rows per token, returns the sums to the tokens' slots, and
  * finishes the local tokens:
- *   y [T,H] in the pass's dtype = base + sums in slot order + zero experts' w * x, rounded once.
- * Each sum is rounded to that dtype first, also this slot's. base [T,H] or NULL = zeros. A token
+ *   y [T,W] in the pass's dtype = base + sums in slot order + zero experts' w * x, rounded once.
+ * Each sum is rounded to that dtype first, also this slot's. base [T,W] or NULL = zeros. A token
  * that is not OK gets zeros. */
 struct moe_status moe_cpu_ep_combine(struct moe_cpu_ep *ep, const float *expert_out,
                                      const float *base, void *y) MOE_CHECKED;
 
-/* The same for a backward pass: dx [T,H] f32 = sums of dx_rows in the same order + zero experts'
+/* The same for a backward pass: dx [T,W] f32 = sums of dx_rows in the same order + zero experts'
  * w * dy, all in fp32. dweights [T,K] = the row's value of dweight_rows, x . dy for a zero expert,
  * 0 if not routed. */
 struct moe_status moe_cpu_ep_combine_backward(struct moe_cpu_ep *ep, const float *dx_rows,

@@ -23,11 +23,11 @@ struct moe_status moe_cpu_ep_same_pass(const struct moe_cpu_ep *ep,
 void moe_cpu_ep_sum_rows(const struct moe_cpu_ep *ep, const struct token_rows *rows, uint32_t c,
                          uint32_t n, float *sum)
 {
-    size_t hidden = ep->batch.layer->spec.hidden;
+    size_t width = ep->width;
     const uint32_t *row = ep->row + rows->first;
-    memcpy(sum, ep->expert_out + row[0] * hidden + c, n * sizeof *sum);
+    memcpy(sum, ep->expert_out + row[0] * width + c, n * sizeof *sum);
     for (uint32_t i = 1; i < rows->n; i++) {
-        const float *from = ep->expert_out + row[i] * hidden + c;
+        const float *from = ep->expert_out + row[i] * width + c;
         for (uint32_t j = 0; j < n; j++)
             sum[j] += from[j];
     }
@@ -131,10 +131,10 @@ struct moe_status moe_cpu_ep_run_combine(struct moe_cpu_ep *ep, moe_cpu_ep_retur
 
 static void return_token(const struct moe_cpu_ep *ep, const struct token_rows *rows, void *partial)
 {
-    uint32_t hidden = ep->batch.layer->spec.hidden;
+    uint32_t width = ep->width;
     float sum[SUM_CHUNK];
-    for (uint32_t c = 0; c < hidden; c += SUM_CHUNK) {
-        uint32_t n = moe_cpu_min(SUM_CHUNK, hidden - c);
+    for (uint32_t c = 0; c < width; c += SUM_CHUNK) {
+        uint32_t n = moe_cpu_min(SUM_CHUNK, width - c);
         moe_cpu_ep_sum_rows(ep, rows, c, n, sum);
         moe_cpu_ep_store_row(ep->batch.dtype, partial, c, n, sum);
     }
@@ -194,11 +194,11 @@ bool moe_cpu_ep_skips(const struct moe_cpu_ep *ep, uint32_t t)
 
 static void finish_token(const struct moe_cpu_ep *ep, uint32_t t)
 {
-    uint32_t hidden = ep->batch.layer->spec.hidden;
+    uint32_t width = ep->width;
     if (moe_cpu_ep_skips(ep, t))
         return;
-    for (uint32_t c = 0; c < hidden; c += SUM_CHUNK)
-        finish_columns(ep, t, c, moe_cpu_min(SUM_CHUNK, hidden - c));
+    for (uint32_t c = 0; c < width; c += SUM_CHUNK)
+        finish_columns(ep, t, c, moe_cpu_min(SUM_CHUNK, width - c));
 }
 
 void moe_cpu_ep_finish_item(void *ctx, uint32_t item)

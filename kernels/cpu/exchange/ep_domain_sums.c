@@ -59,11 +59,11 @@ static void gather_weights(const struct moe_cpu_ep *ep, uint32_t from, uint32_t 
 
 static void sum_partner_token(const struct moe_cpu_ep *ep, uint32_t from, uint32_t t, void *to)
 {
-    uint32_t hidden = ep->batch.layer->spec.hidden;
+    uint32_t width = ep->width;
     enum moe_dtype dtype = ep->batch.backward ? MOE_DTYPE_F32 : ep->batch.dtype;
     float sum[SUM_CHUNK];
-    for (uint32_t c = 0; c < hidden; c += SUM_CHUNK) {
-        uint32_t n = moe_cpu_min(SUM_CHUNK, hidden - c);
+    for (uint32_t c = 0; c < width; c += SUM_CHUNK) {
+        uint32_t n = moe_cpu_min(SUM_CHUNK, width - c);
         sum_domain(ep, from, t, c, n, sum);
         moe_cpu_ep_store_row(dtype, to, c, n, sum);
     }
@@ -150,13 +150,13 @@ static void add_domains(const struct moe_cpu_ep *ep, uint32_t t, uint32_t c, uin
 void moe_cpu_ep_finish_over_domains(void *ctx, uint32_t item)
 {
     const struct moe_cpu_ep *ep = ctx;
-    uint32_t hidden = ep->batch.layer->spec.hidden, end;
+    uint32_t width = ep->width, end;
     for (uint32_t t = grain_of_block(ep, item, &end); t < end; t++) {
         const float *base = base_of(ep, t);
         if (moe_cpu_ep_skips(ep, t))
             continue;
-        for (uint32_t c = 0; c < hidden; c += SUM_CHUNK) {
-            uint32_t n = moe_cpu_min(SUM_CHUNK, hidden - c);
+        for (uint32_t c = 0; c < width; c += SUM_CHUNK) {
+            uint32_t n = moe_cpu_min(SUM_CHUNK, width - c);
             float sum[SUM_CHUNK] = {0};
             if (base != NULL)
                 memcpy(sum, base + c, n * sizeof *sum);
@@ -188,13 +188,13 @@ void moe_cpu_ep_finish_backward_over_domains(void *ctx, uint32_t item)
 {
     const struct moe_cpu_ep *ep = ctx;
     const struct moe_cpu_ep_domains *d = ep->domains;
-    uint32_t hidden = ep->batch.layer->spec.hidden, end;
+    uint32_t width = ep->width, end;
     for (uint32_t t = grain_of_block(ep, item, &end); t < end; t++) {
         float *dx, *dweights;
         if (!moe_cpu_ep_begin_gradients(ep, t, &dx, &dweights))
             continue;
-        for (uint32_t c = 0; c < hidden; c += SUM_CHUNK)
-            add_domains(ep, t, c, moe_cpu_min(SUM_CHUNK, hidden - c), dx + c);
+        for (uint32_t c = 0; c < width; c += SUM_CHUNK)
+            add_domains(ep, t, c, moe_cpu_min(SUM_CHUNK, width - c), dx + c);
         for (uint32_t from = 0; from < d->map.domains; from++)
             if (from == d->own || (d->across[t] >> from & 1))
                 take_weights(ep, from, t, dweights);

@@ -46,10 +46,11 @@ struct moe_cpu_ep {
     struct moe_cpu_batch batch;
     uint64_t stamp;
     uint32_t parity;
-    bool open;     /* a pass has begun and is not closed */
-    bool agreed;   /* all slots run the same pass */
-    bool received; /* combine can run */
-    bool refused;  /* all slots have refused the pass */
+    bool open;      /* a pass has begun and is not closed */
+    bool agreed;    /* all slots run the same pass */
+    bool received;  /* combine can run */
+    bool refused;   /* all slots have refused the pass */
+    uint32_t width; /* columns of a row: moe_expert_width */
     size_t row_bytes;
     size_t stride;          /* of x in the windows, dy behind it; of partials in a forward pass */
     size_t token_stride;    /* of the rows of a token in the windows: x, and dy if backward */
@@ -75,7 +76,7 @@ struct moe_cpu_ep {
     uint32_t *row; /* [slots * max_tokens * max_top_k] row numbers, indexed by of_token */
     uint32_t row_used;
     uint64_t row_total;
-    uint8_t *x;      /* [start[local], H] of the pass's dtype; scratch of the device */
+    uint8_t *x;      /* [start[local], W] of the pass's dtype; scratch of the device */
     uint8_t *dy;     /* the same, backward only */
     float *weight;   /* [start[local]]; scratch too */
     uint64_t *loads; /* [max_experts] choices of the group's routed tokens; backward only */
@@ -105,7 +106,7 @@ static inline const float *base_of(const struct moe_cpu_ep *ep, uint32_t t)
 {
     const uint8_t *mode = ep->batch.mode;
     bool without = ep->base == NULL || (mode != NULL && (mode[t] & MOE_ROUTE_WITHOUT_SHARED) != 0);
-    return without ? NULL : ep->base + (size_t)t * ep->batch.layer->spec.hidden;
+    return without ? NULL : ep->base + (size_t)t * ep->width;
 }
 
 /* Tokens of the current block that item `item` of a shared loop works on. */

@@ -48,8 +48,9 @@ struct moe_cpu_steps {
 /* Memory that lives as long as one step. */
 struct step_memory {
     float *hidden; /* [rows, I] */
-    float *out;    /* [rows, H] */
+    float *out;    /* [rows, W]; W = moe_expert_width */
     float *base;   /* [T, H] the shared expert's output; NULL without one */
+    void *latent;  /* [2, T, L] of the dtype: the experts' inputs and sums; or NULL */
     struct moe_cpu_snapshot snapshot;
 };
 
@@ -158,6 +159,41 @@ static struct moe_status run_shared(struct moe_session *s, const struct moe_step
     return st;
 }
 
+/* Rows of the tokens as the experts get and give them, [T, W] of the dtype. */
+struct expert_rows {
+    const void *x;
+    void *y;
+};
+
+/* Without a latent space these are the step's x and y. */
+static struct moe_status enter_latent(struct moe_session *s, const struct moe_step_args *a,
+                                      struct step_memory *m, struct expert_rows *e)
+{
+    const struct moe_layer_spec *spec = &a->layer->spec;
+    size_t bytes;
+    *e = (struct expert_rows){.x = a->x, .y = a->y};
+    if (spec->latent == 0 || a->tokens == 0)
+        return moe_ok();
+    if (!moe_size_mul3(a->tokens, spec->latent, moe_dtype_bytes(a->dtype), &bytes) ||
+        bytes > SIZE_MAX / 2)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "%u rows of %u do not fit in memory", a->tokens, spec->latent);
+    MOE_TRY(moe_cpu_scratch_take(s->device, 2 * bytes, &m->latent));
+    *e = (struct expert_rows){.x = m->latent, .y = (char *)m->latent + bytes};
+    return moe_cpu_to_latent(a->layer, a->dtype, a->tokens, a->x, m->latent);
+}
+
+/* Sums the experts' rows into y. The shared expert is added outside of the latent space. */
+static struct moe_status combine(struct moe_session *s, const struct moe_step_args *a,
+                                 const struct step_memory *m, const struct expert_rows *e)
+{
+    if (m->latent == NULL)
+        return moe_cpu_ep_combine(s->ep, m->out, m->base, e->y);
+    MOE_TRY(moe_cpu_ep_combine(s->ep, m->out, NULL, e->y));
+    return moe_cpu_from_latent(a->layer, a->dtype, a->tokens, e->y, m->base, a->mode,
+                               a->token_state, a->y);
+}
+
 static struct moe_status receive(struct moe_session *s, const struct moe_step_args *a,
                                  struct moe_rows *rows, bool *retains)
 {
@@ -205,13 +241,15 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     MOE_TRY(moe_cpu_router_forward(layer, a->dtype, a->tokens, a->x, a->mode, a->ids_in,
                                    a->weights_in, a->ids_out, a->weights_out, a->token_state));
     mark_unavailable(s, a);
+    struct expert_rows e;
+    MOE_TRY(enter_latent(s, a, m, &e));
     moe_cpu_step_lap(r, MOE_STAGE_ROUTER, &since);
 
     struct moe_cpu_batch batch = {.layer = layer,
                                   .dtype = a->dtype,
                                   .bucket = a->bucket,
                                   .tokens = a->tokens,
-                                  .x = a->x,
+                                  .x = e.x,
                                   .ids = a->ids_out,
                                   .weights = a->weights_out,
                                   .token_state = a->token_state,
@@ -231,12 +269,12 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
 
     uint32_t n = rows.start[rows.local_experts];
     MOE_TRY(take_or_drop(s, a, n, layer->spec.intermediate, &m->hidden, &retains));
-    MOE_TRY(take_or_drop(s, a, n, layer->spec.hidden, &m->out, &retains));
+    MOE_TRY(take_or_drop(s, a, n, moe_expert_width(&layer->spec), &m->out, &retains));
     MOE_TRY(run_gate_up(s, a, &rows, r->rows, m->hidden, &retains));
     moe_cpu_step_lap(r, MOE_STAGE_GEMM1, &since);
     MOE_TRY(moe_cpu_gemm_down(layer, a->dtype, &rows, m->hidden, m->out));
     moe_cpu_step_lap(r, MOE_STAGE_GEMM2, &since);
-    MOE_TRY(moe_cpu_ep_combine(s->ep, m->out, m->base, a->y));
+    MOE_TRY(combine(s, a, m, &e));
     moe_cpu_step_lap(r, MOE_STAGE_COMBINE, &since);
     r->retained = retains;
     return moe_ok();
@@ -274,6 +312,7 @@ static void run(struct moe_session *s, struct moe_step *step)
     moe_cpu_scratch_give(s->device, memory.hidden);
     moe_cpu_scratch_give(s->device, memory.out);
     moe_cpu_scratch_give(s->device, memory.base);
+    moe_cpu_scratch_give(s->device, memory.latent);
     moe_cpu_snapshot_free(s->device, &memory.snapshot);
     /* A refused step leaves the session usable: all slots refuse it alike, and no row is in flight.
      */

@@ -59,14 +59,16 @@ static void put_spec(struct writer *w, const struct moe_layer_spec *s)
     put(w, s->activation);
     put(w, bits_of(s->swiglu_limit));
     put(w, bits_of(s->swiglu_alpha));
-    put(w,
-        (uint32_t)s->gate_up_bias | (uint32_t)s->down_bias << 1 | (uint32_t)s->shared_gated << 2);
+    put(w, (uint32_t)s->gate_up_bias | (uint32_t)s->down_bias << 1 |
+               (uint32_t)s->shared_gated << 2 | (uint32_t)s->latent_norm << 3);
+    put(w, s->latent);
+    put(w, bits_of(s->latent_eps));
     put(w, s->shared_intermediate);
     put(w, s->shared_activation);
     put_format(w, &s->routed_format);
     put_format(w, &s->shared_format);
 }
-_Static_assert(sizeof(struct moe_layer_spec) == 140,
+_Static_assert(sizeof(struct moe_layer_spec) == 148,
                "a new field of the spec belongs into the key");
 
 void moe_cuda_graph_key_of(const struct moe_cuda_graph_shape *shape, struct moe_cuda_graph_key *out)

@@ -142,13 +142,14 @@ enum moe_token_state {
 };
 
 enum moe_stage {
-    MOE_STAGE_ROUTER,   /* logits, top-k, weights */
+    MOE_STAGE_ROUTER,   /* logits, top-k, weights; rows into a latent space */
     MOE_STAGE_PREPARE,  /* exchange of counts and positions; 0 if dispatch does it (CUDA) */
     MOE_STAGE_DISPATCH, /* rows out, and their expansion into expert-major rows */
     MOE_STAGE_GEMM1,    /* gate and up, activation included */
     MOE_STAGE_GEMM2,    /* down, bias and weight included */
     MOE_STAGE_SHARED,   /* shared expert; 0 if it overlaps other stages */
-    MOE_STAGE_COMBINE,  /* sums of rows back to their slots, and their sum there */
+    MOE_STAGE_COMBINE,  /* sums of rows back to their slots, and their sum there; out of a latent
+                           space */
     MOE_STAGE_COUNT
 };
 extern const char *const moe_stage_names[MOE_STAGE_COUNT]; /* "router", ... */
@@ -273,7 +274,7 @@ struct moe_rows {
     const uint32_t *expert; /* [local] global id, ascending */
     const uint32_t *start;  /* [local + 1]; start[local] = rows in use, padding included */
     const uint32_t *count;  /* [local] */
-    void *x;                /* [start[local], H] of the step's dtype */
+    void *x;                /* [start[local], W] of the step's dtype; W = moe_expert_width */
     const float *weight;    /* [start[local]] routing weight of each row; undefined in padding */
 };
 
@@ -285,6 +286,9 @@ struct moe_backend {
     /* NULL if this backend cannot train. */
     const struct moe_training *training;
     bool partial; /* its sessions may be partial: see moe_session_config */
+    /* Its layers may have a latent space, and SiTU: those that moe_layer_is_common does not take.
+     * Else layer_create refuses them: MOE_FAILED_PRECONDITION/UNSUPPORTED. */
+    bool latent;
     /* A window takes all its memory when the session is joined, not as rows come. So a limit for
      * F32 tokens saves memory. */
     bool eager_windows;
@@ -409,7 +413,8 @@ struct moe_backend {
                                    struct moe_step_result *result);
 
     /* Parts: the code of a step, each part callable alone, synchronous. Tensors are in device
-     * memory. */
+     * memory. Those of dispatch, the products and combine have W = moe_expert_width columns: with a
+     * latent space, the caller projects x before dispatch, and y after combine. */
 
     /* ids, weights [T,K] f32, token_state [T]; as in moe_step_args. */
     struct moe_status (*router_forward)(struct moe_layer *, enum moe_dtype, uint32_t tokens,
@@ -424,13 +429,13 @@ struct moe_backend {
      * weight * rows.x instead of rows.x. With BF16 the values may be rounded to it. */
     struct moe_status (*gemm_gate_up)(struct moe_layer *, enum moe_dtype, const struct moe_rows *,
                                       float *hidden);
-    /* out [start[local], H] f32 = weight * (hidden Wd^T + b); input weighting has no weight here.
+    /* out [start[local], W] f32 = weight * (hidden Wd^T + b); input weighting has no weight here.
      * Early weighting multiplies here too, which gives the same value. If the weight came before a
      * rounding to BF16, rows of one expert could not cancel. The dtype is that of the step. With
      * BF16, hidden may be rounded to it first. */
     struct moe_status (*gemm_down)(struct moe_layer *, enum moe_dtype, const struct moe_rows *,
                                    const float *hidden, float *out);
-    /* Collective, after dispatch with the same arguments: y [T,H] = sum over k of the weighted
+    /* Collective, after dispatch with the same arguments: y [T,W] = sum over k of the weighted
      * rows in fixed order (fp32), plus the zero experts' w * x; 0 for tokens without a row. */
     struct moe_status (*combine)(struct moe_session *, struct moe_layer *, enum moe_dtype,
                                  uint32_t bucket, uint32_t tokens, const void *x,

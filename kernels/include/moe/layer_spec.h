@@ -19,6 +19,15 @@
  *
  *   ffn_e(x) = down_e( act(gate_e x + gate_bias_e, up_e x + up_bias_e) ) + down_bias_e
  *
+ * With a latent space of width L (LatentMoE), the routed experts have L inputs and outputs. Router
+ * and shared expert still see x:
+ *
+ *   z      = W_to x                                          [L]
+ *   u      = sum over e in S of  w_e * ffn_e(z)              [L]; or of ffn_e(w_e * z)
+ *   y      = W_from u                                        [H], without latent_norm
+ *   y      = W_from ( g * u / sqrt(mean(u^2) + latent_eps) ) with it; g is its weight [L]
+ *   y     += shared(x), as above
+ *
  * The family of a model decides which of these apply (daemon/model/README.md). The caller does the
  * residual add, norms and any outer factor. */
 #ifndef MOE_LAYER_SPEC_H
@@ -49,12 +58,16 @@ enum moe_weighting {
     MOE_WEIGHT_INPUT,        /* multiply the expert's input */
 };
 
-/* g, u: gate and up halves after their biases; limit and alpha are fields of the spec. */
+/* g, u: gate and up halves after their biases; limit and alpha are fields of the spec. Sources of
+ * SiTU and of the latent space: tests/golden/numpy/README.md. */
 enum moe_activation {
     MOE_ACT_SWIGLU,         /* silu(g) * u */
     MOE_ACT_SWIGLU_CLAMPED, /* g = min(g, limit), u = clamp(u, +-limit), silu(g) * u */
     MOE_ACT_SWIGLU_OAI,     /* same clamps, g * sigmoid(alpha g) * (u + 1) */
-    MOE_ACT_COUNT
+    MOE_ACT_SITU, /* alpha tanh(g / alpha) sigmoid(g) * limit tanh(u / limit): Kimi-K3 calls alpha
+                     beta, and limit linear_beta. Forward passes only; see moe_layer_is_common */
+    MOE_ACT_COUNT,
+    MOE_ACT_COMMON_COUNT = MOE_ACT_SITU /* those before it are in every backend, and train */
 };
 
 struct moe_router_spec {
@@ -82,10 +95,13 @@ struct moe_layer_spec {
     struct moe_router_spec router;
     enum moe_weighting weighting;
     enum moe_activation activation;
-    float swiglu_limit; /* CLAMPED and OAI */
-    float swiglu_alpha; /* OAI */
+    float swiglu_limit; /* CLAMPED, OAI and SITU */
+    float swiglu_alpha; /* OAI and SITU */
     bool gate_up_bias;  /* gate_bias, up_bias [I] exist */
-    bool down_bias;     /* down_bias [H] exists */
+    bool down_bias;     /* down_bias [H] exists; [L] with a latent space */
+    bool latent_norm;   /* the experts' sum is normalised before it leaves the latent space */
+    uint32_t latent;    /* L, 1..H: width of the latent space; 0 = none. Not with zero experts */
+    float latent_eps;   /* of that norm */
     uint32_t
         shared_intermediate; /* I of the shared expert, 0 = none; several count as a wide one */
     bool shared_gated;       /* its output is multiplied by sigmoid(shared_gate . x) */
@@ -116,7 +132,8 @@ enum moe_weight {
     MOE_WEIGHT_ROUTER,             /* [E+Z, H] */
     MOE_WEIGHT_LOGIT_BIAS,         /* [E+Z] */
     MOE_WEIGHT_SELECT_BIAS,        /* [E+Z] */
-    MOE_WEIGHT_GATE,               /* expert e: [I, H] */
+    MOE_WEIGHT_GATE,               /* expert e: [I, H]; here and in the next five, with a latent
+                                      space L instead of H */
     MOE_WEIGHT_UP,                 /* expert e: [I, H] */
     MOE_WEIGHT_DOWN,               /* expert e: [H, I] */
     MOE_WEIGHT_GATE_BIAS,          /* expert e: [I] */
@@ -126,8 +143,25 @@ enum moe_weight {
     MOE_WEIGHT_SHARED_UP,          /* [Is, H] */
     MOE_WEIGHT_SHARED_DOWN,        /* [H, Is] */
     MOE_WEIGHT_SHARED_GATE_VECTOR, /* [1, H] */
+    MOE_WEIGHT_TO_LATENT,          /* [L, H] */
+    MOE_WEIGHT_FROM_LATENT,        /* [H, L] */
+    MOE_WEIGHT_LATENT_NORM,        /* [L] */
     MOE_WEIGHT_COUNT
 };
+
+/* Columns of the rows that routed experts get and give: L, or H without a latent space. */
+static inline uint32_t moe_expert_width(const struct moe_layer_spec *s)
+{
+    return s->latent != 0 ? s->latent : s->hidden;
+}
+
+/* Whether the layer has neither a latent space nor SiTU. Every backend computes and trains such
+ * layers. Others need moe_backend.latent, and do not train. */
+static inline bool moe_layer_is_common(const struct moe_layer_spec *s)
+{
+    return s->latent == 0 && s->activation != MOE_ACT_SITU &&
+           (s->shared_intermediate == 0 || s->shared_activation != MOE_ACT_SITU);
+}
 
 static inline bool moe_weight_is_expert(enum moe_weight w)
 {
@@ -164,15 +198,15 @@ static inline void moe_weight_shape(const struct moe_layer_spec *s, enum moe_wei
     case MOE_WEIGHT_GATE:
     case MOE_WEIGHT_UP:
         *rows = s->intermediate;
-        *columns = s->hidden;
+        *columns = moe_expert_width(s);
         break;
     case MOE_WEIGHT_DOWN:
-        *rows = s->hidden;
+        *rows = moe_expert_width(s);
         *columns = s->intermediate;
         break;
     case MOE_WEIGHT_GATE_BIAS:
     case MOE_WEIGHT_UP_BIAS: *rows = s->gate_up_bias ? s->intermediate : 0; break;
-    case MOE_WEIGHT_DOWN_BIAS: *rows = s->down_bias ? s->hidden : 0; break;
+    case MOE_WEIGHT_DOWN_BIAS: *rows = s->down_bias ? moe_expert_width(s) : 0; break;
     case MOE_WEIGHT_SHARED_GATE:
     case MOE_WEIGHT_SHARED_UP:
         *rows = s->shared_intermediate;
@@ -186,6 +220,15 @@ static inline void moe_weight_shape(const struct moe_layer_spec *s, enum moe_wei
         *rows = s->shared_gated ? 1 : 0;
         *columns = s->hidden;
         break;
+    case MOE_WEIGHT_TO_LATENT:
+        *rows = s->latent;
+        *columns = s->hidden;
+        break;
+    case MOE_WEIGHT_FROM_LATENT:
+        *rows = s->latent != 0 ? s->hidden : 0;
+        *columns = s->latent;
+        break;
+    case MOE_WEIGHT_LATENT_NORM: *rows = s->latent_norm ? s->latent : 0; break;
     case MOE_WEIGHT_COUNT: break;
     }
 }
