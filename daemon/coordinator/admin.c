@@ -73,6 +73,7 @@ void moe_coordinator__fill_layer(const struct moe_membership_layer *l, Moe__V1__
     out->zero_experts = l->zero_experts;
     out->routes_by_token_id = l->routes_by_token_id != 0;
     out->vocabulary = l->vocabulary;
+    out->latent = l->latent;
     out->shared_intermediate = l->shared_intermediate;
     out->routed_encoding = (Moe__V1__WeightEncoding)l->routed_encoding;
     out->shared_encoding = (Moe__V1__WeightEncoding)l->shared_encoding;

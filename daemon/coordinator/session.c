@@ -519,6 +519,7 @@ struct moe_membership_layer moe_coordinator__read_layer(const Moe__V1__LayerInfo
                                          .zero_experts = l->zero_experts,
                                          .routes_by_token_id = l->routes_by_token_id != 0,
                                          .vocabulary = l->vocabulary,
+                                         .latent = l->latent,
                                          .shared_intermediate = l->shared_intermediate,
                                          .routed_encoding = (uint32_t)l->routed_encoding,
                                          .shared_encoding = (uint32_t)l->shared_encoding,

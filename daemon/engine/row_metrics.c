@@ -18,7 +18,7 @@ struct top {
 };
 
 struct layer {
-    uint32_t number, experts, hidden;
+    uint32_t number, experts, width;
     _Atomic uint32_t local_experts; /* 0: the backend has reported nothing */
     struct moe_counter *rows;
     total *expert_rows; /* [experts] since the start */
@@ -84,7 +84,7 @@ void moe_row_metrics_add(struct moe_row_metrics *m, size_t index, enum moe_dtype
     if (counts->by_expert)
         atomic_store_explicit(&l->local_experts, counts->local_experts, memory_order_relaxed);
     if (counts->to_slots)
-        add_sent(m->rows_sent, counts, (uint64_t)l->hidden * moe_dtype_bytes(dtype));
+        add_sent(m->rows_sent, counts, (uint64_t)l->width * moe_dtype_bytes(dtype));
 }
 
 /* ------------------------------------------------------------------ registration */
@@ -272,7 +272,7 @@ static struct moe_status add_layers(struct moe_row_metrics *m,
         char number[16];
         l->number = specs[i]->layer;
         l->experts = specs[i]->experts;
-        l->hidden = specs[i]->hidden;
+        l->width = moe_expert_width(specs[i]);
         l->expert_rows = (total *)at;
         l->before = at + l->experts;
         l->since = at + 2 * (size_t)l->experts;

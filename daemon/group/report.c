@@ -36,6 +36,7 @@ void moe_report_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out
     out->zero_experts = spec->router.zero_experts;
     out->routes_by_token_id = spec->router.by_token;
     out->vocabulary = spec->router.vocabulary;
+    out->latent = spec->latent;
     out->shared_intermediate = spec->shared_intermediate;
     out->routed_encoding = (Moe__V1__WeightEncoding)spec->routed_format.encoding;
     out->shared_encoding = (Moe__V1__WeightEncoding)spec->shared_format.encoding;

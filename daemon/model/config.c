@@ -181,22 +181,49 @@ static struct moe_status read_shared(struct moe_keys *k, const struct moe_family
     return moe_ok();
 }
 
-static struct moe_status read_experts(struct moe_keys *k, const struct moe_family *f,
-                                      struct moe_layer_spec *s)
+static struct moe_status read_activation(struct moe_keys *k, const struct moe_family *f,
+                                         struct moe_layer_spec *s)
 {
     const char *act = f->hidden_act;
-    MOE_TRY(moe_keys_need_uint(k, f->inner_key, 1, WIDTH_MAX, &s->intermediate));
     /* swish is another name of silu. */
     MOE_TRY(moe_keys_word(k, "hidden_act",
                           strcmp(f->hidden_act, "silu") == 0 ? "silu swish" : f->hidden_act, &act));
     s->activation = f->activation;
-    s->weighting = f->weighting;
     s->swiglu_limit = f->limit;
     s->swiglu_alpha = f->alpha;
+    if (strcmp(act, "situ") == 0) {
+        s->activation = MOE_ACT_SITU;
+        MOE_TRY(moe_keys_need_float(k, "activation_situ_beta", &s->swiglu_alpha));
+        return moe_keys_need_float(k, "activation_situ_linear_beta", &s->swiglu_limit);
+    }
     if (f->limit != 0)
         MOE_TRY(moe_keys_float(k, "swiglu_limit", &s->swiglu_limit));
     if (f->alpha != 0)
         MOE_TRY(moe_keys_float(k, "swiglu_alpha", &s->swiglu_alpha));
+    return moe_ok();
+}
+
+static struct moe_status read_latent(struct moe_keys *k, const struct moe_family *f,
+                                     struct moe_layer_spec *s)
+{
+    if (!f->latent)
+        return moe_ok();
+    MOE_TRY(moe_keys_uint(k, "routed_expert_hidden_size", 1, s->hidden, &s->latent));
+    MOE_TRY(moe_keys_bool(k, "latent_moe_use_norm", &s->latent_norm));
+    if (!s->latent_norm)
+        return moe_ok();
+    if (s->latent == 0)
+        return invalid("latent_moe_use_norm is true without routed_expert_hidden_size");
+    return moe_keys_need_float(k, "rms_norm_eps", &s->latent_eps);
+}
+
+static struct moe_status read_experts(struct moe_keys *k, const struct moe_family *f,
+                                      struct moe_layer_spec *s)
+{
+    MOE_TRY(moe_keys_need_uint(k, f->inner_key, 1, WIDTH_MAX, &s->intermediate));
+    MOE_TRY(read_activation(k, f, s));
+    MOE_TRY(read_latent(k, f, s));
+    s->weighting = f->weighting;
     bool biases = f->biases;
     if (f->biases_key != NULL)
         MOE_TRY(moe_keys_bool(k, f->biases_key, &biases));

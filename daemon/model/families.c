@@ -105,7 +105,10 @@ static const struct moe_naming kimi_linear_names = {
     .of = {[MOE_WEIGHT_ROUTER] = "block_sparse_moe.gate.weight",
            [MOE_WEIGHT_SELECT_BIAS] = "block_sparse_moe.gate.e_score_correction_bias",
            MIXTRAL_EXPERTS("block_sparse_moe"),
-           SHARED_EXPERT("block_sparse_moe.shared_experts")},
+           SHARED_EXPERT("block_sparse_moe.shared_experts"),
+           [MOE_WEIGHT_TO_LATENT] = "block_sparse_moe.routed_expert_down_proj.weight",
+           [MOE_WEIGHT_FROM_LATENT] = "block_sparse_moe.routed_expert_up_proj.weight",
+           [MOE_WEIGHT_LATENT_NORM] = "block_sparse_moe.routed_expert_norm.weight"},
     .block = "block_sparse_moe"};
 
 static const struct moe_naming granite_names = {
@@ -266,16 +269,17 @@ static const struct moe_family families[] = {
                    "gated_attention_proj_granularity_type",
     },
     {
-        .model_types = "kimi_linear",
+        /* Kimi-K3 is a kimi_linear model with a latent space and SiTU. */
+        .model_types = "kimi_linear kimi_k3",
         .naming = &kimi_linear_names, .layers = MOE_LAYERS_FIRST_DENSE,
         .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
         .score = MOE_SCORE_SIGMOID, .scores = "sigmoid", .methods = "noaux_tc",
         .select_bias = true, .group_best = 2, .one_group = true,
         .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-20f, .scaled = true,
-        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu swish situ",
         .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts num_shared_experts",
-        .first_dense = 1,
-        .ignored = "use_grouped_topk",
+        .latent = true, .first_dense = 1,
+        .ignored = "use_grouped_topk mla_use_output_gate",
     },
     {
         .model_types = "mimo_v2_flash",
@@ -398,9 +402,7 @@ static const struct {
     const char *model_types, *why;
 } refused[] = {
     {"phimoe", "its router (SparseMixer) weighs each choice by a softmax over near logits alone"},
-    {"nemotron_h nemotron_h_omni",
-     "its experts have no gate (squared ReLU), and some project to a latent space (LatentMoE)"},
-    {"kimi_k3", "its experts project to a latent space (LatentMoE) and use SiTU"},
+    {"nemotron_h nemotron_h_omni", "its experts have no gate (squared ReLU)"},
 };
 
 const char *moe_family_refusal(const char *model_type)

@@ -71,11 +71,13 @@ struct moe_family {
 
     enum moe_weighting weighting;
     enum moe_activation activation;
-    const char *hidden_act; /* the accepted values; the first is the default */
+    const char *hidden_act; /* the accepted values; the first is the default. `situ` is SiTU with
+                               activation_situ_beta and _linear_beta, whatever `activation` says */
     float limit, alpha;     /* defaults of swiglu_limit and swiglu_alpha; 0: no key */
     bool biases;            /* gate_up and down biases always exist */
     const char *biases_key; /* boolean key for their existence, or NULL */
     bool interleaved;       /* fused: gate even, up odd, instead of halves */
+    bool latent;            /* routed_expert_hidden_size, latent_moe_use_norm */
     bool input_first;       /* transformers keeps [E, in, out] in memory and does not mark it so */
     enum moe_family_shared shared;
     const char *shared_count_key;

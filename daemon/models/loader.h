@@ -21,7 +21,8 @@ struct moe_loader_events {
     void *ctx;
 };
 
-/* All borrowed; they outlive the loader. `events`: copied; NULL for the default model. */
+/* All borrowed; they outlive the loader. `events`: copied; NULL for the default model. Errors:
+ * UNSUPPORTED, for a layer that the backend does not compute; OUT_OF_MEMORY. */
 struct moe_status moe_loader_create(const struct moe_backend *backend, struct moe_device *device,
                                     const struct moe_model *model,
                                     const struct moe_loader_events *events,

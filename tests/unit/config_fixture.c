@@ -62,6 +62,9 @@ static void check_spec(const struct moe_layer_spec *got, const struct moe_layer_
     SAME_FLOAT(swiglu_alpha);
     SAME_INT(gate_up_bias);
     SAME_INT(down_bias);
+    SAME_INT(latent);
+    SAME_INT(latent_norm);
+    SAME_FLOAT(latent_eps);
     SAME_INT(shared_intermediate);
     SAME_INT(shared_gated);
     SAME_INT(shared_activation);

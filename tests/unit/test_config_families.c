@@ -348,8 +348,6 @@ static void a_model_with_another_kind_of_block_is_refused_by_name(void **state)
     } cases[] = {
         {"{\"model_type\":\"phimoe\"}", "phimoe", "SparseMixer"},
         {"{\"model_type\":\"nemotron_h\"}", "nemotron_h", "squared ReLU"},
-        {"{\"model_type\":\"kimi_k3\",\"text_config\":{\"model_type\":\"kimi_linear\"}}", "kimi_k3",
-         "LatentMoE"},
         {"{\"model_type\":\"some_shell\",\"text_config\":{\"model_type\":\"nemotron_h\"}}",
          "nemotron_h", "no gate"},
         {"{\"model_type\":\"novelty\"}", "novelty", "not supported"},

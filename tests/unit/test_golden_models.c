@@ -103,6 +103,12 @@ static void every_golden_model_gives_the_numbers_of_transformers(void **state)
     check_models(MOE_GOLDEN_DIR);
 }
 
+static void every_model_of_numpy_gives_its_numbers(void **state)
+{
+    (void)state;
+    check_models(MOE_NUMPY_DIR);
+}
+
 static void every_quantised_model_gives_the_numbers_of_its_dequantised_weights(void **state)
 {
     (void)state;
@@ -113,6 +119,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_golden_model_gives_the_numbers_of_transformers),
+        cmocka_unit_test(every_model_of_numpy_gives_its_numbers),
         cmocka_unit_test(every_quantised_model_gives_the_numbers_of_its_dequantised_weights),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -135,6 +135,7 @@ static void every_golden_layer_delivers_each_weight_once(void **state)
     (void)state;
     check_models(MOE_GOLDEN_DIR);
     check_models(MOE_QUANTISED_DIR);
+    check_models(MOE_NUMPY_DIR);
 }
 
 static uint16_t *read_golden(const char *family, const char *tensor)

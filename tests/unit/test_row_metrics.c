@@ -9,7 +9,11 @@
 
 enum { EXPERTS = 300 };
 
-static const struct moe_layer_spec third = {.layer = 3, .experts = EXPERTS, .hidden = 16},
+/* Rows of the first have the width of its latent space. */
+static const struct moe_layer_spec third = {.layer = 3,
+                                            .experts = EXPERTS,
+                                            .hidden = 32,
+                                            .latent = 16},
                                    fifth = {.layer = 5, .experts = 4, .hidden = 8};
 static const struct moe_layer_spec *const specs[] = {&third, &fifth};
 

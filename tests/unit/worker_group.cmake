@@ -6,7 +6,8 @@ moe_test(test_peers SOURCES test_peers.c USES moe_links moe_rpc moe_proto moe_da
 moe_test(test_group SOURCES test_group.c USES moe_group moe_rpc moe_proto moe_daemon_base)
 moe_test(test_resident SOURCES test_resident.c USES moe_worker_core moe_cpu moe_test_support)
 target_compile_definitions(test_resident PRIVATE
-  MOE_GOLDEN_MODEL="${PROJECT_SOURCE_DIR}/tests/golden/models/qwen3_moe")
+  MOE_GOLDEN_MODEL="${PROJECT_SOURCE_DIR}/tests/golden/models/qwen3_moe"
+  MOE_NUMPY_DIR="${PROJECT_SOURCE_DIR}/tests/golden/numpy")
 moe_test(test_models SOURCES test_models.c all_experts.c USES moe_models moe_cpu moe_test_support)
 target_compile_definitions(test_models PRIVATE
   MOE_GOLDEN_MODELS="${PROJECT_SOURCE_DIR}/tests/golden/models")
