@@ -117,7 +117,7 @@ struct moe_membership_layer {
     uint32_t vocabulary;
     uint32_t latent;                                 /* 0: none */
 };
-_Static_assert(sizeof(struct moe_membership_layer) == 13 * sizeof(uint32_t),
+_Static_assert(sizeof(struct moe_membership_layer) == 14 * sizeof(uint32_t),
                "without padding, layers are compared as bytes");
 
 static inline bool moe_membership_same_layers(const struct moe_membership_layer *a,
