@@ -77,6 +77,7 @@ enum {
     MOE_WINDOW_LINE = 64, /* data of two writers never share a line */
     MOE_WINDOW_VALUE_BITS = 24,
     MOE_WINDOW_STEP_BITS = 28,
+    MOE_WINDOW_EPOCH_BITS = 12, /* of a stamp; a session's epochs span less (common/masks.h) */
     MOE_WINDOW_EXCHANGE_BYTES = 256,
     MOE_WINDOW_MAX_TOKENS = 1 << 20, /* times MOE_MAX_TOP_K: counts fit into a flag's value */
     MOE_WINDOW_QUICK_TOKENS = 512,   /* largest bucket that uses the quick regions */
@@ -188,7 +189,8 @@ struct moe_window_layout {
 MOE_WINDOW_INLINE uint64_t moe_window_stamp(uint64_t epoch, uint32_t step)
 {
     uint64_t step_mask = (UINT64_C(1) << MOE_WINDOW_STEP_BITS) - 1;
-    return (epoch & 0xfff) << MOE_WINDOW_STEP_BITS | (step & step_mask);
+    uint64_t epoch_mask = (UINT64_C(1) << MOE_WINDOW_EPOCH_BITS) - 1;
+    return (epoch & epoch_mask) << MOE_WINDOW_STEP_BITS | (step & step_mask);
 }
 
 MOE_WINDOW_INLINE uint64_t moe_window_flag(uint64_t stamp, uint32_t value)
