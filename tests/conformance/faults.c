@@ -17,9 +17,13 @@
 #include "daemon/options.h"
 
 #include <math.h>
+#include <signal.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { CYCLES = 8 };
+
+static bool over_network; /* rows of this run's sessions */
 
 static struct moe_status step_until_failure(struct member *m, struct session_fixture *s,
                                             struct moe_step_result *result)
@@ -173,6 +177,114 @@ static bool a_token_without_its_experts_costs_no_other(uint32_t slots)
     return !backend->partial || run_group(slots, compute_partially);
 }
 
+/* ---------------------------------------------------------------- masks */
+
+static bool can_mask(const struct session_fixture *s)
+{
+    return backend->session_can_mask != NULL && backend->session_can_mask(s->session);
+}
+
+/* The session goes on without the victim; all other slots call this. */
+static int take_mask(struct member *m, struct session_fixture *s, uint64_t epoch)
+{
+    uint64_t before = m->live;
+    m->live &= ~(UINT64_C(1) << VICTIM);
+    EXPECT(good(backend->session_mask(s->session, epoch, m->live)));
+    EXPECT(good(backend->session_exchange(s->session, NULL, NULL, 0)));
+    EXPECT(backend->session_lost(s->session) == 0);
+    EXPECT(is(backend->session_mask(s->session, epoch, m->live), MOE_INVALID_ARGUMENT,
+              MOE_REASON_CONFIG_INVALID));
+    EXPECT(is(backend->session_mask(s->session, epoch + 1, before), MOE_INVALID_ARGUMENT,
+              MOE_REASON_CONFIG_INVALID));
+    EXPECT(is(backend->session_mask(s->session, epoch + 5000, m->live), MOE_FAILED_PRECONDITION,
+              MOE_REASON_NONE));
+    return 0;
+}
+
+/* Steps of the copied layer, which all give these rows. */
+static int compute_masked(struct member *m, struct session_fixture *s, const float *want)
+{
+    struct moe_step_result result;
+    for (int i = 0; i < 200; i++) {
+        EXPECT(good(run_step(s->session, &s->args, &result)));
+        EXPECT(same_rows(want, s->args.y));
+    }
+    EXPECT(result.missing_slot == -1 && backend->session_lost(s->session) == 0);
+    return 0;
+}
+
+enum { MASKED = 1 << 20 }; /* flag of a slot that has taken a mask */
+
+/* The victim is killed, or it is stopped in the midst of a step and goes on when the others run
+ * steps without it. Then it finds that they have left, and what it stores harms no step. */
+static int lose_the_victim(struct member *m)
+{
+    static float want[TOKENS * HIDDEN];
+    struct session_fixture s;
+    struct moe_step_result result;
+    struct moe_layer *copied = NULL;
+    EXPECT(open_fixture(m, &s, SHORT_MS, false));
+    EXPECT(good(copied_layer(s.device, m, &copied)));
+    s.args.layer = copied;
+    EXPECT(good(run_step(s.session, &s.args, &result)));
+    memcpy(want, s.args.y, sizeof want);
+    EXPECT(can_mask(&s));
+    struct moe_status st = step_until_failure(m, &s, &result);
+    EXPECT(is(st, MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
+    if (m->slot != VICTIM) {
+        EXPECT(take_mask(m, &s, 9) == 0);
+        raise_flag(m, MASKED);
+        EXPECT(compute_masked(m, &s, want) == 0);
+        /* A mask of the same slots, after an abort. */
+        backend->session_abort(s.session);
+        EXPECT(is(run_step(s.session, &s.args, &result), MOE_ABORTED, MOE_REASON_ABORTED));
+        EXPECT(good(backend->session_mask(s.session, 12, m->live)));
+        EXPECT(good(backend->session_exchange(s.session, NULL, NULL, 0)));
+        EXPECT(compute_masked(m, &s, want) == 0);
+    }
+    backend->layer_destroy(copied);
+    return close_fixture(&s);
+}
+
+/* Whether this backend's sessions of this run can take masks. */
+static bool masks_are_possible(void)
+{
+    return backend->session_can_mask != NULL && !over_network;
+}
+
+static int take_none(struct member *m)
+{
+    struct session_fixture s;
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
+    EXPECT(!can_mask(&s));
+    if (backend->session_mask != NULL)
+        EXPECT(is(backend->session_mask(s.session, 9, m->live), MOE_FAILED_PRECONDITION,
+                  MOE_REASON_UNSUPPORTED));
+    EXPECT(board_barrier(m, LONG_MS));
+    return close_fixture(&s);
+}
+
+static bool a_mask_without_a_killed_slot_keeps_the_session(uint32_t slots)
+{
+    return masks_are_possible() ? survive_a_kill(slots, lose_the_victim, 50)
+                                : run_group(slots, take_none);
+}
+
+static bool a_late_writer_harms_no_mask(uint32_t slots)
+{
+    struct group g;
+    int status[MOE_MAX_SLOTS] = {0};
+    if (!masks_are_possible())
+        return true;
+    group_start(&g, slots, lose_the_victim, NULL);
+    bool right = await_flag(g.board, VICTIM, 50);
+    kill(g.pid[VICTIM], SIGSTOP);
+    for (uint32_t s = 0; s < slots; s++)
+        right = (s == VICTIM || await_flag(g.board, s, MASKED)) && right;
+    kill(g.pid[VICTIM], SIGCONT);
+    return group_finish(&g, WATCHDOG_S, status) && right;
+}
+
 static int be_killed_or_survive(struct member *m)
 {
     struct session_fixture s;
@@ -302,6 +414,8 @@ static const struct scenario scenarios[] = {
     SCENARIO(abort_ends_present_and_later_waits),
     SCENARIO(a_killed_peer_costs_the_survivors_one_step_and_no_weights),
     SCENARIO(copies_give_the_same_answers_without_a_slot),
+    SCENARIO(a_mask_without_a_killed_slot_keeps_the_session),
+    SCENARIO(a_late_writer_harms_no_mask),
     SCENARIO(a_token_without_its_experts_costs_no_other),
     SCENARIO(joining_and_leaving_leaks_nothing),
 };
@@ -364,6 +478,8 @@ int main(int argc, char **argv)
     }
     group_set(backend, "transport", transport);
     group_domain_size = (uint32_t)domain_size;
+    over_network = strcmp(transport, "network") == 0 || getenv("MOE_TEST_HOSTS") != NULL ||
+                   (domain_size != 0 && domain_size < slots);
     uint32_t run = 0, n = (uint32_t)slots;
     bool all = run_all(scenarios, sizeof scenarios / sizeof *scenarios, n, only, &run);
     if (strcmp(backend->name, "cuda") == 0)

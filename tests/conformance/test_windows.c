@@ -52,7 +52,7 @@ static int connect_among_strangers(struct member *m)
     struct moe_cpu_peers *peers;
     struct moe_cpu_endpoint mine, endpoints[MOE_MAX_SLOTS];
     int fds[MOE_MAX_SLOTS], window = memfd_create("test", MFD_CLOEXEC);
-    EXPECT(good(moe_cpu_peers_listen(m->slot, m->live, &peers, &mine)));
+    EXPECT(good(moe_cpu_peers_listen(m->slot, 1, m->live, &peers, &mine)));
     EXPECT(good(board_allgather(m, &mine, endpoints, sizeof mine)));
     if (m->slot == 1) {
         EXPECT(call_with_nonsense(&endpoints[0], true));
@@ -72,7 +72,7 @@ static int connect_without_the_secret(struct member *m)
     struct moe_cpu_peers *peers;
     struct moe_cpu_endpoint mine, endpoints[MOE_MAX_SLOTS];
     int fds[MOE_MAX_SLOTS], window = memfd_create("test", MFD_CLOEXEC);
-    EXPECT(good(moe_cpu_peers_listen(m->slot, m->live, &peers, &mine)));
+    EXPECT(good(moe_cpu_peers_listen(m->slot, 1, m->live, &peers, &mine)));
     EXPECT(good(board_allgather(m, &mine, endpoints, sizeof mine)));
     endpoints[1 - m->slot].secret[5] ^= 1;
     uint64_t deadline = moe_clock_ns() + SHORT_MS * MOE_NS_PER_MS;
@@ -103,7 +103,7 @@ static int part_in_a_hurry(struct member *m)
     struct moe_cpu_peers *peers;
     struct moe_cpu_endpoint mine, endpoints[MOE_MAX_SLOTS];
     int fds[MOE_MAX_SLOTS], window = memfd_create("test", MFD_CLOEXEC);
-    EXPECT(good(moe_cpu_peers_listen(m->slot, m->live, &peers, &mine)));
+    EXPECT(good(moe_cpu_peers_listen(m->slot, 1, m->live, &peers, &mine)));
     EXPECT(good(board_allgather(m, &mine, endpoints, sizeof mine)));
     uint64_t deadline = moe_clock_ns() + LONG_MS * MOE_NS_PER_MS;
     EXPECT(good(connect_all(m, peers, endpoints, window, deadline, fds)));
@@ -121,7 +121,7 @@ static int part_in_a_hurry(struct member *m)
         return 0;
     }
     EXPECT(await_flag(m->board, 0, 1));
-    moe_cpu_peers_report_lost(peers, 0); /* leaves in order */
+    moe_cpu_peers_leave(peers);
     moe_cpu_peers_close(peers);
     raise_flag(m, 1);
     return 0;

@@ -104,6 +104,14 @@ void moe_cpu_ep_destroy(struct moe_cpu_ep *ep)
     free(ep);
 }
 
+void moe_cpu_ep_mask(struct moe_cpu_ep *ep)
+{
+    MOE_INVARIANT(ep->domains == NULL);
+    moe_cpu_ep_release_rows(ep);
+    ep->open = ep->agreed = ep->received = ep->refused = false;
+    go_straight(ep);
+}
+
 bool moe_cpu_ep_take_refusal(struct moe_cpu_ep *ep)
 {
     bool refused = ep->refused;

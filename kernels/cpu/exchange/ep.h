@@ -53,6 +53,10 @@ void moe_cpu_ep_destroy(struct moe_cpu_ep *ep); /* NULL is ignored */
 struct moe_status moe_cpu_ep_use_domains(struct moe_cpu_ep *ep,
                                          const struct moe_domains *map) MOE_CHECKED;
 
+/* The session has another mask: no pass is open, whatever became of the last one. Only of a session
+ * in which every row goes straight. */
+void moe_cpu_ep_mask(struct moe_cpu_ep *ep);
+
 /* Whether this session can run passes of this shape. Apart from `tokens`, the result is the same on
  * all slots. Makes the copies on the session's live slots the active ones of the layer. */
 struct moe_status moe_cpu_ep_check(const struct moe_session *session, struct moe_layer *layer,

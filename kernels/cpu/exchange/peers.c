@@ -6,8 +6,10 @@
 #include "cpu/exchange/peers.h"
 
 #include "base/clock.h"
+#include "base/mutex.h"
 #include "base/secret.h"
 #include "base/thread.h"
+#include "common/masks.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -25,7 +27,8 @@ enum {
 
 struct moe_cpu_peers {
     uint32_t slot;
-    uint64_t live;    /* this slot's bit is set */
+    struct moe_mutex lock;
+    struct moe_masks masks MOE_GUARDED_BY(lock);
     uint64_t sharing; /* slots of this host; set while connecting */
     struct moe_cpu_endpoint endpoint;
     int listener;          /* -1 once all are connected */
@@ -35,8 +38,9 @@ struct moe_cpu_peers {
     pthread_t watcher;
     void (*changed)(void *ctx);
     void *ctx;
-    uint64_t lost, left; /* atomic */
-    int first_lost;      /* atomic; -1 until a slot is lost */
+    /* What `masks` says, for threads that wait. Atomic; stored under the lock. */
+    uint64_t lost, left;
+    int first_lost; /* -1 until a slot is lost */
 };
 
 struct hello {
@@ -44,9 +48,10 @@ struct hello {
     uint8_t secret[32]; /* of the receiver's endpoint */
 };
 
-/* The only message after hello: slots that the sender lost; 0 = the sender leaves in order. */
+/* The only message after hello. */
 struct notice {
-    uint64_t lost;
+    uint64_t epoch; /* of the sender's mask; 0 = the sender leaves the session in order */
+    uint64_t lost;  /* slots that the sender lost in it */
 };
 
 static uint64_t bit(uint32_t slot)
@@ -79,7 +84,8 @@ static struct moe_status make_endpoint(struct moe_cpu_endpoint *endpoint)
     return moe_ok();
 }
 
-struct moe_status moe_cpu_peers_listen(uint32_t slot, uint64_t live, struct moe_cpu_peers **out,
+struct moe_status moe_cpu_peers_listen(uint32_t slot, uint64_t epoch, uint64_t live,
+                                       struct moe_cpu_peers **out,
                                        struct moe_cpu_endpoint *endpoint)
 {
     struct moe_cpu_peers *p = calloc(1, sizeof *p);
@@ -87,7 +93,10 @@ struct moe_status moe_cpu_peers_listen(uint32_t slot, uint64_t live, struct moe_
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "out of memory for a session");
     p->slot = slot;
-    p->live = live;
+    moe_mutex_init(&p->lock);
+    moe_mutex_lock(&p->lock);
+    moe_masks_begin(&p->masks, slot, epoch, live);
+    moe_mutex_unlock(&p->lock);
     p->stop = -1;
     p->first_lost = -1;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
@@ -361,16 +370,15 @@ struct moe_status moe_cpu_peers_connect(struct moe_cpu_peers *p, uint64_t sharin
 
 /* ----------------------------------------------------------------- watching */
 
-static void add_slots(struct moe_cpu_peers *p, uint64_t *mask, uint64_t slots)
+/* Shows what has changed to waiting threads. A slot that leaves because it lost another says so
+ * first, so who sees `left` sees `lost` too. */
+static void publish(struct moe_cpu_peers *p) MOE_REQUIRES(p->lock)
 {
-    if (slots == 0)
-        return;
-    if (mask == &p->lost) {
-        int none = -1;
-        __atomic_compare_exchange_n(&p->first_lost, &none, __builtin_ctzll(slots), false,
-                                    __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-    }
-    __atomic_fetch_or(mask, slots, __ATOMIC_ACQ_REL);
+    uint64_t lost = moe_masks_lost(&p->masks), before = moe_cpu_peers_lost(p);
+    int first = lost == 0 ? -1 : before == 0 ? __builtin_ctzll(lost) : moe_cpu_peers_first_lost(p);
+    __atomic_store_n(&p->first_lost, first, __ATOMIC_RELEASE);
+    __atomic_store_n(&p->lost, lost, __ATOMIC_RELEASE);
+    __atomic_store_n(&p->left, moe_masks_left(&p->masks), __ATOMIC_RELEASE);
 }
 
 /* Reads one notice. False when the socket is closed. */
@@ -382,16 +390,17 @@ static bool read_notice(struct moe_cpu_peers *p, uint32_t slot)
         n = recv(p->fd[slot], &v, sizeof v, MSG_DONTWAIT);
     if (n < 0 && (errno == EAGAIN || errno == EINTR))
         return true;
-    if (n == (ssize_t)sizeof v) {
-        /* A peer that leaves, or that lost this slot, serves this slot no more. */
-        if (v.lost == 0 || (v.lost & bit(p->slot)))
-            add_slots(p, &p->left, bit(slot));
-        add_slots(p, &p->lost, v.lost & p->live & ~bit(p->slot));
-        return true;
-    }
-    if (!(moe_cpu_peers_left(p) & bit(slot)))
-        add_slots(p, &p->lost, bit(slot));
-    return false;
+    bool came = n == (ssize_t)sizeof v;
+    moe_mutex_lock(&p->lock);
+    if (!came)
+        moe_masks_close(&p->masks, slot);
+    else if (v.epoch == 0)
+        moe_masks_leave(&p->masks, slot);
+    else
+        moe_masks_notice(&p->masks, slot, v.epoch, v.lost);
+    publish(p);
+    moe_mutex_unlock(&p->lock);
+    return came;
 }
 
 static void *watch(void *arg)
@@ -446,28 +455,61 @@ int moe_cpu_peers_first_lost(const struct moe_cpu_peers *p)
 }
 
 /* Errors do not matter: such a peer is dead, or it will see the socket close. */
-static void send_notice(struct moe_cpu_peers *p, uint64_t lost)
+static void send_notice(struct moe_cpu_peers *p, uint64_t epoch, uint64_t lost)
 {
-    struct notice v = {.lost = lost};
+    struct notice v = {.epoch = epoch, .lost = lost};
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
         if (p->fd[s] >= 0)
             (void)send(p->fd[s], &v, sizeof v, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
+/* Returns the epoch of the mask. */
+static uint64_t note_lost(struct moe_cpu_peers *p, uint64_t slots)
+{
+    moe_mutex_lock(&p->lock);
+    moe_masks_report(&p->masks, slots);
+    publish(p);
+    uint64_t epoch = p->masks.epoch;
+    moe_mutex_unlock(&p->lock);
+    return epoch;
+}
+
 void moe_cpu_peers_note_lost(struct moe_cpu_peers *p, uint64_t slots)
 {
-    add_slots(p, &p->lost, slots & p->live & ~bit(p->slot));
+    (void)note_lost(p, slots);
 }
 
 void moe_cpu_peers_note_left(struct moe_cpu_peers *p, uint32_t slot)
 {
-    add_slots(p, &p->left, bit(slot));
+    moe_mutex_lock(&p->lock);
+    moe_masks_leave(&p->masks, slot);
+    publish(p);
+    moe_mutex_unlock(&p->lock);
 }
 
 void moe_cpu_peers_report_lost(struct moe_cpu_peers *p, uint64_t slots)
 {
-    add_slots(p, &p->lost, slots & ~bit(p->slot));
-    send_notice(p, slots);
+    send_notice(p, note_lost(p, slots), slots);
+}
+
+struct moe_status moe_cpu_peers_mask(struct moe_cpu_peers *p, uint64_t epoch, uint64_t live,
+                                     bool idle)
+{
+    moe_mutex_lock(&p->lock);
+    struct moe_status st = moe_masks_check(&p->masks, epoch, live, idle);
+    if (!moe_failed(&st)) {
+        moe_masks_take(&p->masks, epoch, live);
+        publish(p);
+    }
+    moe_mutex_unlock(&p->lock);
+    if (!moe_failed(&st))
+        send_notice(p, epoch, 0);
+    return st;
+}
+
+void moe_cpu_peers_leave(struct moe_cpu_peers *p)
+{
+    send_notice(p, 0, 0);
 }
 
 void moe_cpu_peers_close(struct moe_cpu_peers *p)
@@ -475,7 +517,7 @@ void moe_cpu_peers_close(struct moe_cpu_peers *p)
     if (p == NULL)
         return;
     if (p->watching) {
-        send_notice(p, 0);
+        moe_cpu_peers_leave(p);
         uint64_t one = 1;
         while (write(p->stop, &one, sizeof one) < 0 && errno == EINTR)
             continue;
@@ -488,5 +530,6 @@ void moe_cpu_peers_close(struct moe_cpu_peers *p)
         close(p->listener);
     if (p->stop >= 0)
         close(p->stop);
+    moe_mutex_destroy(&p->lock);
     free(p);
 }

@@ -5,7 +5,8 @@
  * Each such pair of slots shares one unix socket. While a session forms, window descriptors travel
  * over it. Then it stays open: the kernel closes it when a process dies for any reason. A slot that
  * leaves in order sends a notice first. A slot that gives up waiting sends a notice with the lost
- * slots, so the waits of all slots end. */
+ * slots, so the waits of all slots end. A slot that takes a new mask sends a notice with its epoch.
+ * common/masks.h says which notice counts in which epoch. */
 #ifndef MOE_CPU_PEERS_H
 #define MOE_CPU_PEERS_H
 
@@ -22,7 +23,8 @@ struct moe_cpu_endpoint {
 
 /* Starts to listen and fills in this slot's endpoint. `live`: slots of the session, this slot
  * included. */
-struct moe_status moe_cpu_peers_listen(uint32_t slot, uint64_t live, struct moe_cpu_peers **out,
+struct moe_status moe_cpu_peers_listen(uint32_t slot, uint64_t epoch, uint64_t live,
+                                       struct moe_cpu_peers **out,
                                        struct moe_cpu_endpoint *endpoint) MOE_CHECKED;
 
 /* Connects to the slots of `sharing` (bit s: slot s; they do the same) and exchanges window
@@ -42,11 +44,17 @@ void moe_cpu_peers_part(struct moe_cpu_peers *peers, uint32_t slot);
 struct moe_status moe_cpu_peers_watch(struct moe_cpu_peers *peers, void (*changed)(void *ctx),
                                       void *ctx) MOE_CHECKED;
 
-/* Any thread. Bit s: slot s died, or a slot reported it lost. Never shrinks. */
+/* Goes on in `epoch` with the slots of `live`, and tells them; `idle`: no step is unfinished, and
+ * no thread waits. What was lost in the epoch before does not count any more, unless its connection
+ * is closed. Errors: as moe_masks_check; then nothing has changed. */
+struct moe_status moe_cpu_peers_mask(struct moe_cpu_peers *peers, uint64_t epoch, uint64_t live,
+                                     bool idle) MOE_CHECKED;
+
+/* Any thread. Bit s: slot s died, or a slot reported it lost. Grows until the next mask. */
 uint64_t moe_cpu_peers_lost(const struct moe_cpu_peers *peers);
-/* Any thread. Bit s: slot s left in order, or reported this slot lost. */
+/* Any thread. Bit s: slot s left in order, has a later mask, or reported this slot lost. */
 uint64_t moe_cpu_peers_left(const struct moe_cpu_peers *peers);
-/* The slot that was lost first, or -1. */
+/* The slot that was lost first in this epoch, or -1. */
 int moe_cpu_peers_first_lost(const struct moe_cpu_peers *peers);
 
 /* Any thread. What the network knows of slots on other hosts, and what they report. */
@@ -57,8 +65,10 @@ void moe_cpu_peers_note_left(struct moe_cpu_peers *peers, uint32_t slot);
  * peers end their waits for it. One thread at a time. */
 void moe_cpu_peers_report_lost(struct moe_cpu_peers *peers, uint64_t slots);
 
-/* Notifies the peers that this slot leaves, stops the watcher, closes all sockets. NULL is ignored.
+/* Tells the peers that this slot leaves the session in order. Once, and nothing follows but close.
  */
+void moe_cpu_peers_leave(struct moe_cpu_peers *peers);
+/* If watched: leaves, and stops the watcher. Closes all sockets. NULL is ignored. */
 void moe_cpu_peers_close(struct moe_cpu_peers *peers);
 
 #endif

@@ -189,6 +189,13 @@ uint64_t moe_cpu_session_lost(struct moe_session *s)
     return moe_cpu_peers_lost(s->peers);
 }
 
+/* Rows over a network, and through gateways, have other writers under another mask. A session that
+ * trains has one copy of each expert. */
+bool moe_cpu_session_can_mask(const struct moe_session *s)
+{
+    return s->network == NULL && !s->config.training;
+}
+
 const char *moe_cpu_session_transport(const struct moe_session *s)
 {
     uint64_t mapped = 0;

@@ -14,7 +14,7 @@ struct moe_cpu_steps; /* queue and thread of whole steps: step.h */
 
 struct moe_session {
     struct moe_device *device;
-    struct moe_session_config config;
+    struct moe_session_config config; /* epoch and live: of the present mask */
     struct moe_window_layout layout;
     /* This slot's window at config.slot; those of slots on other hosts are not mapped. */
     struct moe_cpu_window window[MOE_MAX_SLOTS];
@@ -60,6 +60,9 @@ struct moe_status moe_cpu_session_gather(struct moe_session *s, const void *mine
 
 /* Returns when every live slot has called it. */
 struct moe_status moe_cpu_session_barrier(struct moe_session *s) MOE_CHECKED;
+
+/* The members of struct moe_backend: whether all windows of the session are shared memory. */
+bool moe_cpu_session_can_mask(const struct moe_session *s);
 
 /* Wakes the threads that sleep in `slot`, which has a mapped window. */
 void moe_cpu_session_wake(struct moe_session *s, uint32_t slot);

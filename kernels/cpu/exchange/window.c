@@ -70,6 +70,13 @@ struct moe_status moe_cpu_window_map(const struct moe_window_layout *layout, uin
                      "slot %u offers a window of another version, slot or view", slot);
 }
 
+void moe_cpu_window_renew(const struct moe_cpu_window *own, uint64_t epoch)
+{
+    struct moe_window_header *h = (void *)own->base;
+    h->epoch = epoch;
+    __atomic_store_n(&h->waiting, 0, __ATOMIC_RELEASE);
+}
+
 void moe_cpu_window_unmap(struct moe_cpu_window *window)
 {
     if (window->base != NULL)

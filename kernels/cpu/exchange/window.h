@@ -21,6 +21,8 @@ struct moe_status moe_cpu_window_create(const struct moe_window_layout *layout, 
 struct moe_status moe_cpu_window_map(const struct moe_window_layout *layout, uint32_t slot,
                                      uint64_t epoch, int fd,
                                      struct moe_cpu_window *out) MOE_CHECKED;
+/* Its owner has another mask, and no thread waits. */
+void moe_cpu_window_renew(const struct moe_cpu_window *own, uint64_t epoch);
 void moe_cpu_window_unmap(struct moe_cpu_window *window); /* idempotent */
 
 #endif

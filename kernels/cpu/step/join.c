@@ -258,7 +258,7 @@ static struct moe_status connect_peers(struct moe_session *s, bool network_only,
     const struct moe_session_config *c = &s->config;
     struct join_record all[MOE_MAX_SLOTS] = {0}, mine = make_join_record(s);
     struct moe_reach reach;
-    MOE_TRY(moe_cpu_peers_listen(c->slot, c->live, &s->peers, &mine.endpoint));
+    MOE_TRY(moe_cpu_peers_listen(c->slot, c->epoch, c->live, &s->peers, &mine.endpoint));
     describe_place(c, network_only, &mine);
     MOE_TRY(c->allgather(c->allgather_ctx, &mine, all, sizeof mine));
     MOE_TRY(check_join_records(s, all));
@@ -311,6 +311,31 @@ failed:
         close(window_fd);
     moe_cpu_session_leave(s);
     return st;
+}
+
+/* As after a join, but for the windows and sockets, which stay. Stamps have the new epoch, so step
+ * and exchange numbers begin again. */
+struct moe_status moe_cpu_session_mask(struct moe_session *s, uint64_t epoch, uint64_t live)
+{
+    if (!moe_cpu_session_can_mask(s))
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "a session over a network, or one that trains, takes no mask");
+    struct moe_status busy = moe_cpu_steps_idle(s->steps);
+    MOE_TRY(moe_cpu_peers_mask(s->peers, epoch, live, !moe_failed(&busy)));
+    s->config.epoch = epoch;
+    s->config.live = live;
+    s->step = s->exchanges = 0;
+    s->missing = -1;
+    s->failed = false;
+    __atomic_store_n(&s->aborted, false, __ATOMIC_SEQ_CST);
+    for (uint32_t p = 0; p < s->config.slots; p++)
+        if (!(live >> p & 1))
+            moe_cpu_window_unmap(&s->window[p]);
+    moe_cpu_window_renew(&s->window[s->config.slot], epoch);
+    moe_activation_cache_drop_session(moe_cpu_device_activation_cache(s->device), s);
+    moe_cpu_ep_mask(s->ep);
+    choose_spinning(s);
+    return moe_ok();
 }
 
 void moe_cpu_session_leave(struct moe_session *s)

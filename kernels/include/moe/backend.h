@@ -92,7 +92,7 @@ struct moe_session_host {
 struct moe_session_config {
     uint32_t slot, slots; /* this process's slot; slots in the group, 1..MOE_MAX_SLOTS */
     uint64_t live;        /* bit s: slot s takes part; this slot's bit is set */
-    uint64_t epoch;       /* of the view, 1..2^40-2 */
+    uint64_t epoch;       /* of the view, 1..2^40-2. session_mask changes this, and `live` */
     uint32_t max_tokens;  /* largest bucket: tokens of one slot in a step */
     /* Largest bucket of F32 tokens, at most max_tokens; 0 = max_tokens. At half of max_tokens,
      * windows need no more memory than BF16 tokens do. */
@@ -380,6 +380,26 @@ struct moe_backend {
      * behind. */
     struct moe_status (*session_join)(struct moe_device *, const struct moe_session_config *,
                                       struct moe_session **out);
+    /* Whether session_mask can keep this session. It depends on how rows travel, and is the same on
+     * all slots. NULL: of none. */
+    bool (*session_can_mask)(const struct moe_session *);
+    /* The session goes on in `epoch` with fewer slots, as after a join: nothing of earlier steps,
+     * losses and aborts counts any more. Windows, connections, streams and layers stay. There is no
+     * all-gather, and no wait for a peer.
+     *
+     * All slots of `live` take the same masks, and enqueue no step before all have: a commit shows
+     * that, or a session_exchange, which returns then. An exchange of the mask before that has not
+     * ended on another slot may return anything there. A slot that is not in `live` may still
+     * store into windows, at any later time: stamps have the epoch, and no slot reads its regions.
+     * So a slot that returns, in whatever process, needs a new session: session_join.
+     *
+     * `epoch` is above that of the mask before, and less than 2^MOE_WINDOW_EPOCH_BITS above that of
+     * the join. `live` has this slot, and only slots of the mask before. Not during session_abort.
+     * Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID (other arguments), MOE_FAILED_PRECONDITION
+     * (unfinished steps; an epoch that is too far; UNSUPPORTED: not session_can_mask),
+     * MOE_UNAVAILABLE/PEER_LOST (a slot of `live` has left). Nothing has changed then. NULL if
+     * session_can_mask is. */
+    struct moe_status (*session_mask)(struct moe_session *, uint64_t epoch, uint64_t live);
     /* Collective small exchange through the windows, not through the allgather. It proves that
      * every slot reaches every other before a view is committed. bytes <= 256. */
     struct moe_status (*session_exchange)(struct moe_session *, const void *mine, void *all,

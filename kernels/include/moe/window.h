@@ -72,7 +72,7 @@
 #endif
 
 enum {
-    MOE_WINDOW_VERSION = 3,
+    MOE_WINDOW_VERSION = 4,
     MOE_WINDOW_PAGE = 4096,
     MOE_WINDOW_LINE = 64, /* data of two writers never share a line */
     MOE_WINDOW_VALUE_BITS = 24,
