@@ -100,6 +100,56 @@ bool moe_membership__blocked(const struct moe_membership *m, uint32_t *slot, con
     return false;
 }
 
+/* ------------------------------------------------------------------ sessions */
+
+uint32_t moe_membership__least_tokens(const struct moe_membership *m, uint64_t slots)
+{
+    uint32_t least = 0;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        uint32_t tokens = (slots >> s & 1) != 0 ? m->members[s].max_tokens : 0;
+        if (tokens != 0 && (least == 0 || tokens < least))
+            least = tokens;
+    }
+    return least;
+}
+
+/* These slots can go on in the session of the last view: they are fewer, and the same processes. A
+ * new process has other windows, and a write of its predecessor may still come. */
+static bool can_mask(const struct moe_membership *m, uint64_t slots)
+{
+    bool fewer = (slots & ~m->session.live) == 0 && slots != m->session.live;
+    bool same = true;
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        same = same &&
+               ((slots >> s & 1) == 0 || m->members[s].incarnation == m->session.incarnations[s]);
+    return m->session.epoch != 0 && m->session.can_mask && MOE_GUARD(MASK_HAS_FEWER, fewer) &&
+           MOE_GUARD(MASK_KEEPS_PROCESSES, same) &&
+           m->session.slots == moe_placement_slots(m->placement);
+}
+
+/* PREPARE is about to be sent. */
+static void note_session(struct moe_membership *m)
+{
+    if (!m->masks) {
+        memset(&m->session, 0, sizeof m->session);
+        m->session.epoch = m->epoch;
+        m->session.can_mask = true;
+        m->session.slots = moe_placement_slots(m->placement);
+        m->session.max_tokens = moe_membership__least_tokens(m, m->live);
+        for (uint32_t s = 0; s < m->config.slots; s++)
+            m->session.incarnations[s] = (m->live >> s & 1) != 0 ? m->members[s].incarnation : 0;
+    }
+    m->session.live = m->live;
+}
+
+/* The epoch that forms ends, perhaps before it was announced. A new session that was not committed
+ * is left; one that is kept may have a smaller mask. */
+static void forget_session(struct moe_membership *m)
+{
+    if (m->phase != PHASE_SAVE_EPOCH && !MOE_GUARD(MASK_OF_A_VIEW, m->masks))
+        m->session.epoch = 0;
+}
+
 /* ------------------------------------------------------------------ end of an epoch */
 
 /* When the next attempt begins. `missed`: failures in a row, including this one. */
@@ -239,6 +289,8 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
         a->epoch = epoch;
         moe_membership_copy_text(a->status.text, sizeof a->status.text, why);
     }
+    if (forming)
+        forget_session(m);
     m->awaited_save = 0;
     m->phase = PHASE_IDLE;
     if (forming && (cause == MOE_CAUSE_CANNOT_GO_BACK || cause == MOE_CAUSE_NOT_SAVED))
@@ -303,6 +355,7 @@ static void begin_epoch(struct moe_membership *m, uint64_t live)
     m->saved.epoch++;
     m->epoch = m->saved.epoch;
     m->live = live;
+    m->masks = can_mask(m, live);
     m->phase = PHASE_SAVE_EPOCH;
     m->form_deadline_ns = m->now_ns + form_limit(m);
     moe_membership__save(m, true);
@@ -403,6 +456,7 @@ static void prepare(struct moe_membership *m)
     m->ready_mask = 0;
     m->blob_mask = 0;
     m->round = 0;
+    note_session(m);
     for (uint32_t s = 0; s < m->config.slots; s++) {
         m->blobs[s].length = 0;
         if (!moe_membership__takes_part(m, s))
@@ -410,6 +464,7 @@ static void prepare(struct moe_membership *m)
         struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_PREPARE);
         MOE_INVARIANT(a != NULL); /* a lost stream would have ended the epoch */
         a->epoch = m->epoch;
+        a->session_epoch = m->masks ? m->session.epoch : 0;
     }
     if (m->live == m->saved.places) {
         moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_PREPARING, MOE_MEMBERSHIP_NO_SLOT,
@@ -538,7 +593,7 @@ static enum moe_membership_cause cause_of(const struct moe_status *error)
                                                       : MOE_CAUSE_NOT_FORMED;
 }
 
-void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epoch,
+void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epoch, bool can_mask,
                            const struct moe_status *error)
 {
     if (!prepares(m, slot, epoch))
@@ -550,9 +605,14 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
         if (error->reason == MOE_REASON_VERSION_MISMATCH) /* it is asked again to load */
             m->members[slot].assigned = m->members[slot].loaded = false;
         moe_membership__exclude(m, m->live & ~m->view_live);
+        m->shrinks = m->shrinks || m->masks; /* the next attempt is at once: a mask that fails is no
+                                                failure of the group */
+        if (m->masks && error->reason != MOE_REASON_PEER_LOST)
+            m->session.epoch = 0;
         moe_membership__end_epoch(m, cause_of(error), why);
         return;
     }
+    m->session.can_mask = m->session.can_mask && can_mask;
     m->ready_mask |= UINT64_C(1) << slot;
     if (!MOE_GUARD(READY_OF_ALL, m->ready_mask == m->live))
         return;

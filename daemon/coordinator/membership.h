@@ -164,8 +164,9 @@ void moe_membership_on_wrong_weights(struct moe_membership *m, uint64_t now_ns, 
                                      const struct moe_status *why);
 void moe_membership_on_blob(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                             uint64_t epoch, uint32_t round, const uint8_t *data, size_t length);
+/* `can_mask`: a later view of fewer members can be a mask of this session. */
 void moe_membership_on_ready(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
-                             uint64_t epoch, const struct moe_status *error);
+                             uint64_t epoch, bool can_mask, const struct moe_status *error);
 void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                  uint64_t epoch, uint64_t slots);
 void moe_membership_on_drain_notice(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -247,7 +248,7 @@ enum moe_membership_message {
     MOE_MEMBERSHIP_REGISTERED, /* slot */
     MOE_MEMBERSHIP_ASSIGN,     /* version: moe_membership_find_placement(); keep: a member of views
                                   keeps what it holds until the new placement is in force */
-    MOE_MEMBERSHIP_PREPARE,    /* epoch; members: moe_membership_worker() */
+    MOE_MEMBERSHIP_PREPARE,    /* epoch, session_epoch; members: moe_membership_worker() */
     MOE_MEMBERSHIP_BLOBS,      /* epoch, round; moe_membership_blob() */
     MOE_MEMBERSHIP_COMMIT,     /* epoch */
     MOE_MEMBERSHIP_ABORT,      /* epoch; status.text = reason */
@@ -302,6 +303,8 @@ struct moe_membership_action {
     enum moe_membership_message message;
     enum moe_log_level level;
     uint64_t stream, sequence, epoch;
+    uint64_t session_epoch; /* PREPARE: in which the members joined the session that they keep; 0 =
+                               they join a new one */
     uint32_t slot, round, limit_ms, oldest_ms, version;
     bool keep;
     struct moe_status status;

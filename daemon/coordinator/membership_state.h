@@ -118,6 +118,19 @@ struct moe_membership {
         uint8_t data[MOE_MEMBERSHIP_BLOB_BYTES];
     } blobs[SLOTS_MAX];
 
+    bool masks; /* phase != IDLE: `live` is a mask of `session`; else its members join a new one */
+
+    /* The session that members of the last view have, or had. A smaller view of the same processes
+     * can be a mask of it. */
+    struct {
+        uint64_t epoch; /* in which they joined it; 0 = none is known */
+        bool can_mask;  /* all of them say so */
+        uint64_t live;  /* of the last PREPARE with it */
+        uint32_t slots; /* of its placement */
+        uint32_t max_tokens;
+        uint64_t incarnations[SLOTS_MAX];
+    } session;
+
     /* The epoch in force. While view_epoch != 0, its members take the slots of view_live. */
     uint64_t view_epoch, view_live;
     uint32_t view_version; /* of its placement */
@@ -278,8 +291,10 @@ uint64_t moe_membership__able_slots(const struct moe_membership *m);
 void moe_membership__advance(struct moe_membership *m);
 void moe_membership__blob(struct moe_membership *m, uint32_t slot, uint64_t epoch, uint32_t round,
                           const uint8_t *data, size_t length);
-void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epoch,
+void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epoch, bool can_mask,
                            const struct moe_status *error);
+/* The smallest max_tokens_per_step of the workers in these slots; 0 = none is known. */
+uint32_t moe_membership__least_tokens(const struct moe_membership *m, uint64_t slots);
 /* form_deadline_ns has passed. */
 void moe_membership__form_timeout(struct moe_membership *m);
 /* A member of the last view may still complete changes with the others: a group that trains waits

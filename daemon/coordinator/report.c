@@ -252,14 +252,13 @@ void moe_membership_group(const struct moe_membership *m, struct moe_membership_
     describe(m, out);
     for (uint32_t s = 0; s < m->config.slots; s++)
         out->live |= (uint64_t)moe_membership__takes_part(m, s) << s;
-    for (uint32_t s = 0; s < m->config.slots; s++) {
-        bool counts = out->live != 0
-                          ? out->live >> s & 1
-                          : m->members[s].state == SLOT_TAKEN && moe_membership__is_place(m, s);
-        uint32_t tokens = counts ? m->members[s].max_tokens : 0;
-        if (tokens != 0 && (out->max_tokens_per_step == 0 || tokens < out->max_tokens_per_step))
-            out->max_tokens_per_step = tokens;
-    }
+    uint64_t counted = out->live;
+    for (uint32_t s = 0; out->live == 0 && s < m->config.slots; s++)
+        counted |= (uint64_t)(m->members[s].state == SLOT_TAKEN && moe_membership__is_place(m, s))
+                   << s;
+    bool known = m->session.epoch != 0 && m->session.live == out->live;
+    out->max_tokens_per_step =
+        known ? m->session.max_tokens : moe_membership__least_tokens(m, counted);
 }
 
 static enum moe_worker_state worker_state(const struct moe_membership *m,

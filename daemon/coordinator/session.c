@@ -284,6 +284,7 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
     }
     Moe__V1__Prepare body = MOE__V1__PREPARE__INIT;
     body.epoch = a->epoch;
+    body.session_epoch = a->session_epoch;
     body.slots = moe_placement_slots(p);
     body.n_members = count;
     body.members = list;
@@ -615,7 +616,8 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_READY:
         st = status_of(m->ready->error);
-        moe_membership_on_ready(machine, now, stream, m->ready->epoch, &st);
+        moe_membership_on_ready(machine, now, stream, m->ready->epoch, m->ready->can_mask != 0,
+                                &st);
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_PEER_LOST:
         moe_membership_on_peer_lost(machine, now, stream, m->peer_lost->epoch, m->peer_lost->slots);

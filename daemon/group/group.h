@@ -64,6 +64,8 @@ struct moe_group_view {
     uint64_t epoch;
     uint32_t slot, slots;
     uint64_t live; /* bit s: slot s is a member */
+    /* Not 0: the view is a mask of the session that was joined in this epoch. */
+    uint64_t session_epoch;
     uint32_t placement_version;
     uint64_t placement_hash;
     uint32_t max_tokens_per_step;
@@ -139,13 +141,14 @@ struct moe_group_hooks {
     /* Passes the digests of what is loaded to `add`, in parts of at most MOE_GROUP_PART_BYTES.
      * Called after each successful `load`. */
     struct moe_status (*digests)(void *ctx, moe_group_part_fn add, void *add_ctx);
-    /* Leaves the previous view, joins the session of this one, and checks that all members agree.
-     * `allgather` may be used until it returns. A failure leaves nothing behind. */
+    /* Leaves the previous view, joins the session of this one or takes a mask of an earlier one,
+     * and checks that all members agree. `allgather` may be used until it returns. `*can_mask`,
+     * false before: the session can take masks. After a failure there is no view. */
     struct moe_status (*form)(void *ctx, const struct moe_group_view *view,
-                              moe_allgather_fn allgather, void *allgather_ctx);
+                              moe_allgather_fn allgather, void *allgather_ctx, bool *can_mask);
     /* The view that was formed last is in force: starts to serve. */
     struct moe_status (*serve)(void *ctx);
-    /* Ends the view that was formed or served, if any. */
+    /* Ends the view that was formed or served, if any. Its session may be kept for a mask. */
     void (*leave)(void *ctx);
 
     /* Called on the group's own thread; must not block. */

@@ -84,6 +84,19 @@ static struct moe_status allgather(void *ctx, const void *mine, void *all, size_
     return moe_gather_exchange(g->gather, mine, all, bytes, deadline_ns);
 }
 
+static void post_formed(struct moe_group *g, uint64_t epoch, bool can_mask, struct moe_status st)
+{
+    struct event *e = moe_group__new_event(EVENT_FORMED, 0);
+    if (e == NULL)
+        return;
+    e->number = epoch;
+    e->can_mask = can_mask;
+    e->status = st;
+    moe_mutex_lock(&g->lock);
+    moe_group__append_event(g, e);
+    moe_mutex_unlock(&g->lock);
+}
+
 struct form_task {
     struct moe_group_view view;         /* points into the response */
     Moe__V1__SessionResponse *response; /* holds the members' texts */
@@ -94,8 +107,10 @@ static void run_form(void *ctx, void *argument)
     struct moe_group *g = ctx;
     struct form_task *task = argument;
     moe_gather_begin(g->gather, task->view.epoch, task->view.slots, task->view.live);
-    struct moe_status st = g->config.hooks.form(g->config.hooks.ctx, &task->view, allgather, g);
-    moe_group__post(g, EVENT_FORMED, task->view.epoch, 0, st);
+    bool can_mask = false;
+    struct moe_status st =
+        g->config.hooks.form(g->config.hooks.ctx, &task->view, allgather, g, &can_mask);
+    post_formed(g, task->view.epoch, can_mask, st);
     moe__v1__session_response__free_unpacked(task->response, NULL);
     free(task);
 }
@@ -197,6 +212,7 @@ static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Pre
         .epoch = p->epoch,
         .slot = g->slot,
         .slots = p->slots,
+        .session_epoch = p->session_epoch,
         .placement_version = p->placement_version,
         .placement_hash = p->placement_hash,
         .max_tokens_per_step = bucket,
@@ -248,7 +264,7 @@ void moe_group__on_prepare(struct moe_group *g, Moe__V1__SessionResponse *respon
 refuse:
     free(task);
     moe__v1__session_response__free_unpacked(response, NULL);
-    moe_report_ready(g->stream, epoch, &st);
+    moe_report_ready(g->stream, epoch, false, &st);
 }
 
 void moe_group__on_blobs(struct moe_group *g, const Moe__V1__Blobs *b)
@@ -304,7 +320,7 @@ void moe_group__on_formed(struct moe_group *g, const struct event *e)
         moe_log_warn("epoch %llu does not form: %s", (unsigned long long)e->number, e->status.text);
         g->forming = 0;
     }
-    moe_report_ready(g->stream, e->number, &e->status);
+    moe_report_ready(g->stream, e->number, e->can_mask, &e->status);
 }
 
 void moe_group__on_served(struct moe_group *g, const struct event *e)

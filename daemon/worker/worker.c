@@ -538,6 +538,7 @@ void moe_worker_stop(struct moe_worker *w)
     if (!atomic_load(&w->draining)) /* else the drain has logged it */
         moe_train_log_leaving(w->train);
     moe_group_destroy(w->group); /* leaves the view; no step runs afterwards */
+    moe_worker__drop_session(w);
     moe_models_stop(w->models);
     if (w->server != NULL) {
         moe_service_set_draining(w->service);

@@ -25,6 +25,17 @@ static struct moe_status add_seconds(struct moe_worker_metrics *m, const char *n
                                      MOE_METRIC_SECONDS_BOUNDS, out);
 }
 
+static struct moe_status add_sessions(struct moe_worker_metrics *m, const char *how,
+                                      struct moe_counter **out)
+{
+    const struct moe_metric_desc desc = {
+        .name = "moe_sessions_total",
+        .help = "Views that this worker has formed: with a new session (joined), or with a mask of "
+                "an earlier one (masked).",
+        .labels = {{"how", how}}};
+    return moe_metrics_add_counter(m->registry, &desc, out);
+}
+
 static struct moe_status add_build(struct moe_worker_metrics *m, const char *backend)
 {
     struct moe_gauge *info;
@@ -74,6 +85,8 @@ struct moe_status moe_worker_metrics_add(struct moe_worker_metrics *m, struct mo
                         "Way of a ticket to a slot and of its answer to this sequencer, without "
                         "the step.",
                         &m->ticket_seconds));
+    MOE_TRY(add_sessions(m, "joined", &m->sessions_joined));
+    MOE_TRY(add_sessions(m, "masked", &m->sessions_masked));
     MOE_TRY(add_memory(m));
     MOE_TRY(add_gauge(m, "moe_load_bytes", "Bytes of the model: read so far, and in all.", "loaded",
                       &m->loaded));
@@ -150,6 +163,18 @@ void moe_worker_metrics_loaded(struct moe_worker_metrics *m, uint64_t took_ns)
 {
     if (m->registry != NULL)
         show_seconds(m->load_seconds, took_ns);
+}
+
+void moe_worker_metrics_joined(struct moe_worker_metrics *m)
+{
+    if (m->registry != NULL)
+        moe_counter_add(m->sessions_joined, 1);
+}
+
+void moe_worker_metrics_masked(struct moe_worker_metrics *m)
+{
+    if (m->registry != NULL)
+        moe_counter_add(m->sessions_masked, 1);
 }
 
 /* The gauge of `transport`, registered at its first use; NULL if that is impossible. */

@@ -24,6 +24,7 @@ struct moe_worker_metrics {
     struct moe_gauge *device_total, *device_used, *device_free, *host_total, *host_free;
     struct moe_gauge *loaded, *to_load, *load_seconds;
     struct moe_histogram *heartbeat_seconds, *ticket_seconds;
+    struct moe_counter *sessions_joined, *sessions_masked;
     /* Thread of the views. */
     struct {
         const char *name; /* static; NULL: unused */
@@ -46,6 +47,9 @@ void moe_worker_metrics_remove(struct moe_worker_metrics *m);
 /* [any thread] */
 void moe_worker_metrics_epoch(struct moe_worker_metrics *m, uint64_t epoch);
 void moe_worker_metrics_loaded(struct moe_worker_metrics *m, uint64_t took_ns);
+/* [thread of the views] A view has a new session, or a mask of an earlier one. */
+void moe_worker_metrics_joined(struct moe_worker_metrics *m);
+void moe_worker_metrics_masked(struct moe_worker_metrics *m);
 /* [thread of the views] `transport`: static, of session_transport; NULL = no view. */
 void moe_worker_metrics_transport(struct moe_worker_metrics *m, const char *transport);
 

@@ -66,9 +66,13 @@ struct moe_worker {
     struct moe_worker_metrics metrics;
 
     /* Jobs thread only. */
-    struct moe_session *session; /* formed; NULL = none */
+    struct moe_session *session; /* formed; NULL = none. Without a view it is kept for a mask */
     struct {
         uint64_t epoch;
+        uint32_t slot, slots, max_tokens;
+    } joined; /* as the session was joined */
+    struct {
+        uint64_t epoch; /* in service, or formed; 0 = none */
         uint32_t slots, max_tokens;
         char model[MOE_SERVICE_NAME_BYTES], model_digest[MOE_SHA256_HEX];
         char endpoints[MOE_MAX_SLOTS][MOE_WORKER_ENDPOINT_BYTES]; /* "" = empty slot */
@@ -89,9 +93,12 @@ struct moe_status moe_worker__digests(void *ctx, moe_group_part_fn add, void *ad
 struct moe_status moe_worker__load(void *ctx,
                                    const struct moe_group_assignment *assignment) MOE_CHECKED;
 struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
-                                   moe_allgather_fn allgather, void *allgather_ctx) MOE_CHECKED;
+                                   moe_allgather_fn allgather, void *allgather_ctx,
+                                   bool *can_mask) MOE_CHECKED;
 struct moe_status moe_worker__serve(void *ctx) MOE_CHECKED;
 void moe_worker__leave_view(void *ctx);
+/* After the last view: leaves the session that was kept, if any. */
+void moe_worker__drop_session(struct moe_worker *w);
 /* Added models (worker_models.c). The last two are hooks, of the engine and of the group. */
 struct moe_status moe_worker__create_models(struct moe_worker *w) MOE_CHECKED;
 void moe_worker__measure_widths(struct moe_worker *w);

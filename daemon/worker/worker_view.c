@@ -26,11 +26,26 @@ static void set_epoch(struct moe_worker *w, uint64_t epoch)
     moe_worker_metrics_epoch(&w->metrics, epoch);
 }
 
+static bool can_mask(const struct moe_worker *w)
+{
+    const struct moe_backend *backend = w->config.backend;
+    return backend->session_can_mask != NULL && backend->session_can_mask(w->session);
+}
+
+void moe_worker__drop_session(struct moe_worker *w)
+{
+    if (w->session != NULL)
+        w->config.backend->session_leave(w->session);
+    w->session = NULL;
+}
+
+/* The session stays if the next view may be a mask of it. */
 void moe_worker__leave_view(void *ctx)
 {
     struct moe_worker *w = ctx;
-    if (w->session == NULL)
+    if (w->view.epoch == 0)
         return;
+    w->view.epoch = 0;
     set_epoch(w, 0);
     moe_worker__show_health(w);
     struct moe_status st = update_service(w, 0);
@@ -38,8 +53,8 @@ void moe_worker__leave_view(void *ctx)
         moe_log_error("service: %s", st.text);
     moe_peers_stop(w->peers);
     moe_engine_stop_view(w->engine);
-    w->config.backend->session_leave(w->session);
-    w->session = NULL;
+    if (w->session != NULL && !can_mask(w))
+        moe_worker__drop_session(w);
     moe_worker_metrics_transport(&w->metrics, NULL);
 }
 
@@ -110,12 +125,14 @@ struct moe_status moe_worker__load(void *ctx, const struct moe_group_assignment 
         return check_manifest(w);
     }
     bool held = moe_loader_accept(w->loader, assignment);
-    if (w->session != NULL && !held) {
+    if (w->view.epoch != 0 && !held) {
         moe_group_report_lost(
             w->group, w->view.epoch, 0,
             moe_error(MOE_ABORTED, MOE_REASON_REFORMING, "another placement must be loaded"));
         moe_worker__leave_view(w);
     }
+    if (!held)
+        moe_worker__drop_session(w); /* the weights may need its memory */
     if (held && (w->train == NULL || moe_train_attached(w->train)))
         return check_manifest(w);
     if (w->train != NULL)
@@ -216,6 +233,11 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
         .allgather_ctx = allgather_ctx,
     };
     MOE_TRY(name_widths(w, w->config.backend->session_join(w->device, &c, &w->session)));
+    w->joined.epoch = v->epoch;
+    w->joined.slot = v->slot;
+    w->joined.slots = v->slots;
+    w->joined.max_tokens = v->max_tokens_per_step;
+    moe_worker_metrics_joined(&w->metrics);
     const char *transport = w->config.backend->session_transport(w->session);
     moe_worker_metrics_transport(&w->metrics, transport);
     bool network = strstr(transport, "network") != NULL && hosts[v->slot].address[0] != '\0';
@@ -225,6 +247,23 @@ static struct moe_status join_session(struct moe_worker *w, const struct moe_gro
         moe_log_warn("rows travel over the network without encryption: use a private one");
         w->said_unencrypted = true;
     }
+    return moe_ok();
+}
+
+/* The session of an earlier view goes on without the slots that the view lacks. */
+static struct moe_status mask_session(struct moe_worker *w, const struct moe_group_view *v)
+{
+    const struct moe_backend *backend = w->config.backend;
+    if (w->session == NULL || w->joined.epoch != v->session_epoch || w->joined.slot != v->slot ||
+        w->joined.slots != v->slots || w->joined.max_tokens < v->max_tokens_per_step)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING,
+                         "this worker has kept no session of epoch %llu for this view",
+                         (unsigned long long)v->session_epoch);
+    MOE_TRY(backend->session_mask(w->session, v->epoch, v->live));
+    moe_worker_metrics_masked(&w->metrics);
+    moe_worker_metrics_transport(&w->metrics, backend->session_transport(w->session));
+    moe_log_info("epoch %llu: keeps the session of epoch %llu", (unsigned long long)v->epoch,
+                 (unsigned long long)v->session_epoch);
     return moe_ok();
 }
 
@@ -306,7 +345,8 @@ static struct moe_status agree_on_training(struct moe_worker *w, const struct mo
 }
 
 /* The proof before READY: every slot reads from every other slot's window that both have the same
- * epoch, placement and training state. */
+ * epoch, placement and training state. A mask waits for no slot: all have proved themselves as they
+ * joined, and the commit shows that all have taken it. */
 static struct moe_status verify(struct moe_worker *w, const struct moe_group_view *v)
 {
     struct moe_train_digest digests[MOE_MAX_SLOTS] = {0};
@@ -314,6 +354,8 @@ static struct moe_status verify(struct moe_worker *w, const struct moe_group_vie
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
                          "this worker has another placement than epoch %llu",
                          (unsigned long long)v->epoch);
+    if (v->session_epoch != 0)
+        return moe_ok();
     MOE_TRY(exchange_proofs(w, v, digests));
     return agree_on_training(w, v, digests);
 }
@@ -335,28 +377,45 @@ static struct moe_status expect_peers(struct moe_worker *w, const struct moe_gro
     return moe_peers_expect(w->peers, &expected);
 }
 
+static struct moe_status enter_session(struct moe_worker *w, const struct moe_group_view *v,
+                                       moe_allgather_fn allgather, void *allgather_ctx)
+{
+    if (v->session_epoch != 0)
+        return mask_session(w, v);
+    moe_worker__drop_session(w);
+    return join_session(w, v, allgather, allgather_ctx);
+}
+
+/* A session that a mask has failed in is kept: the next view may be a smaller mask of it. */
 struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
-                                   moe_allgather_fn allgather, void *allgather_ctx)
+                                   moe_allgather_fn allgather, void *allgather_ctx,
+                                   bool *can_mask_view)
 {
     struct moe_worker *w = ctx;
     moe_worker__leave_view(w);
     moe_loader_adopt(w->loader, v->placement_hash);
     MOE_TRY(keep_view(w, v));
-    MOE_TRY(join_session(w, v, allgather, allgather_ctx));
-    struct moe_status st = verify(w, v);
+    struct moe_status st = enter_session(w, v, allgather, allgather_ctx);
+    if (!moe_failed(&st))
+        st = verify(w, v);
     if (!moe_failed(&st) && w->train != NULL)
         st = moe_train_fence(w->train, v->group_id, v->epoch);
     if (!moe_failed(&st))
         st = expect_peers(w, v);
-    if (moe_failed(&st))
+    if (moe_failed(&st)) {
         moe_worker__leave_view(w);
+        if (v->session_epoch == 0)
+            moe_worker__drop_session(w);
+        return st;
+    }
+    *can_mask_view = can_mask(w);
     return st;
 }
 
 struct moe_status moe_worker__serve(void *ctx)
 {
     struct moe_worker *w = ctx;
-    MOE_INVARIANT(w->session != NULL);
+    MOE_INVARIANT(w->session != NULL && w->view.epoch != 0);
     moe_engine_start_view(w->engine, w->session, w->view.epoch, w->view.max_tokens);
     MOE_TRY(moe_peers_start(w->peers));
     MOE_TRY(moe_service_set_model(w->service, w->view.model, w->view.model_digest));

@@ -2,7 +2,8 @@
 """One of four workers is lost while every expert has a copy on another: killed (a member, and the
 sequencer), stopped for longer than its lease, or drained. Three callers without retries, one for
 each survivor, compare every answer. No call of theirs fails, and the group serves again with all
-slots once the worker is back.
+slots once the worker is back. The survivors keep their session; only a worker that comes back costs
+a new one.
 
   test_replicas.py BUILD MODELS [--long]
 
@@ -78,6 +79,16 @@ class Replicas(unittest.TestCase):
         self.assertEqual(status["liveSlots"], [s for s in range(WORKERS) if s not in missing])
         self.assertEqual(status["expertsByLiveCopies"][0], 0)
 
+    def epoch(self):
+        return int(re.findall(r"serving under epoch (\d+)\n", self.group.log("coordinator"))[-1])
+
+    def keeps(self, slot, epoch):
+        """Whether the worker formed this epoch by a mask of its session, and joined none."""
+        log = self.group.log("w%d" % slot)
+        kept = "epoch %d: keeps the session of epoch" % epoch in log
+        self.assertNotEqual(kept, "epoch %d: rows travel over" % epoch in log, log[-2000:])
+        return kept
+
     def lose(self, victim, fault):
         """Returns the worst gaps (s) when the worker is lost and when it is back. `fault(process)`
         takes it away, and returns what brings it back."""
@@ -88,11 +99,15 @@ class Replicas(unittest.TestCase):
         lost = time.monotonic()
         bring_back = fault(self.group.processes["w%d" % victim])
         self.await_view([victim])
+        epoch = self.epoch()
+        kept = [self.keeps(s, epoch) for s in survivors]
+        self.assertTrue(all(kept), "%s\n%s" % (kept, self.group.log("coordinator")[-2000:]))
         self.await_answers()
         back = time.monotonic()
         gaps = [gap_after(self.callers, lost)]
         bring_back()
         self.await_view([])
+        self.assertFalse(any([self.keeps(s, self.epoch()) for s in range(WORKERS)]))
         self.await_answers()
         gaps.append(gap_after(self.callers, back))
         refused = [c for caller in self.callers for c in caller.refused()]

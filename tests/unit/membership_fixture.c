@@ -46,8 +46,10 @@ void carry_out(void)
                 answered_sequence = a.sequence;
                 answered_oldest_ms = a.oldest_ms;
             }
-            if (a.message == MOE_MEMBERSHIP_PREPARE)
+            if (a.message == MOE_MEMBERSHIP_PREPARE) {
                 last_epoch = a.epoch;
+                last_session = a.session_epoch;
+            }
             break;
         case MOE_MEMBERSHIP_CLOSE:
             closes++;
@@ -94,7 +96,7 @@ int setup(void **unused)
     memset(&disk, 0, sizeof disk);
     now = MOE_NS_PER_S;
     last_stream = 0;
-    exited = disk_full = trains = false;
+    exited = disk_full = trains = can_mask = false;
     replicas = 1;
     create_for(SLOTS);
     return 0;
@@ -108,6 +110,8 @@ int teardown(void **unused)
 }
 
 uint32_t experts = 6;
+bool can_mask;
+uint64_t last_session;
 
 bool address_of_0; /* workers register with the address of worker 0 */
 
@@ -173,7 +177,7 @@ void ready(uint64_t stream, const char *error)
 {
     struct moe_status st =
         error != NULL ? moe_error(MOE_INTERNAL, MOE_REASON_NONE, "%s", error) : moe_ok();
-    moe_membership_on_ready(m, now, stream, last_epoch, &st);
+    moe_membership_on_ready(m, now, stream, last_epoch, can_mask, &st);
     carry_out();
 }
 

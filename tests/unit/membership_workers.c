@@ -52,9 +52,23 @@ static void answer_round(struct world *w, struct process *p, uint32_t round)
         send_up(w, p,
                 (struct sim_message){.kind = SIM_BLOB, .epoch = p->preparing, .round = round});
     else
-        send_up(
-            w, p,
-            (struct sim_message){.kind = SIM_READY, .epoch = p->preparing, .error = chance(w, 25)});
+        send_up(w, p,
+                (struct sim_message){.kind = SIM_READY,
+                                     .epoch = p->preparing,
+                                     .error = chance(w, 25),
+                                     .can_mask = w->can_mask});
+}
+
+/* A mask needs no blobs. */
+static void take_mask(struct world *w, struct process *p, uint64_t session)
+{
+    bool kept = p->session == session;
+    w->unkept += !kept;
+    send_up(w, p,
+            (struct sim_message){.kind = SIM_READY,
+                                 .epoch = p->preparing,
+                                 .error = !kept || chance(w, 25),
+                                 .can_mask = w->can_mask});
 }
 
 static void on_assign(struct world *w, struct process *p, const struct sim_message *m)
@@ -76,6 +90,7 @@ static void on_assign(struct world *w, struct process *p, const struct sim_messa
         return;
     }
     p->loaded_version = 0; /* memory is for one share */
+    p->session = 0;
     p->load_version = m->version;
     p->load_done_ns = w->now_ns + (1 + rnd(w, 200)) * MOE_NS_PER_MS;
 }
@@ -121,6 +136,11 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
               "a member has loaded the placement of its view");
         p->highest_epoch = p->preparing = m->epoch;
         p->committed = 0;
+        if (m->session != 0) {
+            take_mask(w, p, m->session);
+            break;
+        }
+        p->session = m->epoch;
         answer_round(w, p, 0);
         break;
     case SIM_BLOBS:

@@ -159,6 +159,23 @@ static void check_begin(struct world *w)
     check_slots(w, false);
 }
 
+/* A view that keeps a session. */
+static void check_session(struct world *w, uint64_t e)
+{
+    uint64_t s = w->epochs[e].session;
+    if (s == 0) {
+        w->epochs[e].mask = w->epochs[e].live;
+        return;
+    }
+    check(w, s < e && w->epochs[s].session == 0 && w->epochs[s].in_force,
+          "a mask is of a session that has served");
+    check(w,
+          (w->epochs[e].live & ~w->epochs[s].mask) == 0 && w->epochs[e].live != w->epochs[s].mask,
+          "a mask has fewer slots than the one before");
+    w->epochs[s].mask = w->epochs[e].live;
+    w->kept++;
+}
+
 static void check_prepare(struct world *w, const struct moe_membership_action *a)
 {
     uint64_t e = a->epoch;
@@ -168,6 +185,8 @@ static void check_prepare(struct world *w, const struct moe_membership_action *a
         check(w, e > w->highest_prepared, "epochs only rise");
         w->epochs[e].prepared = true;
         check_mask(w, e);
+        w->epochs[e].session = a->session_epoch;
+        check_session(w, e);
         if ((w->replicas > 1 || w->partial) &&
             w->epochs[w->highest_prepared].live != w->epochs[e].live)
             w->tries = 0; /* other slots try */
@@ -175,7 +194,7 @@ static void check_prepare(struct world *w, const struct moe_membership_action *a
         if (w->commit_ns != 0 && w->now_ns - w->commit_ns >= w->config.lease_ns)
             w->tries = 0;
         w->commit_ns = 0;
-        w->tries++;
+        w->tries += a->session_epoch == 0; /* a mask that fails is followed by another attempt */
         check(w, w->tries <= ATTEMPTS, "attempts are bounded");
     }
     check(w, w->highest_prepared == e, "one epoch is prepared at a time");
@@ -184,6 +203,11 @@ static void check_prepare(struct world *w, const struct moe_membership_action *a
     check(w, w->epochs[e].members[a->slot] == 0, "PREPARE goes to each slot once");
     check(w, (w->epochs[e].live >> a->slot & 1) != 0, "PREPARE goes to slots of the mask");
     w->epochs[e].members[a->slot] = worker.incarnation;
+    check(w, w->epochs[e].session == a->session_epoch, "members get the same PREPARE");
+    check(w,
+          a->session_epoch == 0 ||
+              w->epochs[a->session_epoch].members[a->slot] == worker.incarnation,
+          "a mask keeps the processes of its session");
 }
 
 static void check_commit(struct world *w, const struct moe_membership_action *a)
@@ -203,6 +227,7 @@ static void check_commit(struct world *w, const struct moe_membership_action *a)
     }
     check(w, w->durable.places == all_slots(w), "the places of a view are durable");
     w->masked += w->epochs[e].live != all_slots(w);
+    w->epochs[e].in_force = true;
     w->last_live = w->epochs[e].live;
     w->had_view = true;
     check(w, w->epochs[e].members[a->slot] == worker.incarnation,
@@ -232,6 +257,7 @@ static void send_down(struct world *w, const struct moe_membership_action *a)
     if (a->message == MOE_MEMBERSHIP_PREPARE) {
         check_prepare(w, a);
         m.version = moe_placement_version(moe_membership_placement(w->machine));
+        m.session = a->session_epoch;
         check(w, m.version == w->durable.placement_version,
               "a placement is durable before a view of it is prepared");
     }
@@ -452,7 +478,7 @@ void deliver_up(struct world *w, struct process *p, const struct sim_message *m)
     case SIM_READY:
         if (!m->error)
             w->epochs[m->epoch].ready[m->slot] = p->incarnation;
-        moe_membership_on_ready(w->machine, w->now_ns, p->stream, m->epoch, &error);
+        moe_membership_on_ready(w->machine, w->now_ns, p->stream, m->epoch, m->can_mask, &error);
         break;
     case SIM_PEER_LOST:
         moe_membership_on_peer_lost(w->machine, w->now_ns, p->stream, m->epoch, m->mask);

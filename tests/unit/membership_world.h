@@ -48,6 +48,7 @@ struct process {
     uint32_t next_version, loading_next; /* the second share; 0 = none */
     uint64_t next_done_ns;
     uint64_t highest_epoch, preparing, committed;
+    uint64_t session; /* epoch in which the session was joined that it has kept; 0 = none */
     uint64_t leave_at_ns;
 };
 
@@ -83,7 +84,8 @@ struct world {
         uint64_t committed[MOE_PLACEMENT_SLOTS_MAX];
         uint64_t live;    /* slots that got PREPARE */
         uint32_t version; /* of the placement */
-        bool prepared, aborted;
+        bool prepared, aborted, in_force;
+        uint64_t session, mask; /* Prepare.session_epoch; of a joined one: its last mask */
     } epochs[EPOCHS_MAX];
     uint64_t contents[VERSIONS_MAX]; /* hash of each version of the placement; 0 = not seen */
     uint64_t last_live;              /* of the epoch that was committed last */
@@ -92,6 +94,8 @@ struct world {
     bool had_view;      /* since the machine started; in the log counts too */
     uint64_t joined_ns; /* a worker took a slot, or the machine started */
     size_t masked, masks_ended, lacking;
+    bool can_mask;       /* workers' sessions take masks */
+    size_t kept, unkept; /* views that kept a session; masks that a worker could not take */
     uint64_t highest_prepared;
     uint32_t tries; /* epochs prepared since a worker came or a view lasted */
     uint64_t commit_ns;

@@ -36,8 +36,10 @@ struct sim_message {
     uint64_t at_ns;  /* arrives then; never decreases along a queue */
     uint64_t stream; /* of the sender, where streams may change meanwhile */
     uint64_t epoch, mask, sequence, oldest_ns;
+    uint64_t session; /* of SIM_PREPARE: Prepare.session_epoch */
     uint32_t slot, round, version;
     bool error, keep;
+    bool can_mask;          /* of SIM_READY */
     enum moe_reason reason; /* of SIM_CLOSED */
 };
 

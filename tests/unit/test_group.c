@@ -181,8 +181,9 @@ static void receive(struct coordinator *c, const Moe__V1__SessionRequest *q)
              (int)q->blob->data.len, (const char *)q->blob->data.data);
         break;
     case MOE__V1__SESSION_REQUEST__BODY_READY:
-        note(j, "ready %llu %s", (unsigned long long)q->ready->epoch,
-             q->ready->error != NULL ? q->ready->error->reason : "ok");
+        note(j, "ready %llu %s%s", (unsigned long long)q->ready->epoch,
+             q->ready->error != NULL ? q->ready->error->reason : "ok",
+             q->ready->can_mask ? ", can mask" : "");
         break;
     case MOE__V1__SESSION_REQUEST__BODY_PEER_LOST:
         note(j, "peer lost %llu %llx", (unsigned long long)q->peer_lost->epoch,
@@ -352,7 +353,8 @@ static void say_model_order(struct coordinator *c, Moe__V1__ModelStep step, uint
     say(c, &r);
 }
 
-static void say_prepare(struct coordinator *c, uint64_t epoch, uint64_t incarnation)
+static void say_prepare_of(struct coordinator *c, uint64_t epoch, uint64_t incarnation,
+                           uint64_t session_epoch)
 {
     Moe__V1__Member members[2] = {MOE__V1__MEMBER__INIT, MOE__V1__MEMBER__INIT};
     Moe__V1__Member *pointers[] = {&members[0], &members[1]};
@@ -363,6 +365,7 @@ static void say_prepare(struct coordinator *c, uint64_t epoch, uint64_t incarnat
     members[0].control_endpoint = members[1].control_endpoint = (char *)"127.0.0.1:9";
     Moe__V1__Prepare prepare = MOE__V1__PREPARE__INIT;
     prepare.epoch = epoch;
+    prepare.session_epoch = session_epoch;
     prepare.slots = 2;
     prepare.members = pointers;
     prepare.n_members = 2;
@@ -375,6 +378,11 @@ static void say_prepare(struct coordinator *c, uint64_t epoch, uint64_t incarnat
     r.body_case = MOE__V1__SESSION_RESPONSE__BODY_PREPARE;
     r.prepare = &prepare;
     say(c, &r);
+}
+
+static void say_prepare(struct coordinator *c, uint64_t epoch, uint64_t incarnation)
+{
+    say_prepare_of(c, epoch, incarnation, 0);
 }
 
 static void say_blobs(struct coordinator *c, uint64_t epoch, uint32_t round)
@@ -466,11 +474,13 @@ static struct moe_status hook_digests(void *ctx, moe_group_part_fn add, void *ad
 }
 
 static struct moe_status hook_form(void *ctx, const struct moe_group_view *v,
-                                   moe_allgather_fn allgather, void *allgather_ctx)
+                                   moe_allgather_fn allgather, void *allgather_ctx, bool *can_mask)
 {
     struct fake_worker *w = ctx;
-    note(&w->did, "form %llu live %llx", (unsigned long long)v->epoch, (unsigned long long)v->live);
-    if (!w->joins)
+    note(&w->did, "form %llu live %llx of %llu", (unsigned long long)v->epoch,
+         (unsigned long long)v->live, (unsigned long long)v->session_epoch);
+    *can_mask = v->session_epoch != 0;
+    if (!w->joins || v->session_epoch != 0)
         return moe_ok();
     char all[2][4];
     struct moe_status st = allgather(allgather_ctx, "mine", all, sizeof all[0]);
@@ -715,6 +725,23 @@ static void an_abort_ends_a_join_at_once_and_the_next_epoch_starts_anew(void **s
     await_line(&s.w.did, "gather zero mine");
     say_commit(&s.c, 7); /* nothing to commit */
     say_commit(&s.c, 8);
+    await_line(&s.w.did, "serve");
+    end_scene(&s);
+}
+
+/* The hook gets the epoch of the session, and its word on masks reaches the coordinator. */
+static void a_mask_names_the_session_that_it_keeps(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    lead_to_serving(&s, 4);
+    say_abort(&s.c, 4);
+    await_line(&s.w.did, "leave");
+    say_prepare_of(&s.c, 9, INCARNATION, 4);
+    await_line(&s.w.did, "form 9 live 3 of 4");
+    await_line(&s.c.received, "ready 9 ok, can mask");
+    say_commit(&s.c, 9);
     await_line(&s.w.did, "serve");
     end_scene(&s);
 }
@@ -1036,6 +1063,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_worker_registers_loads_joins_and_serves),
         cmocka_unit_test(an_abort_ends_a_join_at_once_and_the_next_epoch_starts_anew),
+        cmocka_unit_test(a_mask_names_the_session_that_it_keeps),
         cmocka_unit_test(an_epoch_that_falls_is_refused),
         cmocka_unit_test(a_view_outlives_its_coordinator),
         cmocka_unit_test(an_operators_decision_reaches_a_restarted_coordinator),

@@ -38,7 +38,7 @@ static void slots_without_a_transport_end_the_first_attempt_for_good(void **unus
     load_all(s);
     const struct moe_status none = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                                              "slots 0 and 2 are on different hosts");
-    moe_membership_on_ready(m, now, s[2], last_epoch, &none);
+    moe_membership_on_ready(m, now, s[2], last_epoch, false, &none);
     carry_out();
     expect_state(MOE_GROUP_FAILED);
     assert_non_null(strstr(group().reason, "slots 0 and 2 are on different hosts"));
@@ -455,7 +455,7 @@ static void a_group_that_waits_for_an_operator_never_gives_up(void **unused)
     uint64_t first = last_epoch;
     for (uint64_t attempt = 0; attempt < 4 * ATTEMPTS; attempt++) {
         assert_int_equal(last_epoch, first + attempt);
-        moe_membership_on_ready(m, now, s[1], last_epoch, &stuck);
+        moe_membership_on_ready(m, now, s[1], last_epoch, false, &stuck);
         carry_out();
         if (attempt == ATTEMPTS) { /* at the longest pause by now */
             pass(250, 0, s, SLOTS);
@@ -483,7 +483,7 @@ static void a_group_with_a_recovery_choice_does_not_wait(void **unused)
     struct moe_status stuck =
         moe_error(MOE_DATA_LOSS, MOE_REASON_CANNOT_GO_BACK, "checkpoint e6: there is none");
     for (int i = 0; i < 5; i++) { /* until the pause is at its longest */
-        moe_membership_on_ready(m, now, s[1], last_epoch, &stuck);
+        moe_membership_on_ready(m, now, s[1], last_epoch, false, &stuck);
         carry_out();
         pass(i < 4 ? 300 : 0, 0, s, SLOTS);
     }
@@ -495,11 +495,11 @@ static void a_group_with_a_recovery_choice_does_not_wait(void **unused)
     moe_membership_on_try_again(m, now, s[1]);
     carry_out();
     assert_int_equal(last_epoch, before + 1);
-    moe_membership_on_ready(m, now, s[1], last_epoch, &stuck);
+    moe_membership_on_ready(m, now, s[1], last_epoch, false, &stuck);
     carry_out();
     assert_int_equal(last_epoch, before + 2);
     /* But not for ever. */
-    moe_membership_on_ready(m, now, s[1], last_epoch, &stuck);
+    moe_membership_on_ready(m, now, s[1], last_epoch, false, &stuck);
     carry_out();
     assert_int_equal(last_epoch, before + 2);
     pass(300, 0, s, SLOTS);
@@ -546,7 +546,7 @@ static void a_group_that_has_failed_begins_again_on_a_recovery_choice(void **unu
     load_all(s);
     struct moe_status other = moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "something else");
     for (int i = 0; i < ATTEMPTS; i++) {
-        moe_membership_on_ready(m, now, s[1], last_epoch, &other);
+        moe_membership_on_ready(m, now, s[1], last_epoch, false, &other);
         carry_out();
         pass(300, 0, s, SLOTS);
     }

@@ -267,6 +267,7 @@ static void run_one(struct world *w, uint64_t seed)
     w->ids = w->slots + (uint32_t)rnd(w, 2);
     w->rounds = (uint32_t)rnd(w, 4);
     w->async_saves = rnd(w, 2) == 0;
+    w->can_mask = rnd(w, 4) != 0;
     w->verbose = getenv("MOE_SEED") != NULL;
     w->config = (struct moe_membership_config){.slots = w->slots,
                                                .size = size,
@@ -307,7 +308,7 @@ static void random_schedules_keep_every_promise(void **state)
     w->processes = calloc(PROCESSES_MAX, sizeof *w->processes);
     assert_non_null(w->processes);
     size_t commits = 0, crashes = 0, restores = 0, adoptions = 0, processes = 0, cordons = 0;
-    size_t masked = 0, masks_ended = 0, lacking = 0;
+    size_t masked = 0, masks_ended = 0, lacking = 0, kept = 0, unkept = 0;
     size_t scalings = 0, scaled = 0, undone = 0, refused = 0;
     for (uint64_t seed = first; seed < first + runs; seed++) {
         run_one(w, seed);
@@ -320,6 +321,8 @@ static void random_schedules_keep_every_promise(void **state)
         masked += w->masked;
         masks_ended += w->masks_ended;
         lacking += w->lacking;
+        kept += w->kept;
+        unkept += w->unkept;
         scalings += w->scalings;
         scaled += w->scaled;
         undone += w->undone;
@@ -332,12 +335,14 @@ static void random_schedules_keep_every_promise(void **state)
         "without some experts), and %zu losses that the others served through\n",
         runs, first, commits, crashes, restores, adoptions, processes, cordons, masked, lacking,
         masks_ended);
+    print_message("%zu views kept a session, and %zu times a worker had not\n", kept, unkept);
     print_message("sizes changed %zu times; %zu requests were accepted, %zu undone, %zu refused\n",
                   scaled, scalings, undone, refused);
     if (runs >= 100) { /* the world is as rough as it claims to be */
         assert_true(commits > runs && crashes > runs / 20 && cordons > runs / 20);
         assert_true(adoptions > 0 && adoptions < restores);
         assert_true(masked > runs / 4 && masks_ended > runs / 20 && lacking > runs / 20);
+        assert_true(kept > runs / 4 && unkept > 0);
         assert_true(scaled > runs / 8 && undone > runs / 20 && refused > runs / 4);
     }
     free(w->processes);

@@ -59,6 +59,65 @@ static void a_group_with_copies_serves_without_a_lost_slot(void **unused)
     assert_int_equal(group().causes[MOE_CAUSE_GROWN], 1);
 }
 
+/* The others go on in their session; a new process needs another one. */
+static void a_lost_slot_costs_the_others_no_new_session(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    can_mask = true;
+    serve(s);
+    assert_int_equal(last_session, 0);
+    lose_stream(s[2]);
+    miss(s[0], 1, 1 << 2);
+    assert_int_equal(last_epoch, 2);
+    assert_int_equal(last_session, 1);
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(group().max_tokens_per_step, 64);
+    s[2] = join(2, 99);
+    loaded(s[2]);
+    assert_int_equal(last_epoch, 3);
+    assert_int_equal(last_session, 0);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    lose_stream(s[1]);
+    miss(s[0], 3, 1 << 1);
+    assert_int_equal(last_session, 3);
+}
+
+/* The same slots, or a session that a member does not have any more: the next attempt is at once.
+ */
+static void a_mask_that_fails_is_followed_by_a_new_session(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    can_mask = true;
+    serve(s);
+    lose_stream(s[2]);
+    miss(s[0], 1, 1 << 2);
+    assert_int_equal(last_session, 1);
+    forget();
+    ready(s[1], "this worker has kept no session");
+    assert_int_equal(prepares, 2);
+    assert_int_equal(last_epoch, 3);
+    assert_int_equal(last_session, 0);
+    can_mask = false; /* rows travel over a network now */
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    expect_state(MOE_GROUP_SERVING);
+    s[2] = join(2, 99);
+    loaded(s[2]);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    lose_stream(s[2]);
+    miss(s[0], 4, 1 << 2);
+    assert_int_equal(last_epoch, 5);
+    assert_int_equal(last_session, 0);
+}
+
 static void the_last_copy_of_an_expert_is_waited_for(void **unused)
 {
     (void)unused;
@@ -528,6 +587,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         STORY(a_group_with_copies_serves_without_a_lost_slot),
+        STORY(a_lost_slot_costs_the_others_no_new_session),
+        STORY(a_mask_that_fails_is_followed_by_a_new_session),
         STORY(the_last_copy_of_an_expert_is_waited_for),
         STORY(a_stopped_member_stays_out_until_it_shows_life),
         STORY(who_reports_is_no_suspect_any_more),

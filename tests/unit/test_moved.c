@@ -189,7 +189,7 @@ static void load_and_form(struct moe_membership *m, const uint64_t streams[SLOTS
         carry_out(m);
     }
     for (int s = 0; s < SLOTS; s++) {
-        moe_membership_on_ready(m, now, streams[s], prepared, &ok);
+        moe_membership_on_ready(m, now, streams[s], prepared, false, &ok);
         carry_out(m);
     }
 }

@@ -123,7 +123,7 @@ static void loaded(uint64_t stream, uint32_t of, struct moe_status st)
 static void ready(uint64_t stream)
 {
     const struct moe_status st = moe_ok();
-    moe_membership_on_ready(m, now, stream, last_epoch, &st);
+    moe_membership_on_ready(m, now, stream, last_epoch, false, &st);
     carry_out();
 }
 
@@ -490,7 +490,7 @@ static void pass(uint64_t ms, const uint64_t *s, uint32_t count)
 static void fail_to_form(uint64_t stream)
 {
     const struct moe_status st = moe_error(MOE_INTERNAL, MOE_REASON_NONE, "no windows");
-    moe_membership_on_ready(m, now, stream, last_epoch, &st);
+    moe_membership_on_ready(m, now, stream, last_epoch, false, &st);
     carry_out();
 }
 
