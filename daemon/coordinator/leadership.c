@@ -72,6 +72,7 @@ static void destroy_machines(struct moe_coordinator *c)
     c->secret_epoch = 0;
     memset(c->added, 0, sizeof c->added);
     memset(c->seen.seen_causes, 0, sizeof c->seen.seen_causes);
+    memset(c->seen.seen_moves, 0, sizeof c->seen.seen_moves);
 }
 
 /* Machines without a group: they get no input, and their actions at the start are of no interest.

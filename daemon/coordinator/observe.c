@@ -72,6 +72,10 @@ static struct moe_status add_group(struct moe_coordinator *c)
         MOE_TRY(add_counter(
             c, "moe_group_reforms_total", "Epochs that ended or did not come about, by cause.",
             "reason", moe_membership_cause_name((enum moe_membership_cause)i), &o->reforms[i]));
+    for (int moved = 0; moved < 2; moved++)
+        MOE_TRY(add_counter(c, "moe_automatic_moves_total",
+                            "Moves of experts by --rebalance auto, by how they ended.", "result",
+                            moved ? "moved" : "undone", &o->automatic_moves[moved]));
     return moe_ok();
 }
 
@@ -278,6 +282,11 @@ void moe_coordinator__observe(struct moe_coordinator *c)
     for (int i = 0; i < MOE_CAUSE_COUNT; i++)
         moe_counter_add(o->reforms[i], g.causes[i] - o->seen_causes[i]);
     memcpy(o->seen_causes, g.causes, sizeof o->seen_causes);
+    for (int moved = 0; moved < 2; moved++) {
+        uint64_t ended = moe_moves_automatic(c->moves, moved != 0);
+        moe_counter_add(o->automatic_moves[moved], ended - o->seen_moves[moved]);
+        o->seen_moves[moved] = ended;
+    }
     unsigned taken = 0, spares = 0;
     for (uint32_t s = 0; s < g.slots; s++) {
         struct moe_membership_worker w = {0};

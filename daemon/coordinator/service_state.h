@@ -70,6 +70,7 @@ struct observed {
     uint64_t view_end_ns; /* the last view ended then; 0 = none has, or one is in force */
     struct moe_gauge *lease[MOE_PLACEMENT_SLOTS_MAX];
     struct moe_counter *reforms[MOE_CAUSE_COUNT];
+    struct moe_counter *automatic_moves[2]; /* undone, moved */
     struct moe_histogram *save_seconds;
     struct moe_counter *save_failures;
     struct moe_inspect_metrics shown; /* by GetMetrics */
@@ -78,6 +79,7 @@ struct observed {
     struct moe_gauge *leads, *leader_lease, *leader_age, *etcd_away;
     struct moe_counter *terms, *etcd_errors;
     uint64_t seen_causes[MOE_CAUSE_COUNT]; /* of the machine, at the last look */
+    uint64_t seen_moves[2];                /* of the machine of moves, in the same way */
     int reported_state; /* to the service manager, with reported_taken workers; REPORTED_... */
     uint32_t reported_taken, reported_size;
     struct moe_histogram *heartbeat_waited, *others_waited; /* seconds of messages in the inbox */

@@ -16,6 +16,8 @@ import numpy as np
 
 from group import BACKEND, main, model_directory, moectl, wait_until
 import moed
+import wire
+from wire import admin, expert
 
 FAMILY, LAYER, WORKERS, CLIENTS, TOKENS = "mixtral", 0, 4, 4, 24
 EXPERTS, TOP_K, SPARE = 8, 2, 2
@@ -89,6 +91,17 @@ class Moves(unittest.TestCase):
 
     def status(self):
         return json.loads(self.moectl("status", "-o", "json").stdout)
+
+    def metric(self, worker, name):
+        """Of the coordinator; a worker has its address."""
+        with wire.open_channel(worker) as channel:
+            info = wire._call(channel, "ExpertService", "GetServerInfo",
+                              expert.GetServerInfoRequest(), expert.GetServerInfoResponse, 10)
+        with wire.open_channel(info.coordinator) as channel:
+            page = wire._call(channel, "AdminService", "GetMetrics", admin.GetMetricsRequest(),
+                              admin.GetMetricsResponse, 10).text
+        return next(float(line.split()[-1]) for line in page.splitlines()
+                    if line.startswith(name))
 
     def rebalance(self, *more):
         done = self.moectl("rebalance", "-o", "json", "--timeout", "60", *more)
@@ -166,6 +179,10 @@ class Moves(unittest.TestCase):
         self.check(callers)
         events = self.moectl("get", "events").stdout
         self.assertIn("experts have moved: placement 2 is in force", events)
+        moved = self.metric(endpoints[0], 'moe_automatic_moves_total{result="moved"}')
+        self.assertGreaterEqual(moved, 1)
+        self.assertEqual(
+            self.metric(endpoints[0], 'moe_automatic_moves_total{result="undone"}'), 0)
         self.rebalance("--min-gain", "0")  # an operator still can
         self.check(callers)
 

@@ -57,7 +57,8 @@ struct moe_moves {
     uint64_t processes_before[MOE_PLACEMENT_SLOTS_MAX]; /* that rows_before is of; 0 = none */
 
     struct moe_rebalancer rebalancer;
-    bool automatic; /* phase != IDLE: the rebalancer's */
+    bool automatic;    /* phase != IDLE: the rebalancer's */
+    uint64_t ended[2]; /* automatic moves: undone, moved */
 
     struct moe_moves_action queue[QUEUE_MAX]; /* a ring: all but orders */
     size_t queue_head, queue_count;
@@ -168,8 +169,10 @@ static void answer(struct moe_moves *m, struct moe_status status)
 static void undo(struct moe_moves *m, struct moe_status why)
 {
     bool fetched = m->phase != PHASE_COUNT;
-    if (fetched && m->automatic)
+    if (fetched && m->automatic) {
         moe_rebalancer_moved(&m->rebalancer, m->now_ns, false);
+        m->ended[false]++;
+    }
     if (fetched)
         note(m, MOE_LOG_WARN, MOE_EVENT_MOVE_FAILED, "no experts move: %.200s", why.text);
     m->result = why;
@@ -299,6 +302,7 @@ static void end_swap(struct moe_moves *m, const char *how)
     m->moved = true;
     keep_rows(m);
     moe_rebalancer_moved(&m->rebalancer, m->now_ns, true);
+    m->ended[true] += m->automatic;
     answer(m, moe_ok());
     enter(m, PHASE_IDLE);
 }
@@ -677,6 +681,11 @@ bool moe_moves_wants_look(const struct moe_moves *m)
 {
     return m->phase == PHASE_IDLE && m->view != 0 &&
            m->now_ns >= moe_rebalancer_due(&m->rebalancer);
+}
+
+uint64_t moe_moves_automatic(const struct moe_moves *m, bool moved)
+{
+    return m->ended[moved];
 }
 
 bool moe_moves_busy(const struct moe_moves *m)

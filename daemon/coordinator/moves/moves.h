@@ -162,6 +162,8 @@ uint32_t moe_moves_fetched_version(const struct moe_moves *m);
 /* A look is due: call moe_moves_begin with an automatic request. If it fails, the next look has its
  * turn. */
 bool moe_moves_wants_look(const struct moe_moves *m);
+/* How many moves of the rebalancer's have ended: experts have moved, or the move was undone. */
+uint64_t moe_moves_automatic(const struct moe_moves *m, bool moved);
 /* For tests: a move is under way. */
 bool moe_moves_busy(const struct moe_moves *m);
 
