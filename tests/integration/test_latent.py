@@ -87,6 +87,20 @@ class Serving(unittest.TestCase):
     def test_mxfp4_4_workers(self):
         self.check("mxfp4_kimi_k3", 4)
 
+    def test_copies_of_experts(self):
+        with group(folder("kimi_k3"), 4, "--replicas", "2") as g:
+            self.compare(g, "kimi_k3", 4)
+
+    def test_experts_move(self):
+        with group(folder("kimi_k3"), 2, "--spare-experts", "2") as g:
+            with moed.Client(g.endpoint) as client:
+                layer, tokens, x, _ = list(golden_cases(folder("kimi_k3")))[-1]
+                for _ in range(20):  # only the experts of one worker are busy
+                    client.forward(layer, x, topk_ids=np.tile(np.int32([0, 1, 2]), (tokens, 1)))
+            moved = moectl("rebalance", "--endpoint", g.endpoint).stdout
+            self.assertIn("copies have moved", moved)
+            self.compare(g, "kimi_k3", 2)
+
     def test_a_group_loads_it_next_to_another_model(self):
         with group("qwen3_moe", 2) as g:
             moectl("load", folder("kimi_k3"), "--name", "k3", "--endpoint", g.endpoint)
