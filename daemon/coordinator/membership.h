@@ -115,7 +115,7 @@ struct moe_membership_layer {
     uint32_t routed_activations, shared_activations; /* moe.v1.ActivationEncoding */
     uint32_t routes_by_token_id;                     /* 0 or 1 */
     uint32_t vocabulary;
-    uint32_t latent;                                 /* 0: none */
+    uint32_t latent; /* 0: none */
 };
 _Static_assert(sizeof(struct moe_membership_layer) == 14 * sizeof(uint32_t),
                "without padding, layers are compared as bytes");

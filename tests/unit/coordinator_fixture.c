@@ -119,7 +119,7 @@ int remove_directory(void **unused)
 
 /* The answer's bytes; the call's end in `*st`. */
 size_t call_admin(const char *path, const ProtobufCMessage *request, uint8_t *bytes,
-                         size_t capacity, struct moe_status *st)
+                  size_t capacity, struct moe_status *st)
 {
     uint8_t out[512];
     size_t length = protobuf_c_message_pack(request, out);
