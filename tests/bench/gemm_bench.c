@@ -6,11 +6,12 @@
  *
  * WEIGHTS is one of bf16, f32, fp8, w8a8, mxfp4, nvfp4, int4; without it, all.
  *
- *   gemm_bench ratio [CALLS [INSTRUCTION_SET]]
+ *   gemm_bench ratio [CALLS [INSTRUCTION_SET [WEIGHTS]]]
  *
  * How often each kind's time goes into that of bf16, for DeepSeek-V3 on one thread: the median over
  * calls, which alternate between the kinds, of processor time. That is what a shared machine can
- * tell.
+ * tell. Then both kinds' bytes of weights in a second, and those of a plain read of bf16 weights in
+ * calls between: a bound for few rows.
  *
  * Every call takes the next expert of a pool that exceeds the caches, so weights come from memory,
  * as in service. Prints the best call of each line: on a shared machine the other calls measure the
@@ -24,7 +25,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-enum { POOL_BYTES = 256 << 20, GROUP = 8, MAX_CALLS = 1000 };
+enum { POOL_BYTES = 1 << 30, GROUP = 8, MAX_CALLS = 1000 };
 
 struct shape {
     const char *model;
@@ -225,46 +226,105 @@ static double processor_s(void)
 struct runner {
     struct moe_layer *layer;
     uint32_t experts, next;
+    double seconds[MAX_CALLS];
 };
+
+static void init_runner(struct runner *r, struct moe_device *device, const struct weights *kind)
+{
+    r->layer = make_layer(device, &shapes[1], kind, &r->experts);
+    r->next = 0;
+}
+
+static uint32_t next_expert(struct runner *r)
+{
+    return r->next = (r->next + 1) % r->experts;
+}
 
 static double time_call(struct runner *r, struct batch *b)
 {
-    b->expert[0] = r->next = (r->next + 1) % r->experts;
+    b->expert[0] = next_expert(r);
     double begin = processor_s();
     require_ok(moe_cpu_gemm_gate_up(r->layer, MOE_DTYPE_BF16, &b->rows, b->hidden));
     require_ok(moe_cpu_gemm_down(r->layer, MOE_DTYPE_BF16, &b->rows, b->hidden, b->out));
     return processor_s() - begin;
 }
 
+/* Each expert once. The first calls after an upload would measure memory that is being written. */
+static void warm_up(struct runner *r)
+{
+    struct batch b;
+    make_batch(&shapes[1], 1, 1, &b);
+    for (uint32_t i = 0; i < r->experts; i++)
+        (void)time_call(r, &b);
+    free_batch(&b);
+}
+
+/* Bytes of one expert's weights. */
+static double expert_bytes(const struct runner *r)
+{
+    size_t bytes = 0;
+    for (enum moe_weight w = MOE_WEIGHT_GATE; w <= MOE_WEIGHT_DOWN; w++)
+        bytes += r->layer->matrix[w][0].bytes;
+    return (double)bytes;
+}
+
+/* Reads the next expert's weights and does nothing with them. */
+static double time_read(struct runner *r)
+{
+    static volatile uint64_t result;
+    uint32_t expert = next_expert(r);
+    uint64_t sum[8] = {0};
+    double begin = processor_s();
+    for (enum moe_weight w = MOE_WEIGHT_GATE; w <= MOE_WEIGHT_DOWN; w++) {
+        const struct moe_cpu_matrix *m = &r->layer->matrix[w][expert];
+        const uint64_t *from = m->data;
+        for (size_t i = 0; i < m->bytes / sizeof *from; i += 8)
+            for (size_t j = 0; j < 8; j++)
+                sum[j] += from[i + j];
+    }
+    for (size_t j = 0; j < 8; j++)
+        result = result + sum[j];
+    return processor_s() - begin;
+}
+
 static void ratio_line(struct runner *bf16, struct runner *other, const char *name, uint32_t m,
                        uint32_t calls)
 {
-    static double ratio[MAX_CALLS];
+    static double ratio[MAX_CALLS], read[MAX_CALLS];
     struct batch b;
     make_batch(&shapes[1], 1, m, &b);
     for (uint32_t i = 0; i < calls; i++) {
-        double plain = time_call(bf16, &b);
-        ratio[i] = plain / time_call(other, &b);
+        bf16->seconds[i] = time_call(bf16, &b);
+        other->seconds[i] = time_call(other, &b);
+        ratio[i] = bf16->seconds[i] / other->seconds[i];
+        read[i] = time_read(bf16);
     }
     double middle = median(ratio, calls); /* sorts */
-    printf("  %-6s %4u rows   %.2f   (quartiles %.2f, %.2f)\n", name, m, middle, ratio[calls / 4],
-           ratio[calls * 3 / 4]);
+    printf("  %-6s %4u rows   %.2f   (quartiles %.2f, %.2f)   %5.1f GB/s; bf16 %5.1f, read %5.1f\n",
+           name, m, middle, ratio[calls / 4], ratio[calls * 3 / 4],
+           expert_bytes(other) / median(other->seconds, calls) * 1e-9,
+           expert_bytes(bf16) / median(bf16->seconds, calls) * 1e-9,
+           expert_bytes(bf16) / median(read, calls) * 1e-9);
     fflush(stdout);
     free_batch(&b);
 }
 
-static void run_ratios(const struct moe_cpu_isa *isa, uint32_t calls)
+/* `only`: the kind, or NULL for all. */
+static void run_ratios(const struct moe_cpu_isa *isa, uint32_t calls, const char *only)
 {
-    static const uint32_t row_counts[] = {1, 4, 8, 16, 64};
+    static const uint32_t row_counts[] = {1, 2, 4, 8, 12, 16, 32, 64, 180};
+    static struct runner bf16, other;
     struct moe_device_config config = {.threads = 1};
     struct moe_device *device;
     require_ok(moe_cpu_device_open_isa(&config, isa, &device));
-    struct runner bf16 = {0}, other = {0};
-    bf16.layer = make_layer(device, &shapes[1], &kinds[0], &bf16.experts);
+    init_runner(&bf16, device, &kinds[0]);
     printf("%s, %s: time of bf16 over that of\n", isa->name, shapes[1].model);
     for (size_t k = 2; k < sizeof kinds / sizeof *kinds; k++) {
-        other.layer = make_layer(device, &shapes[1], &kinds[k], &other.experts);
-        other.next = 0;
+        if (only != NULL && strcmp(only, kinds[k].name) != 0)
+            continue;
+        init_runner(&other, device, &kinds[k]);
+        warm_up(&bf16);
+        warm_up(&other);
         for (size_t r = 0; r < sizeof row_counts / sizeof *row_counts; r++)
             ratio_line(&bf16, &other, kinds[k].name, row_counts[r], calls);
         moe_cpu_layer_destroy(other.layer);
@@ -282,7 +342,7 @@ static int main_ratios(int argc, char **argv)
         require_ok(moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE, "CALLS: 1 to %d", MAX_CALLS));
     for (uint32_t i = 0; i < isas; i++)
         if (argc > 3 ? strcmp(argv[3], isa[i]->name) == 0 : i == isas - 1)
-            run_ratios(isa[i], (uint32_t)calls);
+            run_ratios(isa[i], (uint32_t)calls, argc > 4 ? argv[4] : NULL);
     return 0;
 }
 
