@@ -35,7 +35,7 @@ const struct moe_cpu_isa *const *moe_cpu_isa_list(uint32_t *count)
     /* The same features that CMakeLists.txt compiles the tables for. */
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
         *count = 2;
-    if (*count == 2 && __builtin_cpu_supports("avx512f"))
+    if (*count == 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"))
         *count = 3;
 #endif
     return all;

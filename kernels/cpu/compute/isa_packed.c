@@ -11,49 +11,55 @@
  *   by F16    elements become F16 by moving their bits: a byte of F8E4M3 is then 2^-8 times its
  *             value, four bits of E2M1 2^-14 times, and an integer 2^-24 times. F16 subnormals make
  *             that right for every element. Conversion to F32 is exact
- *   by table  AVX2, four bits: they select a BF16, which has the value exactly
+ *   by table  four bits: they select an F32 (AVX-512), or a BF16 (AVX2), which has the value
+ *             exactly
  *
  * Few rows use elements as they are decoded. One row is one chain for each output, and waits for
  * each multiply-add, so two panels at a time keep twice as many chains under way. More rows share
  * elements that are decoded into the first-level cache. */
 #include "cpu/compute/isa_vectors.h"
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
 #define TABLES 1
 #else
 #define TABLES 0
 #endif
 
 enum {
-    HALF_LANES = PANEL < 16 ? PANEL : 16, /* of a vector of uint16 */
-    HALVES = PANEL / HALF_LANES,          /* such vectors in a row of a panel */
-    FEW_ROWS = 4,                         /* up to here, elements are used as they are decoded */
-    FEW_F8_ROWS = 3,                      /* the same for F8E4M3, which takes longer to decode */
-    PAIR_ROWS = 2,                        /* up to here, two panels at a time */
-    CHUNK = 128,                          /* inputs that are decoded at a time for more rows */
-    MAX_ROWS = 60,                        /* of these, at a time */
+    FEW_ROWS = 4, /* up to here, elements are used as they are decoded */
+    /* The same for F8E4M3, which takes longer to decode without AVX-512. */
+    FEW_F8_ROWS = VECTOR_BYTES == 64 ? 4 : 3,
+    PAIR_ROWS = 2, /* up to here, two panels at a time */
+    CHUNK = 128,   /* inputs that are decoded at a time for more rows */
+    MAX_ROWS = 60, /* of these, at a time */
 };
 
-typedef uint16_t half __attribute__((may_alias, vector_size(HALF_LANES * 2)));
-typedef int16_t signed_half __attribute__((vector_size(HALF_LANES * 2)));
+/* A row of a panel in uint16, which takes one vector; and the part that one `vec` comes from. */
+typedef uint16_t half __attribute__((may_alias, vector_size(PANEL * 2)));
+typedef int16_t signed_half __attribute__((vector_size(PANEL * 2)));
 typedef uint16_t half_part __attribute__((may_alias, vector_size(LANES * 2)));
-typedef uint8_t half_bytes __attribute__((may_alias, vector_size(HALF_LANES)));
+typedef uint8_t half_bytes __attribute__((may_alias, vector_size(PANEL)));
 typedef uint8_t byte_part __attribute__((may_alias, vector_size(LANES)));
 
 /* F16 to F32, for finite values. */
-static inline void widen_halves(const half h[HALVES], vec to[VECTORS])
+static inline __attribute__((always_inline)) void widen_half(half h, vec to[VECTORS])
 {
 #if defined(__AVX512F__)
+    /* From memory, because the conversion of a register takes the only unit for shuffles, too. The
+     * empty statement keeps compilers from cutting the register. */
+    half stored = h;
+    __asm__("" : "+m"(stored));
+    UNROLL
     for (int v = 0; v < VECTORS; v++)
-        to[v] = (vec)_mm512_cvtph_ps((__m256i)h[v]);
+        to[v] = (vec)_mm512_cvtph_ps(((const __m256i *)(const void *)&stored)[v]);
 #elif defined(__AVX2__)
-    to[0] = (vec)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)h[0]));
-    to[1] = (vec)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)h[0], 1));
+    to[0] = (vec)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)h));
+    to[1] = (vec)_mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)h, 1));
 #else
     UNROLL
     for (int v = 0; v < VECTORS; v++) {
         half_part part;
-        memcpy(&part, (const char *)h + (size_t)v * sizeof part, sizeof part);
+        memcpy(&part, (const char *)&h + (size_t)v * sizeof part, sizeof part);
         uvec bits = __builtin_convertvector(part, uvec);
         vec size = (vec)((bits & 0x7fff) << 13) * 0x1p112f;
         to[v] = (vec)((uvec)size | (bits & 0x8000) << 16);
@@ -62,12 +68,9 @@ static inline void widen_halves(const half h[HALVES], vec to[VECTORS])
 }
 
 /* Not by memcpy: compilers copy it in parts, and wait for these before the next whole load. */
-static inline __attribute__((always_inline)) void load_word(const uint16_t *words,
-                                                            half word[HALVES])
+static inline half load_half(const void *from)
 {
-    UNROLL
-    for (int i = 0; i < HALVES; i++)
-        word[i] = ((const half *)(const void *)words)[i];
+    return *(const half *)from;
 }
 
 /* Input `j` of each word, as F16 with the factor above. */
@@ -88,7 +91,50 @@ static inline enum moe_encoding encoding_of(enum kind kind)
     return kind == KIND_F8 ? MOE_ENC_F8E4M3 : kind == KIND_E2M1 ? MOE_ENC_E2M1 : MOE_ENC_INT4;
 }
 
-#if TABLES
+#if defined(__AVX512F__) || !TABLES
+struct word {
+    half half;
+};
+
+static inline __attribute__((always_inline)) void read_word(enum kind kind, const uint16_t *words,
+                                                            struct word *w)
+{
+    (void)kind;
+    w->half = load_half(words);
+}
+#endif
+
+#if defined(__AVX512F__)
+/* Four bits select an F32. `moe_cpu_isa.place` puts outputs n and n + LANES into one uint32, so
+ * that only a shift comes before the selection, which takes the lowest four bits. */
+static inline vec table_of(enum kind kind)
+{
+    if (kind == KIND_E2M1)
+        return (vec){0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    if (kind == KIND_INT4) /* less its zero, 8 */
+        return (vec){-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    return (vec){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+}
+
+static inline __attribute__((always_inline)) void elements_of(enum kind kind, const struct word *w,
+                                                              int j, vec to[VECTORS])
+{
+    if (kind == KIND_F8) {
+        widen_half(select_input(MOE_ENC_F8E4M3, w->half, j), to);
+        return;
+    }
+    UNROLL
+    for (int v = 0; v < VECTORS; v++) {
+        uvec code = (uvec)w->half >> (16 * v + 4 * j);
+        to[v] = (vec)_mm512_permutexvar_ps((__m512i)code, (__m512)table_of(kind));
+    }
+}
+
+static inline float factor_of(enum kind kind)
+{
+    return kind == KIND_F8 ? 0x1p8f : 1;
+}
+#elif TABLES
 /* Four bits select a BF16 from a table, which holds it exactly: by its high byte, then its low one.
  * Interleaved, two inputs of an output are one uint32, as in panels of bf16. The words of a row
  * stand in the order of `moe_cpu_isa.place`, so that this gives the outputs in order. */
@@ -131,7 +177,7 @@ static inline __m256i low_table(enum kind kind)
 static inline __attribute__((always_inline)) void read_word(enum kind kind, const uint16_t *words,
                                                             struct word *w)
 {
-    load_word(words, &w->half);
+    w->half = load_half(words);
     if (kind == KIND_F8)
         return;
     const __m256i nibble = _mm256_set1_epi8(15);
@@ -150,8 +196,7 @@ static inline __attribute__((always_inline)) void elements_of(enum kind kind, co
                                                               int j, vec to[VECTORS])
 {
     if (kind == KIND_F8) {
-        half selected[HALVES] = {select_input(MOE_ENC_F8E4M3, w->half, j)};
-        widen_halves(selected, to);
+        widen_half(select_input(MOE_ENC_F8E4M3, w->half, j), to);
         return;
     }
     UNROLL
@@ -166,25 +211,10 @@ static inline float factor_of(enum kind kind)
     return kind == KIND_F8 ? 0x1p8f : 1;
 }
 #else
-struct word {
-    half half[HALVES];
-};
-
-static inline __attribute__((always_inline)) void read_word(enum kind kind, const uint16_t *words,
-                                                            struct word *w)
-{
-    (void)kind;
-    load_word(words, w->half);
-}
-
 static inline __attribute__((always_inline)) void elements_of(enum kind kind, const struct word *w,
                                                               int j, vec to[VECTORS])
 {
-    half selected[HALVES];
-    UNROLL
-    for (int i = 0; i < HALVES; i++)
-        selected[i] = select_input(encoding_of(kind), w->half[i], j);
-    widen_halves(selected, to);
+    widen_half(select_input(encoding_of(kind), w->half, j), to);
 }
 
 static inline float factor_of(enum kind kind)
@@ -192,6 +222,41 @@ static inline float factor_of(enum kind kind)
     return kind == KIND_F8 ? 0x1p8f : kind == KIND_E2M1 ? 0x1p14f : 0x1p24f;
 }
 #endif
+
+/* LANES bytes or uint16, and PANEL bytes, widened. By instructions where there are any: GCC 12
+ * would take the bytes one by one. */
+static inline uvec widen_bytes(const void *from)
+{
+#if defined(__AVX512F__)
+    return (uvec)_mm512_cvtepu8_epi32(_mm_loadu_si128(from));
+#elif defined(__AVX2__)
+    return (uvec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(from));
+#else
+    return __builtin_convertvector(*(const byte_part *)from, uvec);
+#endif
+}
+
+static inline uvec widen_words(const void *from)
+{
+#if defined(__AVX512F__)
+    return (uvec)_mm512_cvtepu16_epi32(_mm256_loadu_si256(from));
+#elif defined(__AVX2__)
+    return (uvec)_mm256_cvtepu16_epi32(_mm_loadu_si128(from));
+#else
+    return __builtin_convertvector(*(const half_part *)from, uvec);
+#endif
+}
+
+static inline half widen_bytes_to_half(const void *from)
+{
+#if defined(__AVX512F__)
+    return (half)_mm512_cvtepu8_epi16(_mm256_loadu_si256(from));
+#elif defined(__AVX2__)
+    return (half)_mm256_cvtepu8_epi16(_mm_loadu_si128(from));
+#else
+    return __builtin_convertvector(*(const half_bytes *)from, half);
+#endif
+}
 
 /* Scales and zero points of a block, for each lane and with the factors. */
 struct levels {
@@ -201,32 +266,22 @@ struct levels {
 /* [PANEL] scales of one or two bytes to F32; `global` is not applied. */
 static inline void widen_scales(enum moe_scale_type type, const void *from, vec to[VECTORS])
 {
-    half halves[HALVES];
     if (type == MOE_SCALE_F16) {
-        load_word(from, halves);
-        widen_halves(halves, to);
+        widen_half(load_half(from), to);
         return;
     }
     if (type == MOE_SCALE_E4M3) {
-        for (int i = 0; i < HALVES; i++) {
-            half_bytes narrow = ((const half_bytes *)from)[i];
-            halves[i] = select_input(MOE_ENC_F8E4M3, __builtin_convertvector(narrow, half), 0);
-        }
-        widen_halves(halves, to);
+        widen_half(select_input(MOE_ENC_F8E4M3, widen_bytes_to_half(from), 0), to);
         for (int v = 0; v < VECTORS; v++)
             to[v] *= 0x1p8f;
         return;
     }
     for (int v = 0; v < VECTORS; v++) {
-        half_part wide;
-        byte_part narrow;
         if (type == MOE_SCALE_BF16) {
-            wide = ((const half_part *)from)[v];
-            to[v] = (vec)(__builtin_convertvector(wide, uvec) << 16);
+            to[v] = (vec)(widen_words((const half_part *)from + v) << 16);
             continue;
         }
-        narrow = ((const byte_part *)from)[v];
-        uvec exponent = __builtin_convertvector(narrow, uvec);
+        uvec exponent = widen_bytes((const byte_part *)from + v);
         /* 2^-127 is subnormal */
         to[v] = (vec)(exponent << 23 | ((uvec)(exponent == 0) & 0x00400000));
     }
@@ -259,10 +314,8 @@ static inline void load_levels(enum kind kind, const struct moe_cpu_packed *p, c
         return;
     const char *zeros = panel + p->zeros_at + (size_t)block * PANEL;
     for (int v = 0; v < VECTORS; v++) {
-        byte_part zero;
-        memcpy(&zero, zeros + (size_t)v * sizeof zero, sizeof zero);
-        l->zero[v] =
-            __builtin_convertvector(__builtin_convertvector(zero, ivec), vec) * (1 / factor);
+        ivec zero = (ivec)widen_bytes(zeros + (size_t)v * sizeof(byte_part));
+        l->zero[v] = __builtin_convertvector(zero, vec) * (1 / factor);
     }
 }
 
@@ -415,6 +468,24 @@ static inline uint32_t piece_end(const struct chunk *c, uint32_t i, uint32_t blo
     return c->end - i < left ? c->end : i + left;
 }
 
+/* Decodes the inputs of one word, of which `inputs` exist. */
+BLOCK decode_word(enum kind kind, const uint16_t *words, const struct levels *l, uint32_t inputs,
+                  vec (*to)[VECTORS])
+{
+    struct word word;
+    read_word(kind, words, &word);
+    UNROLL
+    for (int j = 0; j < 4; j++) {
+        vec value[VECTORS];
+        if (j >= (int)inputs)
+            break;
+        values_of(kind, &word, j, l, value);
+        UNROLL
+        for (int v = 0; v < VECTORS; v++)
+            to[j][v] = value[v];
+    }
+}
+
 BLOCK decode_chunk(enum kind kind, const struct moe_cpu_panel *p, struct chunk *c)
 {
     const uint32_t size = p->packed->block, step = word_inputs(kind);
@@ -427,22 +498,10 @@ BLOCK decode_chunk(enum kind kind, const struct moe_cpu_panel *p, struct chunk *
         load_levels(kind, p->packed, p->data, i / size, &l);
         for (int v = 0; v < VECTORS; v++)
             c->scale[piece][v] = l.scale[v];
-        for (uint32_t at = i; at < end; at += step, words += PANEL) {
-            struct word word;
-            __builtin_prefetch((const char *)words + PREFETCH_BYTES);
-            read_word(kind, words, &word);
-            UNROLL
-            for (int j = 0; j < 4; j++) {
-                vec value[VECTORS];
-                if (j >= (int)step || at + (uint32_t)j >= end)
-                    break;
-                values_of(kind, &word, j, &l, value);
-                UNROLL
-                for (int v = 0; v < VECTORS; v++)
-                    (*to)[v] = value[v];
-                to++;
-            }
-        }
+        for (uint32_t steps = (end - i) / step; steps > 0; steps--, words += PANEL, to += step)
+            decode_word(kind, words, &l, step, to);
+        if ((end - i) % step != 0) /* the matrix's last inputs */
+            decode_word(kind, words, &l, (end - i) % step, to);
     }
 }
 
@@ -453,6 +512,10 @@ struct place {
     const struct moe_cpu_rows *x;
     float *sums, *y;
     size_t y_stride;
+    /* Words of the next chunk. A product prefetches them evenly: all at once, while they are
+     * decoded, would be more than a processor has on the way. */
+    const char *next;
+    size_t next_step; /* bytes for each input */
 };
 
 BLOCK load_sums(uint32_t rows, const float *from, size_t stride, vec to[][VECTORS])
@@ -472,7 +535,8 @@ BLOCK multiply_rows(uint32_t rows, bool w8a8, const struct chunk *c, uint32_t si
     const float *x = at->x->x + at->row * at->x->stride;
     float *sums = at->sums + (size_t)at->row * PANEL, *y = at->y + at->row * at->y_stride;
     const vec(*values)[VECTORS] = c->values;
-    const size_t stride = at->x->stride;
+    const size_t stride = at->x->stride, next_step = at->next_step;
+    const char *next = at->next;
     uint32_t piece = 0, in_block = c->first % size, block = c->first / size;
     for (uint32_t i = c->first, end; i < c->end; i = end, block++, piece++, in_block = 0) {
         vec sum[ROWS][VECTORS] = {0};
@@ -480,7 +544,9 @@ BLOCK multiply_rows(uint32_t rows, bool w8a8, const struct chunk *c, uint32_t si
         if (in_block != 0)
             load_sums(rows, sums, PANEL, sum);
         const float *from = x + i;
-        for (uint32_t n = end - i; n > 0; n--, from++, values++) {
+        UNROLL_4
+        for (uint32_t n = end - i; n > 0; n--, from++, values++, next += next_step) {
+            __builtin_prefetch(next);
             UNROLL
             for (uint32_t r = 0; r < rows; r++) {
                 UNROLL
@@ -494,7 +560,7 @@ BLOCK multiply_rows(uint32_t rows, bool w8a8, const struct chunk *c, uint32_t si
         }
         UNROLL
         for (uint32_t r = 0; r < rows; r++) {
-            vec total[1][VECTORS]; /* each vector is copied as a whole: see load_word */
+            vec total[1][VECTORS]; /* each vector is copied as a whole: see load_half */
             load_sums(1, y + r * at->y_stride, 0, total);
             fold(w8a8, sum[r], at->x, at->row + r, block, c->scale[piece], total[0]);
             store_block(1, total, y + r * at->y_stride, 0);
@@ -566,12 +632,14 @@ static void many_packed(const struct moe_cpu_panel *p, uint32_t rows, const stru
     const uint32_t size = p->packed->block;
     /* Whole blocks, if they fit. */
     const uint32_t inputs = size > CHUNK ? CHUNK : CHUNK / size * size;
+    at.next_step = PANEL * sizeof(uint16_t) / moe_cpu_word_inputs(p->packed->encoding);
     for (uint32_t r = 0; r < rows; r++)
         memset(y + r * y_stride, 0, PANEL * sizeof *y);
     for (c.first = 0; c.first < k; c.first = c.end) {
         c.end = k - c.first < inputs ? k : c.first + inputs;
         c.last = c.end == k;
         decode(p, &c);
+        at.next = (const char *)words_of(p) + c.end * at.next_step;
         at.row = 0;
         /* Blocks of nearly equal height, as in DEFINE_PANEL. */
         for (uint32_t blocks = (rows + ROWS - 1) / ROWS; blocks > 0; blocks--) {

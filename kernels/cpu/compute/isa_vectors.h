@@ -31,16 +31,24 @@
 #define GLUE2(a, b) a##b
 #define GLUE(a, b)  GLUE2(a, b)
 
-/* Loops over rows and vectors must be unrolled, or the accumulators go to memory. */
+/* Loops over rows and vectors must be unrolled, or the accumulators go to memory. UNROLL_4 is for a
+ * loop over inputs. */
 #if defined(__clang__)
-#define UNROLL _Pragma("clang loop unroll(full)")
+#define UNROLL   _Pragma("clang loop unroll(full)")
+#define UNROLL_4 _Pragma("clang loop unroll_count(4)")
 #else
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL   _Pragma("GCC unroll 16")
+#define UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 
-/* moe_cpu_isa.place. AVX2 widens words by instructions that take the two halves of a vector apart
- * (isa_packed.c). */
-#if defined(__AVX2__) && !defined(__AVX512F__)
+/* moe_cpu_isa.place, for the ways in which isa_packed.c widens words. AVX-512: the words of outputs
+ * n and n + LANES are neighbours. AVX2 has instructions that take the two halves of a vector apart.
+ */
+#if defined(__AVX512F__)
+#define PLACES                                                                                     \
+    0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19,  \
+        21, 23, 25, 27, 29, 31
+#elif defined(__AVX2__)
 #define PLACES 0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15
 #else
 #define PLACES                                                                                     \
