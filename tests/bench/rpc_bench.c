@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Cost of gRPC and our framing over a plain TCP socket, and of TLS: echo of tensors of 1 to 64 MiB
- * and of 256 bytes, between two processes on loopback. All kinds alternate within every round,
- * because the machine's speed drifts. The ratio is the median over the rounds.
+/* Cost of gRPC, our framing and the relay over plain sockets, and of TLS: echo of tensors of 256
+ * bytes, 512 KiB (a batch of 128 tokens) and 1 to 64 MiB, between two processes of one host, over
+ * loopback TCP and a Unix socket. All kinds alternate within every round, because the machine's
+ * speed drifts. Ratios are medians over the rounds.
  *
- *     rpc_bench [ROUNDS [SPIN_US [DIRECTORY]]]
+ *     rpc_bench [ROUNDS [SPIN_US [DIRECTORY [LONGEST]]]]
  *
  * 5 rounds by default. SPIN_US, default 0: how long gRPC's threads spin. DIRECTORY holds ca.pem,
- * and server.pem and server.key for 127.0.0.1: with it, TLS is measured too, and the server tells
- * how much processor time its relays took.
+ * and server.pem and server.key for 127.0.0.1: with it, TLS is measured too; "" is none.
+ * LONGEST: bytes of the longest tensor.
  *
  * Both sides work as the product does: they send tensors by reference from existing memory, and
  * copy them once, from the core's slices, when they arrive. */
@@ -28,17 +29,31 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #define UNARY  "/moe.v1.ExpertService/Forward"
 #define STREAM "/moe.v1.ExpertService/ForwardStream"
 
-enum { LARGEST = 64 << 20, PING = 256, TENSOR = 15, BUFFERS = 4, ROUNDS_MAX = 101 };
-enum { PORTS = 3 /* plain, raw, TLS */, PATH_BYTES = 512 };
+enum { LARGEST = 64 << 20, PING = 256, BATCH = 512 << 10, TENSOR = 15 };
+enum { BUFFERS = 4, ROUNDS_MAX = 101, REPEATS_MAX = 10000, PATH_BYTES = 512 };
+
+/* The ways of the bytes. The raw sockets are those of TCP and UNIX. */
+enum link { TCP, UNIX, TLS, LINKS };
+enum { RAW_LINKS = 2 };
+static const char *const link_names[LINKS] = {"TCP", "Unix", "TLS"};
+
+/* What the server process tells the client process. */
+struct addresses {
+    char raw[RAW_LINKS][PATH_BYTES]; /* a port; a path */
+    char rpc[LINKS][PATH_BYTES];     /* targets; TLS is "" without certificates */
+};
 
 static uint64_t spin_ns;
-static const char *certificates; /* the directory, or NULL */
+static const char *certificates;                 /* the directory, or NULL */
+static size_t longest = LARGEST;                 /* bytes of a tensor */
+static char sockets[] = "/tmp/rpc_bench-XXXXXX"; /* the directory of the Unix sockets */
 
 static void die(const char *what)
 {
@@ -177,7 +192,7 @@ static void *raw_echo(void *arg)
     uint32_t length;
     if (fd < 0)
         die("accept");
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one); /* a Unix socket has none */
     while (read_all(fd, &length, sizeof length) && read_all(fd, buffer, length))
         write_all(fd, buffer, length);
     close(fd);
@@ -185,7 +200,7 @@ static void *raw_echo(void *arg)
     return NULL;
 }
 
-static int raw_listen(uint16_t *port)
+static int raw_listen_tcp(char port[PATH_BYTES])
 {
     int fd = socket(AF_INET, SOCK_STREAM, 0);
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
@@ -193,7 +208,24 @@ static int raw_listen(uint16_t *port)
     if (fd < 0 || bind(fd, (struct sockaddr *)&at, length) != 0 || listen(fd, 1) != 0 ||
         getsockname(fd, (struct sockaddr *)&at, &length) != 0)
         die("listen");
-    *port = ntohs(at.sin_port);
+    (void)snprintf(port, PATH_BYTES, "%u", ntohs(at.sin_port));
+    return fd;
+}
+
+static struct sockaddr_un unix_address(const char *path)
+{
+    struct sockaddr_un at = {.sun_family = AF_UNIX};
+    (void)snprintf(at.sun_path, sizeof at.sun_path, "%s", path);
+    return at;
+}
+
+static int raw_listen_unix(char path[PATH_BYTES])
+{
+    int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    (void)snprintf(path, PATH_BYTES, "%s/raw", sockets);
+    struct sockaddr_un at = unix_address(path);
+    if (fd < 0 || bind(fd, (struct sockaddr *)&at, sizeof at) != 0 || listen(fd, 1) != 0)
+        die("listen");
     return fd;
 }
 
@@ -234,11 +266,15 @@ static double relay_seconds(void)
     return (double)ns / 1e9;
 }
 
-/* A server with TLS, or without if `tls` is NULL. */
+/* A server with TLS, or, if `tls` is NULL, a plain one, also at a Unix socket. */
 static struct moe_rpc_server *start_server(const struct moe_rpc_method *methods,
-                                           struct moe_tls *tls, uint16_t *port)
+                                           struct moe_tls *tls, struct addresses *at)
 {
-    struct moe_rpc_server_config config = {.listen = "127.0.0.1:0",
+    char listen[PATH_BYTES], path[PATH_BYTES];
+    (void)snprintf(path, sizeof path, "%s/rpc", sockets);
+    (void)snprintf(listen, sizeof listen, "127.0.0.1:0%s%s", tls == NULL ? ",unix:" : "",
+                   tls == NULL ? path : "");
+    struct moe_rpc_server_config config = {.listen = listen,
                                            .tls = tls,
                                            .max_message_bytes = LARGEST + 4096,
                                            .max_reading_bytes = 4ull * LARGEST,
@@ -249,7 +285,10 @@ static struct moe_rpc_server *start_server(const struct moe_rpc_method *methods,
                                            .method_count = 2};
     struct moe_rpc_server *server;
     must(moe_rpc_server_start(&config, &server));
-    *port = moe_rpc_server_port(server);
+    (void)snprintf(at->rpc[tls == NULL ? TCP : TLS], PATH_BYTES, "127.0.0.1:%u",
+                   moe_rpc_server_port(server));
+    if (tls == NULL)
+        (void)snprintf(at->rpc[UNIX], PATH_BYTES, "unix:%.400s", path);
     return server;
 }
 
@@ -271,8 +310,8 @@ static struct moe_tls *create_tls(void)
     return tls;
 }
 
-/* Writes the ports to `tell` and serves until the other end closes `stop`. For each byte before, it
- * writes the relays' processor time. */
+/* Writes the addresses to `tell` and serves until the other end closes `stop`. For each byte
+ * before, it writes the relays' processor time. */
 static void serve(int tell, int stop)
 {
     struct moe_rpc_method methods[] = {
@@ -280,33 +319,40 @@ static void serve(int tell, int stop)
         {.path = STREAM, .kind = MOE_RPC_STREAM, .message = echo, .ctx = methods}};
     struct moe_rpc_server *plain, *encrypted = NULL;
     struct moe_tls *tls = certificates != NULL ? create_tls() : NULL;
-    uint16_t ports[PORTS] = {0};
-    pthread_t thread;
+    struct addresses at = {0};
+    pthread_t threads[RAW_LINKS];
     char byte;
     moe_rpc_tune_allocator();
+    must(moe_rpc_force_polling()); /* as daemons do */
     for (size_t i = 0; i < BUFFERS; i++)
         pool_put(touched(LARGEST));
-    plain = start_server(methods, NULL, &ports[0]);
+    plain = start_server(methods, NULL, &at);
     if (tls != NULL)
-        encrypted = start_server(methods, tls, &ports[2]);
-    int listening = raw_listen(&ports[1]);
-    if (pthread_create(&thread, NULL, raw_echo, &listening) != 0)
-        die("thread");
-    write_all(tell, ports, sizeof ports);
+        encrypted = start_server(methods, tls, &at);
+    int listening[RAW_LINKS] = {raw_listen_tcp(at.raw[TCP]), raw_listen_unix(at.raw[UNIX])};
+    for (size_t i = 0; i < RAW_LINKS; i++)
+        if (pthread_create(&threads[i], NULL, raw_echo, &listening[i]) != 0)
+            die("thread");
+    write_all(tell, &at, sizeof at);
     while (read(stop, &byte, 1) > 0) {
         double seconds = relay_seconds();
         write_all(tell, &seconds, sizeof seconds);
     }
-    pthread_join(thread, NULL);
+    for (size_t i = 0; i < RAW_LINKS; i++)
+        pthread_join(threads[i], NULL);
     stop_server(plain);
     stop_server(encrypted);
     moe_tls_destroy(tls);
+    (void)unlink(at.raw[UNIX]);
+    (void)rmdir(sockets);
 }
 
 /* ------------------------------------------------------------------ client process */
 
+/* The echo over one link. */
 struct bench {
-    int raw;
+    enum link link;
+    int raw;             /* a socket of the same link; none of TLS */
     int ask, answers_at; /* to and from the server process */
     struct moe_rpc_channel *channel;
     struct moe_rpc_stream *stream;
@@ -386,27 +432,48 @@ static void once_stream(struct bench *b, size_t length)
 
 typedef void (*once_fn)(struct bench *b, size_t length);
 
-/* Median time of one echo, in seconds. */
-static double measure(struct bench *b, once_fn once, size_t length, size_t repeats)
+/* Of the echoes of one round, in seconds. */
+struct times {
+    double middle, p99;
+};
+
+static struct times measure(struct bench *b, once_fn once, size_t length, size_t repeats)
 {
-    static double seconds[10000];
+    static double seconds[REPEATS_MAX];
     for (size_t i = 0; i < repeats; i++) {
         uint64_t began = moe_clock_ns();
         once(b, length);
         seconds[i] = (double)(moe_clock_ns() - began) / 1e9;
     }
-    return median(seconds, repeats);
+    const double middle = median(seconds, repeats); /* sorts them */
+    return (struct times){.middle = middle, .p99 = seconds[repeats * 99 / 100]};
 }
 
-static void print_line(const char *what, size_t length, const char *kind, double seconds,
-                       double ratio)
+/* One way to echo, and what the rounds have measured. */
+struct row {
+    const char *what;
+    struct bench *bench;
+    once_fn once;
+    bool raw;
+    double middle[ROUNDS_MAX], p99[ROUNDS_MAX];
+    double ratio[ROUNDS_MAX]; /* to the raw socket of the link; of TLS: to TCP's */
+    double relays;            /* processor time of the server's relays */
+};
+enum { ROWS_MAX = RAW_LINKS + 2 * LINKS };
+
+static void print_row(struct row *r, size_t length, size_t repeats, size_t rounds)
 {
-    if (length >= 1 << 20)
-        printf("%-8s %9zu B   %-5s %7.2f GB/s   %.2f of raw\n", what, length, kind,
-               2 * (double)length / seconds / 1e9, ratio);
-    else
-        printf("%-8s %9zu B   %-5s %7.1f us     %.1f times raw\n", what, length, kind,
-               seconds * 1e6, 1 / ratio);
+    const double middle = median(r->middle, rounds), ratio = median(r->ratio, rounds);
+    printf("%-6s %-4s %9zu B", r->what, link_names[r->bench->link], length);
+    if (length < 1 << 20)
+        printf("   p50 %7.1f us   p99 %7.1f us", middle * 1e6, median(r->p99, rounds) * 1e6);
+    if (length >= BATCH)
+        printf("   %5.2f GB/s", 2 * (double)length / middle / 1e9);
+    printf("   %.2f times raw", 1 / ratio);
+    if (length >= BATCH && r->relays > 0)
+        printf("   relay %.2f GB/s per core",
+               2 * (double)(length * repeats * rounds) / r->relays / 1e9);
+    printf("\n");
 }
 
 /* Processor time of the server's relays so far. */
@@ -419,56 +486,62 @@ static double ask_relays(const struct bench *b)
     return seconds;
 }
 
-/* `kinds` of benches: plain, and TLS. */
-static void compare(struct bench *b, size_t kinds, const char *what, once_fn once, size_t length,
-                    size_t repeats, size_t rounds)
+/* `links` of benches, in the order of their enum. */
+static void compare(struct bench *b, size_t links, size_t length, size_t repeats, size_t rounds)
 {
-    static const char *const names[] = {"gRPC", "TLS"};
-    double raw[ROUNDS_MAX], rpc[2][ROUNDS_MAX], ratio[2][ROUNDS_MAX], relays[2] = {0};
-    once_raw(b, length);
-    for (size_t k = 0; k < kinds; k++)
-        once(&b[k], length);
+    static struct row rows[ROWS_MAX];
+    size_t count = 0;
+    for (size_t k = 0; k < RAW_LINKS; k++)
+        rows[count++] = (struct row){.what = "raw", .bench = &b[k], .once = once_raw, .raw = true};
+    for (size_t k = 0; k < links; k++) {
+        rows[count++] = (struct row){.what = "unary", .bench = &b[k], .once = once_unary};
+        rows[count++] = (struct row){.what = "stream", .bench = &b[k], .once = once_stream};
+    }
+    for (size_t k = 0; k < count; k++)
+        rows[k].once(rows[k].bench, length);
     for (size_t i = 0; i < rounds; i++) {
-        raw[i] = measure(b, once_raw, length, repeats);
-        for (size_t k = 0; k < kinds; k++) {
-            double before = ask_relays(b);
-            rpc[k][i] = measure(&b[k], once, length, repeats);
-            ratio[k][i] = raw[i] / rpc[k][i];
-            relays[k] += ask_relays(b) - before;
+        for (size_t k = 0; k < count; k++) {
+            struct row *r = &rows[k];
+            const double before = ask_relays(r->bench);
+            const struct times t = measure(r->bench, r->once, length, repeats);
+            r->middle[i] = t.middle;
+            r->p99[i] = t.p99;
+            r->relays += r->raw ? 0 : ask_relays(r->bench) - before;
+            r->ratio[i] = rows[r->bench->link == UNIX ? UNIX : TCP].middle[i] / t.middle;
         }
     }
-    print_line(what, length, "raw", median(raw, rounds), 1);
-    for (size_t k = 0; k < kinds; k++) {
-        print_line(what, length, names[k], median(rpc[k], rounds), median(ratio[k], rounds));
-        if (length >= 1 << 20 && relays[k] > 0)
-            printf("%36s relay: %.2f GB/s per core\n", "",
-                   2 * (double)(length * repeats * rounds) / relays[k] / 1e9);
-    }
+    for (size_t k = 0; k < count; k++)
+        print_row(&rows[k], length, repeats, rounds);
     fflush(stdout);
 }
 
-static int raw_connect(uint16_t port)
+static int raw_connect(enum link link, const char *address)
 {
-    int fd = socket(AF_INET, SOCK_STREAM, 0), one = 1;
-    struct sockaddr_in at = {
-        .sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    if (fd < 0 || connect(fd, (struct sockaddr *)&at, sizeof at) != 0)
+    struct sockaddr_in tcp = {.sin_family = AF_INET,
+                              .sin_port = htons((uint16_t)strtoul(address, NULL, 10)),
+                              .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct sockaddr_un local = unix_address(address);
+    const bool is_tcp = link == TCP;
+    int fd = socket(is_tcp ? AF_INET : AF_UNIX, SOCK_STREAM, 0), one = 1;
+    if (fd < 0 || connect(fd, is_tcp ? (struct sockaddr *)&tcp : (struct sockaddr *)&local,
+                          is_tcp ? sizeof tcp : sizeof local) != 0)
         die("connect");
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     return fd;
 }
 
-static void open_bench(struct bench *b, struct moe_rpc_client *client, uint16_t port, bool tls)
+static void open_bench(struct bench *b, struct moe_rpc_client *client, const struct addresses *at)
 {
-    char target[32], ca[PATH_BYTES] = "";
-    struct moe_rpc_channel_config config = {.target = target};
-    if (tls) {
+    char ca[PATH_BYTES];
+    struct moe_rpc_channel_config config = {.target = at->rpc[b->link]};
+    if (b->link == TLS) {
         name_file(ca, "ca.pem");
         config.trust.tls.ca = ca;
+    } else {
+        b->raw = raw_connect(b->link, at->raw[b->link]);
     }
     moe_mutex_init(&b->lock);
     pthread_cond_init(&b->changed, NULL);
-    snprintf(target, sizeof target, "127.0.0.1:%u", port);
     must(moe_rpc_channel_open(client, &config, &b->channel));
     must(moe_rpc_stream_open(
         b->channel, STREAM, &(struct moe_rpc_call_options){.deadline_ns = MOE_NEVER},
@@ -476,49 +549,51 @@ static void open_bench(struct bench *b, struct moe_rpc_client *client, uint16_t 
         &b->stream));
 }
 
-static void run(const uint16_t ports[PORTS], int ask, int answers_at, size_t rounds)
+static void run(const struct addresses *at, int ask, int answers_at, size_t rounds)
 {
     static const struct {
         size_t length, repeats;
-    } sizes[] = {{PING, 2000}, {1 << 20, 100}, {16 << 20, 10}, {LARGEST, 4}};
-    const size_t kinds = certificates != NULL ? 2 : 1;
-    struct bench b[2] = {{.raw = raw_connect(ports[1]),
-                          .ask = ask,
-                          .answers_at = answers_at,
-                          .x = touched(LARGEST),
-                          .y = touched(LARGEST)}};
+    } sizes[] = {{PING, 2000}, {BATCH, 300}, {1 << 20, 100}, {16 << 20, 10}, {LARGEST, 4}};
+    const size_t links = certificates != NULL ? LINKS : TLS;
+    uint8_t *x = touched(LARGEST), *y = touched(LARGEST);
+    struct bench b[LINKS];
     struct moe_rpc_client *client;
-    b[1] = b[0];
     moe_rpc_tune_allocator();
     for (size_t i = 0; i < BUFFERS; i++)
         pool_put(touched(LARGEST));
     must(moe_rpc_client_create(&client));
     moe_rpc_client_set_spin(client, spin_ns);
-    for (size_t k = 0; k < kinds; k++)
-        open_bench(&b[k], client, ports[2 * k], k == 1);
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        compare(b, kinds, "unary", once_unary, sizes[i].length, sizes[i].repeats, rounds);
-        compare(b, kinds, "stream", once_stream, sizes[i].length, sizes[i].repeats, rounds);
+    for (size_t k = 0; k < links; k++) {
+        b[k] = (struct bench){
+            .link = (enum link)k, .ask = ask, .answers_at = answers_at, .x = x, .y = y};
+        open_bench(&b[k], client, at);
     }
-    for (size_t k = 0; k < kinds; k++) {
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes && sizes[i].length <= longest; i++)
+        compare(b, links, sizes[i].length, sizes[i].repeats, rounds);
+    for (size_t k = 0; k < links; k++) {
         moe_rpc_stream_free(b[k].stream);
         moe_rpc_channel_close(b[k].channel);
     }
     moe_rpc_client_destroy(client);
-    close(b[0].raw);
+    for (size_t k = 0; k < RAW_LINKS; k++)
+        close(b[k].raw);
 }
 
 int main(int argc, char **argv)
 {
     int tell[2], stop[2];
-    uint16_t ports[PORTS];
+    struct addresses at;
     long rounds = argc > 1 ? atol(argv[1]) : 5;
     spin_ns = argc > 2 ? strtoul(argv[2], NULL, 10) * (MOE_NS_PER_MS / 1000) : 0;
-    certificates = argc > 3 ? argv[3] : NULL;
+    certificates = argc > 3 && argv[3][0] != '\0' ? argv[3] : NULL;
+    longest = argc > 4 ? strtoul(argv[4], NULL, 10) : LARGEST;
     if (rounds < 1 || rounds > ROUNDS_MAX || pipe(tell) != 0 || pipe(stop) != 0) {
-        fprintf(stderr, "usage: rpc_bench [ROUNDS up to %d [SPIN_US [DIRECTORY]]]\n", ROUNDS_MAX);
+        fprintf(stderr, "usage: rpc_bench [ROUNDS up to %d [SPIN_US [DIRECTORY [LONGEST]]]]\n",
+                ROUNDS_MAX);
         return 2;
     }
+    if (mkdtemp(sockets) == NULL)
+        die("/tmp");
     signal(SIGPIPE, SIG_IGN);
     pid_t server = fork(); /* before the core has threads */
     if (server < 0)
@@ -529,9 +604,9 @@ int main(int argc, char **argv)
         return 0;
     }
     close(stop[0]);
-    if (!read_all(tell[0], ports, sizeof ports))
+    if (!read_all(tell[0], &at, sizeof at))
         die("server");
-    run(ports, stop[1], tell[0], (size_t)rounds);
+    run(&at, stop[1], tell[0], (size_t)rounds);
     close(stop[1]);
     waitpid(server, NULL, 0);
     return 0;
