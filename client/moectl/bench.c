@@ -289,6 +289,11 @@ static struct moe_status share_with_stream(const struct bench *b, struct load *l
 {
     const struct moectl_cuda_config config = {
         .client = &b->config, .device = (int)b->device, .spin = b->spin_us > 0};
+    if (b->vocabulary != 0)
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "layer %u routes by token id, and token ids in a device's memory are not "
+                         "looked up: choose another --transport",
+                         b->layer);
     MOE_TRY(moectl_cuda_open(&config, all, &load->cuda));
     for (uint32_t i = 0; i < load->run->concurrency; i++) {
         uint32_t request;

@@ -181,7 +181,7 @@ static struct moe_status fused_is_transposed(const struct moe_layout *l,
                                              const char *down, bool *transposed)
 {
     struct moe_checkpoint_tensor g, d;
-    uint64_t e = spec->experts, h = spec->hidden, i = spec->intermediate;
+    uint64_t e = spec->experts, h = moe_expert_width(spec), i = spec->intermediate;
     MOE_TRY(find(l, spec, gate_up, 0, &g));
     MOE_TRY(find(l, spec, down, 0, &d));
     const uint64_t gate_up_dims[] = {e, 2 * i, h}, down_dims[] = {e, h, i};

@@ -30,8 +30,8 @@ static struct moe_status add_sessions(struct moe_worker_metrics *m, const char *
 {
     const struct moe_metric_desc desc = {
         .name = "moe_sessions_total",
-        .help = "Views that this worker has formed: with a new session (joined), or with a mask of "
-                "an earlier one (masked).",
+        .help = "Sessions that this worker has joined anew (joined), or kept for a smaller view by "
+                "a mask (masked).",
         .labels = {{"how", how}}};
     return moe_metrics_add_counter(m->registry, &desc, out);
 }

@@ -57,8 +57,12 @@ static void note(struct moe_masks *m, uint32_t slot, uint64_t epoch, uint64_t lo
     }
 }
 
+/* A slot that goes on to a later epoch has reported losses of this one. They still count here: else
+ * that slot, which has left, would be taken for the lost one. */
 void moe_masks_notice(struct moe_masks *m, uint32_t from, uint64_t epoch, uint64_t lost)
 {
+    if (epoch > m->epoch && m->said_epoch[from] == m->epoch)
+        note(m, m->slot, m->epoch, m->said_lost[from]);
     note(m, from, epoch, lost);
 }
 

@@ -22,6 +22,12 @@ moe_test(test_backend_options
   USES moe_backends moe_cuda_plan moe_common
   LABELS kernels)
 
+# Sessions that go on without a lost slot.
+moe_test(test_masks
+  SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_masks.c
+  USES moe_common
+  LABELS kernels)
+
 # Who shares memory with whom.
 moe_test(test_reach
   SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_reach.c

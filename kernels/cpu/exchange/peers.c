@@ -374,8 +374,10 @@ struct moe_status moe_cpu_peers_connect(struct moe_cpu_peers *p, uint64_t sharin
  * first, so who sees `left` sees `lost` too. */
 static void publish(struct moe_cpu_peers *p) MOE_REQUIRES(p->lock)
 {
-    uint64_t lost = moe_masks_lost(&p->masks), before = moe_cpu_peers_lost(p);
-    int first = lost == 0 ? -1 : before == 0 ? __builtin_ctzll(lost) : moe_cpu_peers_first_lost(p);
+    uint64_t lost = moe_masks_lost(&p->masks);
+    int first = moe_cpu_peers_first_lost(p);
+    if (first < 0 || (lost >> first & 1) == 0)
+        first = lost == 0 ? -1 : __builtin_ctzll(lost);
     __atomic_store_n(&p->first_lost, first, __ATOMIC_RELEASE);
     __atomic_store_n(&p->lost, lost, __ATOMIC_RELEASE);
     __atomic_store_n(&p->left, moe_masks_left(&p->masks), __ATOMIC_RELEASE);

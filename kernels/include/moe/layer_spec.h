@@ -75,7 +75,7 @@ struct moe_router_spec {
     uint32_t top_k;   /* K, 1..MOE_MAX_TOP_K */
     bool logit_bias;  /* the router's linear layer has a bias, which changes weights */
     bool select_bias; /* the score has a bias that changes only the choice */
-    bool by_token; /* a table of the model chooses by token id (DeepSeek-V4): callers give the ids,
+    bool by_token; /* a table of the model chooses by token id (DeepSeek-V4): a pass has given ids,
                       scores only weight them. Not with select_bias or groups */
     uint32_t vocabulary; /* with by_token: rows of that table, one for each token id; else 0 */
     uint32_t groups;     /* 1 = no groups; divides E */
