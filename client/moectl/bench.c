@@ -291,7 +291,8 @@ static struct moe_status share_with_stream(const struct bench *b, struct load *l
         .client = &b->config, .device = (int)b->device, .spin = b->spin_us > 0};
     if (b->vocabulary != 0)
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
-                         "layer %u routes by token id, and token ids in a device's memory are not "
+                         "layer %" PRIu64
+                         " routes by token id, and token ids in a device's memory are not "
                          "looked up: choose another --transport",
                          b->layer);
     MOE_TRY(moectl_cuda_open(&config, all, &load->cuda));
