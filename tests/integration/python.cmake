@@ -16,7 +16,8 @@ if(MOE_HAVE_PYTHON_NATIVE AND NOT MOE_TSAN)
       OUTPUT_VARIABLE asan OUTPUT_STRIP_TRAILING_WHITESPACE)
     execute_process(COMMAND ${CMAKE_C_COMPILER} -print-file-name=libstdc++.so
       OUTPUT_VARIABLE cxx OUTPUT_STRIP_TRAILING_WHITESPACE)
-    set_tests_properties(integration_python_native integration_python_regions PROPERTIES
+    set_tests_properties(integration_python_native integration_python_regions
+      integration_token_routing PROPERTIES
       ENVIRONMENT "PYTHONUNBUFFERED=1;LD_PRELOAD=${asan}:${cxx};ASAN_OPTIONS=detect_leaks=0")
   endif()
 endif()

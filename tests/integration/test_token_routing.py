@@ -19,8 +19,12 @@ import unittest
 
 import numpy as np
 
-from group import Group, golden_cases, main, model_directory, moectl, relative_error
+from group import BUILD, Group, golden_cases, main, model_directory, moectl, relative_error
+from test_little_memory import is_sanitized
 import moed
+
+if is_sanitized():  # as in test_python_native.py
+    moed.__path__.append(os.path.join(BUILD, "python_native"))
 
 VOCABULARY, TOP_K, EXPERTS, TOKENS, RECORDED = 64, 3, 8, 40, 37
 TABLE = "model.layers.0.ffn.gate.tid2eid"
