@@ -3,8 +3,10 @@
  * and hooks that only record their calls. */
 #include "base/clock.h"
 #include "base/mutex.h"
+#include "base/wait.h"
 #include "daemon/lease.h"
 #include "group/group.h"
+#include "rpc/client.h"
 #include "scripted_coordinator.h"
 #include "support/check.h"
 
