@@ -321,7 +321,7 @@ void say_model_order(struct coordinator *c, Moe__V1__ModelStep step, uint64_t or
 }
 
 void say_prepare_of(struct coordinator *c, uint64_t epoch, uint64_t incarnation,
-                           uint64_t session_epoch)
+                    uint64_t session_epoch)
 {
     Moe__V1__Member members[2] = {MOE__V1__MEMBER__INIT, MOE__V1__MEMBER__INIT};
     Moe__V1__Member *pointers[] = {&members[0], &members[1]};

@@ -50,7 +50,7 @@ void say_registered(struct coordinator *c);
 void say_assign(struct coordinator *c, uint32_t version);
 void say_model_order(struct coordinator *c, Moe__V1__ModelStep step, uint64_t order);
 void say_prepare_of(struct coordinator *c, uint64_t epoch, uint64_t incarnation,
-                           uint64_t session_epoch);
+                    uint64_t session_epoch);
 void say_prepare(struct coordinator *c, uint64_t epoch, uint64_t incarnation);
 void say_blobs(struct coordinator *c, uint64_t epoch, uint32_t round);
 void say_commit(struct coordinator *c, uint64_t epoch);
