@@ -11,7 +11,7 @@ import threading
 import numpy as np
 
 from group import BACKEND, TRANSPORT, golden_cases, model_directory, relative_error, wait_until
-from test_weights import tensors_of
+from test_weights import flip_bit
 from training import COORDINATOR, WORKER, TrainingGroup, start
 import moed
 import wire
@@ -216,11 +216,4 @@ def spoil(g, part):
     Returns it and that name."""
     copy = os.path.join(g.root, "spoilt")
     shutil.copytree(model_directory(SECOND), copy)
-    tensor = next(each for each in sorted(tensors_of(copy)) if part in each)
-    offset, length = tensors_of(copy)[tensor]
-    with open(os.path.join(copy, "model.safetensors"), "r+b") as file:
-        file.seek(offset + length // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 0x40]))
-    return copy, tensor
+    return copy, flip_bit(copy, part)

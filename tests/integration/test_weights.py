@@ -35,6 +35,19 @@ def tensors_of(model):
             for name, entry in header.items()}
 
 
+def flip_bit(model, part):
+    """Flips a bit in the first tensor with `part` in its name; returns that name."""
+    tensors = tensors_of(model)
+    tensor = next(each for each in sorted(tensors) if part in each)
+    offset, length = tensors[tensor]
+    with open(os.path.join(model, "model.safetensors"), "r+b") as file:
+        file.seek(offset + length // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x40]))
+    return tensor
+
+
 class Scene(unittest.TestCase):
     """A coordinator with a state directory, and two workers with separate model directories."""
 
@@ -68,15 +81,7 @@ class Scene(unittest.TestCase):
     def spoil(self, name, expert):
         """A copy in which one bit of one expert differs; returns it and the tensor's name."""
         copy = self.model(name)
-        tensor = next(each for each in sorted(tensors_of(copy))
-                      if ".mlp.experts.%d." % expert in each)
-        offset, length = tensors_of(copy)[tensor]
-        with open(os.path.join(copy, "model.safetensors"), "r+b") as file:
-            file.seek(offset + length // 2)
-            byte = file.read(1)[0]
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 0x40]))
-        return copy, tensor
+        return copy, flip_bit(copy, ".mlp.experts.%d." % expert)
 
     def start_worker(self, slot, model, *extra):
         self.count += 1
