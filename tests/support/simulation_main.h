@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The main function of a simulation with small worlds, random interleavings and guards. Its file
- * includes this at the end, and has before: `guards` and `guard_off`, `verbose`, the table `seen` of
- * 2^SEEN_BITS states, the world `w`, run_seed(seed), and run_all(quiet) for all small worlds. */
+ * includes this at the end, and has before: `guards` and `guard_off`, `verbose`, the table `seen`
+ * of 2^SEEN_BITS states, the world `w`, run_seed(seed), and run_all(quiet) for all small worlds. */
 #ifndef MOE_TEST_SIMULATION_MAIN_H
 #define MOE_TEST_SIMULATION_MAIN_H
 
