@@ -54,11 +54,35 @@ os.waitpid(pid, 0)
     return True
 
 
+def is_sanitized():
+    with open(os.path.join(BUILD, "CMakeCache.txt"), encoding="utf-8") as file:
+        text = file.read()
+    return "MOE_SANITIZE:BOOL=ON" in text or "MOE_TSAN:BOOL=ON" in text
+
+
 def skip_without_fork(case, endpoint):
-    """Skips where gRPC itself does not let a process with an open connection fork, as on Debian 13:
-    judged by grpcio without moed."""
+    """Skips where a process with open connections cannot fork.
+
+    gRPC itself may not return from fork, as on Debian 13: judged by grpcio without moed. In a child
+    of a process with threads, a sanitizer's malloc may wait for ever for a lock that no thread of
+    the child holds."""
+    if is_sanitized():
+        case.skipTest("a sanitizer's malloc does not survive a fork of a process with threads")
     if not _fork_returns(endpoint):
         case.skipTest("this gRPC does not let a process with connections fork")
+
+
+def run_in_child(case, function):
+    """Runs function() in a fork. The test fails unless it returns True within 30 s."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        code = 1
+        try:
+            code = 0 if function() is True else 2
+        finally:
+            os._exit(code)
+    case.assertEqual(os.waitpid(pid, 0)[1], 0)
 
 
 def names_in(root):

@@ -8,17 +8,11 @@ import tempfile
 import time
 import unittest
 
-from group import BUILD, main, model_directory
+from group import BUILD, is_sanitized, main, model_directory
 
 MIB = 1 << 20
 LIMITS = [40 * MIB, 52 * MIB, 60 * MIB, 72 * MIB, 100 * MIB, 160 * MIB, 480 * MIB, 16384 * MIB]
 LONGEST = 120  # seconds; a regular end takes less than one
-
-
-def is_sanitized():
-    with open(os.path.join(BUILD, "CMakeCache.txt"), encoding="utf-8") as file:
-        text = file.read()
-    return "MOE_SANITIZE:BOOL=ON" in text or "MOE_TSAN:BOOL=ON" in text
 
 
 class Daemon:

@@ -14,11 +14,10 @@ import unittest
 import grpc
 import numpy as np
 
-from group import (BACKEND, freeze, golden_cases, main, model_directory, moectl, relative_error,
-                   wait_until)
+from group import (BACKEND, freeze, golden_cases, is_sanitized, main, model_directory, moectl,
+                   relative_error, wait_until)
 from models_group import (DEFAULT, SECOND, TOLERANCE, Models, Traffic, answers_equal_golden,
                           make_model, resident, spoil)
-from test_little_memory import is_sanitized
 from training import TrainingGroup, Trainer, refusal
 import moed
 import wire

@@ -18,9 +18,8 @@ import unittest
 import grpc
 import numpy as np
 
-from group import (BUILD, Group, freeze, group, main, model_directory, open_files,
-                   skip_without_fork, wait_until)
-from test_little_memory import is_sanitized
+from group import (BUILD, Group, freeze, group, is_sanitized, main, model_directory, open_files,
+                   run_in_child, skip_without_fork, wait_until)
 from python_fakes import LAYER, HeldFake, rows, SEED
 
 import moed
@@ -346,29 +345,26 @@ class Real(unittest.TestCase):
         x = self.x(1)
         want = client.forward(0, x)
         flying = [client.submit(0, x) for _ in range(16)]
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                refused = 0
-                for call in (client.forward, client.submit):
-                    try:
-                        call(0, x)
-                    except RuntimeError:
-                        refused += 1
-                client.close()
-                del client, flying
-                gc.collect()
-                code = 0 if refused == 2 else 2
-            finally:
-                os._exit(code)
-        self.assertEqual(os.waitpid(pid, 0)[1], 0)
+
+        def use_and_drop():
+            nonlocal client, flying
+            refused = 0
+            for call in (client.forward, client.submit):
+                try:
+                    call(0, x)
+                except RuntimeError:
+                    refused += 1
+            client.close()
+            del client, flying
+            gc.collect()
+            return refused == 2
+
+        run_in_child(self, use_and_drop)
         for future in flying:
             self.same(future.result(60), want)
         self.same(client.forward(0, x), want)
         client.close()
 
-    @unittest.skipIf(SANITIZED, "a process without the sanitizer's runtime has no extension")
     def test_a_child_opens_a_client_through_grpcio_and_the_parent_goes_on(self):
         skip_without_fork(self, self.g.endpoint)
         program = """
@@ -602,15 +598,7 @@ class Ends(unittest.TestCase):
         async def run():
             client = await moed.AsyncClient(self.fake.endpoint, transport="native").connect()
             await client.forward(LAYER, rows(1))
-            pid = os.fork()
-            if pid == 0:
-                code = 1
-                try:
-                    client.__del__()
-                    code = 0
-                finally:
-                    os._exit(code)
-            self.assertEqual(os.waitpid(pid, 0)[1], 0)
+            run_in_child(self, lambda: client.__del__() is None)
             await client.forward(LAYER, rows(1))
             await client.close()
 

@@ -20,9 +20,8 @@ from unittest import mock
 import grpc
 import numpy as np
 
-from group import (BUILD, Group, freeze, group, main, model_directory, open_files,
-                   skip_without_fork, wait_until)
-from test_little_memory import is_sanitized
+from group import (BUILD, Group, freeze, group, is_sanitized, main, model_directory, open_files,
+                   run_in_child, skip_without_fork, wait_until)
 from python_fakes import SEED
 
 import moed
@@ -327,20 +326,20 @@ class SharedMemory(unittest.TestCase):
         regions = self.client.open_regions()
         x, y = self.filled(regions, 2)
         want = self.oracle.forward(0, x).tobytes()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
+
+        def use_and_drop():
+            nonlocal regions, x, y
+            refused = False
             try:
-                try:
-                    regions.submit(0, x, y)
-                except RuntimeError:
-                    code = 0
-                regions.close()
-                del x, y, regions
-                gc.collect()
-            finally:
-                os._exit(code)
-        self.assertEqual(os.waitpid(pid, 0)[1], 0)
+                regions.submit(0, x, y)
+            except RuntimeError:
+                refused = True
+            regions.close()
+            del x, y, regions
+            gc.collect()
+            return refused
+
+        run_in_child(self, use_and_drop)
         self.assertEqual(regions.forward(0, x, y).tobytes(), want)
         regions.close()
 

@@ -12,8 +12,7 @@ import subprocess
 import tempfile
 import unittest
 
-from group import BACKEND, BUILD, DEVICES, group, main, open_files, wait_until
-from test_little_memory import is_sanitized
+from group import BACKEND, BUILD, DEVICES, group, is_sanitized, main, open_files, wait_until
 
 PROGRAM = os.path.join(BUILD, "tests", "integration", "regions_schedules")
 RUNS = int(os.environ.get("MOE_RUNS", "300"))

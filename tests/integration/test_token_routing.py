@@ -19,8 +19,8 @@ import unittest
 
 import numpy as np
 
-from group import BUILD, Group, golden_cases, main, model_directory, moectl, relative_error
-from test_little_memory import is_sanitized
+from group import (BUILD, Group, golden_cases, is_sanitized, main, model_directory, moectl,
+                   relative_error)
 import moed
 
 if is_sanitized():  # as in test_python_native.py
