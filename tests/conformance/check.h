@@ -16,10 +16,11 @@ struct tally {
     /* Cases with rows here and backward passes on tensor cores: their number, and the last of them
      * plus one. */
     uint64_t tensor_cases, last_tensor_case;
-    uint64_t packed;   /* quantised matrices, of all slots */
-    uint64_t w8a8;     /* those of them that multiply quantised rows */
-    uint64_t retained; /* cases in which this slot retained steps for their backward passes */
-    uint64_t bits;     /* a hash of all y of whole steps */
+    uint64_t packed;         /* quantised matrices, of all slots */
+    uint64_t w8a8;           /* those of them that multiply quantised rows */
+    uint64_t quantised_rows; /* that dispatch moved so */
+    uint64_t retained;       /* cases in which this slot retained steps for their backward passes */
+    uint64_t bits;           /* a hash of all y of whole steps */
     /* Training: a hash of dx, gradients and aux loss of passes, and of values after steps. */
     uint64_t trained_bits;
     const char *transport;

@@ -2,6 +2,8 @@
 /* Each part alone: the router gives the routing of the step, and dispatched rows are right to the
  * byte. GEMMs, the shared expert and combine are compared with sums in double precision. */
 #include "check.h"
+#include "moe/numbers.h"
+#include "moe/row_format.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -102,15 +104,48 @@ static bool same_table(struct subject *s, const char *what, const uint32_t *tabl
     return same || wrong(s, "dispatch: %s of the local experts is wrong", what);
 }
 
+static size_t bytes_of_rows(const struct test_case *c, const struct moe_rows *rows, uint32_t n)
+{
+    return rows->quantised ? n * moe_row_format(&c->spec, c->dtype).bytes : tensor_bytes(c, n);
+}
+
+static const uint8_t *token_of_row(const struct test_case *c, const struct expected_row *w)
+{
+    return (const uint8_t *)c->input[w->source].x + w->token * tensor_bytes(c, 1);
+}
+
+/* Whether a row is `x`, quantised as moe/row_format.h says. */
+static bool is_quantised(const struct test_case *c, const uint8_t *row, const uint8_t *x)
+{
+    const struct moe_row_format format = moe_row_format(&c->spec, c->dtype);
+    bool pow2 = c->spec.routed_format.activations == MOE_ACTIVATIONS_F8_POW2, same = true;
+    for (uint32_t g = 0; g < format.groups; g++) {
+        uint32_t first = g * format.group, end = first + format.group;
+        end = end < c->spec.hidden ? end : c->spec.hidden;
+        float largest = 0, scale;
+        for (uint32_t i = first; i < end; i++)
+            largest = fmaxf(largest, fabsf((float)element(c->dtype, x, i)));
+        memcpy(&scale, row + format.scales_at + g * sizeof scale, sizeof scale);
+        same = same && scale == moe_e4m3_scale(largest, pow2);
+        for (uint32_t i = first; i < end; i++) {
+            float got = moe_e4m3_to_f32(row[i]);
+            float want = moe_round_to_e4m3((float)element(c->dtype, x, i) / scale);
+            same = same && (got == want || (isnan(got) && isnan(want)));
+        }
+    }
+    return same;
+}
+
 static bool check_dispatched(struct subject *s, const struct expected_rows *e,
                              const struct received *r)
 {
-    size_t bytes = tensor_bytes(s->c, 1);
+    size_t bytes = bytes_of_rows(s->c, &r->rows, 1);
+    s->tally->quantised_rows += r->rows.quantised ? e->n : 0;
     for (uint32_t i = 0; i < e->n; i++) {
         const struct expected_row *w = &e->list[i];
-        const uint8_t *x = s->c->input[w->source].x;
+        const uint8_t *row = r->x + w->row * bytes, *x = token_of_row(s->c, w);
         size_t pair = (size_t)w->token * s->c->spec.router.top_k + w->k;
-        if (memcmp(r->x + w->row * bytes, x + w->token * bytes, bytes) != 0)
+        if (r->rows.quantised ? !is_quantised(s->c, row, x) : memcmp(row, x, bytes) != 0)
             return wrong(s, "dispatch: row %u is not token %u of slot %u", w->row, w->token,
                          w->source);
         if (memcmp(&r->weight[w->row], &s->member->board->weights[w->source][pair],
@@ -134,7 +169,7 @@ static bool dispatch(struct subject *s, const void *x, const int32_t *ids, const
         !same_table(s, "counts", r->rows.count, e->count, e->local))
         return false;
     r->total = e->start[e->local];
-    r->x = get(s, r->rows.x, tensor_bytes(s->c, r->total));
+    r->x = get(s, r->rows.x, bytes_of_rows(s->c, &r->rows, r->total));
     r->weight = get(s, r->rows.weight, r->total * sizeof(float));
     return check_dispatched(s, e, r);
 }
@@ -227,8 +262,8 @@ static bool compare_gemms(struct subject *s, const struct expected_rows *e,
     for (uint32_t i = 0; i < e->n && rows < SAMPLE; i += step, rows++) {
         const struct expected_row *w = &e->list[i];
         double weight = (double)r->weight[w->row];
-        expect_hidden(s->c, w, weight, r->x + w->row * tensor_bytes(s->c, 1),
-                      hidden_rows.want + rows * inner, hidden_rows.size + rows * inner);
+        expect_hidden(s->c, w, weight, token_of_row(s->c, w), hidden_rows.want + rows * inner,
+                      hidden_rows.size + rows * inner);
         expect_down(s->c, w, weight, hidden + w->row * inner, out_rows.want + rows * outer,
                     out_rows.size + rows * outer);
         for (size_t j = 0; j < inner; j++)

@@ -250,6 +250,9 @@ static int run_member(struct member *m)
     if (good && tally.w8a8 == 0 && plan->cases >= 100 && quantises && !plan->training &&
         plan->backend->computes(s.device, &w8a8))
         good = wrong(&s, "no case was in W8A8");
+    if (good && tally.w8a8 != 0 && tally.quantised_rows == 0 && plan->cases >= 100 &&
+        plan->backend == &moe_backend_cpu)
+        good = wrong(&s, "no row was quantised before it was dispatched");
     report(&s);
     if (plan->training)
         report_training(&tally);

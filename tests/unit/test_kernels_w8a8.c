@@ -4,6 +4,7 @@
 #include "cpu/compute/packed.h"
 #include "kernels_fixture.h"
 #include "moe/numbers.h"
+#include "moe/row_format.h"
 #include "support/packed.h"
 
 static const struct moe_cpu_isa *const *isas;
@@ -87,6 +88,63 @@ static void quantised_rows_have_a_scale_for_each_group(void **state)
         free(x);
         free(got);
         free(scale);
+    }
+}
+
+static void a_byte_holds_each_value_of_e4m3(void **state)
+{
+    (void)state;
+    uint8_t bytes[256], back[256];
+    float values[256];
+    for (uint32_t i = 0; i < 256; i++)
+        bytes[i] = (uint8_t)i;
+    for (uint32_t c = 0; c < isa_count; c++) {
+        isas[c]->widen_bytes(256, bytes, values);
+        for (uint32_t i = 0; i < 256; i++) {
+            bool is_nan = (i & 0x7f) == 0x7f;
+            back[i] = moe_e4m3_byte(values[i]);
+            assert_true(is_nan ? isnan(values[i]) && (back[i] & 0x7f) == 0x7f : back[i] == i);
+        }
+    }
+}
+
+/* From F32 and from BF16, also in groups that need several tiles. */
+static void rows_in_bytes_have_the_values_and_scales_of_quantised_rows(void **state)
+{
+    (void)state;
+    for (uint32_t c = 0; c < 40 * isa_count; c++) {
+        const struct moe_cpu_isa *isa = isas[c % isa_count];
+        uint32_t n = random_between(1, c < 8 * isa_count ? 2000 : 300);
+        uint32_t group = random_between(1, one_in(2) ? n : 140), groups = (n - 1) / group + 1;
+        enum moe_dtype dtype = one_in(2) ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
+        bool pow2 = one_in(2);
+        void *x = random_tensor(dtype, n, 30);
+        if (one_in(4)) {
+            uint32_t at = random_below(n);
+            float bad = one_in(2) ? NAN : -INFINITY;
+            if (dtype == MOE_DTYPE_F32)
+                ((float *)x)[at] = bad;
+            else
+                ((uint16_t *)x)[at] = moe_f32_to_bf16(bad);
+        }
+        float *want = malloc(n * sizeof *want), *got = malloc(n * sizeof *got);
+        float *scale = malloc(2 * groups * sizeof *scale);
+        uint8_t *bytes = malloc(n);
+        assert_true(want != NULL && got != NULL && scale != NULL && bytes != NULL);
+        isa->widen(dtype, n, x, 1.0f, want);
+        isa->quantise(pow2, group, n, want, scale);
+        isa->quantise_bytes(dtype, pow2, group, n, x, bytes, scale + groups);
+        isa->widen_bytes(n, bytes, got);
+        assert_memory_equal(scale, scale + groups, groups * sizeof *scale);
+        for (uint32_t i = 0; i < n; i++)
+            if (isnan(want[i]) ? !isnan(got[i]) : got[i] != want[i])
+                fail_msg("%s, value %u of %u in groups of %u: %g, not %g", isa->name, i, n, group,
+                         (double)got[i], (double)want[i]);
+        free(x);
+        free(want);
+        free(got);
+        free(scale);
+        free(bytes);
     }
 }
 
@@ -254,23 +312,32 @@ static void free_batch(struct batch *b)
     free(b->y);
 }
 
-/* Tokens first .. first + n - 1 of `all`, to the start of `b`. */
-static void run(struct moe_layer *layer, enum moe_dtype dtype, const struct batch *all,
-                uint32_t first, uint32_t n, const struct batch *b)
+/* The products of n rows of the one expert, which are quantised or not. */
+static void run_products(struct moe_layer *layer, enum moe_dtype dtype, void *x, bool quantised,
+                         const float *weight, uint32_t n, const struct batch *b)
 {
     static const uint32_t expert = 0;
     const uint32_t start[2] = {0, (n + MOE_ROW_ALIGN - 1) / MOE_ROW_ALIGN * MOE_ROW_ALIGN};
-    size_t h = layer->spec.hidden;
     const struct moe_rows rows = {.local_experts = 1,
                                   .expert = &expert,
                                   .start = start,
                                   .count = &n,
-                                  .x = (char *)all->x + first * h * moe_dtype_bytes(dtype),
-                                  .weight = all->weight + first};
-    memset(b->y, 0, n * h * sizeof *b->y);
+                                  .x = x,
+                                  .quantised = quantised,
+                                  .weight = weight};
     assert_ok(moe_cpu_gemm_gate_up(layer, dtype, &rows, b->hidden));
     assert_ok(moe_cpu_gemm_down(layer, dtype, &rows, b->hidden, b->out));
-    assert_ok(moe_cpu_shared_forward(layer, dtype, n, rows.x, b->y));
+}
+
+/* Tokens first .. first + n - 1 of `all`, to the start of `b`. */
+static void run(struct moe_layer *layer, enum moe_dtype dtype, const struct batch *all,
+                uint32_t first, uint32_t n, const struct batch *b)
+{
+    size_t h = layer->spec.hidden;
+    void *x = (char *)all->x + first * h * moe_dtype_bytes(dtype);
+    memset(b->y, 0, n * h * sizeof *b->y);
+    run_products(layer, dtype, x, false, all->weight + first, n, b);
+    assert_ok(moe_cpu_shared_forward(layer, dtype, n, x, b->y));
 }
 
 static void expect_token(const struct moe_layer_spec *spec, const struct moe_oracle_layer *oracle,
@@ -351,6 +418,41 @@ static void a_token_has_the_same_bits_in_any_batch(void **state)
     }
 }
 
+/* Rows that come quantised, as moe_cpu_quantise_rows makes them, give the bits of plain rows. */
+static void quantised_rows_give_the_bits_of_plain_ones(void **state)
+{
+    (void)state;
+    uint32_t quantised = 0;
+    for (uint32_t c = 0; c < 20 * isa_count; c++) {
+        struct moe_device *device = open_device(isas[c % isa_count], random_between(1, 3));
+        struct moe_layer_spec spec = random_spec();
+        enum moe_dtype dtype = one_in(2) ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
+        struct moe_layer *layer = random_layer(device, &spec, MOE_DTYPE_NONE, true, NULL);
+        uint32_t n = random_between(1, 100);
+        struct batch plain = random_batch(&spec, dtype, n), b = random_batch(&spec, dtype, n);
+        const struct moe_row_format format = moe_row_format(&spec, dtype);
+        size_t row_bytes;
+        void *rows;
+        run(layer, dtype, &plain, 0, n, &plain);
+        assert_ok(moe_cpu_quantise_rows(layer, dtype, n, plain.x, &rows, &row_bytes));
+        assert_int_equal(row_bytes, format.quantised ? format.bytes : 0);
+        assert_true(format.quantised || format.bytes == spec.hidden * moe_dtype_bytes(dtype));
+        if (format.quantised) {
+            assert_true(format.bytes <= spec.hidden * moe_dtype_bytes(dtype));
+            run_products(layer, dtype, rows, true, plain.weight, n, &b);
+            assert_memory_equal(b.hidden, plain.hidden, n * spec.intermediate * sizeof *b.hidden);
+            assert_memory_equal(b.out, plain.out, (size_t)n * spec.hidden * sizeof *b.out);
+            quantised++;
+        }
+        moe_cpu_scratch_give(device, rows);
+        free_batch(&plain);
+        free_batch(&b);
+        moe_cpu_layer_destroy(layer);
+        moe_cpu_device_close(device);
+    }
+    assert_true(quantised >= isa_count);
+}
+
 /* Not finite: the row is NaN, and other rows keep their bits. */
 static void a_row_that_is_not_finite_stays_alone(void **state)
 {
@@ -385,9 +487,12 @@ int main(void)
         cmocka_unit_test(rounding_finds_the_nearest_value_and_ties_go_to_even),
         cmocka_unit_test(scales_are_those_of_the_definition),
         cmocka_unit_test(quantised_rows_have_a_scale_for_each_group),
+        cmocka_unit_test(a_byte_holds_each_value_of_e4m3),
+        cmocka_unit_test(rows_in_bytes_have_the_values_and_scales_of_quantised_rows),
         cmocka_unit_test(products_follow_the_definition_with_the_same_bits_for_any_rows),
         cmocka_unit_test(layers_agree_with_the_oracle_that_quantises_alike),
         cmocka_unit_test(a_token_has_the_same_bits_in_any_batch),
+        cmocka_unit_test(quantised_rows_give_the_bits_of_plain_ones),
         cmocka_unit_test(a_row_that_is_not_finite_stays_alone),
     };
     seed_random();

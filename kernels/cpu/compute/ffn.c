@@ -8,10 +8,12 @@
  * activation and weight in fp32 before it stores a tile. It touches only rows inside spans: padding
  * rows may have any contents.
  *
- * W8A8 quantises rows before each of the two products, from their fp32 values. */
+ * W8A8 quantises rows before each of the two products, from their fp32 values. Rows may come
+ * quantised for the first product. */
 #include "cpu/compute/layer.h"
 
 #include "base/size.h"
+#include "moe/row_format.h"
 
 #include <math.h>
 #include <string.h>
@@ -28,7 +30,7 @@ struct span {
     uint32_t entry; /* of the weights: local expert index, 0 for the shared expert */
     uint32_t rows;
     uint32_t panels_per_item;
-    const void *narrow; /* rows in the job's dtype; NULL if `x` has the rows */
+    const void *narrow; /* rows as they came, job->row_bytes each; NULL if `x` has the rows */
     const float *scale; /* [rows] factor of each prepared row, or NULL */
     const struct moe_cpu_matrix *shared_gate; /* [1, H]: computes `weight`; or NULL */
     float *x;                                 /* [rows, in] */
@@ -57,6 +59,9 @@ struct ffn_job {
     uint32_t in;            /* inputs of its rows */
     uint32_t group, groups; /* W8A8: inputs of a group, groups of a row; else groups = 0 */
     bool pow2;              /* scales of groups are powers of two */
+    size_t row_bytes;       /* of a row of span.narrow */
+    /* Rows of span.narrow are quantised, and their scales are here in a row; 0: they are not. */
+    size_t scales_at;
 
     uint32_t spans;
     uint32_t first_item[MOE_MAX_EXPERTS + 1]; /* of each span in the current phase */
@@ -72,6 +77,8 @@ static void begin_phase(struct ffn_job *job, const struct moe_weight_format *f, 
     job->group = quantises ? moe_activation_group(f, in) : 0;
     job->groups = quantises ? moe_cpu_ceil_div(in, job->group) : 0;
     job->pow2 = f->activations == MOE_ACTIVATIONS_F8_POW2;
+    job->row_bytes = in * moe_dtype_bytes(job->dtype);
+    job->scales_at = 0;
 }
 
 /* The span of `*item`, which becomes the number inside the span. */
@@ -106,15 +113,29 @@ static void weigh_shared_rows(const struct ffn_job *job, const struct span *span
     }
 }
 
+/* Row r of span.narrow, which was quantised on its token's slot. */
+static void read_quantised_row(const struct ffn_job *job, const struct span *span, uint32_t r)
+{
+    const uint8_t *row = (const uint8_t *)span->narrow + r * job->row_bytes;
+    job->isa->widen_bytes(job->in, row, span->x + (size_t)r * job->in);
+    memcpy(span->row_scale + (size_t)r * job->groups, row + job->scales_at,
+           job->groups * sizeof(float));
+}
+
 static void prepare_item(void *ctx, uint32_t item)
 {
     const struct ffn_job *job = ctx;
     const struct span *span = find_span(job, &item);
-    size_t in = job->in, row_bytes = in * moe_dtype_bytes(job->dtype);
+    size_t in = job->in;
     uint32_t first = item * job->rows_per_item;
     uint32_t end = moe_cpu_min(span->rows, first + job->rows_per_item);
+    if (job->scales_at != 0) {
+        for (uint32_t r = first; r < end; r++)
+            read_quantised_row(job, span, r);
+        return;
+    }
     for (uint32_t r = first; span->narrow != NULL && r < end; r++)
-        job->isa->widen(job->dtype, in, (const char *)span->narrow + r * row_bytes,
+        job->isa->widen(job->dtype, in, (const char *)span->narrow + r * job->row_bytes,
                         span->scale != NULL ? span->scale[r] : 1.0f, span->x + r * in);
     if (span->shared_gate != NULL)
         weigh_shared_rows(job, span, first, end - first);
@@ -442,12 +463,11 @@ static void place_rows(const struct ffn_job *job, const struct copies *c, size_t
 static void place_gate_up(struct ffn_job *job, const struct moe_rows *rows,
                           const struct copies *copies, const struct moe_cpu_pre *pre, float *hidden)
 {
-    size_t in = job->in, used = 0;
+    size_t used = 0;
     for (uint32_t s = 0; s < job->spans; s++) {
         struct span *span = &job->span[s];
         size_t first = first_row(rows, span);
-        place_rows(job, copies, used, (char *)rows->x + first * in * moe_dtype_bytes(job->dtype),
-                   span);
+        place_rows(job, copies, used, (char *)rows->x + first * job->row_bytes, span);
         span->out = hidden + first * job->layer->spec.intermediate;
         span->pre = pre_at(pre, first, job->layer->spec.intermediate);
         span->scale = job->layer->spec.weighting == MOE_WEIGHT_INPUT ? span->weight : NULL;
@@ -465,6 +485,11 @@ struct moe_status moe_cpu_gate_up_retaining(struct moe_layer *layer, enum moe_dt
     init_job(&job, layer);
     job.dtype = dtype;
     begin_phase(&job, &layer->spec.routed_format, moe_expert_width(&layer->spec));
+    if (rows->quantised) {
+        const struct moe_row_format format = moe_row_format(&layer->spec, dtype);
+        job.row_bytes = format.bytes;
+        job.scales_at = format.scales_at;
+    }
     struct copies copies = {.max_rows = UINT32_MAX};
     if (dtype != MOE_DTYPE_F32 || layer->spec.weighting == MOE_WEIGHT_INPUT || job.groups != 0)
         MOE_TRY(take_copies(&job, rows, &copies));
@@ -521,6 +546,56 @@ struct moe_status moe_cpu_gemm_down(struct moe_layer *layer, enum moe_dtype dtyp
 }
 
 /* ------------------------------------------------------------------- shared expert */
+
+struct quantise_job {
+    const struct moe_layer *layer;
+    struct moe_row_format format;
+    enum moe_dtype dtype;
+    uint32_t tokens, per_item;
+    const char *x;
+    uint8_t *to;
+};
+
+static void quantise_item(void *ctx, uint32_t item)
+{
+    const struct quantise_job *job = ctx;
+    const struct moe_layer_spec *spec = &job->layer->spec;
+    const uint32_t width = moe_expert_width(spec);
+    const size_t from_bytes = width * moe_dtype_bytes(job->dtype);
+    uint32_t t = item * job->per_item, end = moe_cpu_min(job->tokens, t + job->per_item);
+    for (; t < end; t++) {
+        uint8_t *row = job->to + t * job->format.bytes;
+        memset(row + width, 0, job->format.scales_at - width);
+        moe_cpu_device_isa(job->layer->device)
+            ->quantise_bytes(job->dtype, spec->routed_format.activations == MOE_ACTIVATIONS_F8_POW2,
+                             job->format.group, width, job->x + t * from_bytes, row,
+                             (float *)(void *)(row + job->format.scales_at));
+    }
+}
+
+struct moe_status moe_cpu_quantise_rows(const struct moe_layer *layer, enum moe_dtype dtype,
+                                        uint32_t tokens, const void *x, void **rows,
+                                        size_t *row_bytes)
+{
+    struct quantise_job job = {.layer = layer,
+                               .format = moe_row_format(&layer->spec, dtype),
+                               .dtype = dtype,
+                               .tokens = tokens,
+                               .x = x};
+    size_t bytes;
+    *rows = NULL;
+    *row_bytes = job.format.quantised ? job.format.bytes : 0;
+    if (*row_bytes == 0 || tokens == 0)
+        return moe_ok();
+    if (!moe_size_mul(tokens, *row_bytes, &bytes))
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "%u rows of %zu bytes do not fit in memory", tokens, *row_bytes);
+    MOE_TRY(moe_cpu_scratch_take(layer->device, bytes, rows));
+    job.to = *rows;
+    job.per_item = moe_cpu_units_per_item(2 * (uint64_t)moe_expert_width(&layer->spec));
+    moe_cpu_parallel(layer->device, moe_cpu_ceil_div(tokens, job.per_item), quantise_item, &job);
+    return moe_ok();
+}
 
 /* Scratch of one pass: fp32 rows (of bf16, or for W8A8), hidden activations, row weights, scales of
  * quantised rows. */

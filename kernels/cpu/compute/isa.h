@@ -87,6 +87,12 @@ struct moe_cpu_isa {
      * moe/weight_format.h, and scale [groups] their s, with `pow2` a power of two. */
     void (*quantise)(bool pow2, uint32_t group, size_t n, float *x, float *scale);
 
+    /* The same to bytes of F8E4M3, from a row of F32 or BF16. */
+    void (*quantise_bytes)(enum moe_dtype dtype, bool pow2, uint32_t group, size_t n,
+                           const void *from, uint8_t *to, float *scale);
+    /* to[i] = the value of a byte of F8E4M3. */
+    void (*widen_bytes)(size_t n, const uint8_t *from, float *to);
+
     /* gate[i] = activation(gate[i], up[i]) for i < n; a NaN input gives NaN. */
     void (*activate)(enum moe_activation activation, float limit, float alpha, size_t n,
                      float *gate, const float *up);

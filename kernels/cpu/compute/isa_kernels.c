@@ -160,6 +160,42 @@ static void quantise(bool pow2, uint32_t group, size_t n, float *x, float *scale
     }
 }
 
+/* Reads the row twice, a tile at a time. */
+static void quantise_bytes(enum moe_dtype dtype, bool pow2, uint32_t group, size_t n,
+                           const void *from, uint8_t *to, float *scale)
+{
+    enum { TILE = 512 };
+    float tile[TILE];
+    const char *row = from;
+    for (size_t first = 0, end; first < n; first = end) {
+        float largest = 0;
+        end = n - first < group ? n : first + group;
+        for (size_t at = first; at < end; at += TILE) {
+            size_t count = end - at < TILE ? end - at : TILE;
+            widen(dtype, count, row + at * moe_dtype_bytes(dtype), 1.0f, tile);
+            float most = largest_of(tile, count);
+            largest = most > largest ? most : largest;
+        }
+        float s = moe_e4m3_scale(largest, pow2);
+        for (size_t at = first; at < end; at += TILE) {
+            size_t count = end - at < TILE ? end - at : TILE;
+            if (end - first > TILE)
+                widen(dtype, count, row + at * moe_dtype_bytes(dtype), 1.0f, tile);
+            for (size_t i = 0; i < count; i++)
+                tile[i] = moe_round_to_e4m3(tile[i] / s);
+            for (size_t i = 0; i < count; i++)
+                to[at + i] = moe_e4m3_byte(tile[i]);
+        }
+        *scale++ = s;
+    }
+}
+
+static void widen_bytes(size_t n, const uint8_t *from, float *to)
+{
+    for (size_t i = 0; i < n; i++)
+        to[i] = moe_e4m3_to_f32(from[i]);
+}
+
 /* ----------------------------------------------------------------- activation */
 
 /* Lane-wise x < bound ? bound : x, and x > bound ? bound : x below: NaN stays NaN. */
@@ -314,6 +350,8 @@ const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA) = {
     .unpack = MOE_CPU_UNPACK,
     .widen = widen,
     .quantise = quantise,
+    .quantise_bytes = quantise_bytes,
+    .widen_bytes = widen_bytes,
     .activate = activate,
     .activate_backward = activate_backward,
     .optimize = optimize,

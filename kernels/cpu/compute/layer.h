@@ -90,6 +90,12 @@ struct moe_cpu_pre {
 struct moe_status moe_cpu_check_rows(const struct moe_layer *layer,
                                      const struct moe_rows *rows) MOE_CHECKED;
 
+/* ffn.c. Rows of x [T, W] as moe/row_format.h says: *rows [T, *row_bytes], scratch of the device,
+ * or NULL for T = 0. *row_bytes = 0: rows go to the experts as they are, and *rows = NULL. */
+struct moe_status moe_cpu_quantise_rows(const struct moe_layer *layer, enum moe_dtype dtype,
+                                        uint32_t tokens, const void *x, void **rows,
+                                        size_t *row_bytes) MOE_CHECKED;
+
 /* ffn.c. These functions apply input weighting: rows->x has the token without its weight. They
  * neither read nor write padding rows. */
 struct moe_status moe_cpu_gemm_gate_up(struct moe_layer *layer, enum moe_dtype dtype,

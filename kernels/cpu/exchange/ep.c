@@ -172,13 +172,29 @@ uint32_t moe_cpu_ep_key(const struct moe_layer *layer, const void *row, size_t b
     return (uint32_t)(hash >> 32);
 }
 
+static size_t bytes_of_token(const struct moe_cpu_batch *b)
+{
+    return moe_expert_width(&b->layer->spec) * moe_dtype_bytes(b->dtype);
+}
+
+static size_t bytes_of_row(const struct moe_cpu_batch *b)
+{
+    return b->row_bytes != 0 ? b->row_bytes : bytes_of_token(b);
+}
+
+static const uint8_t *rows_of(const struct moe_cpu_batch *b)
+{
+    return b->row_bytes != 0 ? b->rows : b->x;
+}
+
 static const uint32_t *make_keys(struct moe_cpu_ep *ep, const struct moe_cpu_batch *b)
 {
-    size_t bytes = moe_expert_width(&b->layer->spec) * moe_dtype_bytes(b->dtype);
+    const uint8_t *rows = rows_of(b);
+    size_t bytes = bytes_of_row(b);
     if (!b->layer->placement.by_content)
         return NULL;
     for (uint32_t t = 0; t < b->tokens; t++)
-        ep->keys[t] = moe_cpu_ep_key(b->layer, (const uint8_t *)b->x + t * bytes, bytes, t);
+        ep->keys[t] = moe_cpu_ep_key(b->layer, rows + t * bytes, bytes, t);
     return ep->keys;
 }
 
@@ -319,7 +335,9 @@ struct moe_status moe_cpu_ep_prepare(struct moe_cpu_ep *ep, const struct moe_cpu
         MOE_TRY(clear_flags(ep));
     ep->batch = *batch;
     ep->width = moe_expert_width(&batch->layer->spec);
-    ep->row_bytes = ep->width * moe_dtype_bytes(batch->dtype);
+    ep->rows_sent = rows_of(batch);
+    ep->row_bytes = bytes_of_row(batch);
+    ep->token_bytes = bytes_of_token(batch);
     ep->stride = moe_window_row_stride(ep->width, batch->dtype);
     ep->token_stride = batch->backward ? 2 * ep->stride : ep->stride;
     ep->gradient_stride = moe_window_gradient_stride(ep->width);

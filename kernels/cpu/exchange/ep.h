@@ -35,6 +35,10 @@ struct moe_cpu_batch {
     enum moe_dtype dtype;
     uint32_t bucket, tokens;
     const void *x; /* [T, W] */
+    /* If row_bytes is not 0: what the experts get instead of the rows of x, [T, row_bytes]. All
+     * slots have the same row_bytes, at most those of a row of x. Not in backward passes. */
+    const void *rows;
+    size_t row_bytes;
     bool backward;
     const void *dy;                           /* [T, W]; backward only */
     const struct moe_cpu_pass_params *params; /* backward only; NULL = all zero */

@@ -79,8 +79,8 @@ void moe_cpu_ep_finish_gradients(const struct moe_cpu_ep *ep, uint32_t t, float 
 {
     const struct moe_cpu_batch *b = &ep->batch;
     uint32_t hidden = b->layer->spec.hidden, top_k = b->layer->spec.router.top_k;
-    const uint8_t *x = (const uint8_t *)b->x + t * ep->row_bytes;
-    const uint8_t *dy = (const uint8_t *)b->dy + t * ep->row_bytes;
+    const uint8_t *x = (const uint8_t *)b->x + t * ep->token_bytes;
+    const uint8_t *dy = (const uint8_t *)b->dy + t * ep->token_bytes;
     for (uint32_t k = 0; k < top_k; k++) {
         size_t pair = (size_t)t * top_k + k;
         if (b->ids[pair] < (int32_t)b->layer->spec.experts)

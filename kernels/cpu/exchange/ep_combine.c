@@ -77,7 +77,7 @@ static void return_item(void *ctx, uint32_t item)
         if (rows->n == 0)
             continue;
         const void *at = moe_window_partial_of(&s->layout, own, region, t, stride);
-        size_t bytes = ep->batch.backward ? stride : ep->row_bytes;
+        size_t bytes = ep->batch.backward ? stride : ep->token_bytes;
         void *partial = moe_cpu_stores_data(stores, at, bytes);
         if (partial != NULL)
             ep->return_token(ep, rows, partial);
@@ -153,9 +153,9 @@ void moe_cpu_ep_finish_columns(const struct moe_cpu_ep *ep, uint32_t t, uint32_t
     uint32_t top_k = b->layer->spec.router.top_k;
     for (size_t pair = (size_t)t * top_k; pair < (size_t)(t + 1) * top_k; pair++)
         if (b->ids[pair] >= (int32_t)b->layer->spec.experts)
-            moe_cpu_ep_add_row(b->dtype, (const uint8_t *)b->x + t * ep->row_bytes, c, n,
+            moe_cpu_ep_add_row(b->dtype, (const uint8_t *)b->x + t * ep->token_bytes, c, n,
                                b->weights[pair], sum);
-    moe_cpu_ep_store_row(b->dtype, (uint8_t *)ep->y + t * ep->row_bytes, c, n, sum);
+    moe_cpu_ep_store_row(b->dtype, (uint8_t *)ep->y + t * ep->token_bytes, c, n, sum);
 }
 
 /* Columns c .. c + n - 1 of one local token: base, then the slots in order, then zero experts. */
@@ -188,7 +188,7 @@ bool moe_cpu_ep_skips(const struct moe_cpu_ep *ep, uint32_t t)
 {
     bool skips = ep->batch.token_state != NULL && ep->batch.token_state[t] != MOE_TOKEN_OK;
     if (skips)
-        memset((uint8_t *)ep->y + t * ep->row_bytes, 0, ep->row_bytes);
+        memset((uint8_t *)ep->y + t * ep->token_bytes, 0, ep->token_bytes);
     return skips;
 }
 

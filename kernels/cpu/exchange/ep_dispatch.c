@@ -37,10 +37,10 @@ static void send_row(const struct moe_cpu_ep *ep, struct moe_cpu_stores *stores,
         moe_window_row_of(&s->layout, moe_cpu_session_own(s), s->config.slot, t, ep->token_stride);
     void *to = moe_cpu_stores_data(stores, at, ep->row_bytes);
     if (to != NULL)
-        memcpy(to, (const uint8_t *)b->x + t * ep->row_bytes, ep->row_bytes);
-    to = b->backward ? moe_cpu_stores_data(stores, at + ep->stride, ep->row_bytes) : NULL;
+        memcpy(to, ep->rows_sent + t * ep->row_bytes, ep->row_bytes);
+    to = b->backward ? moe_cpu_stores_data(stores, at + ep->stride, ep->token_bytes) : NULL;
     if (to != NULL)
-        memcpy(to, (const uint8_t *)b->dy + t * ep->row_bytes, ep->row_bytes);
+        memcpy(to, (const uint8_t *)b->dy + t * ep->token_bytes, ep->token_bytes);
 }
 
 static void send_token(const struct moe_cpu_ep *ep, struct moe_cpu_stores *stores, uint32_t t)
@@ -206,7 +206,7 @@ static struct moe_status allocate_rows(struct moe_cpu_ep *ep, size_t rows)
     struct moe_device *device = ep->session->device;
     struct moe_status st = moe_cpu_scratch_take(device, rows * ep->row_bytes, (void **)&ep->x);
     if (!moe_failed(&st) && ep->batch.backward)
-        st = moe_cpu_scratch_take(device, rows * ep->row_bytes, (void **)&ep->dy);
+        st = moe_cpu_scratch_take(device, rows * ep->token_bytes, (void **)&ep->dy);
     if (!moe_failed(&st))
         st = moe_cpu_scratch_take(device, rows * sizeof(float), (void **)&ep->weight);
     if (moe_failed(&st))
@@ -295,18 +295,18 @@ void moe_cpu_ep_copy_token(const struct moe_cpu_ep *ep, uint32_t t)
     const struct token_rows *rows = token_of(ep, ep->source, t);
     const uint8_t *from, *dy;
     if (ep->source == s->config.slot) {
-        from = (const uint8_t *)ep->batch.x + t * ep->row_bytes;
-        dy = ep->dy != NULL ? (const uint8_t *)ep->batch.dy + t * ep->row_bytes : NULL;
+        from = ep->rows_sent + t * ep->row_bytes;
+        dy = ep->dy != NULL ? (const uint8_t *)ep->batch.dy + t * ep->token_bytes : NULL;
     } else {
         from =
             moe_window_row_of(&s->layout, moe_cpu_session_own(s), ep->source, t, ep->token_stride);
         dy = from + ep->stride;
     }
     for (uint32_t i = 0; i < rows->n; i++) {
-        size_t at = ep->row[rows->first + i] * ep->row_bytes;
-        memcpy(ep->x + at, from, ep->row_bytes);
+        size_t row = ep->row[rows->first + i];
+        memcpy(ep->x + row * ep->row_bytes, from, ep->row_bytes);
         if (ep->dy != NULL)
-            memcpy(ep->dy + at, dy, ep->row_bytes);
+            memcpy(ep->dy + row * ep->token_bytes, dy, ep->token_bytes);
     }
 }
 
@@ -391,6 +391,7 @@ struct moe_status moe_cpu_ep_receive(struct moe_cpu_ep *ep, struct moe_rows *out
                              .start = ep->start,
                              .count = ep->rows,
                              .x = ep->x,
+                             .quantised = ep->batch.row_bytes != 0,
                              .weight = ep->weight};
     return moe_ok();
 }

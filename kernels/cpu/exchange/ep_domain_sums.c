@@ -85,7 +85,7 @@ static void sum_item(void *ctx, uint32_t item)
         if (entries == 0)
             continue;
         const void *at = moe_window_partial_of(&s->layout, own, slot, t, stride);
-        void *to = moe_cpu_stores_data(&stores, at, ep->batch.backward ? stride : ep->row_bytes);
+        void *to = moe_cpu_stores_data(&stores, at, ep->batch.backward ? stride : ep->token_bytes);
         if (to != NULL)
             sum_partner_token(ep, from, t, to);
         moe_cpu_stores_flag(&stores, moe_window_returned_of(&s->layout, own, slot, t), ep->stamp,

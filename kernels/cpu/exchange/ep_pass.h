@@ -46,12 +46,14 @@ struct moe_cpu_ep {
     struct moe_cpu_batch batch;
     uint64_t stamp;
     uint32_t parity;
-    bool open;      /* a pass has begun and is not closed */
-    bool agreed;    /* all slots run the same pass */
-    bool received;  /* combine can run */
-    bool refused;   /* all slots have refused the pass */
-    uint32_t width; /* columns of a row: moe_expert_width */
+    bool open;                /* a pass has begun and is not closed */
+    bool agreed;              /* all slots run the same pass */
+    bool received;            /* combine can run */
+    bool refused;             /* all slots have refused the pass */
+    uint32_t width;           /* columns of a row: moe_expert_width */
+    const uint8_t *rows_sent; /* [T, row_bytes] what experts get of this slot's tokens */
     size_t row_bytes;
+    size_t token_bytes;     /* of W values of the dtype: a row of x, dy, y */
     size_t stride;          /* of x in the windows, dy behind it; of partials in a forward pass */
     size_t token_stride;    /* of the rows of a token in the windows: x, and dy if backward */
     size_t gradient_stride; /* of partials in a backward pass */
@@ -76,8 +78,8 @@ struct moe_cpu_ep {
     uint32_t *row; /* [slots * max_tokens * max_top_k] row numbers, indexed by of_token */
     uint32_t row_used;
     uint64_t row_total;
-    uint8_t *x;      /* [start[local], W] of the pass's dtype; scratch of the device */
-    uint8_t *dy;     /* the same, backward only */
+    uint8_t *x;      /* [start[local], row_bytes]; scratch of the device */
+    uint8_t *dy;     /* [start[local], token_bytes], backward only */
     float *weight;   /* [start[local]]; scratch too */
     uint64_t *loads; /* [max_experts] choices of the group's routed tokens; backward only */
     uint64_t routed; /* such tokens in the group */

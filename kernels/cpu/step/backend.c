@@ -23,9 +23,16 @@ static struct moe_status dispatch(struct moe_session *s, struct moe_layer *layer
                                   .weights = weights};
     MOE_TRY(moe_cpu_steps_idle(s->steps));
     MOE_TRY(moe_cpu_ep_check(s, layer, dtype, bucket, tokens));
-    MOE_TRY(moe_cpu_ep_prepare(s->ep, &batch));
-    moe_cpu_ep_send(s->ep);
-    return moe_cpu_ep_receive(s->ep, out);
+    void *quantised;
+    MOE_TRY(moe_cpu_quantise_rows(layer, dtype, tokens, x, &quantised, &batch.row_bytes));
+    batch.rows = quantised;
+    struct moe_status st = moe_cpu_ep_prepare(s->ep, &batch);
+    if (!moe_failed(&st)) {
+        moe_cpu_ep_send(s->ep);
+        st = moe_cpu_ep_receive(s->ep, out);
+    }
+    moe_cpu_scratch_give(s->device, quantised);
+    return st;
 }
 
 static struct moe_status combine(struct moe_session *s, struct moe_layer *layer,

@@ -51,6 +51,7 @@ struct step_memory {
     float *out;    /* [rows, W]; W = moe_expert_width */
     float *base;   /* [T, H] the shared expert's output; NULL without one */
     void *latent;  /* [2, T, L] of the dtype: the experts' inputs and sums; or NULL */
+    void *rows;    /* [T] quantised rows, or NULL */
     struct moe_cpu_snapshot snapshot;
 };
 
@@ -243,6 +244,8 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
     mark_unavailable(s, a);
     struct expert_rows e;
     MOE_TRY(enter_latent(s, a, m, &e));
+    size_t row_bytes;
+    MOE_TRY(moe_cpu_quantise_rows(layer, a->dtype, a->tokens, e.x, &m->rows, &row_bytes));
     moe_cpu_step_lap(r, MOE_STAGE_ROUTER, &since);
 
     struct moe_cpu_batch batch = {.layer = layer,
@@ -250,6 +253,8 @@ static struct moe_status run_stages(struct moe_session *s, const struct moe_step
                                   .bucket = a->bucket,
                                   .tokens = a->tokens,
                                   .x = e.x,
+                                  .rows = m->rows,
+                                  .row_bytes = row_bytes,
                                   .ids = a->ids_out,
                                   .weights = a->weights_out,
                                   .token_state = a->token_state,
@@ -313,6 +318,7 @@ static void run(struct moe_session *s, struct moe_step *step)
     moe_cpu_scratch_give(s->device, memory.out);
     moe_cpu_scratch_give(s->device, memory.base);
     moe_cpu_scratch_give(s->device, memory.latent);
+    moe_cpu_scratch_give(s->device, memory.rows);
     moe_cpu_snapshot_free(s->device, &memory.snapshot);
     /* A refused step leaves the session usable: all slots refuse it alike, and no row is in flight.
      */

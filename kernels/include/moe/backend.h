@@ -275,6 +275,7 @@ struct moe_rows {
     const uint32_t *start;  /* [local + 1]; start[local] = rows in use, padding included */
     const uint32_t *count;  /* [local] */
     void *x;                /* [start[local], W] of the step's dtype; W = moe_expert_width */
+    bool quantised;         /* x has quantised rows of moe/row_format.h instead */
     const float *weight;    /* [start[local]] routing weight of each row; undefined in padding */
 };
 

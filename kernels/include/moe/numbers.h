@@ -38,6 +38,17 @@ static inline float moe_e4m3_to_f32(uint8_t b)
     return magnitude == 0x7f ? moe_float_of_bits(sign | 0x7fc00000) : f;
 }
 
+/* The byte of a value of F8E4M3; a NaN becomes 0x7f or 0xff. No branch, as above. */
+static inline uint8_t moe_e4m3_byte(float value)
+{
+    float small = value * 0x1p-120f;
+    uint32_t bits;
+    memcpy(&bits, &small, sizeof bits);
+    uint32_t magnitude = bits >> 20 & 0x7ff;
+    magnitude = magnitude > 0x7f ? 0x7f : magnitude;
+    return (uint8_t)((bits >> 24 & 0x80) | magnitude);
+}
+
 /* The scale of a group of activations with this largest magnitude (weight_format.h). */
 static inline float moe_e4m3_scale(float largest, bool pow2)
 {
