@@ -255,7 +255,7 @@ static int64_t stored_id(const struct moe_tensor *t, const char *data, size_t i)
     return narrow;
 }
 
-/* Takes over K ids of a token, from `data` on. */
+/* Takes over K ids of a token, from `data` on. An id may occur more than once: each counts. */
 static struct moe_status take_row(const struct moe_layer_spec *spec, const struct moe_tensor *t,
                                   const char *data, size_t token, uint16_t *row)
 {
@@ -266,11 +266,6 @@ static struct moe_status take_row(const struct moe_layer_spec *spec, const struc
                              "tensor %.120s: token %zu: expert %lld is not in 0 to %u", t->name,
                              token, (long long)id, spec->experts - 1);
         row[k] = (uint16_t)id;
-        for (size_t before = 0; before < k; before++)
-            if (row[before] == row[k])
-                return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
-                                 "tensor %.120s: token %zu: expert %u occurs twice", t->name, token,
-                                 row[k]);
     }
     return moe_ok();
 }

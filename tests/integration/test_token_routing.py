@@ -109,6 +109,27 @@ class TokenRouting(unittest.TestCase):
             np.testing.assert_array_equal(got, want)
             np.testing.assert_array_equal(shared, client.forward(0, x, parts="shared"))
 
+    def test_an_expert_twice_in_a_row_of_the_table_counts_twice(self):
+        path = os.path.join(self.folder, "model.safetensors")
+        tensors = moed.read_safetensors(path)
+        tensors[TABLE] = table = tensors[TABLE].copy()
+        table[:, 1] = table[:, 0]
+        moed.write_safetensors(path, tensors)
+        ids = table[self.token_ids].astype(np.int32)
+        chosen = np.take_along_axis(scores_of(self.x, self.router), ids, axis=1)
+        weights = (chosen / chosen.sum(axis=1, keepdims=True) * self.scale).astype(np.float32)
+        with served(self.folder, 2) as (_, client):
+            got = client.forward(0, self.x, token_ids=self.token_ids, return_routing=True)
+            np.testing.assert_array_equal(got.topk_ids, ids)
+            np.testing.assert_allclose(got.topk_weights, weights, rtol=1e-5)
+        weights = got.topk_weights.copy()
+        weights[:, 0] += weights[:, 1]
+        weights[:, 1] = 0
+        ids[:, 1] = (ids[:, 0] + 1) % EXPERTS
+        with served(model_directory("deepseek_v4"), 2) as (_, client):
+            once = client.forward(0, self.x, topk_ids=ids, topk_weights=weights)
+        self.assertLessEqual(relative_error(got.y, once), 1e-6)
+
     def test_token_ids_give_the_recorded_answer(self):
         x, want = recorded()
         for workers in 1, 2:
