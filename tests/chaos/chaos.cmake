@@ -10,5 +10,6 @@ foreach(scene partition coordinator leader replicas partial rolling elastic mixe
   add_test(NAME chaos_${scene}_long COMMAND ${command} --long)
   set_tests_properties(chaos_${scene}_long PROPERTIES TIMEOUT 1500 LABELS "integration;nightly")
 endforeach()
+set_tests_properties(chaos_mixed_long PROPERTIES TIMEOUT 3000)
 set_tests_properties(chaos_partition chaos_partition_long chaos_leader chaos_leader_long
   chaos_overcommit chaos_overcommit_long PROPERTIES SKIP_RETURN_CODE 77)
