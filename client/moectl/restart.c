@@ -109,8 +109,28 @@ static struct moe_status drain(struct restart *r, uint32_t slot, uint64_t deadli
     return moe_ok();
 }
 
-/* Runs `moectl replace`, which starts daemons of the group that have ended. Not by fork: gRPC has
+/* Runs a program without its standard output; `*succeeded`: it exits with 0. Not by fork: gRPC has
  * threads here. */
+static struct moe_status run_program(const char *const *argv, bool *succeeded)
+{
+    posix_spawn_file_actions_t actions;
+    pid_t child;
+    int status = 0, rc = posix_spawn_file_actions_init(&actions);
+    if (rc == 0)
+        rc = posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
+    if (rc == 0)
+        rc = posix_spawn(&child, argv[0], &actions, NULL, (char *const *)(uintptr_t)argv, environ);
+    (void)posix_spawn_file_actions_destroy(&actions);
+    if (rc != 0)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_IO, "cannot start %s: %s", argv[0],
+                         strerrorname_np(rc));
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR)
+        continue;
+    *succeeded = WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    return moe_ok();
+}
+
+/* Runs `moectl replace`, which starts daemons of the group that have ended. */
 static struct moe_status replace(const struct restart *r)
 {
     char program[MOECTL_PATH_MAX];
@@ -119,27 +139,39 @@ static struct moe_status replace(const struct restart *r)
         return moe_error(MOE_INTERNAL, MOE_REASON_IO, "cannot find moectl: %s",
                          strerrorname_np(errno));
     program[n] = '\0';
-    char *argv[] = {program, "replace", "-o", "json", NULL, NULL, NULL};
+    const char *argv[] = {program, "replace", "-o", "json", NULL, NULL, NULL};
+    bool succeeded;
     if (r->common.state_dir != NULL) {
         argv[4] = "--state-dir";
-        argv[5] = (char *)(uintptr_t)r->common.state_dir;
+        argv[5] = r->common.state_dir;
     }
-    posix_spawn_file_actions_t actions;
-    pid_t child;
-    int status = 0, rc = posix_spawn_file_actions_init(&actions);
-    if (rc == 0)
-        rc = posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
-    if (rc == 0)
-        rc = posix_spawn(&child, program, &actions, NULL, argv, environ);
-    (void)posix_spawn_file_actions_destroy(&actions);
-    if (rc != 0)
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_IO, "cannot start %s: %s", program,
-                         strerrorname_np(rc));
-    while (waitpid(child, &status, 0) < 0 && errno == EINTR)
-        continue;
-    return WIFEXITED(status) && WEXITSTATUS(status) == 0
-               ? moe_ok()
-               : moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "`moectl replace` failed");
+    MOE_TRY(run_program(argv, &succeeded));
+    return succeeded ? moe_ok()
+                     : moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "`moectl replace` failed");
+}
+
+/* The workers' settings may have changed since their start. One that does not start again would
+ * cost its slot. */
+static struct moe_status check_settings(const struct restart *r)
+{
+    for (size_t i = 1; r->local && i < r->group.count; i++) {
+        const struct moectl_process *p = &r->group.processes[i];
+        const char *argv[MOECTL_ARGUMENTS_MAX + 2];
+        size_t n = 0;
+        bool valid;
+        if (p->command == NULL) /* `moectl replace` says so */
+            continue;
+        for (; n < json_array_size(p->command) && n < MOECTL_ARGUMENTS_MAX; n++)
+            argv[n] = json_string_value(json_array_get(p->command, n));
+        argv[n] = "--check-config";
+        argv[n + 1] = NULL;
+        MOE_TRY(run_program(argv, &valid));
+        if (!valid)
+            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+                             "%s would not start with its present settings; no worker was drained",
+                             p->name);
+    }
+    return moe_ok();
 }
 
 /* Its place in the local group; 0 = it is not of this group. */
@@ -215,6 +247,7 @@ static struct moe_status work(struct restart *r)
         return st;
     MOE_TRY(moectl_admin_find(&r->common, moectl_deadline(&r->common), &r->link, &r->status));
     MOE_TRY(check_group(r));
+    MOE_TRY(check_settings(r));
     uint32_t slots[RESTARTED_MAX]; /* all of them serve */
     size_t count = r->status->n_live_slots;
     for (size_t i = 0; i < count; i++)

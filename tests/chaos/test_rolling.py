@@ -126,6 +126,21 @@ class Rolling(unittest.TestCase):
         self.assertEqual((self.epoch(), self.processes()), (epoch, processes))
         self.restart(*group, "--force")
 
+    def test_settings_that_are_not_valid_any_more(self):
+        settings = os.path.join(self.state, "worker.conf")
+        with open(settings, "w", encoding="utf-8") as file:
+            file.write("max-queued-tokens = 4096\n")
+        self.begin("--replicas", "2", "--worker-config", settings)
+        epoch, processes = self.epoch(), self.processes()
+        with open(settings, "a", encoding="utf-8") as file:
+            file.write("nonsense = 1\n")
+        done = self.run_moectl("restart", "--rolling")
+        self.assertEqual(done.returncode, 7, done.stderr)
+        self.assertIn("worker.conf:2: unknown setting 'nonsense'", done.stderr)
+        self.assertIn("worker-0 would not start with its present settings; no worker was drained",
+                      done.stderr)
+        self.assertEqual((self.epoch(), self.processes()), (epoch, processes))
+
 
 if __name__ == "__main__":
     assert os.path.isdir(BUILD)
