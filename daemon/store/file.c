@@ -4,6 +4,7 @@
 #include "daemon/log.h"
 #include "daemon/trusted_file.h"
 #include "store/records.h"
+#include "store/remembered.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -311,9 +312,22 @@ static void close_store(struct moe_store *store)
     free(s);
 }
 
+/* A coordinator that lost its option --store would begin a second group here. */
+static struct moe_status refuse_directory_of_etcd(const struct file_store *s)
+{
+    struct stat info;
+    if (fstatat(s->dir, MOE_STORE_GROUP_ID, &info, AT_SYMLINK_NOFOLLOW) != 0)
+        return errno == ENOENT ? moe_ok() : io_error("cannot look at " MOE_STORE_GROUP_ID);
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+                     "the state of this group is in etcd: start with --store etcd, or with another "
+                     "--state-dir for another group (%.120s/%s)",
+                     s->path, MOE_STORE_GROUP_ID);
+}
+
 static struct moe_status open_files(struct file_store *s, struct moe_store_found *found)
 {
     MOE_TRY(open_directory(s->path, &s->dir, &s->lock));
+    MOE_TRY(refuse_directory_of_etcd(s));
     s->log = openat(s->dir, log_name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (s->log >= 0)
         return read_log(s, found);

@@ -13,7 +13,7 @@
 
 enum { TEXT_BYTES = 17 }; /* 16 digits and the end of the line */
 
-static const char name[] = "group.id";
+static const char name[] = MOE_STORE_GROUP_ID;
 
 static struct moe_status io_error(const char *directory)
 {

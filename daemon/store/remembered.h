@@ -6,6 +6,9 @@
 
 #include "base/status.h"
 
+/* The name of the file. A directory with it is no directory of a store of kind `file`. */
+#define MOE_STORE_GROUP_ID "group.id"
+
 /* Compares `group_id` with the file in `directory`; writes the file, and the directory, where there
  * is none. `group_id` 0 means that the prefix has no group: then there must be no file.
  * Errors: MOE_FAILED_PRECONDITION/CONFIG_INVALID (another group, or none), MOE_DATA_LOSS (not such

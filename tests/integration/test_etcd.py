@@ -208,6 +208,16 @@ class Keys(Case):
         os.remove(os.path.join(state, "group.id"))
         self.lead(etcd, "--state-dir", state, prefix="/moed/wrong")
 
+    def test_the_directory_of_a_group_in_etcd_is_no_directory_of_a_store(self):
+        etcd = self.etcd()
+        state = os.path.join(self.where, "s1")
+        self.lead(etcd, "--state-dir", state)
+        before = sorted(os.listdir(state))
+        self.refused([COORDINATOR, "--listen", "127.0.0.1:0", "--state-dir", state],
+                     "the state of this group is in etcd: start with --store etcd")
+        self.assertEqual(sorted(set(os.listdir(state)) - {"lock"}), before)
+        self.lead(etcd, "--state-dir", state)
+
     def test_a_full_etcd_is_named(self):
         with mock.patch.dict(os.environ, ETCD_QUOTA_BACKEND_BYTES="4000000"):
             etcd = self.etcd()
