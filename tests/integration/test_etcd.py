@@ -292,6 +292,21 @@ class Two(Case):
             self.assertIn("%s: leader %s: " % (b, a), done.stderr)
             print("  " + done.stderr.strip().splitlines()[-1])
 
+    def test_a_leader_of_before_is_not_called_one(self):
+        """The standby names the last leader, which says that none leads."""
+        etcd = self.etcd()
+        first, log, a = self.start(etcd.endpoints, "--leader-lease-s", "2")
+        self.await_log(log, LEADS)
+        _, standby, b = self.start(etcd.endpoints, "--leader-lease-s", "2")
+        self.await_log(standby, "listening on port")
+        etcd.kill(0)
+        self.await_log(log, "this coordinator does not lead any more")
+        done = self.moectl("status", at=b, timeout="5")
+        self.assertEqual(done.returncode, 5, done.stderr)
+        self.assertIn("no coordinator leads (etcd ", done.stderr)
+        self.assertNotIn("leader %s" % a, done.stderr)
+        print("  " + done.stderr.strip().splitlines()[-1])
+
     def test_the_log_level_of_all_coordinators_is_set(self):
         _, (a, log), (b, standby) = self.two()
         done = self.moectl("log-level", "debug", "--all", at="%s,%s" % (b, a))

@@ -256,6 +256,8 @@ static struct moe_status ask_leader(const char *endpoint, uint64_t deadline_ns, 
     else
         st = open_in_round(leader, limit, r, out, status);
     r->leader_is_silent = r->leader_is_silent || strcmp(r->silent, leader) == 0;
+    if (st.reason == MOE_REASON_NOT_LEADER) /* it led before */
+        return moe_error_context(st, "%s", leader);
     return moe_error_context(st, "leader %s", leader);
 }
 
