@@ -237,6 +237,9 @@ static struct moe_status read_log(struct file_store *s, struct moe_store_found *
         st = moe_error(st.code, st.reason,
                        "%s; move it away: numbering continues from the epoch that workers report",
                        st.text);
+    if (!moe_failed(&st) && last.lost > 0)
+        moe_log_warn("%s ends with an incomplete record: it is dropped, and epochs go on above it",
+                     s->store.name);
     /* Records of this format need a header of this format, and stand behind intact ones. */
     if (!moe_failed(&st) && (last.lost > 0 || last.format < s->format->version)) {
         close(s->log);

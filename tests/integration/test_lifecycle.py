@@ -156,6 +156,40 @@ class DownAfterARestart(unittest.TestCase):
             process.kill()
 
 
+class CoordinatorAlone(unittest.TestCase):
+    """Without workers."""
+
+    def setUp(self):
+        where = tempfile.TemporaryDirectory(prefix="moed-alone-")
+        self.addCleanup(where.cleanup)
+        self.state, self.log = (os.path.join(where.name, name) for name in ("state", "log"))
+
+    def start(self):
+        process, endpoint = start(COORDINATOR, "--listen", "127.0.0.1:0", "--workers", "2",
+                                  "--state-dir", self.state, "--log-file", self.log,
+                                  "--log-level", "warn")
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        return process, endpoint
+
+    def cordons(self, endpoint):
+        done = moectl("status", "--endpoint", endpoint, "-o", "json", check=False)
+        return [c["slot"] for c in json.loads(done.stdout)["cordons"]]
+
+    def test_a_log_that_ends_within_a_record_is_told(self):
+        process, endpoint = self.start()
+        for slot in ("0", "1"):
+            moectl("cordon", slot, "--reason", "test", "--endpoint", endpoint)
+        process.kill()
+        process.wait()
+        path = os.path.join(self.state, "group.log")
+        os.truncate(path, os.path.getsize(path) - 3)
+        _, endpoint = self.start()
+        self.assertEqual(self.cordons(endpoint), [0])
+        with open(self.log) as log:
+            self.assertIn("group.log ends with an incomplete record", log.read())
+
+
 class Lifecycle(unittest.TestCase):
     def test_status_shows_a_serving_group(self):
         with group(FAMILY, 3) as g:
