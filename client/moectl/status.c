@@ -56,8 +56,9 @@ static int print_table(const Moe__V1__GetStatusResponse *s,
                        const Moe__V1__ListModelsResponse *models)
 {
     moectl_put("state    %s%s%s\n", state_name(s), s->reason[0] != '\0' ? ": " : "", s->reason);
-    moectl_put("model    %s (%s), %zu MoE layer%s\n", s->model, s->family, s->n_layers,
-               s->n_layers == 1 ? "" : "s");
+    if (s->model[0] != '\0') /* the coordinator knows it from the workers */
+        moectl_put("model    %s (%s), %zu MoE layer%s\n", s->model, s->family, s->n_layers,
+                   s->n_layers == 1 ? "" : "s");
     if (s->model_digest[0] != '\0')
         moectl_put("digest   %s\n", s->model_digest);
     print_added_models(models);
@@ -70,8 +71,8 @@ static int print_table(const Moe__V1__GetStatusResponse *s,
         moectl_workers_describe_view(s, view, sizeof view);
         moectl_put("view     %s\n", view);
     }
-    moectl_put("workers  %zu of %" PRIu32 ", %s\n", moectl_workers_live(s), moectl_workers_size(s),
-               s->backend);
+    moectl_put("workers  %zu of %" PRIu32 "%s%s\n", moectl_workers_live(s), moectl_workers_size(s),
+               s->backend[0] != '\0' ? ", " : "", s->backend);
     print_scaling(s);
     for (size_t i = 0; i < s->n_cordons; i++)
         moectl_put("cordon   slot %" PRIu32 ": %s\n", s->cordons[i]->slot, s->cordons[i]->reason);

@@ -189,6 +189,13 @@ class CoordinatorAlone(unittest.TestCase):
         with open(self.log) as log:
             self.assertIn("group.log ends with an incomplete record", log.read())
 
+    def test_what_is_not_known_yet_is_not_shown(self):
+        _, endpoint = self.start()
+        done = moectl("status", "--endpoint", endpoint, check=False)
+        self.assertEqual(done.returncode, 3, done.stderr)
+        self.assertNotIn("model ", done.stdout)
+        self.assertIn("workers  0 of 2\n", done.stdout)
+
 
 class Lifecycle(unittest.TestCase):
     def test_status_shows_a_serving_group(self):
