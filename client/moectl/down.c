@@ -332,8 +332,7 @@ static struct moe_status end_alone(const struct down *d, int directory, uint64_t
     }
     if (st.code == MOE_OK && moectl_state_is_alive(directory))
         st = end_local(d, directory, deadline_ns);
-    if (lock >= 0)
-        close(lock);
+    moectl_state_unlock_changes(lock);
     return st;
 }
 

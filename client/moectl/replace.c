@@ -304,8 +304,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     moectl_daemons_free(&r.daemons);
     if (r.lock >= 0)
         close(r.lock);
-    if (r.change_lock >= 0)
-        close(r.change_lock);
+    moectl_state_unlock_changes(r.change_lock);
     if (r.directory >= 0)
         close(r.directory);
     return code;

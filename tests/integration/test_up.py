@@ -190,6 +190,21 @@ class UpAndDown(unittest.TestCase):
         finally:
             g.stop()
 
+    def test_up_starts_again_all_that_die_one_after_another(self):
+        """One is due while the one before has not executed its program yet."""
+        g = Group(model_directory(FAMILY), 4, "--restart")
+        try:
+            for _ in range(2):
+                old = [p["pid"] for p in self.processes(g.state)]
+                for pid in old:
+                    os.kill(pid, signal.SIGKILL)
+                    time.sleep(0.001)
+                wait_until(lambda: all(new["pid"] != pid and is_alive(new["pid"]) for new, pid in
+                                       zip(self.processes(g.state), old)))
+            self.assertIsNone(g.process.poll())
+        finally:
+            g.stop()
+
     def test_ctrl_c_ends_a_group_with_a_daemon_that_waits_for_its_start(self):
         g = Group(model_directory(FAMILY), 2, "--restart")
         log = os.path.join(g.state, "worker-1.log")

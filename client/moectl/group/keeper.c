@@ -5,8 +5,6 @@
 #include "base/clock.h"
 #include "base/restart.h"
 
-#include <unistd.h>
-
 static const char advice[] = "end the program that listens on its port";
 
 struct life {
@@ -77,7 +75,7 @@ static bool start_due(struct keeper *k)
     struct moe_status st = moectl_state_write(k->directory, k->group);
     if (moe_failed(&st))
         moectl_say("group.json is not up to date: %s", st.text);
-    close(lock);
+    moectl_state_unlock_changes(lock);
     return true;
 }
 

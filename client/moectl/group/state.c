@@ -149,6 +149,15 @@ struct moe_status moectl_state_lock_changes(int directory, enum moectl_change ch
     return moe_ok();
 }
 
+void moectl_state_unlock_changes(int lock)
+{
+    if (lock < 0)
+        return;
+    /* A child that has not executed its program yet has the lock too: closing ends ours alone. */
+    (void)flock(lock, LOCK_UN);
+    close(lock);
+}
+
 bool moectl_state_is_alive(int directory)
 {
     int fd = openat(directory, LOCK_FILE, O_RDWR | O_CLOEXEC | O_NOFOLLOW);

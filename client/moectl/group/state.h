@@ -49,9 +49,11 @@ struct moe_status moectl_state_lock(int directory, int *lock) MOE_CHECKED;
 struct moe_status moectl_state_join(int directory, int *lock) MOE_CHECKED;
 enum moectl_change { MOECTL_CHANGE_REPLACE, MOECTL_CHANGE_DOWN };
 /* A replace excludes every other change of the group; two `down` do not exclude each other. Waits
- * until `deadline_ns`. Daemons do not inherit `*lock`; the caller closes it. */
+ * until `deadline_ns`. Daemons do not inherit `*lock`, which moectl_state_unlock_changes ends. */
 struct moe_status moectl_state_lock_changes(int directory, enum moectl_change change,
                                             uint64_t deadline_ns, int *lock) MOE_CHECKED;
+/* Nothing for -1. */
+void moectl_state_unlock_changes(int lock);
 /* For the holder of a replace's lock: true if a `down` waits for it. */
 bool moectl_state_down_waits(int lock);
 bool moectl_state_is_alive(int directory);
