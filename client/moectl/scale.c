@@ -58,7 +58,7 @@ static struct moe_status look(struct scale *s, const Moe__V1__GetStatusResponse 
             "the group has %" PRIu32 " workers",
             status->size);
     return moe_error((enum moe_code)e->code, moe_reason_from_name(e->reason),
-                     "not scaled, the group serves as before: %s", e->message);
+                     "not scaled, the experts stay where they are: %s", e->message);
 }
 
 /* A coordinator that does not answer may answer the next time. */

@@ -291,7 +291,8 @@ static struct moe_status adopt_model(struct moe_membership *m,
     }
     uint64_t hash = moe_placement_content_hash(m->placement);
     if (m->saved.placement_version == 0 || hash != m->saved.placement_hash) {
-        moe_membership__end_epoch(m, MOE_CAUSE_OUT_OF_STEP, "the model has changed");
+        moe_membership__end_epoch(m, MOE_CAUSE_OUT_OF_STEP,
+                                  "the model, or the number of copies, has changed");
         m->saved.placement_version = moe_membership__new_version(m);
         m->saved.placement_hash = hash;
         m->placement_durable = false;

@@ -710,7 +710,7 @@ struct moe_status moe_membership_drain(struct moe_membership *m, uint64_t now_ns
         !moe_membership__spares(m, slot))
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_EXPERT_UNAVAILABLE,
                          "slot %u has the last copy of some experts: without it the group does "
-                         "not serve; force drains it nevertheless",
+                         "not serve; --force drains it nevertheless",
                          slot);
     if (!moe_membership__begin_input(m, now_ns))
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "the group has shut down");
