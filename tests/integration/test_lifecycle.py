@@ -176,7 +176,7 @@ class CoordinatorAlone(unittest.TestCase):
         done = moectl("status", "--endpoint", endpoint, "-o", "json", check=False)
         return [c["slot"] for c in json.loads(done.stdout)["cordons"]]
 
-    def test_a_log_that_ends_within_a_record_is_told(self):
+    def test_a_log_that_ends_within_a_record_costs_a_warning(self):
         process, endpoint = self.start()
         for slot in ("0", "1"):
             moectl("cordon", slot, "--reason", "test", "--endpoint", endpoint)
