@@ -29,7 +29,7 @@ struct restart {
     struct moectl_common common;
     bool rolling, force;
     const char *reason;
-    struct moectl_link *link;
+    struct moectl_link *link;           /* NULL after a call without an answer */
     Moe__V1__GetStatusResponse *status; /* the last one; NULL: the coordinator does not answer */
     bool local;                         /* `group` is the group's, of `moectl up --detach` */
     struct moectl_group group;
@@ -52,13 +52,20 @@ static void drop_status(struct restart *r)
     r->status = NULL;
 }
 
-/* Asks again; a coordinator that does not answer may answer the next time. */
+/* Asks again. A coordinator that does not answer may answer the next time, or another one leads
+ * now. */
 static void look(struct restart *r, uint64_t deadline_ns)
 {
+    uint64_t limit_ns = call_deadline(deadline_ns);
     drop_status(r);
-    struct moe_status st = moectl_link_status(r->link, call_deadline(deadline_ns), &r->status);
-    if (moe_failed(&st))
-        r->status = NULL;
+    struct moe_status st = r->link == NULL
+                               ? moectl_admin_find(&r->common, limit_ns, &r->link, &r->status)
+                               : moectl_link_status(r->link, limit_ns, &r->status);
+    if (!moe_failed(&st))
+        return;
+    moectl_link_close(r->link);
+    r->link = NULL;
+    r->status = NULL;
 }
 
 static bool all_serve(const Moe__V1__GetStatusResponse *s)

@@ -309,6 +309,26 @@ class Leader(Case):
         self.assertGreater(int(g.status()["epoch"]), 1)
         self.callers[0].await_answers(3)
 
+    def test_a_rolling_restart_goes_on_under_another_leader(self):
+        g = self.start_group()
+        moectl = subprocess.Popen(
+            [MOECTL, "restart", "--rolling", "--force", "--endpoint", g.endpoints(0), "--timeout",
+             "60"], stderr=subprocess.PIPE, text=True)
+        self.addCleanup(moectl.stderr.close)
+        self.addCleanup(moectl.wait)
+        self.addCleanup(moectl.kill)
+
+        def ended():
+            return [name for name in ("w0", "w1") if g.processes[name].poll() is not None]
+
+        for last in (False, True):
+            wait_until(ended, 60)
+            if not last:
+                g.kill("a")
+            g.start_worker(ended()[0], 0)
+        self.assertEqual(moectl.wait(timeout=90), 0, moectl.stderr.read())
+        self.assertEqual(g.status()["state"], "SERVING")
+
     def test_a_cluster_of_three_loses_its_leader(self):
         g = self.start_group(members=3)
         lost = self.etcd.leader()
