@@ -78,11 +78,11 @@ static bool all_serve(const Moe__V1__GetStatusResponse *s)
 static struct moe_status check_group(const struct restart *r)
 {
     const Moe__V1__GetStatusResponse *s = r->status;
-    if (r->local && r->group.foreground)
+    if (r->local && r->group.foreground && !r->group.restarts)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
-                         "a `moectl up` in the foreground holds the group, and ends it when a "
-                         "worker ends: restart works with `moectl up --detach`, and with groups of "
-                         "a supervisor");
+                         "a `moectl up` in the foreground holds the group, and starts no worker "
+                         "again: restart works with `moectl up --restart`, `moectl up --detach`, "
+                         "and with groups of a supervisor");
     if (!all_serve(s))
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                          "the group does not serve with all of its %" PRIu32
@@ -202,7 +202,7 @@ static struct moe_status await_return(struct restart *r, uint32_t slot, size_t p
         look(r, deadline_ns);
         if (all_serve(r->status) && r->status->epoch > epoch)
             return moe_ok();
-        if (process != 0 && !started &&
+        if (process != 0 && !started && !r->group.foreground &&
             moectl_process_state(&r->group, process) == MOECTL_PROCESS_ENDED) {
             MOE_TRY(replace(r));
             started = true;
@@ -310,7 +310,7 @@ const struct moectl_command moectl_restart = {
     .name = "restart",
     .summary = "Restarts all workers, one after another, while the group serves.",
     .usage = "--rolling [--force] [--reason TEXT]",
-    .examples = "  moectl restart --rolling                             # of moectl up --detach\n"
+    .examples = "  moectl restart --rolling                             # of moectl up\n"
                 "  moectl restart --rolling --endpoint node0:7700       # systemd starts them\n",
     .run = run,
 };

@@ -268,6 +268,7 @@ static struct moe_status start_all(struct up *u, uint64_t deadline_ns)
         MOE_TRY(start_worker(u, i));
     MOE_TRY(await_ready(u, 1, deadline_ns));
     u->group.foreground = !u->detach;
+    u->group.restarts = u->restart;
     u->group.count = u->daemons.count;
     for (size_t i = 0; i < u->daemons.count; i++)
         u->group.processes[i] = u->daemons.all[i].process; /* u->daemons owns `command` */
@@ -305,6 +306,12 @@ static struct moe_status poll_status(struct up *u, char *last, size_t size, bool
         return st.code == MOE_UNAVAILABLE || st.code == MOE_DEADLINE_EXCEEDED ? moe_ok() : st;
     report(u, s, last, size);
     *serving = s->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING;
+    if (!*serving && s->size > u->workers)
+        st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
+                       "the group in %s has a size of %" PRIu32 ", to which it was scaled: use "
+                       "--workers %" PRIu32 " and then `moectl scale %" PRIu64
+                       "`, or another --state-dir",
+                       u->state_path, s->size, s->size, u->workers);
     if (s->state == MOE__V1__GROUP_STATE__GROUP_STATE_FAILED)
         st = moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "the group has failed: %s", s->reason);
     moe__v1__get_status_response__free_unpacked(s, NULL);
@@ -435,14 +442,43 @@ static int keep(struct up *u)
     return report_failed(u);
 }
 
+/* The coordinator has exited with 0, or all workers have. */
+static bool has_ended(const struct up *u)
+{
+    const struct moectl_daemons *d = &u->daemons;
+    bool coordinator = d->all[MOECTL_COORDINATOR].running;
+    return !coordinator || moectl_daemons_running(d) == 1;
+}
+
+/* Waits for a signal, a failure, or the end of the group. Workers may leave before: the others
+ * serve on. They are named after a second, because in the end of a group all leave. */
+static enum moectl_event await_event(struct up *u)
+{
+    bool told[MOECTL_PROCESSES_MAX] = {false};
+    uint64_t tell_ns = MOE_NEVER;
+    for (;;) {
+        enum moectl_event event = moectl_daemons_wait(&u->daemons, tell_ns);
+        if (event == MOECTL_EVENT_STOP || moectl_daemons_failed(&u->daemons) != NULL ||
+            has_ended(u))
+            return event;
+        for (size_t i = 0; event == MOECTL_EVENT_TIME && i < u->daemons.count; i++) {
+            if (!u->daemons.all[i].running && !told[i])
+                moectl_say("%s has left; the group goes on without it",
+                           u->daemons.all[i].process.name);
+            told[i] = !u->daemons.all[i].running;
+        }
+        tell_ns = event == MOECTL_EVENT_ENDED ? in_ms(1000) : MOE_NEVER;
+    }
+}
+
 /* In the foreground: from serving to the end. */
 static int watch(struct up *u)
 {
-    enum moectl_event event = moectl_daemons_wait(&u->daemons, MOE_NEVER);
+    enum moectl_event event = await_event(u);
     const struct moectl_daemon *failed = moectl_daemons_failed(&u->daemons);
     if (event == MOECTL_EVENT_STOP && failed == NULL) {
         drain(u);
-    } else if (failed == NULL) { /* a daemon has exited with 0: somebody ended the group */
+    } else if (failed == NULL) {
         await_others(u);
     } else {
         moectl_daemons_report(failed, port_advice);
@@ -552,7 +588,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"detach", 'd', MOE_OPTION_BOOL, &u.detach, 0, 0, NULL,
          "return when the group serves; the group keeps running"},
         {"restart", 0, MOE_OPTION_BOOL, &u.restart, 0, 0, NULL,
-         "start a daemon that dies again: after 100 ms, then twice as long each time, up to 10 s"},
+         "start a daemon that dies again: after 100 ms, then twice as long each time, up to 10 s; "
+         "and a worker that leaves, after a second"},
         {"drain", 0, MOE_OPTION_UINT, &u.drain_s, 0, 3600, "SECONDS",
          "at the end of the group, time for requests in flight to finish"},
         {"log-level", 0, MOE_OPTION_STRING, &u.log_level, 0, 0, "LEVEL",

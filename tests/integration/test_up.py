@@ -190,6 +190,52 @@ class UpAndDown(unittest.TestCase):
         finally:
             g.stop()
 
+    def test_a_group_in_the_foreground_outlives_workers_that_leave(self):
+        g = Group(model_directory(FAMILY), 3, "--replicas", "3", "--drain", "1")
+        here = ("--state-dir", g.state)
+        layer, _, x, want = next(golden_cases(FAMILY))
+        try:
+            endpoint = self.processes(g.state)[3]["endpoint"]
+            with moed.Client(endpoint, retry_time=20) as client:
+                for slot in "0", "1":
+                    self.assertEqual(run("drain", slot, "--reason", "test", *here).returncode, OK)
+                    time.sleep(2.5)
+                    self.assertIsNone(g.process.poll())
+                    self.assertLessEqual(relative_error(client.forward(layer, x), want), 1e-5)
+            self.assertEqual(run("down", *here).returncode, OK)
+            self.assertEqual(g.process.wait(timeout=60), OK)
+        finally:
+            g.stop()
+
+    def test_up_starts_again_a_worker_that_leaves(self):
+        g = Group(model_directory(FAMILY), 2, "--replicas", "2", "--restart")
+        here = ("--state-dir", g.state)
+        try:
+            before = self.processes(g.state)
+            self.assertEqual(run("drain", "1", "--reason", "test", *here).returncode, OK)
+            wait_until(lambda: self.processes(g.state)[2]["pid"] != before[2]["pid"])
+            self.assertEqual(run("wait", "--timeout", "60", *here).returncode, OK)
+            done = run("restart", "--rolling", "--timeout", "60", *here)
+            self.assertEqual(done.returncode, OK, done.stderr)
+            for was, now in zip(before[1:], self.processes(g.state)[1:]):
+                self.assertEqual(was["endpoint"], now["endpoint"])
+                self.assertNotEqual(was["pid"], now["pid"])
+            self.assertEqual(run("down", *here).returncode, OK)
+            self.assertEqual(g.process.wait(timeout=60), OK)
+        finally:
+            g.stop()
+
+    def test_a_group_that_was_scaled_wants_its_size(self):
+        with folder() as state:
+            here = ("--state-dir", state)
+            done = self.up(state, "--max-workers", "3", "--workers", "3", "--detach")
+            self.assertEqual(done.returncode, OK, done.stderr)
+            self.assertEqual(run("down", *here).returncode, OK)
+            done = self.up(state, "--max-workers", "3", "--detach")
+            self.assertNotEqual(done.returncode, OK)
+            self.assertIn("has a size of 3", done.stderr)
+            self.assertIn("--workers 3", done.stderr)
+
     def test_up_starts_again_all_that_die_one_after_another(self):
         """One is due while the one before has not executed its program yet."""
         g = Group(model_directory(FAMILY), 4, "--restart")
@@ -292,6 +338,9 @@ class UpAndDown(unittest.TestCase):
         g = Group(model_directory(FAMILY), 2)
         try:
             self.assertTrue(g.description()["foreground"])
+            self.assertFalse(g.description()["restarts"])
+            refused = run("restart", "--rolling", "--force", "--state-dir", g.state)
+            self.assertEqual(refused.returncode, CONFLICT, refused.stderr)
             before = self.processes(g.state)
             freeze(g.process.pid)  # it does not see the death yet
             os.kill(before[2]["pid"], signal.SIGKILL)

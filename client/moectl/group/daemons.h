@@ -19,6 +19,8 @@ struct moectl_daemon {
     int wait_status; /* of waitpid; valid if not running */
 };
 
+enum { MOECTL_COORDINATOR = 0 }; /* its place among a group's daemons; the others are workers */
+
 struct moectl_daemons {
     struct moectl_daemon all[MOECTL_PROCESSES_MAX];
     size_t count;

@@ -20,8 +20,12 @@ struct keeper {
     struct life lives[MOECTL_PROCESSES_MAX];
 };
 
-/* Plans new starts of daemons that have died. False if one has exited with 0: somebody has ended
- * the group. */
+/* A worker that leaves in order comes back later than one that dies. If somebody ends the group,
+ * the coordinator leaves meanwhile. */
+static const uint64_t after_leaving_ns = MOE_NS_PER_S;
+
+/* Plans new starts of daemons that have ended. False if the coordinator has exited with 0: somebody
+ * has ended the group. */
 static bool plan(struct keeper *k)
 {
     uint64_t now = moe_clock_ns();
@@ -30,12 +34,15 @@ static bool plan(struct keeper *k)
         struct life *life = &k->lives[i];
         if (daemon->running || life->due_ns != MOE_NEVER)
             continue;
-        if (daemon->wait_status == 0)
+        bool left = daemon->wait_status == 0;
+        if (left && i == MOECTL_COORDINATOR)
             return false;
-        uint64_t wait = moe_restart_wait_ns(&life->ends, now - life->started_ns);
+        uint64_t wait =
+            left ? after_leaving_ns : moe_restart_wait_ns(&life->ends, now - life->started_ns);
         life->due_ns = now + wait;
-        moectl_daemons_report(daemon, advice);
-        moectl_say("%s starts again in %.1f s", daemon->process.name,
+        if (!left)
+            moectl_daemons_report(daemon, advice);
+        moectl_say("%s %sstarts again in %.1f s", daemon->process.name, left ? "has left and " : "",
                    (double)wait / (double)MOE_NS_PER_S);
     }
     return true;

@@ -196,6 +196,7 @@ static json_t *group_to_json(const struct moectl_group *group)
     }
     good = good && json_object_set_new(document, "model", json_string(group->model)) == 0 &&
            json_object_set_new(document, "foreground", json_boolean(group->foreground)) == 0 &&
+           json_object_set_new(document, "restarts", json_boolean(group->restarts)) == 0 &&
            json_object_set(document, "processes", processes) == 0;
     json_decref(processes);
     if (!good) {
@@ -267,7 +268,9 @@ static bool read_group(json_t *document, struct moectl_group *group)
     json_t *processes;
     if (json_unpack(document, "{s:s, s:o}", "model", &model, "processes", &processes) != 0)
         return false;
-    group->foreground = json_is_true(json_object_get(document, "foreground")); /* may be absent */
+    /* Both may be absent. */
+    group->foreground = json_is_true(json_object_get(document, "foreground"));
+    group->restarts = json_is_true(json_object_get(document, "restarts"));
     group->count = json_array_size(processes);
     if (group->count < 2 || group->count > MOECTL_PROCESSES_MAX ||
         snprintf(group->model, sizeof group->model, "%s", model) >= (int)sizeof group->model)

@@ -34,7 +34,8 @@ struct moectl_group {
     struct moectl_process processes[MOECTL_PROCESSES_MAX];
     size_t count;
     char model[MOECTL_PATH_MAX]; /* directory */
-    bool foreground; /* `moectl up` waits for the group, and ends it when a daemon ends */
+    bool foreground; /* `moectl up` waits for the group, and ends it when a daemon dies */
+    bool restarts;   /* foreground: that `up` starts a daemon again instead */
 };
 
 /* Opens the directory; with `create` makes it (0700) if it does not exist. Refuses one that other
