@@ -197,6 +197,8 @@ static struct moe_step_slot *fill_step_slot(struct moe_engine *e) MOE_REQUIRES(e
         if (w->started_ns == 0)
             w->started_ns = step_slot->taken_ns;
         step_slot->timed |= w->times != NULL;
+        if (w->rehomed != NULL)
+            moe_engine__list_rehomed(e, step_slot, w);
     }
     return step_slot;
 }
@@ -470,6 +472,7 @@ struct moe_status moe_engine_create(const struct moe_engine_config *config, stru
     e->weights_version = 1;
     e->base = (struct moe_engine_model){.of = {.layers = config->layers,
                                                .specs = config->specs,
+                                               .placements = config->placements,
                                                .count = config->layer_count,
                                                .row_metrics = config->row_metrics},
                                         .phase = MODEL_SERVED};
@@ -519,12 +522,13 @@ struct moe_eventcount *moe_engine_eventcount(const struct moe_engine *e)
 /* ---------------------------------------------------------------------- other threads */
 
 void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, uint64_t epoch,
-                           uint32_t max_tokens_per_step)
+                           uint64_t live, uint32_t max_tokens_per_step)
 {
     moe_engine_stop_view(e);
     moe_mutex_lock(&e->lock);
     e->session = session;
     e->epoch = epoch;
+    e->live = live;
     e->last_seq = 0;
     moe_batcher_release(e->batcher); /* the new view may have their experts */
     e->bucket_max = max_tokens_per_step < e->config.max_tokens_per_step

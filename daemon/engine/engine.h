@@ -22,6 +22,7 @@ struct moe_engine_config {
     struct moe_device *device;
     struct moe_layer *const *layers; /* of the default model; borrowed, outlive the engine */
     const struct moe_layer_spec *const *specs; /* of the same; ascending by layer */
+    struct moe_placement *const *placements;   /* as in moe_engine_layers */
     size_t layer_count;
     /* Widest layers of added models; 0, or less than the default model needs: those of the default
      * model. */
@@ -93,6 +94,9 @@ struct moe_engine_layers {
     uint32_t model;                            /* its number, 1 .. MOE_MODEL_NUMBER_MAX */
     struct moe_layer *const *layers;           /* [count], loaded */
     const struct moe_layer_spec *const *specs; /* [count], ascending by layer */
+    /* Points to the layers' placements [count]; both change with the layers. NULL: no expert counts
+     * as re-homed. */
+    struct moe_placement *const *placements;
     size_t count;
     struct moe_row_metrics *row_metrics; /* as in the configuration; NULL = none */
 };
@@ -108,12 +112,12 @@ struct moe_status moe_engine_add_model(struct moe_engine *e,
 struct moe_status moe_engine_remove_model(struct moe_engine *e, uint32_t model,
                                           struct moe_status why) MOE_CHECKED;
 
-/* A view is in force: tickets of `epoch` may come, seq without gaps. `session` is borrowed until
- * stop_view returns. It begins with the default model alone. Its queued work is announced (again),
- * that of an added model with its ADD_MODEL. Requests pinned to another epoch fail with
- * STALE_EPOCH. A view that is still in force is stopped first. */
+/* A view of the slots `live` is in force: tickets of `epoch` may come, seq without gaps. `session`
+ * is borrowed until stop_view returns. It begins with the default model alone. Its queued work is
+ * announced (again), that of an added model with its ADD_MODEL. Requests pinned to another epoch
+ * fail with STALE_EPOCH. A view that is still in force is stopped first. */
 void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, uint64_t epoch,
-                           uint32_t max_tokens_per_step);
+                           uint64_t live, uint32_t max_tokens_per_step);
 /* The view is over: aborts the session's waits, waits until no step runs. Requests that were in a
  * step go back to the head of the queue and run again under the next view. Idempotent. */
 void moe_engine_stop_view(struct moe_engine *e);

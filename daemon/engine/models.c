@@ -237,6 +237,31 @@ const struct moe_step_row moe_engine__model_change = {
 
 /* ------------------------------------------------------------------------ placements */
 
+/* The view lacks the slot of the first copy, and has that of another one. */
+static bool is_rehomed(const struct moe_placement *p, uint32_t expert, uint64_t live)
+{
+    uint32_t first = p->offset[expert], end = p->offset[expert + 1];
+    if (first == end || (live >> p->slot[first] & 1) != 0)
+        return false;
+    for (uint32_t i = first + 1; i < end; i++)
+        if ((live >> p->slot[i] & 1) != 0)
+            return true;
+    return false;
+}
+
+void moe_engine__list_rehomed(const struct moe_engine *e, const struct moe_step_slot *step_slot,
+                              struct moe_work *w)
+{
+    const struct moe_engine_layers *of = &step_slot->model->of;
+    w->rehomed_count = 0;
+    if (of->placements == NULL)
+        return;
+    const struct moe_placement *p = &(*of->placements)[step_slot->layer];
+    for (uint32_t expert = 0; expert < p->experts; expert++)
+        if (is_rehomed(p, expert, e->live))
+            w->rehomed[w->rehomed_count++] = expert;
+}
+
 static struct moe_status claim_swap(struct moe_engine *e, struct moe_step_slot *step_slot)
     MOE_REQUIRES(e->lock)
 {

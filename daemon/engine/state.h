@@ -79,7 +79,7 @@ struct moe_engine {
         uint64_t weights_version;    /* of a step that begins now */
         uint64_t unfinished;         /* requests and calls accepted and not yet done */
         struct moe_session *session; /* NULL: no view is in force */
-        uint64_t epoch;              /* of the view */
+        uint64_t epoch, live;        /* of the view; bit s: it has slot s */
         uint64_t last_seq;           /* of the ticket begun last under this view; 0 = none */
         uint32_t bucket_max;         /* of the view */
         bool stopping;               /* stop_view waits until the thread has released the session */
@@ -152,6 +152,9 @@ struct moe_status moe_engine__check_model(const struct moe_engine *e, uint32_t l
 void moe_engine__end_models(struct moe_engine *e) MOE_REQUIRES(e->lock);
 /* Announces what waits for the layers of one model. Without the lock. */
 void moe_engine__announce_model(struct moe_engine *e, uint32_t model);
+/* Fills `rehomed` of a request in the step: the layers' placement is the one that the step uses. */
+void moe_engine__list_rehomed(const struct moe_engine *e, const struct moe_step_slot *step_slot,
+                              struct moe_work *w) MOE_REQUIRES(e->lock);
 
 /* ------------------------------------------------------------------- progress.c */
 

@@ -494,9 +494,9 @@ struct moe_status moe_loader_pass_digests(struct moe_loader *l, moe_group_part_f
     return st;
 }
 
-const struct moe_placement *moe_loader_placements(const struct moe_loader *l)
+struct moe_placement *const *moe_loader_placements(const struct moe_loader *l)
 {
-    return l->table.placements;
+    return &l->table.placements;
 }
 
 void moe_loader_cancel(struct moe_loader *l)

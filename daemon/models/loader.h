@@ -56,8 +56,9 @@ struct moe_status moe_loader_reload(struct moe_loader *l) MOE_CHECKED;
  * text. */
 struct moe_status moe_loader_check_room(const struct moe_loader *l, uint64_t bytes,
                                         const char *what) MOE_CHECKED;
-/* Placements of the loaded layers, [layer_count]; NULL while none are. Change with the layers. */
-const struct moe_placement *moe_loader_placements(const struct moe_loader *l);
+/* Points to the placements of the loaded layers, [layer_count]; to NULL while none are. They change
+ * with the layers, and so does where they are. */
+struct moe_placement *const *moe_loader_placements(const struct moe_loader *l);
 /* [any thread] The present load, and every later one, ends soon with MOE_ABORTED. */
 void moe_loader_cancel(struct moe_loader *l);
 

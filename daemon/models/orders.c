@@ -227,6 +227,7 @@ static struct moe_status offer(struct moe_models *m, struct entry *e)
     struct moe_engine_layers layers = {.model = e->known.number,
                                        .layers = moe_loader_layers(e->loader),
                                        .specs = moe_loader_specs(e->loader),
+                                       .placements = moe_loader_placements(e->loader),
                                        .count = moe_loader_layer_count(e->loader)};
     MOE_TRY(moe_row_metrics_create(m->config.metrics, e->name, layers.specs, layers.count,
                                    m->config.row_metrics, &e->row_metrics));

@@ -68,6 +68,9 @@ struct moe_work {
     uint8_t
         *token_state; /* [T] enum moe_token_state, also of a request that fails for one; or NULL */
     uint64_t answered_epoch;
+    uint32_t *rehomed;      /* [E] gets the layer's re-homed experts (expert.proto), ascending, in
+                               the view and with the placement of the last step; or NULL */
+    uint32_t rehomed_count; /* so many of them */
     uint64_t answered_version; /* of the weights, the same for all tokens: a request restarts as a
                                   whole if the version changes between its steps */
     struct moe_step_result

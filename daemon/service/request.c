@@ -210,7 +210,7 @@ enum { ALIGN = 64 };
 
 /* Offsets into the results buffer; a part that is not needed has no bytes. */
 struct layout {
-    size_t y, ids_out, weights_out, states, ids_in, end;
+    size_t y, ids_out, weights_out, states, rehomed, ids_in, end;
 };
 
 static bool append_part(size_t *end, size_t bytes, size_t *offset)
@@ -224,16 +224,20 @@ static struct moe_status lay_out(const struct parse *p, const Head *h, struct la
     size_t pairs = h->tokens * (size_t)p->request->spec->router.top_k * sizeof(int32_t);
     size_t routing = h->return_routing || h->retain != NULL ? pairs : 0;
     bool made = p->token_bytes != 0 || (p->ids_bytes != 0 && p->ids_bytes != pairs);
+    size_t head = h->return_rehomed ? MOE_REQUEST_HEAD_MAX : MOE_REQUEST_HEAD_PLAIN;
     size_t limit = p->context->info->max_message_bytes;
     size_t states =
         p->request->work.on_unavailable == MOE_ON_UNAVAILABLE_PARTIAL ? h->tokens : (size_t)0;
     *l = (struct layout){0};
     if (!append_part(&l->end, p->x_bytes, &l->y) || !append_part(&l->end, routing, &l->ids_out) ||
         !append_part(&l->end, routing, &l->weights_out) ||
-        !append_part(&l->end, states, &l->states) || l->end > limit - MOE_REQUEST_HEAD_MAX)
+        !append_part(&l->end, states, &l->states) || l->end > limit - head)
         return invalid(TOO_LARGE, "the answer would be larger than a message may be");
-    return append_part(&l->end, made ? pairs : 0, &l->ids_in) ? moe_ok()
-                                                              : invalid(TOO_LARGE, "too large");
+    size_t rehomed = h->return_rehomed ? p->request->spec->experts * sizeof(uint32_t) : 0;
+    return append_part(&l->end, rehomed, &l->rehomed) &&
+                   append_part(&l->end, made ? pairs : 0, &l->ids_in)
+               ? moe_ok()
+               : invalid(TOO_LARGE, "too large");
 }
 
 /* Takes memory for x and the routing, and copies x. Without room the pass is served all the same,
@@ -313,6 +317,8 @@ static struct moe_status prepare_work(struct parse *p, const Head *h)
     }
     if (w->on_unavailable == MOE_ON_UNAVAILABLE_PARTIAL)
         w->token_state = base + l.states;
+    if (h->return_rehomed)
+        w->rehomed = (uint32_t *)(void *)(base + l.rehomed);
     if (l.ids_in != l.end) {
         int32_t *ids = (int32_t *)(void *)(base + l.ids_in);
         if (r->token_ids != NULL)
@@ -493,6 +499,7 @@ void moe_request_answer(struct moe_request *r, uint8_t *head, struct moe_rpc_out
     const struct moe_work *w = &r->work;
     size_t pairs = w->tokens * (size_t)r->spec->router.top_k;
     Moe__V1__StageTimes stages;
+    Moe__V1__RehomedExperts rehomed;
     Moe__V1__ForwardStreamResponse answer;
     *out = (struct moe_rpc_out){0};
     moe__v1__forward_stream_response__init(&answer);
@@ -511,6 +518,12 @@ void moe_request_answer(struct moe_request *r, uint8_t *head, struct moe_rpc_out
     answer.parts = parts_on_wire[r->parts];
     answer.request_id = r->id;
     answer.stages = &stages;
+    if (w->rehomed != NULL) {
+        moe__v1__rehomed_experts__init(&rehomed);
+        rehomed.n_experts = w->rehomed_count;
+        rehomed.experts = w->rehomed;
+        answer.rehomed = &rehomed;
+    }
     if (r->return_routing) {
         answer.topk_ids_dtype = narrow_ids(r, pairs);
         add_part(r, out, FIELD_IDS, w->ids_out,

@@ -68,7 +68,8 @@ struct moe_status moe_request_parse(struct moe_request *r,
                                     const struct moe_request_context *context,
                                     struct moe_rpc_msg *m) MOE_CHECKED;
 
-enum { MOE_REQUEST_HEAD_MAX = 512 }; /* bytes of an answer's head */
+/* Bytes of an answer's head; the latter with re-homed experts, of which each has at most two. */
+enum { MOE_REQUEST_HEAD_PLAIN = 512, MOE_REQUEST_HEAD_MAX = 512 + 2 * MOE_MAX_EXPERTS };
 
 /* The answer to a successful request; puts a retained pass into the store. `head` has
  * MOE_REQUEST_HEAD_MAX bytes and is part of `out`, as are references to the request's buffers. */

@@ -292,6 +292,7 @@ static struct moe_status create_engine(struct moe_worker *w)
         .device = w->device,
         .layers = moe_loader_layers(w->loader),
         .specs = moe_loader_specs(w->loader),
+        .placements = moe_loader_placements(w->loader),
         .layer_count = moe_loader_layer_count(w->loader),
         .max_hidden = w->widths.hidden,
         .max_top_k = w->widths.top_k,

@@ -73,6 +73,7 @@ struct moe_worker {
     } joined; /* as the session was joined */
     struct {
         uint64_t epoch; /* in service, or formed; 0 = none */
+        uint64_t live;  /* bit s: slot s is a member */
         uint32_t slots, max_tokens;
         char model[MOE_SERVICE_NAME_BYTES], model_digest[MOE_SHA256_HEX];
         char endpoints[MOE_MAX_SLOTS][MOE_WORKER_ENDPOINT_BYTES]; /* "" = empty slot */

@@ -84,7 +84,7 @@ static struct moe_status attach_training(struct moe_worker *w)
     MOE_TRY(moe_train_bytes(w->train, layers, &bytes));
     MOE_TRY(moe_loader_check_room(w->loader, bytes, "gradients and optimizer state"));
     leave_room(w, bytes);
-    return moe_train_attach(w->train, layers, moe_loader_placements(w->loader));
+    return moe_train_attach(w->train, layers, *moe_loader_placements(w->loader));
 }
 
 static struct moe_status compare_with_manifest(struct moe_worker *w, struct moe_digest_table *want)
@@ -153,6 +153,7 @@ struct moe_status moe_worker__digests(void *ctx, moe_group_part_fn add, void *ad
 static struct moe_status keep_view(struct moe_worker *w, const struct moe_group_view *v)
 {
     w->view.epoch = v->epoch;
+    w->view.live = v->live;
     w->view.slots = v->slots;
     w->view.max_tokens = v->max_tokens_per_step;
     if (strlen(v->model) >= sizeof w->view.model ||
@@ -416,7 +417,7 @@ struct moe_status moe_worker__serve(void *ctx)
 {
     struct moe_worker *w = ctx;
     MOE_INVARIANT(w->session != NULL && w->view.epoch != 0);
-    moe_engine_start_view(w->engine, w->session, w->view.epoch, w->view.max_tokens);
+    moe_engine_start_view(w->engine, w->session, w->view.epoch, w->view.live, w->view.max_tokens);
     MOE_TRY(moe_peers_start(w->peers));
     MOE_TRY(moe_service_set_model(w->service, w->view.model, w->view.model_digest));
     MOE_TRY(update_service(w, w->view.epoch));

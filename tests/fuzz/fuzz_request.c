@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Any bytes as a ForwardRequest. It is refused with a typed error and leaks no memory, or all its
  * tensors have the sizes of the layer. The answer is built too, as if the engine had chosen expert
- * 0 everywhere. */
+ * 0 everywhere, and all experts were re-homed. */
 #include "driver.h"
 #include "request_world.h"
 
@@ -55,6 +55,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         moe_request_answer_error(r.id, &st, head, &out);
     } else {
         touch(&r.work);
+        for (uint32_t e = 0; r.work.rehomed != NULL && e < r.spec->experts; e++)
+            r.work.rehomed[r.work.rehomed_count++] = e;
         moe_request_answer(&r, head, &out);
     }
     moe_rpc_out_discard(&out);
@@ -79,6 +81,7 @@ size_t moe_fuzz_seed(size_t i, const uint8_t **data)
     q.dtype = i % 2 == 0 ? MOE__V1__DATA_TYPE__DATA_TYPE_F32 : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
     q.routing_mode = (Moe__V1__RoutingMode)(i % 3 + 1);
     q.return_routing = i % 4 < 2;
+    q.return_rehomed = i % 5 < 2;
     q.parts = (Moe__V1__LayerParts)(i % 4);
     q.epoch = i > 6 ? 5 : 0;
     q.request_id = i;

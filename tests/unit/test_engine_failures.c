@@ -231,8 +231,12 @@ static struct {
     float x[REQUESTS_MAX][64 * HIDDEN], y[REQUESTS_MAX][64 * HIDDEN];
     struct moe_status status[REQUESTS_MAX];
     int done[REQUESTS_MAX], order[REQUESTS_MAX], done_count;
+    uint64_t live[8];                                    /* slots of each view */
+    struct moe_placement *placements;                    /* of the layer; NULL = none */
     uint64_t deadline_ns;                                /* of the next request; 0 = MOE_NEVER */
     struct moe_step_completion completion[REQUESTS_MAX]; /* of requests */
+    uint32_t rehomed[REQUESTS_MAX][4];                   /* of requests that ask for them */
+    bool asks[REQUESTS_MAX];
 } test;
 
 static void on_finished(void *ctx, const struct moe_ticket *ticket, struct moe_status status,
@@ -254,15 +258,42 @@ static void on_done(struct moe_work *w, struct moe_status status)
     moe_mutex_unlock(&test.lock);
 }
 
+/* Expert 0 is on slots 0 and 1, expert 1 on 1, expert 2 on 2 and 0, expert 3 on 0. */
+static const uint32_t offset[] = {0, 2, 3, 5, 6};
+static const uint16_t slot[] = {0, 1, 1, 2, 0, 0};
+static struct moe_placement original = {
+    .version = 1, .experts = 4, .slots = 3, .offset = offset, .slot = slot};
+/* The same, but expert 1 is on slots 2 and 1. */
+static const uint32_t offset_moved[] = {0, 2, 4, 6, 7};
+static const uint16_t slot_moved[] = {0, 1, 2, 1, 2, 0, 0};
+static struct moe_placement moved = {
+    .version = 2, .experts = 4, .slots = 3, .offset = offset_moved, .slot = slot_moved};
+
+static struct moe_status swap(void *ctx, uint32_t version)
+{
+    (void)ctx;
+    assert_int_equal(version, moved.version);
+    test.placements = &moved;
+    return moe_ok();
+}
+
+static void on_swapped(void *ctx, uint32_t version, uint64_t epoch)
+{
+    (void)ctx;
+    assert_int_equal(version, moved.version);
+    assert_true(epoch > 0);
+}
+
 static int open_engine(void **state)
 {
     (void)state;
     static const struct moe_layer_spec spec = {
-        .layer = 7, .hidden = HIDDEN, .experts = 2, .router = {.top_k = 1}};
+        .layer = 7, .hidden = HIDDEN, .experts = 4, .router = {.top_k = 1}};
     static const struct moe_layer_spec *const specs[] = {&spec};
     static struct moe_layer *const layers[] = {NULL};
     memset(&backend, 0, sizeof backend);
     memset(&test, 0, sizeof test);
+    test.placements = &original;
     announced_tokens = 0;
     moe_wait_init(&backend.changed);
     moe_mutex_init(&backend.lock);
@@ -272,11 +303,14 @@ static int open_engine(void **state)
         .device = (struct moe_device *)(void *)&device_memory,
         .layers = layers,
         .specs = specs,
+        .placements = &test.placements,
         .layer_count = 1,
         .max_tokens_per_step = BUCKET,
         .max_queued_tokens = 1000,
         .announce = count_announced,
         .finished = on_finished,
+        .swap_placement = swap,
+        .placement_swapped = on_swapped,
         .spin_ns = spin_of_test(),
     };
     assert_ok(moe_engine_create(&config, &test.engine));
@@ -312,6 +346,7 @@ static void submit_with(int i, uint32_t tokens, enum moe_on_unavailable policy, 
         .completion = test.completion[i],
         .by_copy = test.completion[i].word != NULL,
         .token_state = states,
+        .rehomed = test.asks[i] ? test.rehomed[i] : NULL,
         .done = on_done,
     };
     assert_ok(moe_engine_submit(test.engine, &test.work[i]));
@@ -327,7 +362,8 @@ static void begin_view(int view)
     moe_mutex_lock(&backend.lock);
     backend.aborted = false;
     moe_mutex_unlock(&backend.lock);
-    moe_engine_start_view(test.engine, session_of(view), (uint64_t)view + 1, BUCKET);
+    moe_engine_start_view(test.engine, session_of(view), (uint64_t)view + 1, test.live[view],
+                          BUCKET);
 }
 
 static void give_ticket(uint64_t epoch, uint64_t seq, uint32_t bucket)
@@ -338,6 +374,13 @@ static void give_ticket(uint64_t epoch, uint64_t seq, uint32_t bucket)
                            .kind = MOE_STEP_FORWARD,
                            .dtype = MOE_DTYPE_F32,
                            .bucket = bucket};
+    moe_engine_run(test.engine, &t);
+}
+
+static void give_swap(uint64_t epoch, uint64_t seq)
+{
+    struct moe_ticket t = {
+        .epoch = epoch, .seq = seq, .layer = moved.version, .kind = MOE_STEP_SWAP_PLACEMENT};
     moe_engine_run(test.engine, &t);
 }
 
@@ -484,6 +527,63 @@ static void a_request_split_over_failing_steps_loses_no_token(void **state)
     assert_answered(1);
     assert_int_equal(test.order[0], 0);
     assert_true(backend.first_x[before] == 80); /* token 8 of request 0 comes first again */
+}
+
+/* Each view lacks another slot. A part of the request is computed in the first view, and its rest
+ * in the second. */
+static void rehomed_experts_are_those_of_the_last_step(void **state)
+{
+    (void)state;
+    test.asks[0] = test.asks[1] = true;
+    test.live[0] = 6;
+    test.live[1] = 3;
+    test.live[2] = 7;
+    backend.script[1] = END_LOST;
+    submit(0, 12);
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    wait_reports(1);
+    assert_int_equal(test.work[0].rehomed_count, 1);
+    assert_int_equal(test.rehomed[0][0], 0); /* and expert 3 has no copy left */
+    give_ticket(1, 2, 8);
+    wait_reports(2);
+    begin_view(1);
+    give_ticket(2, 1, 8);
+    wait_done(1);
+    assert_answered(0);
+    assert_int_equal(test.work[0].answered_epoch, 2);
+    assert_int_equal(test.work[0].rehomed_count, 1);
+    assert_int_equal(test.rehomed[0][0], 2);
+    moe_engine_stop_view(test.engine);
+    begin_view(2);
+    submit(1, 8);
+    submit(2, 1);
+    give_ticket(3, 1, 8);
+    give_ticket(3, 2, 8);
+    wait_done(3);
+    assert_int_equal(test.work[1].rehomed_count, 0);
+    assert_int_equal(test.work[2].rehomed_count, 0);
+}
+
+/* The ticket between two steps of a request changes the placement. */
+static void rehomed_experts_follow_a_move(void **state)
+{
+    (void)state;
+    test.asks[0] = test.asks[1] = true;
+    test.live[0] = 3;
+    submit(0, 8);
+    submit(1, 12);
+    begin_view(0);
+    give_ticket(1, 1, 8);
+    give_ticket(1, 2, 8);
+    give_swap(1, 3);
+    give_ticket(1, 4, 8);
+    wait_done(2);
+    assert_int_equal(test.work[0].rehomed_count, 1);
+    assert_int_equal(test.rehomed[0][0], 2);
+    assert_int_equal(test.work[1].rehomed_count, 2);
+    assert_int_equal(test.rehomed[1][0], 1);
+    assert_int_equal(test.rehomed[1][1], 2);
 }
 
 static void the_next_step_is_enqueued_while_one_runs(void **state)
@@ -737,6 +837,8 @@ int main(void)
         with_engine(a_request_that_its_device_has_completed_does_not_run_again),
         with_engine(a_request_is_cancelled_while_its_first_part_begins),
         with_engine(a_request_split_over_failing_steps_loses_no_token),
+        with_engine(rehomed_experts_are_those_of_the_last_step),
+        with_engine(rehomed_experts_follow_a_move),
         with_engine(the_next_step_is_enqueued_while_one_runs),
         with_engine(a_request_alone_in_its_step_is_computed_in_place),
         with_engine(a_step_that_cannot_begin_ends_the_view),

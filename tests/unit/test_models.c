@@ -132,7 +132,7 @@ static void start_view(void)
     };
     assert_ok(moe_backend_cpu.session_join(t.device, &config, &t.session));
     t.seq = 0;
-    moe_engine_start_view(t.engine, t.session, EPOCH, BUCKET);
+    moe_engine_start_view(t.engine, t.session, EPOCH, 1, BUCKET);
 }
 
 static void end_view(void)

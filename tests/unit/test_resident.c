@@ -227,7 +227,7 @@ static void check_nothing_is_held(const struct resident *r)
     uint64_t loaded, total;
     moe_loader_progress(r->loader, &loaded, &total);
     assert_true(loaded == 0 && total == 0);
-    assert_null(moe_loader_placements(r->loader));
+    assert_null(*moe_loader_placements(r->loader));
     for (size_t i = 0; i < moe_loader_layer_count(r->loader); i++)
         assert_null(moe_loader_layers(r->loader)[i]);
     assert_int_equal(atomic_load(&fake.created), atomic_load(&fake.destroyed));

@@ -93,6 +93,56 @@ static void routing_is_returned_only_when_asked_for(void **state)
     request_free(&r);
 }
 
+/* A pass of layer 4 (E = 300). The caller frees the answer. */
+static Answer *ask_for_rehomed(bool asked)
+{
+    struct request r;
+    Ask ask;
+    Answer *answer;
+    request_fill(&r, &service.worker, 1, 20, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    ask_fill(&ask, &service, &r, true);
+    ask.return_rehomed = asked;
+    assert_ok(call_ask(&service, &ask, &answer));
+    answer_check(&service, &r, answer);
+    request_free(&r);
+    return answer;
+}
+
+/* The view has slot 0 only. In the second placement the first copy of expert e is on slot e % 3.
+ * The other one is on slot 0, or on slot 3 for every fifth expert. */
+static void rehomed_experts_are_returned_only_when_asked_for(void **state)
+{
+    (void)state;
+    enum { E = 300 };
+    static uint32_t offset[E + 1], expected[E];
+    static uint16_t slot[2 * E];
+    size_t count = 0;
+    for (uint32_t e = 0; e < E; e++) {
+        offset[e + 1] = 2 * (e + 1);
+        slot[2 * e] = (uint16_t)(e % 3);
+        slot[2 * e + 1] = e % 5 == 0 ? 3 : 0;
+        if (e % 3 != 0 && e % 5 != 0)
+            expected[count++] = e;
+    }
+    struct moe_placement second[WORKER_LAYERS] = {
+        [1] = {.version = 2, .experts = E, .slots = 4, .offset = offset, .slot = slot}};
+    Answer *answer = ask_for_rehomed(true);
+    assert_non_null(answer->rehomed); /* one slot: all experts are at home */
+    assert_int_equal(answer->rehomed->n_experts, 0);
+    answer_free(answer);
+    worker_stop_view(&service.worker);
+    service.worker.placements = second;
+    service_start_view(&service);
+    answer = ask_for_rehomed(true);
+    assert_int_equal(answer->rehomed->n_experts, count);
+    assert_memory_equal(answer->rehomed->experts, expected, count * sizeof *expected);
+    assert_int_equal(answer->epoch, service.worker.epoch);
+    answer_free(answer);
+    answer = ask_for_rehomed(false);
+    assert_null(answer->rehomed);
+    answer_free(answer);
+}
+
 /* --------------------------------------------------------------------------- bad input */
 
 enum { BAD_TOKENS = 5 };
@@ -836,6 +886,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         with_service(every_mode_dtype_and_layer_gives_the_oracles_answer),
         with_service(routing_is_returned_only_when_asked_for),
+        with_service(rehomed_experts_are_returned_only_when_asked_for),
         with_service(each_bad_input_gets_its_error_and_the_next_good_request_its_answer),
         with_service(a_tensor_given_twice_is_refused),
         with_service(a_message_cut_anywhere_is_refused),

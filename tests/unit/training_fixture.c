@@ -88,7 +88,7 @@ void begin_view_of(uint32_t bucket)
     test.seq = 0;
     moe_engine_start_view(test.engine,
                           (struct moe_session *)(void *)&session_memory[test.epoch % 8], test.epoch,
-                          bucket);
+                          1, bucket);
 }
 
 void begin_view(void)

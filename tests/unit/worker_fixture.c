@@ -78,13 +78,15 @@ static void upload_weight(struct worker *w, int layer, enum moe_weight weight, u
 static void create_layer(struct worker *w, int layer)
 {
     const struct moe_layer_spec *spec = w->specs[layer] = &w->spec[layer];
-    uint32_t offset[MOE_MAX_EXPERTS + 1];
-    const uint16_t slot[MOE_MAX_EXPERTS] = {0};
     for (uint32_t e = 0; e <= spec->experts; e++)
-        offset[e] = e;
-    struct moe_placement placement = {
-        .version = 1, .experts = spec->experts, .slots = 1, .offset = offset, .slot = slot};
-    assert_ok(moe_backend_cpu.layer_create(w->device, spec, &placement, 0, &w->layers[layer]));
+        w->offset[layer][e] = e;
+    struct moe_placement *placement = &w->placement[layer];
+    *placement = (struct moe_placement){.version = 1,
+                                        .experts = spec->experts,
+                                        .slots = 1,
+                                        .offset = w->offset[layer],
+                                        .slot = w->slot[layer]};
+    assert_ok(moe_backend_cpu.layer_create(w->device, spec, placement, 0, &w->layers[layer]));
     assert_ok(moe_oracle_create(spec, &w->oracles[layer]));
     for (enum moe_weight weight = 0; weight < MOE_WEIGHT_COUNT; weight++) {
         size_t rows, columns;
@@ -201,7 +203,7 @@ void worker_start_view(struct worker *w)
     w->epoch++;
     moe_sequencer_begin(w->sequencer, w->epoch, 1, WORKER_BUCKET);
     moe_mutex_unlock(&w->lock);
-    moe_engine_start_view(w->engine, w->session, w->epoch, WORKER_BUCKET);
+    moe_engine_start_view(w->engine, w->session, w->epoch, 1, WORKER_BUCKET);
 }
 
 void worker_stop_view(struct worker *w)
@@ -230,11 +232,13 @@ void worker_open_watched(struct worker *w, struct moe_progress *p)
         create_layer(w, i);
     moe_mutex_init(&w->lock);
     assert_ok(moe_sequencer_create(&w->sequencer));
+    w->placements = w->placement;
     struct moe_engine_config config = {
         .backend = worker_backend,
         .device = w->device,
         .layers = w->layers,
         .specs = w->specs,
+        .placements = &w->placements,
         .layer_count = WORKER_LAYERS,
         .max_hidden = WORKER_HIDDEN,
         .max_tokens_per_step = WORKER_BUCKET,

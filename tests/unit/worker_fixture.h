@@ -28,6 +28,10 @@ struct worker {
     struct moe_layer_spec spec[WORKER_LAYERS];
     const struct moe_layer_spec *specs[WORKER_LAYERS];
     struct moe_layer *layers[WORKER_LAYERS];
+    struct moe_placement placement[WORKER_LAYERS]; /* all experts on slot 0 */
+    uint32_t offset[WORKER_LAYERS][MOE_MAX_EXPERTS + 1];
+    uint16_t slot[WORKER_LAYERS][MOE_MAX_EXPERTS];
+    struct moe_placement *placements; /* what the engine takes for them */
     struct moe_oracle_layer *oracles[WORKER_LAYERS];
     struct moe_engine *engine;
     struct moe_session *session;
