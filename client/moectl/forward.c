@@ -21,8 +21,9 @@ struct forward {
     struct moectl_tensor_names names;
     const char *input, *output, *dtype, *model, *model_digest, *parts, *policy;
     uint8_t *token_states; /* [T] with --on-unavailable partial */
+    uint32_t *rehomed;     /* [E] with --return-rehomed */
     uint64_t layer, repeat;
-    bool return_routing, stream, spread;
+    bool return_routing, return_rehomed, stream, spread;
 
     struct moe_client *client;
     struct moe_client_stream *link; /* with --stream */
@@ -147,6 +148,11 @@ static struct moe_status prepare(struct forward *o)
         if (o->token_states == NULL)
             return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "answer");
     }
+    if (o->return_rehomed) {
+        o->rehomed = calloc(layer->experts, sizeof *o->rehomed);
+        if (o->rehomed == NULL)
+            return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "answer");
+    }
     if (y->data == NULL || (o->return_routing && (y->topk_ids == NULL || y->topk_weights == NULL)))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "answer");
     o->call = (struct moe_client_forward){
@@ -165,6 +171,7 @@ static struct moe_status prepare(struct forward *o)
         .parts = parts_of(o),
         .on_unavailable = policy_of(o),
         .token_states = o->token_states,
+        .rehomed_experts = o->rehomed,
     };
     return moe_ok();
 }
@@ -233,6 +240,26 @@ static json_t *unavailable_tokens(const struct forward *o, uint32_t *count)
     return list;
 }
 
+/* Ids of re-homed experts; NULL without memory. */
+static json_t *rehomed_experts(const struct forward *o)
+{
+    json_t *list = json_array();
+    for (size_t i = 0; list != NULL && i < o->call.rehomed_count; i++)
+        if (json_array_append_new(list, json_integer(o->rehomed[i])) != 0) {
+            json_decref(list);
+            list = NULL;
+        }
+    return list;
+}
+
+static void put_rehomed(const struct forward *o)
+{
+    moectl_put("%zu re-homed experts", o->call.rehomed_count);
+    for (size_t i = 0; i < o->call.rehomed_count; i++)
+        moectl_put("%s %" PRIu32, i == 0 ? ":" : ",", o->rehomed[i]);
+    moectl_put("\n");
+}
+
 static int report(const struct forward *o)
 {
     uint32_t unavailable;
@@ -248,6 +275,8 @@ static int report(const struct forward *o)
             moectl_put("%" PRIu32 " of %" PRIu32 " tokens have no result: their experts have no "
                        "copy now\n",
                        unavailable, o->y.tokens);
+        if (o->return_rehomed)
+            put_rehomed(o);
         json_decref(tokens);
         return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
     }
@@ -255,12 +284,12 @@ static int report(const struct forward *o)
     snprintf(epoch, sizeof epoch, "%" PRIu64, o->call.answered_epoch);
     snprintf(version, sizeof version, "%" PRIu64, o->call.answered_weights_version);
     json_t *document = moectl_document("ForwardResult");
-    json_t *fields =
-        json_pack("{s:s, s:I, s:I, s:I, s:s, s:s, s:s, s:I, s:f, s:s, s:o}", "model",
-                  moe_client_get_info(o->client)->model, "layer", (json_int_t)o->layer, "tokens",
-                  (json_int_t)o->y.tokens, "hidden", (json_int_t)o->y.width, "dtype", dtype,
-                  "epoch", epoch, "weightsVersion", version, "repeat", (json_int_t)o->repeat,
-                  "latencyUs", p50_us, "output", o->output, "unavailableTokens", tokens);
+    json_t *fields = json_pack(
+        "{s:s, s:I, s:I, s:I, s:s, s:s, s:s, s:I, s:f, s:s, s:o, s:o}", "model",
+        moe_client_get_info(o->client)->model, "layer", (json_int_t)o->layer, "tokens",
+        (json_int_t)o->y.tokens, "hidden", (json_int_t)o->y.width, "dtype", dtype, "epoch", epoch,
+        "weightsVersion", version, "repeat", (json_int_t)o->repeat, "latencyUs", p50_us, "output",
+        o->output, "unavailableTokens", tokens, "rehomedExperts", rehomed_experts(o));
     if (document == NULL || fields == NULL || json_object_update(document, fields) != 0) {
         json_decref(document);
         document = NULL;
@@ -316,6 +345,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "I64 [T] tensor of the input, for a layer that routes by token id; default: none"},
         {"return-routing", 0, MOE_OPTION_BOOL, &o.return_routing, 0, 0, NULL,
          "also write topk_ids (I32) and topk_weights (F32)"},
+        {"return-rehomed", 0, MOE_OPTION_BOOL, &o.return_rehomed, 0, 0, NULL,
+         "tell the layer's re-homed experts: the view lacks their first slot, another computes"},
         {"parts", 0, MOE_OPTION_STRING, &o.parts, 0, 0, "both|routed|shared",
          "routed experts, shared experts, or both; default: both"},
         {"on-unavailable", 0, MOE_OPTION_STRING, &o.policy, 0, 0, "wait|fail|partial",
@@ -346,6 +377,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     moectl_tokens_free(&o.x);
     moectl_tokens_free(&o.y);
     free(o.token_states);
+    free(o.rehomed);
     return code;
 }
 

@@ -75,21 +75,18 @@ static struct moe_status outcome(const struct call *call)
 /* Computes the call's status and answer from those of its pieces. */
 static struct moe_status join(struct call *call)
 {
-    struct moe_client_forward *f = call->f;
-    const struct moe_client_answer *first = &call->pieces[0].answer;
+    struct moe_client_answer *all = &call->pieces[0].answer;
     MOE_TRY(outcome(call));
-    f->answered_epoch = first->epoch;
-    f->answered_weights_version = first->weights_version;
-    f->retained = first->retained;
-    f->retained_activations = first->retained_activations;
-    f->stages = first->stages;
     for (size_t i = 1; i < call->piece_count; i++) {
         const struct moe_client_answer *a = &call->pieces[i].answer;
-        if (a->epoch > f->answered_epoch)
-            f->answered_epoch = a->epoch;
-        if (a->stages.server_ns > f->stages.server_ns)
-            f->stages = a->stages;
+        if (a->epoch > all->epoch)
+            all->epoch = a->epoch;
+        if (a->stages.server_ns > all->stages.server_ns)
+            all->stages = a->stages;
+        for (size_t j = 0; j < sizeof all->rehomed / sizeof *all->rehomed; j++)
+            all->rehomed[j] |= a->rehomed[j];
     }
+    moe_client_wire_answer(call->f, all);
     return moe_ok();
 }
 

@@ -58,13 +58,8 @@ struct moe_client_stream {
 static void finish(struct item *it)
 {
     struct moe_client_stream *s = it->stream;
-    if (it->status.code == MOE_OK) {
-        it->f->answered_epoch = it->answer.epoch;
-        it->f->answered_weights_version = it->answer.weights_version;
-        it->f->retained = it->answer.retained;
-        it->f->retained_activations = it->answer.retained_activations;
-        it->f->stages = it->answer.stages;
-    }
+    if (it->status.code == MOE_OK)
+        moe_client_wire_answer(it->f, &it->answer);
     it->done(it->ctx, it->f, it->status);
     free(it);
     moe_mutex_lock(&s->lock);

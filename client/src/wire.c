@@ -95,6 +95,11 @@ static const int64_t *token_ids_of(const struct moe_client_forward *f)
     return MOE_CLIENT_HAS(f, token_ids_in) ? f->token_ids_in : NULL;
 }
 
+static bool returns_rehomed(const struct moe_client_forward *f)
+{
+    return MOE_CLIENT_HAS(f, rehomed_count) && f->rehomed_experts != NULL;
+}
+
 static bool is_partial(const struct moe_client_forward *f)
 {
     return policy_of(f) == MOE_ON_UNAVAILABLE_PARTIAL;
@@ -239,6 +244,7 @@ void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id,
                                         : MOE__V1__DATA_TYPE__DATA_TYPE_BF16;
     q.routing_mode = routing_mode(f);
     q.return_routing = returns_routing(f);
+    q.return_rehomed = returns_rehomed(f);
     q.parts = parts_on_wire[parts_of(f)];
     q.on_unavailable = policies_on_wire[policy_of(f)];
     q.epoch = f->epoch;
@@ -392,6 +398,40 @@ struct moe_client_stages moe_client_wire_stages(const Moe__V1__StageTimes *t)
     };
 }
 
+static struct moe_status take_rehomed(const struct moe_client_rows *rows,
+                                      const Moe__V1__RehomedExperts *from,
+                                      struct moe_client_answer *answer)
+{
+    if (!returns_rehomed(rows->f))
+        return moe_ok();
+    memset(answer->rehomed, 0, sizeof answer->rehomed);
+    if (from == NULL)
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
+                         "this worker's release tells no re-homed experts");
+    for (size_t i = 0; i < from->n_experts; i++) {
+        uint32_t expert = from->experts[i];
+        if (expert >= rows->layer->experts || expert >= MOE_MAX_EXPERTS)
+            return broken(MOE_REASON_EXPERT_INDEX_RANGE, "a re-homed expert does not exist");
+        answer->rehomed[expert / 64] |= UINT64_C(1) << expert % 64;
+    }
+    return moe_ok();
+}
+
+void moe_client_wire_answer(struct moe_client_forward *f, const struct moe_client_answer *answer)
+{
+    f->answered_epoch = answer->epoch;
+    f->answered_weights_version = answer->weights_version;
+    f->retained = answer->retained;
+    f->retained_activations = answer->retained_activations;
+    f->stages = answer->stages;
+    if (!returns_rehomed(f))
+        return;
+    f->rehomed_count = 0;
+    for (uint32_t expert = 0; expert < MOE_MAX_EXPERTS; expert++)
+        if ((answer->rehomed[expert / 64] >> expert % 64 & 1) != 0)
+            f->rehomed_experts[f->rehomed_count++] = expert;
+}
+
 /* The error of one item of a stream. Never OK: an unknown code becomes MOE_UNKNOWN. */
 static struct moe_status item_error(const Moe__V1__Error *e)
 {
@@ -444,6 +484,7 @@ struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, str
         return broken(MOE_REASON_SHAPE_MISMATCH, "y has another shape than x");
     if (returns_routing(f))
         MOE_TRY(finish_routing(&in, a));
+    MOE_TRY(take_rehomed(rows, a->rehomed, answer));
     answer->epoch = a->epoch;
     answer->weights_version = a->weights_version;
     answer->retained = a->retained;

@@ -36,6 +36,7 @@ struct moe_client_answer {
     uint64_t epoch, weights_version;
     bool retained, retained_activations;
     struct moe_client_stages stages;
+    uint64_t rehomed[MOE_MAX_EXPERTS / 64]; /* bit e: expert e is re-homed; if that was asked for */
 };
 
 /* Finds the layer with that index and checks its width. Errors: MOE_NOT_FOUND/LAYER_NOT_FOUND,
@@ -76,11 +77,14 @@ void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id,
                           const struct moe_client_wanted *wanted, uint8_t *head,
                           void (*release)(void *owner), void *owner, struct moe_rpc_out *out);
 
+/* Gives the caller what a whole answer says, or the joined answers to its parts say. */
+void moe_client_wire_answer(struct moe_client_forward *f, const struct moe_client_answer *answer);
+
 /* Moves the tensors of `m` into the caller's memory and checks that the answer fits the request.
  * The caller owns `m`. After a failure the contents of the caller's memory are undefined.
  * Errors: MOE_INTERNAL with MALFORMED, TRUNCATED, TOO_LARGE, DUPLICATE_TENSOR, SHAPE_MISMATCH or
  * DTYPE_UNSUPPORTED if the server's answer is broken; MOE_UNIMPLEMENTED/UNSUPPORTED if the server
- * does not know parts; or the error in a stream's answer. */
+ * does not know a field of the request; or the error in a stream's answer. */
 struct moe_status moe_client_wire_unpack(const struct moe_client_rows *rows, struct moe_rpc_msg *m,
                                          struct moe_client_answer *answer) MOE_CHECKED;
 

@@ -8,13 +8,22 @@
 
 #include <string.h>
 
-enum { HIDDEN = 6, TOP_K = 2, ROWS = 20, PIECES_MAX = 16, POISON = 0x5c, SETTINGS = 2 };
+enum {
+    HIDDEN = 6,
+    TOP_K = 2,
+    ROWS = 20,
+    PIECES_MAX = 16,
+    POISON = 0x5c,
+    SETTINGS = 2,
+    EXPERTS = 300
+};
 
 /* Tensors of ROWS rows; the request is for some rows in the middle. */
 struct memory {
     float y[ROWS * HIDDEN];
     int32_t ids[ROWS * TOP_K];
     float weights[ROWS * TOP_K];
+    uint32_t rehomed[EXPERTS];
 };
 
 /* The request, from the first SETTINGS bytes of the input. */
@@ -27,7 +36,7 @@ struct request {
 
 static void make_request(const uint8_t settings[SETTINGS], struct memory *m, struct request *r)
 {
-    *r = (struct request){.layer = {.hidden = HIDDEN, .experts = 300, .top_k = TOP_K}};
+    *r = (struct request){.layer = {.hidden = HIDDEN, .experts = EXPERTS, .top_k = TOP_K}};
     r->f = (struct moe_client_forward){
         .size = sizeof r->f, .tokens = ROWS, .hidden = HIDDEN, .y = m->y};
     r->f.dtype = settings[1] & 1 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16;
@@ -35,6 +44,8 @@ static void make_request(const uint8_t settings[SETTINGS], struct memory *m, str
         r->f.topk_ids = m->ids;
         r->f.topk_weights = m->weights;
     }
+    if (settings[0] & 4)
+        r->f.rehomed_experts = m->rehomed;
     r->rows = (struct moe_client_rows){
         .f = &r->f, .layer = &r->layer, .first = settings[0] & 3, .tokens = 1 + (settings[0] >> 4)};
     r->piece = (uint8_t)(1 + settings[1] / 4);
@@ -68,6 +79,22 @@ static int32_t wire_id(const Moe__V1__ForwardStreamResponse *a, size_t i)
     return id;
 }
 
+/* The list is ascending, and has the same ids. */
+static void compare_rehomed(const struct moe_client_forward *f, const Moe__V1__RehomedExperts *list)
+{
+    bool named[EXPERTS] = {0};
+    size_t count = 0;
+    MOE_INVARIANT(list != NULL);
+    for (size_t i = 0; i < list->n_experts; i++) {
+        MOE_INVARIANT(list->experts[i] < EXPERTS);
+        named[list->experts[i]] = true;
+    }
+    for (uint32_t e = 0; e < EXPERTS; e++)
+        if (named[e])
+            MOE_INVARIANT(count < f->rehomed_count && f->rehomed_experts[count++] == e);
+    MOE_INVARIANT(count == f->rehomed_count);
+}
+
 /* An accepted answer has the same values as the tensors. */
 static void compare(const struct request *r, const struct memory *m, const uint8_t *data,
                     size_t size)
@@ -83,6 +110,8 @@ static void compare(const struct request *r, const struct memory *m, const uint8
         MOE_INVARIANT(m->ids[at] == wire_id(a, i));
         MOE_INVARIANT(memcmp(&m->weights[at], a->topk_weights.data + 4 * i, 4) == 0);
     }
+    if (r->f.rehomed_experts != NULL)
+        compare_rehomed(&r->f, a->rehomed);
     moe__v1__forward_stream_response__free_unpacked(a, NULL);
 }
 
@@ -104,8 +133,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     check_outside(memory.y, HIDDEN * moe_dtype_bytes(r.f.dtype), sizeof memory.y, &r.rows);
     check_outside(memory.ids, TOP_K * sizeof(int32_t), sizeof memory.ids, &r.rows);
     check_outside(memory.weights, TOP_K * sizeof(float), sizeof memory.weights, &r.rows);
-    if (st.code == MOE_OK)
+    if (st.code == MOE_OK) {
+        moe_client_wire_answer(&r.f, &answer);
         compare(&r, &memory, data, size);
+    }
     return 0;
 }
 
@@ -135,6 +166,12 @@ size_t moe_fuzz_seed(size_t i, const uint8_t **data)
     a.stages = &stages;
     stages.server_ns = 123456;
     a.request_id = UINT64_C(1) << 40;
+    Moe__V1__RehomedExperts rehomed = MOE__V1__REHOMED_EXPERTS__INIT;
+    uint32_t experts[] = {2, 130, EXPERTS - 1};
+    rehomed.experts = experts;
+    rehomed.n_experts = i % 4;
+    if (i % 3 < 2)
+        a.rehomed = &rehomed;
     if (routing) {
         a.topk_ids = (ProtobufCBinaryData){.len = TOKENS * TOP_K * width, .data = bytes};
         a.topk_weights = (ProtobufCBinaryData){.len = TOKENS * TOP_K * 4, .data = bytes + 256};
@@ -147,7 +184,7 @@ size_t moe_fuzz_seed(size_t i, const uint8_t **data)
         error.reason = (char *)(uintptr_t) "QUEUE_FULL";
         a.error = &error;
     }
-    input[0] = (TOKENS - 1) << 4 | 1;
+    input[0] = (uint8_t)((TOKENS - 1) << 4 | 1 | (i % 3 == 1 ? 4 : 0));
     input[1] = (uint8_t)((wide ? 1 : 0) | (routing ? 2 : 0) | 40 * (i % 5));
     *data = input;
     return SETTINGS + moe__v1__forward_stream_response__pack(&a, input + SETTINGS);

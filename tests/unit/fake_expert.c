@@ -3,7 +3,6 @@
 #include "fake_expert.h"
 
 #include "base/clock.h"
-#include "moe/v1/expert.pb-c.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -188,7 +187,9 @@ static size_t pack_head(const struct job *j, uint8_t *head)
     stages.server_ns = 1000 + j->head.tokens;
     stages.step_ns = 900;
     stages.steps = 1;
-    a.epoch = 7;
+    a.epoch = j->fake->epoch;
+    a.rehomed =
+        j->head.return_rehomed ? (Moe__V1__RehomedExperts *)(uintptr_t)j->fake->rehomed : NULL;
     a.weights_version = j->fake->weights_version;
     a.tokens = j->head.tokens + (j->mood == FAKE_OTHER_TOKENS);
     a.hidden = FAKE_HIDDEN;
@@ -471,7 +472,7 @@ void fake_start_with(struct fake *fakes, uint32_t count, const struct moe_rpc_me
                      size_t more_count)
 {
     for (uint32_t i = 0; i < count; i++) {
-        fakes[i] = (struct fake){.slot = i, .weights_version = 1, .ids_dtype = 3};
+        fakes[i] = (struct fake){.slot = i, .weights_version = 1, .ids_dtype = 3, .epoch = 7};
         moe_mutex_init(&fakes[i].lock);
         fake_fail_with(&fakes[i], moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "on demand"));
         start_one(&fakes[i], more, more_count);

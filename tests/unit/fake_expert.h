@@ -5,6 +5,7 @@
 #define MOE_TEST_FAKE_EXPERT_H
 
 #include "base/mutex.h"
+#include "moe/v1/expert.pb-c.h"
 #include "rpc/server.h"
 
 enum {
@@ -56,6 +57,9 @@ struct fake {
     const struct fake *workers;
     _Atomic uint64_t weights_version;
     _Atomic uint32_t ids_dtype; /* of returned ids: 3 U8, 4 U16, 5 I32 */
+    _Atomic uint64_t epoch;     /* of answers */
+    /* What it tells a request that asks; NULL: it does not know re-homed experts. Borrowed. */
+    const Moe__V1__RehomedExperts *_Atomic rehomed;
 
     struct moe_mutex lock; /* guards everything below */
     struct moe_status failure;
