@@ -17,6 +17,7 @@ import re
 import signal
 import statistics
 import sys
+import tempfile
 import time
 import unittest
 
@@ -24,6 +25,9 @@ LONG = "--long" in sys.argv and sys.argv.remove("--long") is None
 
 from watched import Group, Here, wait_until  # noqa: E402
 from group import moectl  # noqa: E402
+
+import moed  # noqa: E402
+import numpy as np  # noqa: E402
 
 WORKERS = 4
 FORMS_S = 20
@@ -152,6 +156,59 @@ class Replicas(unittest.TestCase):
             process.wait()
             return lambda: self.start_again(name)
         self.repeat([2, 0], killed)
+
+    def rehomed(self, layer):
+        """The layer's re-homed experts, from the placement and the live slots."""
+        live = self.status()["liveSlots"]
+        experts = json.loads(moectl("get", "experts", "-o", "json", "--endpoint",
+                                    self.group.net.address(0) + ":7700").stdout)["experts"]
+        return tuple(e["expert"] for e in experts
+                     if e["layer"] == layer and e["slots"][0] not in live
+                     and set(e["slots"]) & set(live))
+
+    def check_rehomed(self, clients, x, full):
+        """Every way to ask tells what the placement says, with the bits of before."""
+        layer, epoch = clients[0].layers[0].layer, int(self.status()["epoch"])
+        expected = self.rehomed(layer)
+        for client in clients:
+            with client.stream() as stream:
+                answers = [client.forward(layer, x, return_rehomed=True),
+                           client.submit(layer, x, return_rehomed=True).result(60),
+                           stream.forward(layer, x, return_rehomed=True, return_routing=True)]
+            for got in answers:
+                self.assertEqual((got.rehomed_experts, got.epoch), (expected, epoch))
+                np.testing.assert_array_equal(got.y, full)
+            np.testing.assert_array_equal(client.forward(layer, x), full)
+        with tempfile.TemporaryDirectory() as directory:
+            source, result = (os.path.join(directory, name) for name in ("x", "y"))
+            moed.write_safetensors(source, {"x": x})
+            arguments = ("forward", "--endpoint", self.endpoints[0], "--layer", str(layer),
+                         "--input", source, "--output", result, "--return-rehomed")
+            document = json.loads(moectl(*arguments, "-o", "json").stdout)
+            self.assertEqual(document["rehomedExperts"], list(expected))
+            text = "%d re-homed experts%s\n" % (
+                len(expected), ":" * bool(expected) + ",".join(" %d" % e for e in expected))
+            self.assertIn(text, moectl(*arguments).stdout)
+        return expected
+
+    def test_rehomed_experts(self):
+        """Clients that ask get the experts that are computed away from home."""
+        clients = [self.enterContext(moed.Client(self.endpoints[0], transport=transport))
+                   for transport in ("native", "grpc")]
+        layer = clients[0].layers[0]
+        x = np.random.default_rng(7).standard_normal((40, layer.hidden), np.float32)
+        full = clients[0].forward(layer, x)
+        self.assertEqual(self.check_rehomed(clients, x, full), ())
+        process = self.group.processes["w1"]
+        process.kill()
+        process.wait()
+        self.await_view([1])
+        found = self.check_rehomed(clients, x, full)
+        print("  without slot 1: %d of %d experts re-homed" % (len(found), layer.experts))
+        self.assertGreater(len(found), 0)
+        self.start_again("w1")
+        self.await_view([])
+        self.assertEqual(self.check_rehomed(clients, x, full), ())
 
     def test_stopped(self):
         """A member and the sequencer, by SIGSTOP for longer than the lease. Their pulse tells: no

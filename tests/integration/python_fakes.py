@@ -41,6 +41,7 @@ class Fake(grpc.GenericRpcHandler):
     def __init__(self, threads=8):
         self.requests, self.script, self.workers = [], [], []
         self.slot = 0
+        self.rehomed = None  # the list for requests that ask; None: it does not know the field
         self.held = threading.Event()  # with `hold`, Forward answers wait for it
         self.hold = False
         self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(threads))
@@ -90,6 +91,9 @@ class Fake(grpc.GenericRpcHandler):
         answer.tokens, answer.hidden, answer.dtype = request.tokens, request.hidden, request.dtype
         answer.epoch, answer.weights_version, answer.top_k = 7, 5, TOP_K
         answer.stages.server_ns = 1234
+        if request.return_rehomed and self.rehomed is not None:
+            answer.rehomed.SetInParent()
+            answer.rehomed.experts.extend(self.rehomed)
         if request.dtype == types_pb2.DATA_TYPE_F32:
             answer.y_data = (2 * np.frombuffer(request.x_data, np.float32)).tobytes()
         else:  # BF16: doubles by adding 1 to the exponent

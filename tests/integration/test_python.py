@@ -2,6 +2,7 @@
 """The Python package against a fake worker in the same process: requests, answers, errors, retries.
 test_golden.py uses real daemons."""
 
+import asyncio
 import concurrent.futures
 import copy
 import json
@@ -60,6 +61,38 @@ class Calls(unittest.TestCase):
                 client.forward(LAYER, rows(1), on_unavailable="partial")
             self.assertEqual(caught.exception.reason, "UNSUPPORTED")
             self.assertEqual(fake.requests[-1].on_unavailable, types_pb2.ON_UNAVAILABLE_PARTIAL)
+
+    def test_return_rehomed(self):
+        x = rows(3)
+        with fakes() as fake, moed.Client(fake.endpoint) as client, client.stream() as stream:
+            calls = [client.forward, stream.forward]
+            calls += [lambda *a, f=f, **k: f(*a, **k).result(10)
+                      for f in (client.submit, stream.submit)]
+            for call in calls:
+                for fake.rehomed in ((), (1, 4, 7)):
+                    got = call(LAYER, x, return_rehomed=True)
+                    self.assertEqual(got.rehomed_experts, fake.rehomed)
+                    self.assertEqual((got.epoch, got.topk_ids), (7, None))
+                    self.assertEqual(got.stages["server_ns"], 1234)
+                    np.testing.assert_array_equal(got.y, 2 * x)
+                got = call(LAYER, x, return_rehomed=True, return_routing=True)
+                self.assertEqual((got.rehomed_experts, got.topk_ids.shape), ((1, 4, 7), (3, 2)))
+                self.assertIsInstance(call(LAYER, x), np.ndarray)
+                self.assertIsNone(call(LAYER, x, return_routing=True).rehomed_experts)
+                fake.rehomed = None
+                with self.assertRaises(moed.MoeError) as caught:
+                    call(LAYER, x, return_rehomed=True)
+                self.assertEqual(caught.exception.reason, "UNSUPPORTED")
+
+    def test_return_rehomed_in_a_loop(self):
+        async def ask(fake):
+            async with moed.AsyncClient(fake.endpoint) as client:
+                async with client.stream() as stream:
+                    return [(await call(LAYER, rows(2), return_rehomed=True)).rehomed_experts
+                            for call in (client.forward, stream.forward)]
+        with fakes() as fake:
+            fake.rehomed = (2, 3)
+            self.assertEqual(asyncio.run(ask(fake)), [(2, 3)] * 2)
 
     def test_a_client_is_bound_to_one_model(self):
         with fakes() as fake, moed.Client(fake.endpoint, model="added") as client:

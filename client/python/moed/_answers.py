@@ -68,7 +68,8 @@ class ServerInfo:
 @renamed_fields(saved="retained", saved_activations="retained_activations")
 @_record_of_arrays
 class ForwardResult:
-    """Answer of Client.forward with return_routing, or with on_unavailable="partial".
+    """Answer of Client.forward with return_routing or return_rehomed, or with
+    on_unavailable="partial".
 
     y                     [T,H], kind and dtype of x
     topk_ids              [T,K] int32, in the router's order; None without return_routing
@@ -81,6 +82,9 @@ class ForwardResult:
     retained_activations  and its device retains gate and up, as long as it has room
     available             [T] bool, with on_unavailable="partial": False where an expert of the
                           token has no copy now; its row of y is zeros. None otherwise
+    rehomed_experts       tuple of ids, ascending, with return_rehomed: experts of the whole layer
+                          that are computed away from home, in the view and with the placement of
+                          the last step. None without
     """
 
     y: np.ndarray
@@ -92,6 +96,7 @@ class ForwardResult:
     retained: bool = False
     retained_activations: bool = False
     available: np.ndarray = None
+    rehomed_experts: Optional[tuple] = None
 
 
 @_record

@@ -67,11 +67,13 @@ class AsyncClient:
         return await future
 
     async def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-                      timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None):
+                      timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None,
+                      return_rehomed=False):
         """The output of one MoE layer; arguments, answer and errors are those of Client.forward."""
         client = self.client
         self._check_loop()
-        batch = client._batch(layer, x, topk_ids, topk_weights, return_routing, parts, token_ids)
+        batch = client._batch(layer, x, topk_ids, topk_weights, return_routing, parts, token_ids,
+                              return_rehomed)
         return await self._run(client._lane, client._submit, batch, return_routing, timeout, epoch,
                                weights_version)
 
@@ -116,11 +118,12 @@ class AsyncStream:
         self._client, self._stream = client, stream
 
     async def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-                      timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None):
+                      timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None,
+                      return_rehomed=False):
         """As AsyncClient.forward, without retries."""
         self._client._check_loop()
         batch = self._client.client._batch(layer, x, topk_ids, topk_weights, return_routing,
-                                           parts, token_ids)
+                                           parts, token_ids, return_rehomed)
         lane = self._stream._lane
         return await self._client._run(lane, lane.submit, batch, return_routing, timeout, epoch,
                                        weights_version)

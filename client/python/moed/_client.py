@@ -259,7 +259,8 @@ class Client(TrainingCalls):
     @renamed(save="retain")
     def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
                 timeout=None, epoch=0, weights_version=0, retain=None, patient=None,
-                model_digest=None, parts="both", on_unavailable="wait", token_ids=None):
+                model_digest=None, parts="both", on_unavailable="wait", token_ids=None,
+                return_rehomed=False):
         """The output of one MoE layer.
 
         layer         a Layer, or its index in the model
@@ -283,13 +284,16 @@ class Client(TrainingCalls):
         token_ids     [T] integers below layer.vocabulary, for a layer with routes_by_token_id: the
                       model's table gives the experts, and the router their weights. Excludes
                       topk_ids
+        return_rehomed
+                      return a ForwardResult with the layer's `rehomed_experts`: the view lacks the
+                      slot of their first copy, and another copy computes them
 
         x, topk_ids, topk_weights and token_ids are numpy arrays, torch tensors, or other tensors
         with __dlpack__ in the host's memory. Torch tensors of other devices go through the host.
 
         Returns y [T,H] with x's dtype: routed plus shared experts, without the residual; or with
-        `return_routing` a ForwardResult. If x is a torch tensor, the arrays of the answer are torch
-        tensors on its device, otherwise numpy arrays. The caller owns them.
+        `return_routing` or `return_rehomed` a ForwardResult. If x is a torch tensor, the arrays of
+        the answer are torch tensors on its device, otherwise numpy arrays. The caller owns them.
 
         A call that fails with UNAVAILABLE is retried, on another worker if there is one. Raises
         MoeError, and ValueError or TypeError for arguments that cannot be sent.
@@ -300,7 +304,8 @@ class Client(TrainingCalls):
         if retain is not None and on_unavailable == "partial":
             raise ValueError("on_unavailable: a pass that is retained for Backward has all tokens")
         policy = _wire.policy_number(on_unavailable)
-        batch = self._batch(layer, x, topk_ids, topk_weights, return_routing, parts, token_ids)
+        batch = self._batch(layer, x, topk_ids, topk_weights, return_routing, parts, token_ids,
+                            return_rehomed)
         timeout = self._timeout if timeout is None else timeout
         native = self._lane is not None and retain is None and not policy
         if native and model_digest in (None, self._model_digest):
@@ -315,7 +320,8 @@ class Client(TrainingCalls):
                              patient, model_digest, policy)
 
     def submit(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-               timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None):
+               timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None,
+               return_rehomed=False):
         """Starts a forward pass and returns at once: a concurrent.futures.Future of what `forward`
         would return or raise. Arguments that cannot be sent raise here.
 
@@ -324,7 +330,8 @@ class Client(TrainingCalls):
         and later ones wait for their turn. Callbacks of a future run in a thread of the package and
         must not block.
         """
-        batch = self._batch(layer, x, topk_ids, topk_weights, return_routing, parts, token_ids)
+        batch = self._batch(layer, x, topk_ids, topk_weights, return_routing, parts, token_ids,
+                            return_rehomed)
         return self._submit(batch, return_routing, timeout, epoch, weights_version)
 
     def _submit(self, *arguments):
@@ -358,14 +365,16 @@ class Client(TrainingCalls):
         return _wire.result(answer, batch, return_routing,
                             policy == _wire.policy_number("partial"))
 
-    def _batch(self, layer, x, topk_ids, topk_weights, return_routing, parts, token_ids):
+    def _batch(self, layer, x, topk_ids, topk_weights, return_routing, parts, token_ids,
+               return_rehomed):
         """The checked arguments of a forward pass. Refuses more tokens than the server accepts."""
         if not self._is_own_process():
             raise RuntimeError("a Client does not survive fork: open one in the child")
         if self._is_closed:
             raise _errors.closed("client")
         return Batch(self.find_layer(layer), x, topk_ids, topk_weights, return_routing, parts,
-                     token_ids, self._info.max_tokens_per_request, self._convert_half)
+                     token_ids, return_rehomed, self._info.max_tokens_per_request,
+                     self._convert_half)
 
     def _is_own_process(self):
         """False in the child of a fork."""

@@ -119,16 +119,18 @@ os.register_at_fork(after_in_child=_begin_child)
 class _Pass:
     """One forward pass: its arrays, and its result when it has ended."""
 
-    __slots__ = ("batch", "limit", "y", "ids", "weights")
+    __slots__ = ("batch", "limit", "y", "ids", "weights", "rehomed")
 
     def __init__(self, batch, return_routing, limit):
         self.batch, self.limit = batch, limit
         x = batch.x
         self.y = np.empty(x.shape, x.dtype)
-        self.ids = self.weights = None
+        self.ids = self.weights = self.rehomed = None
         if return_routing:
             shape = (x.shape[0], batch.layer.top_k)
             self.ids, self.weights = np.empty(shape, np.int32), np.empty(shape, np.float32)
+        if batch.return_rehomed:
+            self.rehomed = np.empty(batch.layer.experts, np.uint32)
 
     def arguments(self, timeout, epoch, weights_version):
         """As moed._native takes them."""
@@ -138,7 +140,7 @@ class _Pass:
             x, y = x.view(np.uint16), y.view(np.uint16)
         return (batch.layer.layer, x.shape[0], batch.dtype, epoch, weights_version,
                 milliseconds(timeout), batch.parts, x, y, batch.ids, batch.weights, self.ids,
-                self.weights, batch.token_ids)
+                self.weights, batch.token_ids, self.rehomed)
 
     def result(self, outcome):
         """As of Client.forward; raises MoeError."""
@@ -149,10 +151,15 @@ class _Pass:
             raise _errors.from_native((code, reason, text, retry_after_ms))
         batch = self.batch
         y = batch.give(self.y)
-        if self.ids is None:
+        if self.ids is None and self.rehomed is None:
             return y
-        return ForwardResult(y, batch.give_routing(self.ids), batch.give_routing(self.weights),
-                             outcome[1], outcome[2], dict(zip(_STAGES, outcome[3])))
+        ids = weights = rehomed = None
+        if self.ids is not None:
+            ids, weights = batch.give_routing(self.ids), batch.give_routing(self.weights)
+        if self.rehomed is not None:
+            rehomed = tuple(self.rehomed[:outcome[4]].tolist())
+        return ForwardResult(y, ids, weights, outcome[1], outcome[2],
+                             dict(zip(_STAGES, outcome[3])), rehomed_experts=rehomed)
 
 
 class _Pending:

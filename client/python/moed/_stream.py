@@ -19,17 +19,19 @@ class Stream:
         self._client, self._lane = client, lane
 
     def forward(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-                timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None):
+                timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None,
+                return_rehomed=False):
         """As Client.forward, without retries."""
         batch = self._client._batch(layer, x, topk_ids, topk_weights, return_routing, parts,
-                                    token_ids)
+                                    token_ids, return_rehomed)
         return self._lane.forward(batch, return_routing, timeout, epoch, weights_version)
 
     def submit(self, layer, x, topk_ids=None, topk_weights=None, return_routing=False,
-               timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None):
+               timeout=None, epoch=0, weights_version=0, parts="both", token_ids=None,
+               return_rehomed=False):
         """As Client.submit, without retries."""
         batch = self._client._batch(layer, x, topk_ids, topk_weights, return_routing, parts,
-                                    token_ids)
+                                    token_ids, return_rehomed)
         return self._lane.submit(batch, return_routing, timeout, epoch, weights_version)
 
     def close(self):

@@ -88,14 +88,16 @@ class Batch:
     token_ids
              [T] int64, contiguous, or None
     parts    index in _wire.PARTS
+    return_rehomed
+             the answer is to tell the layer's re-homed experts
     """
 
-    __slots__ = ("layer", "x", "dtype", "ids", "weights", "token_ids", "parts", "_half", "_torch",
-                 "_device")
+    __slots__ = ("layer", "x", "dtype", "ids", "weights", "token_ids", "parts", "return_rehomed",
+                 "_half", "_torch", "_device")
 
-    def __init__(self, layer, x, ids, weights, return_routing, parts, token_ids, limit,
-                 convert_half):
-        self.layer = layer
+    def __init__(self, layer, x, ids, weights, return_routing, parts, token_ids, return_rehomed,
+                 limit, convert_half):
+        self.layer, self.return_rehomed = layer, bool(return_rehomed)
         _wire.check_sources(layer, ids, token_ids)
         self.parts = _wire.parts_number(
             parts, ids is not None or token_ids is not None or return_routing)

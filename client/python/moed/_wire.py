@@ -88,6 +88,7 @@ def fill_request(request, batch, return_routing):
     request.layer = batch.layer.layer
     request.tokens, request.hidden = batch.x.shape
     request.return_routing = return_routing
+    request.return_rehomed = batch.return_rehomed
     request.routing_mode = types_pb2.ROUTING_MODE_SERVER
     if batch.ids is not None:
         request.routing_mode = types_pb2.ROUTING_MODE_CLIENT_IDS
@@ -146,16 +147,26 @@ def read_available(answer, x):
     return array(answer.token_states, np.uint8, (x.shape[0], 1), "token_states")[:, 0] == 0
 
 
+def read_rehomed(answer):
+    """Tuple of ids. Raises MoeError for a worker that does not know return_rehomed."""
+    if not answer.HasField("rehomed"):
+        raise MoeError(grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED",
+                       "this worker's release tells no re-homed experts")
+    return tuple(answer.rehomed.experts)
+
+
 def result(answer, batch, return_routing, partial=False):
     """The result of Client.forward, from an answer to a Batch."""
     check_parts(answer, batch)
     y = batch.give(read_y(answer, batch.x))
-    if not return_routing and not partial:
+    if not return_routing and not partial and not batch.return_rehomed:
         return y
-    ids = weights = available = None
+    ids = weights = available = rehomed = None
     if return_routing:
         ids, weights = map(batch.give_routing, read_routing(answer, batch.x))
     if partial:
         available = batch.give_routing(read_available(answer, batch.x))
+    if batch.return_rehomed:
+        rehomed = read_rehomed(answer)
     return ForwardResult(y, ids, weights, answer.epoch, answer.weights_version, stages(answer),
-                         answer.retained, answer.retained_activations, available)
+                         answer.retained, answer.retained_activations, available, rehomed)

@@ -21,14 +21,15 @@ PyObject *moe_native_call_outcome(const struct call *call)
     if (moe_failed(&call->status))
         return moe_native_failure(&call->status);
     unsigned long long epoch = f->answered_epoch, version = f->answered_weights_version;
-    if (f->topk_ids == NULL)
-        return Py_BuildValue("(iKKO)", 0, epoch, version, Py_None);
+    const Py_ssize_t rehomed = (Py_ssize_t)f->rehomed_count;
+    if (f->topk_ids == NULL && f->rehomed_experts == NULL)
+        return Py_BuildValue("(iKKOn)", 0, epoch, version, Py_None, rehomed);
     typedef unsigned long long number;
-    return Py_BuildValue("(iKK(KKKKKKKKKKKKII))", 0, epoch, version, (number)t->queue_ns,
-                         (number)t->copy_in_ns, (number)t->router_ns, (number)t->prepare_ns,
-                         (number)t->dispatch_ns, (number)t->gemm1_ns, (number)t->gemm2_ns,
-                         (number)t->shared_ns, (number)t->combine_ns, (number)t->step_ns,
-                         (number)t->copy_out_ns, (number)t->server_ns, t->step_tokens, t->steps);
+    return Py_BuildValue(
+        "(iKK(KKKKKKKKKKKKII)n)", 0, epoch, version, (number)t->queue_ns, (number)t->copy_in_ns,
+        (number)t->router_ns, (number)t->prepare_ns, (number)t->dispatch_ns, (number)t->gemm1_ns,
+        (number)t->gemm2_ns, (number)t->shared_ns, (number)t->combine_ns, (number)t->step_ns,
+        (number)t->copy_out_ns, (number)t->server_ns, t->step_tokens, t->steps, rehomed);
 }
 
 void moe_native_call_free(struct call *call)
@@ -115,10 +116,11 @@ static bool read_tensors(struct call *call, const struct moe_client_layer *layer
         [VIEW_IDS] = pairs,
         [VIEW_WEIGHTS] = pairs,
         [VIEW_TOKEN_IDS_IN] = f->tokens * sizeof(int64_t),
+        [VIEW_REHOMED] = layer->experts * sizeof(uint32_t),
     };
     for (size_t i = 0; i < VIEW_COUNT; i++)
         if (!take_view(call, i, args[ARG_X + i], bytes[i],
-                       i == VIEW_Y || i == VIEW_IDS || i == VIEW_WEIGHTS))
+                       i == VIEW_Y || i == VIEW_IDS || i == VIEW_WEIGHTS || i == VIEW_REHOMED))
             return false;
     f->x = call->views[VIEW_X].buf;
     f->y = call->views[VIEW_Y].buf;
@@ -127,6 +129,7 @@ static bool read_tensors(struct call *call, const struct moe_client_layer *layer
     f->topk_ids = call->views[VIEW_IDS].buf;
     f->topk_weights = call->views[VIEW_WEIGHTS].buf;
     f->token_ids_in = call->views[VIEW_TOKEN_IDS_IN].buf;
+    f->rehomed_experts = call->views[VIEW_REHOMED].buf;
     return true;
 }
 
@@ -269,11 +272,12 @@ static bool check_count(Py_ssize_t count, Py_ssize_t wanted)
 #define PASS_DOC                                                                                   \
     "layer, tokens, dtype (1 float32, 2 bfloat16), epoch, weights_version, timeout_ms (0: the "    \
     "client's), parts (0 both, 1 routed, 2 shared), x, y, topk_ids_in, topk_weights_in, "          \
-    "topk_ids, topk_weights, token_ids_in"
+    "topk_ids, topk_weights, token_ids_in, rehomed_experts"
 
 PyDoc_STRVAR(client_forward_doc,
              "forward(" PASS_DOC ") -> outcome\n\n"
-             "Waits. The outcome of a success is (0, epoch, weights_version, stages or None).\n"
+             "Waits. The outcome of a success is (0, epoch, weights_version, stages or None, "
+             "number of re-homed experts).\n"
              "None: the client has been closed meanwhile.");
 PyDoc_STRVAR(client_submit_doc, "submit(queue, token, " PASS_DOC ")\n\n"
                                 "Returns at once; `queue` gets (token, outcome).");

@@ -46,6 +46,7 @@ enum {
     VIEW_IDS,
     VIEW_WEIGHTS,
     VIEW_TOKEN_IDS_IN,
+    VIEW_REHOMED,
     VIEW_COUNT
 };
 
