@@ -539,16 +539,14 @@ void moe_loader_progress(const struct moe_loader *l, uint64_t *loaded, uint64_t 
 static struct moe_status check_backend(const struct moe_backend *backend,
                                        const struct moe_model *model)
 {
-    for (size_t i = 0; i < moe_model_layer_count(model) && !backend->latent; i++) {
+    for (size_t i = 0; i < moe_model_layer_count(model) && !backend->uncommon; i++) {
         const struct moe_layer_spec *spec = moe_model_layer(model, i);
-        if (!moe_layer_is_common(spec))
+        const char *uncommon = moe_layer_uncommon(spec);
+        if (uncommon != NULL)
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                              "layer %u of %.80s has %s, which backend %s does not compute: use "
                              "--backend cpu",
-                             spec->layer, moe_model_name(model),
-                             spec->latent != 0 ? "a latent space (LatentMoE)"
-                                               : "the activation SiTU",
-                             backend->name);
+                             spec->layer, moe_model_name(model), uncommon, backend->name);
     }
     return moe_ok();
 }

@@ -35,12 +35,15 @@ static struct moe_status check_quantised(const struct moe_train_config *c)
 
 static struct moe_status check_common(const struct moe_train_config *c)
 {
-    for (size_t i = 0; i < c->layer_count; i++)
-        if (!moe_layer_is_common(c->specs[i]))
+    for (size_t i = 0; i < c->layer_count; i++) {
+        const char *uncommon = moe_layer_uncommon(c->specs[i]);
+        if (uncommon != NULL)
             return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                             "layer %u of %.80s has a latent space (LatentMoE) or the activation "
-                             "SiTU, which do not train: start without --training",
-                             c->specs[i]->layer, c->model != NULL ? moe_model_name(c->model) : "?");
+                             "layer %u of %.80s has %s; such layers do not train: start "
+                             "without --training",
+                             c->specs[i]->layer, c->model != NULL ? moe_model_name(c->model) : "?",
+                             uncommon);
+    }
     return moe_ok();
 }
 
@@ -53,8 +56,8 @@ static struct moe_status check_config(const struct moe_train_config *c)
     if (trainer->lora_rank > 0 && trainer->lora_targets == 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "adapters of rank %u need a matrix to adapt", trainer->lora_rank);
-    MOE_TRY(check_quantised(c));
     MOE_TRY(check_common(c));
+    MOE_TRY(check_quantised(c));
     uint32_t most = UINT32_MAX;
     for (size_t i = 0; i < c->layer_count; i++) {
         const struct moe_layer_spec *spec = c->specs[i];

@@ -46,8 +46,8 @@ struct moe_train_config {
 };
 
 /* Errors: CONFIG_INVALID for a LoRA rank above a matrix, a backend that cannot train, or a model
- * with quantised experts of which more than adapters would learn; UNSUPPORTED for layers with a
- * latent space or SiTU. */
+ * with quantised experts of which more than adapters would learn; UNSUPPORTED for layers of which
+ * moe_layer_uncommon names something. */
 struct moe_status moe_train_create(const struct moe_train_config *config,
                                    struct moe_train **out) MOE_CHECKED;
 /* After the engine, the service and the rpc server. NULL is ignored. */

@@ -11,13 +11,13 @@
  * The first form branches: CPU, and exact forward passes on GPUs. The second form computes with
  * alpha = 1 and shift = 0 too: backward passes and fast forward passes on GPUs.
  *
- * SiTU is another formula, in a separate function. It has no derivative here, because layers with
- * SiTU do not train. GPUs do not compute it.
+ * SiTU and RELU2 are other formulas, in separate functions. They have no derivatives here, because
+ * layers with them do not train. GPUs do not compute them.
  *
  * In CUDA the type is float. In C the user defines MOE_ACTIVATION_REAL, a vector of floats, and
- * MOE_ACTIVATION_AT_MOST(x, bound), MOE_ACTIVATION_WITHIN(x, bound), MOE_ACTIVATION_SIGMOID(x) and
- * MOE_ACTIVATION_TANH(x) before the include. Without these C gets moe_activation_clamps and the
- * shape only. */
+ * MOE_ACTIVATION_AT_MOST(x, bound), MOE_ACTIVATION_WITHIN(x, bound), MOE_ACTIVATION_SIGMOID(x),
+ * MOE_ACTIVATION_TANH(x) and MOE_ACTIVATION_POSITIVE(x) before the include. Without these C gets
+ * moe_activation_clamps and the shape only. */
 #ifndef MOE_ACTIVATION_MATH_H
 #define MOE_ACTIVATION_MATH_H
 
@@ -67,7 +67,7 @@ MOE_ACTIVATION_INLINE MOE_ACTIVATION_REAL moe_activation_factor(enum moe_activat
     return activation == MOE_ACT_SWIGLU_OAI ? u + 1.0f : u;
 }
 
-/* The activation, clamps included; not SiTU. */
+/* The activation, clamps included; neither SiTU nor RELU2. */
 MOE_ACTIVATION_INLINE MOE_ACTIVATION_REAL moe_activate(enum moe_activation activation, float limit,
                                                        float alpha, MOE_ACTIVATION_REAL g,
                                                        MOE_ACTIVATION_REAL u)
@@ -90,6 +90,14 @@ MOE_ACTIVATION_INLINE MOE_ACTIVATION_REAL moe_activate_situ(float beta, float li
     const MOE_ACTIVATION_REAL gate = beta * MOE_ACTIVATION_TANH(g / beta);
     const MOE_ACTIVATION_REAL up = linear_beta * MOE_ACTIVATION_TANH(u / linear_beta);
     return gate * MOE_ACTIVATION_SIGMOID(g) * up;
+}
+#endif
+
+#ifdef MOE_ACTIVATION_POSITIVE
+MOE_ACTIVATION_INLINE MOE_ACTIVATION_REAL moe_activate_relu2(MOE_ACTIVATION_REAL u)
+{
+    const MOE_ACTIVATION_REAL positive = MOE_ACTIVATION_POSITIVE(u);
+    return positive * positive;
 }
 #endif
 

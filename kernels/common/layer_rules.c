@@ -38,7 +38,7 @@ static struct moe_status check_router(const struct moe_layer_spec *spec)
     const struct moe_router_spec *r = &spec->router;
     REQUIRE(r->zero_experts <= MOE_MAX_EXPERTS, "%u zero experts: at most %d", r->zero_experts,
             MOE_MAX_EXPERTS);
-    REQUIRE(r->score <= MOE_SCORE_SQRTSOFTPLUS, "unknown score function %d", (int)r->score);
+    REQUIRE(r->score <= MOE_SCORE_SPARSEMIXER, "unknown score function %d", (int)r->score);
     REQUIRE(r->renorm <= MOE_RENORM_CLAMPED, "unknown renormalisation %d", (int)r->renorm);
     REQUIRE(r->top_k >= 1 && r->top_k <= MOE_MAX_TOP_K, "top_k is %u: 1 to %d", r->top_k,
             MOE_MAX_TOP_K);
@@ -53,6 +53,9 @@ static struct moe_status check_router(const struct moe_layer_spec *spec)
     REQUIRE(r->top_k <= r->topk_group * group_size + r->zero_experts,
             "top_k is %u, but only %u experts can be chosen", r->top_k,
             r->topk_group * group_size + r->zero_experts);
+    REQUIRE(r->score != MOE_SCORE_SPARSEMIXER ||
+                (r->top_k == 2 && isfinite(r->jitter) && r->jitter > 0),
+            "SparseMixer chooses 2 experts, with a jitter that is finite and positive");
     REQUIRE(!r->by_token || (!r->select_bias && r->groups == 1),
             "a layer that routes by token id has no choice that a bias or groups could change");
     REQUIRE(isfinite(r->renorm_eps) && r->renorm_eps >= 0, "renorm_eps must be finite, >= 0");
@@ -71,12 +74,6 @@ static struct moe_status check_latent(const struct moe_layer_spec *spec)
     return moe_ok();
 }
 
-static bool uses(const struct moe_layer_spec *spec, enum moe_activation activation)
-{
-    return spec->activation == activation ||
-           (spec->shared_intermediate != 0 && spec->shared_activation == activation);
-}
-
 static struct moe_status check_spec(const struct moe_layer_spec *spec)
 {
     REQUIRE(spec->hidden >= 1 && spec->hidden <= MOE_MAX_HIDDEN, "hidden width is %u: 1 to %d",
@@ -87,8 +84,9 @@ static struct moe_status check_spec(const struct moe_layer_spec *spec)
     REQUIRE(spec->weighting <= MOE_WEIGHT_INPUT, "unknown weighting %d", (int)spec->weighting);
     REQUIRE(spec->activation < MOE_ACT_COUNT && spec->shared_activation < MOE_ACT_COUNT,
             "unknown activation");
-    bool situ = uses(spec, MOE_ACT_SITU);
-    bool limits = situ || uses(spec, MOE_ACT_SWIGLU_CLAMPED) || uses(spec, MOE_ACT_SWIGLU_OAI);
+    bool situ = moe_layer_uses(spec, MOE_ACT_SITU);
+    bool limits = situ || moe_layer_uses(spec, MOE_ACT_SWIGLU_CLAMPED) ||
+                  moe_layer_uses(spec, MOE_ACT_SWIGLU_OAI);
     REQUIRE(!limits || (isfinite(spec->swiglu_limit) && spec->swiglu_limit > 0),
             "the activation's limit must be finite and positive");
     REQUIRE(isfinite(spec->swiglu_alpha), "the activation's alpha must be finite");

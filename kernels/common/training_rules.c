@@ -53,8 +53,8 @@ struct moe_status moe_trainer_check(const struct moe_layer_spec *spec,
             "unknown optimizer %d", (int)c->optimizer);
     REQUIRE((c->frozen & ~(uint32_t)ALL_GROUPS) == 0, "unknown parameter groups to freeze");
     REQUIRE((c->lora_targets & ~(uint32_t)ALL_TARGETS) == 0, "unknown targets of adapters");
-    REQUIRE(moe_layer_is_common(spec), "layer %u: latent spaces and SiTU do not train",
-            spec->layer);
+    const char *uncommon = moe_layer_uncommon(spec);
+    REQUIRE(uncommon == NULL, "layer %u has %s; such layers do not train", spec->layer, uncommon);
     MOE_TRY(check_formats(spec, c));
     if (c->lora_rank == 0)
         return moe_ok();

@@ -174,7 +174,7 @@ void moe_oracle_scores(enum moe_score kind, uint32_t n, const double *logit, dou
     if (kind == MOE_SCORE_SOFTMAX)
         moe_oracle_softmax(n, logit, score);
     for (uint32_t i = 0; i < n; i++) {
-        if (kind == MOE_SCORE_SOFTMAX_TOPK)
+        if (kind == MOE_SCORE_SOFTMAX_TOPK || kind == MOE_SCORE_SPARSEMIXER)
             score[i] = logit[i];
         else if (kind == MOE_SCORE_SIGMOID)
             score[i] = moe_oracle_sigmoid(logit[i]);
@@ -231,14 +231,36 @@ static void choose(const struct moe_layer_spec *spec, const double *key, int32_t
     }
 }
 
-static void weigh(const struct moe_router_spec *r, const double *score, const int32_t *ids,
-                  double *weights)
+/* SparseMixer's weight of choice k, which is not -1: of a softmax over the logits that stay. A
+ * logit near the bound may stay in other arithmetic. */
+static double mix(double jitter, uint32_t n, const double *logit, const int32_t *ids, uint32_t k,
+                  double *margin)
+{
+    double stays[2 * MOE_MAX_EXPERTS], best = logit[ids[k]];
+    for (uint32_t i = 0; i < n; i++) {
+        double bound = 2 * jitter * fmax(fabs(logit[i]), best);
+        bool is_far = best - logit[i] > bound;
+        lower(margin, fabs(best - logit[i] - bound));
+        stays[i] = is_far ? -INFINITY : logit[i];
+    }
+    for (uint32_t i = 0; i < k; i++)
+        if (ids[i] >= 0)
+            stays[ids[i]] = -INFINITY;
+    stays[ids[k]] = best;
+    moe_oracle_softmax(n, stays, stays);
+    return stays[ids[k]];
+}
+
+static void weigh(const struct moe_router_spec *r, uint32_t choices, const double *score,
+                  const int32_t *ids, double *weights, double *margin)
 {
     double s[MOE_MAX_TOP_K] = {0}, sum = 0, divisor = 1;
     uint32_t n = 0;
     for (uint32_t k = 0; k < r->top_k; k++)
         if (ids[k] >= 0)
-            s[n++] = score[ids[k]];
+            s[n++] = r->score == MOE_SCORE_SPARSEMIXER
+                         ? mix((double)r->jitter, choices, score, ids, k, margin)
+                         : score[ids[k]];
     if (r->score == MOE_SCORE_SOFTMAX_TOPK)
         moe_oracle_softmax(n, s, s);
     for (uint32_t i = 0; i < n; i++)
@@ -286,7 +308,7 @@ static enum moe_token_state route_by_logits(const struct moe_layer_spec *spec, c
         key[i] = by_logit ? logit[i] : score[i] + (select_bias != NULL ? select_bias[i] : 0);
     if (choosing)
         choose(spec, key, ids, margin);
-    weigh(r, score, ids, weights);
+    weigh(r, n, score, ids, weights, margin);
     return MOE_TOKEN_OK;
 }
 
@@ -332,6 +354,8 @@ struct moe_status moe_oracle_logits(const struct moe_oracle_layer *layer, const 
 double moe_oracle_activate(enum moe_activation activation, double limit, double alpha, double g,
                            double u)
 {
+    if (activation == MOE_ACT_RELU2)
+        return u < 0 ? 0 : u * u;
     if (activation == MOE_ACT_SITU)
         return alpha * tanh(g / alpha) * moe_oracle_sigmoid(g) * limit * tanh(u / limit);
     if (activation != MOE_ACT_SWIGLU) {
@@ -355,7 +379,8 @@ static struct moe_status network(const struct moe_layer_spec *spec,
         return moe_oracle_out_of_memory();
     memcpy(row, x, width * sizeof *row);
     moe_oracle_quantise(format, width, row);
-    linear(w[0], w[3], inner, width, row, g);
+    if (moe_activation_has_gate(activation))
+        linear(w[0], w[3], inner, width, row, g);
     linear(w[1], w[4], inner, width, row, u);
     for (size_t i = 0; i < inner; i++)
         g[i] = moe_oracle_activate(activation, (double)spec->swiglu_limit,

@@ -24,7 +24,7 @@ struct moe_status moe_oracle_upload_packed(struct moe_oracle_layer *layer, enum 
                                            const struct moe_packed_matrix *m) MOE_CHECKED;
 void moe_oracle_destroy(struct moe_oracle_layer *layer); /* NULL is ignored */
 
-/* One gate/up pair after its biases. */
+/* One gate/up pair after its biases. Without a gate, g has no effect. */
 double moe_oracle_activate(enum moe_activation activation, double limit, double alpha, double g,
                            double u);
 
@@ -88,7 +88,8 @@ struct moe_oracle_rounding {
 };
 
 /* dg, du of one gate/up pair after its biases. dh is the gradient of the value that
- * moe_oracle_activate returns. Zero outside the clamps. Not for SiTU, which does not train. */
+ * moe_oracle_activate returns. Zero outside the clamps. Not for SiTU and RELU2,
+ * which do not train. */
 void moe_oracle_activate_backward(enum moe_activation activation, double limit, double alpha,
                                   double g, double u, double dh, double *dg, double *du);
 

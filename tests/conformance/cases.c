@@ -53,7 +53,7 @@ static void draw_router(struct rng *r, struct moe_layer_spec *s)
     o->group_best = rng_range(r, 1, smaller(3, group_size));
     o->zero_experts = o->groups == 1 && rng_chance(r, 20) ? rng_range(r, 1, 9) : 0;
     uint32_t choices = o->topk_group * group_size + o->zero_experts;
-    o->top_k = rng_range(r, 1, smaller(rng_chance(r, 10) ? MOE_MAX_TOP_K : 8, choices));
+    o->top_k = rng_range(r, 1, smaller(rng_chance(r, 10) ? MOE_COMMON_TOP_K : 8, choices));
     o->renorm = (enum moe_renorm)rng_below(r, 3);
     o->renorm_eps = o->renorm == MOE_RENORM_CLAMPED ? (rng_chance(r, 50) ? 1e-12f : 0.3f)
                     : rng_chance(r, 50)             ? 1e-20f
@@ -139,7 +139,7 @@ static void draw_weights(struct rng *r, struct test_case *c)
     enum moe_dtype all = rng_chance(r, 50) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
     float router_scale = rng_chance(r, 50) ? 1.5f : 5.0f;
     for (uint32_t i = MOE_WEIGHT_TO_LATENT; i < MOE_WEIGHT_COUNT; i++)
-        c->weight_dtype[i] = all; /* no case has a latent space: test_latent.c has */
+        c->weight_dtype[i] = all; /* no case has a latent space: test_uncommon.c has */
     for (uint32_t i = 0; i < MOE_WEIGHT_TO_LATENT; i++) {
         enum moe_weight w = (enum moe_weight)i;
         size_t rows, columns;

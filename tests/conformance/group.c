@@ -184,7 +184,7 @@ struct moe_session_config member_session(struct member *m, uint64_t epoch, uint3
                                        .epoch = epoch,
                                        .max_tokens = 512,
                                        .max_hidden = 600,
-                                       .max_top_k = MOE_MAX_TOP_K,
+                                       .max_top_k = MOE_COMMON_TOP_K,
                                        .max_experts = 64,
                                        .wait_budget_ms = budget_ms,
                                        .settings = group_settings,

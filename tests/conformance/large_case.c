@@ -55,7 +55,7 @@ static void draw_router(struct rng *r, struct moe_layer_spec *s, uint64_t number
         o->group_best = 2;
     }
     o->zero_experts = o->groups == 1 && rng_chance(r, 15) ? rng_range(r, 1, 9) : 0;
-    o->top_k = number % 5 == 3 ? MOE_MAX_TOP_K : ONE_OF(r, 1, 2, 4, 6, 8, 8);
+    o->top_k = number % 5 == 3 ? MOE_COMMON_TOP_K : ONE_OF(r, 1, 2, 4, 6, 8, 8);
     if (o->top_k > s->experts / 2)
         o->top_k = s->experts / 2;
     o->renorm = (enum moe_renorm)rng_below(r, 3);

@@ -174,8 +174,14 @@ static void windows_of_impossible_shapes_are_refused(void **state)
     (void)state;
     struct moe_window_layout l;
     const struct moe_window_shape fits = {
-        MOE_MAX_SLOTS, MOE_WINDOW_MAX_TOKENS, MOE_MAX_HIDDEN, MOE_MAX_TOP_K, MOE_MAX_EXPERTS,
+        MOE_MAX_SLOTS, MOE_WINDOW_MAX_TOKENS, MOE_MAX_HIDDEN, MOE_COMMON_TOP_K, MOE_MAX_EXPERTS,
         true,          MOE_WINDOW_MAX_TOKENS};
+    struct moe_window_shape most = fits; /* of experts per token, with half of the tokens */
+    most.max_tokens = most.max_tokens_f32 = MOE_WINDOW_MAX_TOKENS / 2;
+    most.max_top_k = MOE_MAX_TOP_K;
+    assert_true(moe_window_layout_of(&most, &l));
+    most.max_top_k++;
+    assert_false(moe_window_layout_of(&most, &l));
     assert_true(moe_window_layout_of(&fits, &l));
     assert_true(l.bytes >= MOE_MAX_SLOTS * (l.row_region + l.partial_region) &&
                 l.bytes % MOE_WINDOW_PAGE == 0);

@@ -3,6 +3,7 @@
 """Makes golden models with transformers and torch: the families of 2025 and 2026.
 
     tests/golden/make_models.py tests/golden/models [FAMILY ...]
+    tests/golden/make_models.py tests/golden/uncommon [FAMILY ...]
 
 Each is a small model of transformers' class with random weights, written by save_pretrained in
 bf16 and read again in float32. transformers' own MoE blocks then compute outputs and gradients.
@@ -33,6 +34,12 @@ UNGROUPED = {**DEEPSEEK, "n_routed_experts": E, "num_experts_per_tok": 3, "n_gro
              "topk_group": 1}
 QWEN = {"moe_intermediate_size": 24, "num_experts": E, "num_experts_per_tok": 3,
         "intermediate_size": 48, "num_hidden_layers": 1}
+NEMOTRON = {**TEXT, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "intermediate_size": 48, "n_routed_experts": E, "n_shared_experts": 1,
+            "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
+            "routed_scaling_factor": 2.5, "ssm_state_size": 8, "mamba_num_heads": 4,
+            "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 16}
+del NEMOTRON["num_hidden_layers"]
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4,
           "out_hidden_size": H, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 
@@ -138,10 +145,20 @@ MODELS = {
         "routed_scaling_factor": 6.0}),
 }
 
+# Only CPUs compute these, and they do not train: tests/golden/uncommon.
+UNCOMMON = {
+    "nemotron_h": ("NemotronHForCausalLM", {**NEMOTRON, "num_experts_per_tok": 3}),
+    "nemotron_h_latent": ("NemotronHForCausalLM", {
+        **NEMOTRON, "n_routed_experts": 40, "num_experts_per_tok": 22, "moe_latent_size": 16}),
+    "phimoe": ("PhimoeForCausalLM", {
+        **TEXT, "intermediate_size": 24, "num_local_experts": E, "num_experts_per_tok": 2,
+        "num_hidden_layers": 1, "router_jitter_noise": 0.2}),
+}
+
 
 def make(name):
     """The model, with weights that give logits, gates and biases of ordinary sizes."""
-    class_name, settings = MODELS[name]
+    class_name, settings = {**MODELS, **UNCOMMON}[name]
     model_class = getattr(transformers, class_name)
     torch.manual_seed(sum(map(ord, name)))
     model = model_class(model_class.config_class(**settings))
@@ -188,10 +205,10 @@ def record(model):
 
 
 def main(to, *names):
-    for name in names or MODELS:
+    for name in names or (UNCOMMON if os.path.basename(to) == "uncommon" else MODELS):
         directory = os.path.join(to, name)
         make(name).save_pretrained(directory)
-        model_class = getattr(transformers, MODELS[name][0])
+        model_class = getattr(transformers, {**MODELS, **UNCOMMON}[name][0])
         model, report = model_class.from_pretrained(directory, dtype=torch.float32,
                                                     output_loading_info=True)
         assert not any(report.values()), (name, report)

@@ -163,7 +163,12 @@ static void activations_agree_with_the_oracle(void **state)
         for (enum moe_activation a = MOE_ACT_SWIGLU; a < MOE_ACT_COUNT; a++) {
             double worst = 0;
             memcpy(got, g, N * sizeof *g);
-            isas[i]->activate(a, limit, alpha, N, got, u);
+            if (moe_activation_has_gate(a)) {
+                isas[i]->activate(a, limit, alpha, N, got, u);
+            } else {
+                memcpy(got, u, N * sizeof *u);
+                isas[i]->activate_ungated(N, got);
+            }
             for (int j = 0; j < N; j++) {
                 double want = moe_oracle_activate(a, (double)limit, (double)alpha, (double)g[j],
                                                   (double)u[j]);
@@ -185,12 +190,15 @@ static void activations_keep_nan(void **state)
 {
     (void)state;
     for (uint32_t i = 0; i < isa_count; i++) {
-        for (enum moe_activation a = MOE_ACT_SWIGLU; a < MOE_ACT_COUNT; a++) {
+        for (enum moe_activation a = MOE_ACT_SWIGLU; a <= MOE_ACT_SITU; a++) {
             float g[5] = {1, NAN, 1, -3, NAN}, u[5] = {1, 1, NAN, 1, NAN};
             isas[i]->activate(a, 7, 1.702f, 5, g, u);
             assert_true(isfinite(g[0]) && isnan(g[1]) && isnan(g[2]) && isfinite(g[3]) &&
                         isnan(g[4]));
         }
+        float up[5] = {-1, NAN, 3, INFINITY, -0.0f};
+        isas[i]->activate_ungated(5, up);
+        assert_true(up[0] == 0 && isnan(up[1]) && up[2] == 9 && isinf(up[3]) && up[4] == 0);
     }
 }
 

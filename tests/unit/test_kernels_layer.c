@@ -186,7 +186,7 @@ static void impossible_specs_are_refused(void **state)
     (void)state;
     struct moe_device *device = open_device(NULL, 1);
     struct moe_placement placement = three_experts();
-    struct moe_layer_spec bad[26];
+    struct moe_layer_spec bad[29];
     size_t n = 0;
 #define BAD(field, value)                                                                          \
     do {                                                                                           \
@@ -237,6 +237,12 @@ static void impossible_specs_are_refused(void **state)
         bad[n].activation = MOE_ACT_SITU;
         bad[n].swiglu_alpha = wrong == 0 ? 0 : wrong == 1 ? -4 : 4;
         bad[n++].swiglu_limit = wrong == 2 ? 0 : 25;
+    }
+    for (int wrong = 0; wrong < 3; wrong++) {
+        bad[n] = three_spec();
+        bad[n].router.score = MOE_SCORE_SPARSEMIXER;
+        bad[n].router.top_k = wrong == 0 ? 1 : 2;
+        bad[n++].router.jitter = wrong == 1 ? 0 : wrong == 2 ? NAN : 0.01f;
     }
 #undef BAD
     struct moe_layer *layer;

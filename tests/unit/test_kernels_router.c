@@ -95,6 +95,30 @@ static void a_ramp_of_logits_gives_the_known_weights(void **state)
     assert_weights(&got, 1, (const double[]){sqrt(log1p(exp(2)))});
 }
 
+static void sparse_mixer_weighs_each_choice_among_near_logits(void **state)
+{
+    (void)state;
+    struct moe_layer_spec spec = router_spec(8, 2, MOE_SCORE_SPARSEMIXER, MOE_RENORM_NONE);
+    spec.router.jitter = 0.125f; /* logits of at least 3 / 4 of the choice are near */
+    struct routed got = route_once(&spec, ramp, NULL, NULL);
+    assert_ids(&got, 2, (const int32_t[]){7, 6});
+    assert_weights(&got, 2, (const double[]){1 / (1 + exp(-0.5)), 1});
+    spec.router.jitter = 0.2f; /* at least 3 / 5: of 2 also 1.5, and of 1.5 also 1 */
+    got = route_once(&spec, ramp, NULL, NULL);
+    assert_weights(&got, 2, (const double[]){1 / (1 + exp(-0.5)), 1 / (1 + exp(-0.5))});
+    const float below[4] = {-4, -1, -2, -1.25f}; /* of logit j then: (chosen - j) / |j| */
+    spec = router_spec(4, 2, MOE_SCORE_SPARSEMIXER, MOE_RENORM_NONE);
+    spec.router.jitter = 0.125f;
+    got = route_once(&spec, below, NULL, NULL);
+    assert_ids(&got, 2, (const int32_t[]){1, 3});
+    assert_weights(&got, 2, (const double[]){1 / (1 + exp(-0.25)), 1});
+    const float zeros[3] = {0, 0, 0}; /* 0 / 0 is near, as in the vendor's code */
+    spec = router_spec(3, 2, MOE_SCORE_SPARSEMIXER, MOE_RENORM_NONE);
+    spec.router.jitter = 0.01f;
+    got = route_once(&spec, zeros, NULL, NULL);
+    assert_weights(&got, 2, (const double[]){1.0 / 3, 0.5});
+}
+
 static void one_expert_is_renormalised_only_where_the_spec_says_so(void **state)
 {
     (void)state;
@@ -146,8 +170,11 @@ static void equal_keys_go_to_the_lower_id_for_every_k(void **state)
         if (i % 3 != 0)
             want[n++] = i;
     for (uint32_t k = 1; k <= MOE_MAX_TOP_K; k++) {
-        for (enum moe_score s = MOE_SCORE_SOFTMAX; s <= MOE_SCORE_SQRTSOFTPLUS; s++) {
+        for (enum moe_score s = MOE_SCORE_SOFTMAX; s <= MOE_SCORE_SPARSEMIXER; s++) {
+            if (s == MOE_SCORE_SPARSEMIXER && k != 2)
+                continue;
             struct moe_layer_spec spec = router_spec(64, k, s, MOE_RENORM_NONE);
+            spec.router.jitter = 0.01f;
             struct routed got = route_once(&spec, x, NULL, NULL);
             assert_memory_equal(got.ids, want, k * sizeof *want);
         }
@@ -325,7 +352,7 @@ static struct moe_layer_spec random_router(void)
 {
     uint32_t experts = one_in(20) ? random_between(1, MOE_MAX_EXPERTS) : random_between(1, 48);
     struct moe_layer_spec spec =
-        router_spec(experts, 1, random_below(4), (enum moe_renorm)random_below(3));
+        router_spec(experts, 1, random_below(5), (enum moe_renorm)random_below(3));
     struct moe_router_spec *r = &spec.router;
     r->logit_bias = one_in(3);
     r->select_bias = one_in(2);
@@ -344,6 +371,12 @@ static struct moe_layer_spec random_router(void)
     r->group_best = random_between(1, size < 3 ? size : 3);
     uint32_t choosable = r->topk_group * size + r->zero_experts;
     r->top_k = random_between(1, choosable < MOE_MAX_TOP_K ? choosable : MOE_MAX_TOP_K);
+    if (r->score == MOE_SCORE_SPARSEMIXER && choosable < 2)
+        r->score = MOE_SCORE_SOFTMAX;
+    if (r->score == MOE_SCORE_SPARSEMIXER) {
+        r->top_k = 2;
+        r->jitter = one_in(2) ? 0.01f : 0.3f;
+    }
     spec.hidden = experts + r->zero_experts;
     return spec;
 }
@@ -506,6 +539,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_ramp_of_logits_gives_the_known_weights),
+        cmocka_unit_test(sparse_mixer_weighs_each_choice_among_near_logits),
         cmocka_unit_test(one_expert_is_renormalised_only_where_the_spec_says_so),
         cmocka_unit_test(a_selection_bias_chooses_and_a_logit_bias_also_weighs),
         cmocka_unit_test(equal_keys_go_to_the_lower_id_for_every_k),

@@ -241,7 +241,7 @@ static void a_model_without_latent_space_may_have_situ(void **state)
     struct moe_model *m = open_model(*state);
     assert_int_equal(moe_model_layer(m, 0)->latent, 0);
     assert_int_equal(moe_model_layer(m, 0)->activation, MOE_ACT_SITU);
-    assert_false(moe_layer_is_common(moe_model_layer(m, 0)));
+    assert_string_equal(moe_layer_uncommon(moe_model_layer(m, 0)), "the activation SiTU");
     moe_model_close(m);
 }
 

@@ -358,7 +358,7 @@ static void a_backend_without_latent_spaces_refuses_the_model(void **state)
     struct moe_model *model;
     struct moe_loader *loader = NULL;
     without.name = "other";
-    without.latent = false;
+    without.uncommon = false;
     assert_ok(moe_backend_cpu.device_open(&config, &device));
     assert_ok(moe_model_open(MOE_NUMPY_DIR "/kimi_k3", &model));
     struct moe_status st = moe_loader_create(&without, device, model, NULL, &loader);

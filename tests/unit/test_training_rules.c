@@ -90,12 +90,19 @@ static void impossible_configurations_are_refused(void **state)
     bad[4].lora_alpha = INFINITY;
     for (int i = 0; i < 5; i++)
         assert_int_equal(moe_trainer_check(&spec, &bad[i]).code, MOE_INVALID_ARGUMENT);
-    struct moe_layer_spec latent = spec, situ = spec, shared = spec;
+    struct moe_layer_spec latent = spec, situ = spec, shared = spec, ungated = spec, wide = spec,
+                          mixer = spec;
     latent.latent = 32;
     situ.activation = shared.shared_activation = MOE_ACT_SITU;
     assert_int_equal(moe_trainer_check(&latent, &good).code, MOE_INVALID_ARGUMENT);
     assert_int_equal(moe_trainer_check(&situ, &good).code, MOE_INVALID_ARGUMENT);
     assert_int_equal(moe_trainer_check(&shared, &good).code, MOE_INVALID_ARGUMENT);
+    ungated.activation = MOE_ACT_RELU2;
+    wide.router.top_k = MOE_COMMON_TOP_K + 1;
+    mixer.router.score = MOE_SCORE_SPARSEMIXER;
+    assert_int_equal(moe_trainer_check(&ungated, &good).code, MOE_INVALID_ARGUMENT);
+    assert_int_equal(moe_trainer_check(&wide, &good).code, MOE_INVALID_ARGUMENT);
+    assert_int_equal(moe_trainer_check(&mixer, &good).code, MOE_INVALID_ARGUMENT);
     assert_int_equal(moe_train_check_frozen(&good, 8).code, MOE_INVALID_ARGUMENT);
     assert_ok(moe_train_check_frozen(&good, 7));
     const struct moe_trainer_config frozen = {.frozen = 2};

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The experts' feed-forward networks: gate and up with their activation, down with bias and
- * weight, and the shared expert. Grouped: one pool job covers the rows of all experts at once.
+/* The experts' feed-forward networks: gate (if there is one) and up with their activation, down
+ * with bias and weight, and the shared expert. Grouped: one pool job covers the rows of all experts
+ * at once.
  *
  * A job is a list of spans (rows of one expert). An item is a few weight panels times one block of
  * a span's rows. So many rows of one expert and few rows of many experts both spread over all
@@ -256,6 +257,30 @@ static void gate_up_tile(const struct ffn_job *job, const struct span *span, uin
     store_tile(span->out, wg->out, row, rows, column, columns, width, gate);
 }
 
+/* One panel of the hidden activation from its products, without a gate. */
+static void store_up(const struct ffn_job *job, const struct span *span,
+                     const struct moe_cpu_part *part, uint32_t row, uint32_t rows)
+{
+    uint32_t width = job->isa->panel, column = part->panel * width, inner = part->matrix->out;
+    uint32_t columns = moe_cpu_min(width, inner - column);
+    if (job->up == MOE_WEIGHT_UP)
+        add_bias(part->y, rows, width, bias_at(job->layer, MOE_WEIGHT_UP_BIAS, span->entry, column),
+                 columns);
+    job->isa->activate_ungated((size_t)rows * width, part->y);
+    store_tile(span->out, inner, row, rows, column, columns, width, part->y);
+}
+
+static void up_tile(const struct ffn_job *job, const struct span *span, uint32_t panel,
+                    uint32_t panels, uint32_t row, uint32_t rows)
+{
+    float tile[2][TILE_ROWS * MOE_CPU_MAX_PANEL];
+    const struct moe_cpu_matrix *wu = &job->layer->matrix[job->up][span->entry];
+    const struct moe_cpu_part parts[2] = {{wu, panel, tile[0]}, {wu, panel + panels - 1, tile[1]}};
+    multiply(job, span, panels, parts, row, rows);
+    for (uint32_t i = 0; i < panels; i++)
+        store_up(job, span, &parts[i], row, rows);
+}
+
 static void store_down_row(enum epilogue epilogue, float w, uint32_t columns, const float *acc,
                            const float *bias, float *out)
 {
@@ -317,17 +342,40 @@ static void gate_up_item(void *ctx, uint32_t item)
     run_item(job, item, job->layer->matrix[job->gate][0].panels, 1, gate_up_tile);
 }
 
+/* Panels of one matrix in a tile. Two of a quantised matrix, because these take less time together;
+ * gate and up are two, too. */
+static uint32_t panels_together(const struct moe_cpu_matrix *m)
+{
+    return m->dtype == MOE_DTYPE_NONE ? 2 : 1;
+}
+
+static void up_item(void *ctx, uint32_t item)
+{
+    const struct ffn_job *job = ctx;
+    const struct moe_cpu_matrix *up = &job->layer->matrix[job->up][0];
+    run_item(job, item, up->panels, panels_together(up), up_tile);
+}
+
 static void down_item(void *ctx, uint32_t item)
 {
     const struct ffn_job *job = ctx;
     const struct moe_cpu_matrix *down = &job->layer->matrix[job->down][0];
-    /* Two of a quantised matrix, because these take less time together; gate and up are two, too.
-     */
-    run_item(job, item, down->panels, down->dtype == MOE_DTYPE_NONE ? 2 : 1, down_tile);
+    run_item(job, item, down->panels, panels_together(down), down_tile);
+}
+
+static void run_up(struct ffn_job *job)
+{
+    const struct moe_cpu_matrix *up = &job->layer->matrix[job->up][0];
+    uint32_t items = number_items(job, up->panels, (uint64_t)up->in * job->isa->panel);
+    moe_cpu_parallel(job->layer->device, items, up_item, job);
 }
 
 static void run_gate_up(struct ffn_job *job)
 {
+    if (!moe_activation_has_gate(job->activation)) {
+        run_up(job);
+        return;
+    }
     const struct moe_cpu_matrix *gate = &job->layer->matrix[job->gate][0];
     uint32_t items = number_items(job, gate->panels, (uint64_t)2 * gate->in * job->isa->panel);
     moe_cpu_parallel(job->layer->device, items, gate_up_item, job);

@@ -93,9 +93,11 @@ struct moe_cpu_isa {
     /* to[i] = the value of a byte of F8E4M3. */
     void (*widen_bytes)(size_t n, const uint8_t *from, float *to);
 
-    /* gate[i] = activation(gate[i], up[i]) for i < n; a NaN input gives NaN. */
+    /* gate[i] = activation(gate[i], up[i]) for i < n; a NaN input gives NaN. Not RELU2. */
     void (*activate)(enum moe_activation activation, float limit, float alpha, size_t n,
                      float *gate, const float *up);
+    /* The same without a gate: up[i] = MOE_ACT_RELU2 of up[i]. */
+    void (*activate_ungated)(size_t n, float *up);
 
     /* Of a = activation(gate, up), weighted by `weight`, with the cotangent `hidden` (before its
      * weight): gate[i] and up[i] become weight * hidden[i] times the derivative by gate and up,

@@ -262,7 +262,19 @@ static inline vec vec_tanh(vec x)
 #define MOE_ACTIVATION_WITHIN(x, bound)  vec_at_most(vec_at_least(x, -(bound)), bound)
 #define MOE_ACTIVATION_SIGMOID(x)        vec_sigmoid(x)
 #define MOE_ACTIVATION_TANH(x)           vec_tanh(x)
+#define MOE_ACTIVATION_POSITIVE(x)       vec_at_least(x, 0.0f)
 #include "common/activation_math.h"
+
+static void activate_ungated(size_t n, float *up)
+{
+    for (size_t i = 0; i < n; i += LANES) {
+        size_t bytes = (n - i < LANES ? n - i : LANES) * sizeof(float);
+        vec u = {0};
+        memcpy(&u, up + i, bytes);
+        u = moe_activate_relu2(u);
+        memcpy(up + i, &u, bytes);
+    }
+}
 
 static void activate(enum moe_activation activation, float limit, float alpha, size_t n,
                      float *gate, const float *up)
@@ -353,6 +365,7 @@ const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA) = {
     .quantise_bytes = quantise_bytes,
     .widen_bytes = widen_bytes,
     .activate = activate,
+    .activate_ungated = activate_ungated,
     .activate_backward = activate_backward,
     .optimize = optimize,
 };

@@ -151,11 +151,14 @@ static float sqrt_softplus(float z)
     return sqrtf(z > 20.0f ? z : log1pf(expf(z)));
 }
 
-/* For MOE_SCORE_SOFTMAX_TOPK the score is the logit until the set is known. */
+/* For MOE_SCORE_SOFTMAX_TOPK and MOE_SCORE_SPARSEMIXER the score is the logit until the set is
+ * known.
+ */
 static void score_logits(enum moe_score kind, uint32_t n, const float *logit, float *score)
 {
     switch (kind) {
     case MOE_SCORE_SOFTMAX: softmax(n, logit, score); break;
+    case MOE_SCORE_SPARSEMIXER:
     case MOE_SCORE_SOFTMAX_TOPK: memcpy(score, logit, n * sizeof *score); break;
     case MOE_SCORE_SIGMOID:
         for (uint32_t i = 0; i < n; i++)
@@ -168,15 +171,34 @@ static void score_logits(enum moe_score kind, uint32_t n, const float *logit, fl
     }
 }
 
-/* Weights of the ids in `ids` (-1: none, weight 0) from the unbiased scores. */
-static void weigh(const struct moe_router_spec *r, const float *score, const int32_t *ids,
-                  float *weights)
+/* The weight of choice k in SparseMixer. It divides as the vendor's code, so bounds round alike. */
+static float mix(const struct moe_router_spec *r, uint32_t n, const float *logit,
+                 const int32_t *ids, uint32_t k)
+{
+    const float chosen = logit[ids[k]];
+    float sum = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        bool earlier = false;
+        for (uint32_t j = 0; j < k; j++)
+            earlier |= ids[j] == (int32_t)i;
+        bool far = (chosen - logit[i]) / fmaxf(fabsf(logit[i]), chosen) > 2 * r->jitter;
+        if ((int32_t)i == ids[k] || !(earlier || far))
+            sum += expf(logit[i] - chosen);
+    }
+    return 1 / sum;
+}
+
+/* Weights of the ids in `ids` (-1: none, weight 0) from the unbiased scores [choices].
+ */
+static void weigh(const struct moe_router_spec *r, uint32_t choices, const float *score,
+                  const int32_t *ids, float *weights)
 {
     float live[MOE_MAX_TOP_K], sum = 0;
     uint32_t n = 0;
     for (uint32_t k = 0; k < r->top_k; k++)
         if (ids[k] >= 0)
-            live[n++] = score[ids[k]];
+            live[n++] =
+                r->score == MOE_SCORE_SPARSEMIXER ? mix(r, choices, score, ids, k) : score[ids[k]];
     if (r->score == MOE_SCORE_SOFTMAX_TOPK && n > 0)
         softmax(n, live, live);
     for (uint32_t i = 0; i < n; i++)
@@ -239,7 +261,7 @@ static void route_row(struct router_job *job, uint32_t row)
     } else {
         memcpy(ids, job->ids_in + (size_t)t * r->top_k, r->top_k * sizeof *ids);
     }
-    weigh(r, score, ids, job->weights + (size_t)t * r->top_k);
+    weigh(r, n, score, ids, job->weights + (size_t)t * r->top_k);
     job->token_state[t] = MOE_TOKEN_OK;
 }
 

@@ -348,7 +348,7 @@ struct moe_status moe_cuda_ep_combine_gradients(struct moe_cuda_ep *ep, const fl
                                                 cudaStream_t stream)
 {
     struct moe_cuda_pass *p = &ep->pass;
-    p->hidden = p->hidden / 2 + MOE_MAX_TOP_K;
+    p->hidden = p->hidden / 2 + MOE_COMMON_TOP_K;
     p->dtype = MOE_DTYPE_F32;
     p->row_bytes = p->hidden * (uint32_t)sizeof(float);
     p->stride = moe_window_row_stride(p->hidden, MOE_DTYPE_F32);

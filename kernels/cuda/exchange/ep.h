@@ -116,8 +116,8 @@ struct moe_status moe_cuda_ep_combine(struct moe_cuda_ep *ep,
                                       cudaStream_t stream) MOE_CHECKED;
 
 /* The same for a backward pass: gradients [start[local], H + columns] f32 per row, y [T, H +
- * columns] f32, both summed and sent in fp32; no zero experts. The last MOE_MAX_TOP_K columns hold
- * values of one choice k each. */
+ * columns] f32, both summed and sent in fp32; no zero experts. The last MOE_COMMON_TOP_K columns
+ * hold values of one choice k each. */
 struct moe_status moe_cuda_ep_combine_gradients(struct moe_cuda_ep *ep, const float *gradients,
                                                 float *y, struct moe_cuda_step_outcome *outcome,
                                                 cudaStream_t stream) MOE_CHECKED;

@@ -157,7 +157,7 @@ static bool lay_out_regions(const struct moe_session *s, size_t hidden, size_t t
     size_t head = round_up(sizeof(struct moe_cuda_record) + top_k * sizeof(struct moe_cuda_route) +
                                s->relay.size * sizeof(uint32_t),
                            MOE_CUDA_TRAILER_BYTES);
-    size_t gradients = (hidden + (size_t)MOE_MAX_TOP_K) * sizeof(float);
+    size_t gradients = (hidden + (size_t)MOE_COMMON_TOP_K) * sizeof(float);
     size_t partial = round_up(x_dy_rows ? gradients : row, MOE_CUDA_TRAILER_BYTES);
     row = round_up(x_dy_rows ? 2 * row : row, MOE_CUDA_TRAILER_BYTES);
     p->record_head = (uint32_t)head;

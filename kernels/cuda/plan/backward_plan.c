@@ -42,7 +42,7 @@ static double larger(double a, double b)
 /* Nanoseconds that combine takes on `processors`, when the routing is even. */
 static double combine_time(const struct moe_cuda_backward_params *f, uint32_t processors)
 {
-    double row = (f->hidden + (double)MOE_MAX_TOP_K) * sizeof(float);
+    double row = (f->hidden + (double)MOE_COMMON_TOP_K) * sizeof(float);
     double rows = (double)f->bucket * f->top_k;
     double each = f->top_k < f->slots ? rows / f->slots : f->bucket; /* for one peer, at most */
     double sent = (f->slots - 1.0) * each;

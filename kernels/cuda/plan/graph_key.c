@@ -35,6 +35,7 @@ static void put_router(struct writer *w, const struct moe_router_spec *r)
     put(w, r->renorm);
     put(w, bits_of(r->renorm_eps));
     put(w, bits_of(r->scale));
+    put(w, bits_of(r->jitter));
     put(w, r->zero_experts);
     put(w, r->vocabulary);
 }
@@ -68,7 +69,7 @@ static void put_spec(struct writer *w, const struct moe_layer_spec *s)
     put_format(w, &s->routed_format);
     put_format(w, &s->shared_format);
 }
-_Static_assert(sizeof(struct moe_layer_spec) == 148,
+_Static_assert(sizeof(struct moe_layer_spec) == 152,
                "a new field of the spec belongs into the key");
 
 void moe_cuda_graph_key_of(const struct moe_cuda_graph_shape *shape, struct moe_cuda_graph_key *out)

@@ -12,7 +12,7 @@ extern "C" {
 #endif
 
 /* Floats after the H of a gradient row: each row's weight gradient, at the place of its k. */
-enum { MOE_CUDA_WEIGHT_COLUMNS = MOE_MAX_TOP_K };
+enum { MOE_CUDA_WEIGHT_COLUMNS = MOE_COMMON_TOP_K };
 
 /* ------------------------------------------------------------------ experts */
 

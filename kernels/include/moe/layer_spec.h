@@ -18,6 +18,7 @@
  *   a zero expert is ffn_e(x) = x
  *
  *   ffn_e(x) = down_e( act(gate_e x + gate_bias_e, up_e x + up_bias_e) ) + down_bias_e
+ *   ffn_e(x) = down_e( act(up_e x + up_bias_e) ) + down_bias_e    with an activation without a gate
  *
  * With a latent space of width L (LatentMoE), the routed experts have L inputs and outputs. Router
  * and shared expert still see x:
@@ -43,6 +44,10 @@ enum moe_score {
     MOE_SCORE_SOFTMAX_TOPK, /* choose by logit, softmax over the K chosen (GPT-OSS) */
     MOE_SCORE_SIGMOID,      /* DeepSeek-V3, GLM-4.5, MiniMax-M2, Llama-4 */
     MOE_SCORE_SQRTSOFTPLUS, /* sqrt(softplus(logit)); softplus(z) = z for z > 20 (DeepSeek-V4) */
+    MOE_SCORE_SPARSEMIXER,  /* two experts by logit, and a softmax over near logits for each
+                               (Phi-3.5-MoE): w_e = 1 / sum of exp(z_j - z_e) over e itself and
+                               each j that is no earlier choice and has
+                               (z_e - z_j) / max(|z_j|, z_e) <= 2 jitter */
 };
 
 enum moe_renorm {
@@ -64,11 +69,18 @@ enum moe_activation {
     MOE_ACT_SWIGLU,         /* silu(g) * u */
     MOE_ACT_SWIGLU_CLAMPED, /* g = min(g, limit), u = clamp(u, +-limit), silu(g) * u */
     MOE_ACT_SWIGLU_OAI,     /* same clamps, g * sigmoid(alpha g) * (u + 1) */
-    MOE_ACT_SITU, /* alpha tanh(g / alpha) sigmoid(g) * limit tanh(u / limit): Kimi-K3 calls alpha
-                     beta, and limit linear_beta. Forward passes only; see moe_layer_is_common */
+    MOE_ACT_SITU,  /* alpha tanh(g / alpha) sigmoid(g) * limit tanh(u / limit): Kimi-K3 calls alpha
+                      beta, and limit linear_beta. Forward passes only; see moe_layer_uncommon */
+    MOE_ACT_RELU2, /* max(u, 0)^2: there is no gate (Nemotron-3). Forward passes only, too */
     MOE_ACT_COUNT,
     MOE_ACT_COMMON_COUNT = MOE_ACT_SITU /* those before it are in every backend, and train */
 };
+
+/* Whether experts with this activation have a gate, with its weights and biases. */
+static inline bool moe_activation_has_gate(enum moe_activation activation)
+{
+    return activation != MOE_ACT_RELU2;
+}
 
 struct moe_router_spec {
     enum moe_score score;
@@ -84,6 +96,7 @@ struct moe_router_spec {
     enum moe_renorm renorm;
     float renorm_eps;
     float scale;           /* applied last */
+    float jitter;          /* SPARSEMIXER */
     uint32_t zero_experts; /* Z: ids E..E+Z-1 are the identity (LongCat); 0 otherwise */
 };
 
@@ -97,7 +110,7 @@ struct moe_layer_spec {
     enum moe_activation activation;
     float swiglu_limit; /* CLAMPED, OAI and SITU */
     float swiglu_alpha; /* OAI and SITU */
-    bool gate_up_bias;  /* gate_bias, up_bias [I] exist */
+    bool gate_up_bias;  /* gate_bias, up_bias [I] exist; gate_bias only with a gate */
     bool down_bias;     /* down_bias [H] exists; [L] with a latent space */
     bool latent_norm;   /* the experts' sum is normalised before it leaves the latent space */
     uint32_t latent;    /* L, 1..H: width of the latent space; 0 = none. Not with zero experts */
@@ -155,12 +168,27 @@ static inline uint32_t moe_expert_width(const struct moe_layer_spec *s)
     return s->latent != 0 ? s->latent : s->hidden;
 }
 
-/* Whether the layer has neither a latent space nor SiTU. Every backend computes and trains such
- * layers. Others need moe_backend.latent, and do not train. */
-static inline bool moe_layer_is_common(const struct moe_layer_spec *s)
+/* Whether routed or shared experts of the layer have this activation. */
+static inline bool moe_layer_uses(const struct moe_layer_spec *s, enum moe_activation activation)
 {
-    return s->latent == 0 && s->activation != MOE_ACT_SITU &&
-           (s->shared_intermediate == 0 || s->shared_activation != MOE_ACT_SITU);
+    return s->activation == activation ||
+           (s->shared_intermediate != 0 && s->shared_activation == activation);
+}
+
+/* What the layer has that not every backend computes, for messages; NULL if there is nothing. Every
+ * backend computes and trains layers without. Others need moe_backend.uncommon, and do not train.
+ */
+static inline const char *moe_layer_uncommon(const struct moe_layer_spec *s)
+{
+    if (s->latent != 0)
+        return "a latent space (LatentMoE)";
+    if (moe_layer_uses(s, MOE_ACT_SITU))
+        return "the activation SiTU";
+    if (moe_layer_uses(s, MOE_ACT_RELU2))
+        return "experts without a gate";
+    if (s->router.score == MOE_SCORE_SPARSEMIXER)
+        return "the router SparseMixer";
+    return s->router.top_k > MOE_COMMON_TOP_K ? "more than 16 experts per token" : NULL;
 }
 
 static inline bool moe_weight_is_expert(enum moe_weight w)
@@ -197,7 +225,8 @@ static inline void moe_weight_shape(const struct moe_layer_spec *s, enum moe_wei
     case MOE_WEIGHT_SELECT_BIAS: *rows = s->router.select_bias ? all : 0; break;
     case MOE_WEIGHT_GATE:
     case MOE_WEIGHT_UP:
-        *rows = s->intermediate;
+        if (w == MOE_WEIGHT_UP || moe_activation_has_gate(s->activation))
+            *rows = s->intermediate;
         *columns = moe_expert_width(s);
         break;
     case MOE_WEIGHT_DOWN:
@@ -205,11 +234,15 @@ static inline void moe_weight_shape(const struct moe_layer_spec *s, enum moe_wei
         *columns = s->intermediate;
         break;
     case MOE_WEIGHT_GATE_BIAS:
-    case MOE_WEIGHT_UP_BIAS: *rows = s->gate_up_bias ? s->intermediate : 0; break;
+    case MOE_WEIGHT_UP_BIAS:
+        if (s->gate_up_bias && (w == MOE_WEIGHT_UP_BIAS || moe_activation_has_gate(s->activation)))
+            *rows = s->intermediate;
+        break;
     case MOE_WEIGHT_DOWN_BIAS: *rows = s->down_bias ? moe_expert_width(s) : 0; break;
     case MOE_WEIGHT_SHARED_GATE:
     case MOE_WEIGHT_SHARED_UP:
-        *rows = s->shared_intermediate;
+        if (w == MOE_WEIGHT_SHARED_UP || moe_activation_has_gate(s->shared_activation))
+            *rows = s->shared_intermediate;
         *columns = s->hidden;
         break;
     case MOE_WEIGHT_SHARED_DOWN:

@@ -82,9 +82,10 @@ enum {
     MOE_WINDOW_STEP_BITS = 28,
     MOE_WINDOW_EPOCH_BITS = 12, /* of a stamp; a session's epochs span less (common/masks.h) */
     MOE_WINDOW_EXCHANGE_BYTES = 256,
-    MOE_WINDOW_MAX_TOKENS = 1 << 20, /* times MOE_MAX_TOP_K: counts fit into a flag's value */
-    MOE_WINDOW_QUICK_TOKENS = 512,   /* largest bucket that uses the quick regions */
-    MOE_WINDOW_PARTS = 2,            /* most parts of a partial; each part has a flag */
+    MOE_WINDOW_MAX_TOKENS = 1 << 20,
+    MOE_WINDOW_MAX_PAIRS = 1 << 24, /* tokens times K: counts fit into a flag's value */
+    MOE_WINDOW_QUICK_TOKENS = 512,  /* largest bucket that uses the quick regions */
+    MOE_WINDOW_PARTS = 2,           /* most parts of a partial; each part has a flag */
 };
 #define MOE_WINDOW_BLANK     UINT32_C(0xffffffff)
 #define MOE_WINDOW_NOT_BLANK UINT32_C(0x7fffffff)         /* replaces a blank in data */
@@ -223,7 +224,7 @@ static inline size_t moe_window_row_stride(uint32_t hidden, enum moe_dtype dtype
  * row stride. */
 static inline size_t moe_window_gradient_stride(uint32_t hidden)
 {
-    static_assert(MOE_MAX_TOP_K * 4 <= MOE_WINDOW_LINE, "one line holds a token's gradients");
+    static_assert(MOE_COMMON_TOP_K * 4 <= MOE_WINDOW_LINE, "one line holds a token's gradients");
     return moe_window_row_stride(hidden, MOE_DTYPE_F32) + MOE_WINDOW_LINE;
 }
 
@@ -255,7 +256,8 @@ static inline bool moe_window_layout_of(const struct moe_window_shape *s,
     if (s->slots < 1 || s->slots > MOE_MAX_SLOTS || s->max_tokens < 1 ||
         s->max_tokens > MOE_WINDOW_MAX_TOKENS || s->max_hidden < 1 ||
         s->max_hidden > MOE_MAX_HIDDEN || s->max_top_k < 1 || s->max_top_k > MOE_MAX_TOP_K ||
-        s->max_experts < 1 || s->max_experts > MOE_MAX_EXPERTS || s->max_tokens_f32 > s->max_tokens)
+        s->max_top_k > MOE_WINDOW_MAX_PAIRS / s->max_tokens || s->max_experts < 1 ||
+        s->max_experts > MOE_MAX_EXPERTS || s->max_tokens_f32 > s->max_tokens)
         return false;
     size_t slots = s->slots, tokens = s->max_tokens, per_token, at = MOE_WINDOW_PAGE;
     size_t tokens_f32 = s->max_tokens_f32 != 0 ? s->max_tokens_f32 : tokens, pass_flags;

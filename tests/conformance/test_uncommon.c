@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Layers with a latent space and SiTU through whole steps of the CPU backend, on one to four slots,
- * against the oracle. A token alone has the same bits as in a batch. */
+/* Layers of which moe_layer_uncommon names something, through whole steps of the CPU backend, on
+ * one to four slots, against the oracle. A token alone has the same bits as in a batch. */
 #include "plain_layer.h"
 #include "session_fixture.h"
 
@@ -17,30 +17,32 @@
 enum { CASES = 40, MAX_TOKENS = 60, MAX_HIDDEN = 100 };
 
 /* A case: what all members know. */
-struct latent_case {
+struct uncommon_case {
     uint64_t seed;
     struct moe_layer_spec spec;
     enum moe_dtype dtype, weights;
     uint32_t max_tokens, max_experts;
 };
 
-static struct latent_case now;
+static struct uncommon_case now;
 
 /* ------------------------------------------------------------------ drawing */
 
-static void draw_case(uint64_t seed, struct latent_case *c)
+static void draw_case(uint64_t seed, struct uncommon_case *c)
 {
     struct rng r = {.state = seed * 53 + 3};
-    *c = (struct latent_case){.seed = seed, .max_tokens = MAX_TOKENS, .max_experts = 64};
+    *c = (struct uncommon_case){.seed = seed, .max_tokens = MAX_TOKENS, .max_experts = 64};
     struct moe_layer_spec *s = &c->spec;
     s->layer = 3;
     s->hidden = rng_range(&r, 8, MAX_HIDDEN);
-    s->latent = rng_chance(&r, 10) ? s->hidden : rng_range(&r, 4, s->hidden);
-    s->latent_norm = rng_chance(&r, 60);
-    s->latent_eps = s->latent_norm ? 1e-5f : 0;
-    s->experts = rng_range(&r, 1, 24);
+    if (rng_chance(&r, 60)) {
+        s->latent = rng_chance(&r, 10) ? s->hidden : rng_range(&r, 4, s->hidden);
+        s->latent_norm = rng_chance(&r, 60);
+        s->latent_eps = s->latent_norm ? 1e-5f : 0;
+    }
+    s->experts = rng_range(&r, 2, 40);
     s->intermediate = rng_range(&r, 1, 60);
-    s->activation = rng_chance(&r, 60) ? MOE_ACT_SITU : (enum moe_activation)rng_below(&r, 3);
+    s->activation = (enum moe_activation)rng_below(&r, MOE_ACT_COUNT);
     s->swiglu_limit = 3.0f;
     s->swiglu_alpha = 1.25f;
     s->gate_up_bias = rng_chance(&r, 30);
@@ -48,10 +50,18 @@ static void draw_case(uint64_t seed, struct latent_case *c)
     s->weighting = (enum moe_weighting)rng_below(&r, 3);
     s->shared_intermediate = rng_chance(&r, 60) ? rng_range(&r, 1, 40) : 0;
     s->shared_gated = s->shared_intermediate != 0 && rng_chance(&r, 30);
-    s->shared_activation = s->activation;
-    s->router =
-        (struct moe_router_spec)PLAIN_ROUTER(rng_range(&r, 1, s->experts < 8 ? s->experts : 8));
+    s->shared_activation =
+        rng_chance(&r, 80) ? s->activation : (enum moe_activation)rng_below(&r, MOE_ACT_COUNT);
+    uint32_t most = rng_chance(&r, 30) ? MOE_MAX_TOP_K : 8;
+    s->router = (struct moe_router_spec)PLAIN_ROUTER(
+        rng_range(&r, 1, s->experts < most ? s->experts : most));
     s->router.score = rng_chance(&r, 50) ? MOE_SCORE_SIGMOID : MOE_SCORE_SOFTMAX;
+    if (rng_chance(&r, 20)) {
+        s->router.score = MOE_SCORE_SPARSEMIXER;
+        s->router.top_k = 2;
+        s->router.jitter = 0.2f;
+        s->router.renorm = MOE_RENORM_NONE;
+    }
     s->router.select_bias = rng_chance(&r, 50);
     s->router.scale = 2.5f;
     c->dtype = rng_chance(&r, 50) ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
@@ -189,6 +199,7 @@ static int run_member(struct member *m)
     struct moe_session *session;
     struct moe_oracle_layer *oracle;
     join.max_experts = now.max_experts;
+    join.max_top_k = MOE_MAX_TOP_K;
     EXPECT(good(backend->device_open(&config, &device)));
     EXPECT(good(moe_oracle_create(&now.spec, &oracle)));
     EXPECT(good(load(m, device, &layer, oracle)));
@@ -213,14 +224,17 @@ static void random_layers_agree_with_the_oracle_on_any_number_of_slots(void **st
 {
     (void)state;
     uint64_t seed = choose_seed();
-    uint32_t norms = 0, situ = 0;
+    uint32_t norms = 0, situ = 0, ungated = 0, wide = 0, mixer = 0;
     for (uint64_t i = seed; i < seed + CASES; i++) {
         draw_case(i, &now);
         norms += now.spec.latent_norm;
         situ += now.spec.activation == MOE_ACT_SITU;
+        ungated += now.spec.activation == MOE_ACT_RELU2;
+        wide += now.spec.router.top_k > MOE_COMMON_TOP_K;
+        mixer += now.spec.router.score == MOE_SCORE_SPARSEMIXER;
         assert_true(run_group(1 + (uint32_t)(i % 4), run_member));
     }
-    assert_true(norms > 0 && norms < CASES && situ > 0 && situ < CASES);
+    assert_true(norms > 0 && norms < CASES && situ > 0 && ungated > 0 && wide > 0 && mixer > 0);
 }
 
 /* The router and the numbers of Kimi-K3's experts, with narrow matrices. */
@@ -236,6 +250,7 @@ static void layers_with_896_experts_choose_16(void **state)
     now.spec.intermediate = 10;
     now.spec.activation = now.spec.shared_activation = MOE_ACT_SITU;
     now.spec.router.score = MOE_SCORE_SIGMOID;
+    now.spec.router.renorm = MOE_RENORM_SUM;
     now.spec.router.top_k = 16;
     now.spec.router.select_bias = true;
     for (uint32_t slots = 1; slots <= 4; slots++) {
@@ -244,8 +259,29 @@ static void layers_with_896_experts_choose_16(void **state)
     }
 }
 
+/* Those of Nemotron-3-Super. */
+static void ungated_layers_with_512_experts_choose_22(void **state)
+{
+    (void)state;
+    draw_case(2, &now);
+    now.spec.hidden = 24;
+    now.spec.latent = 12;
+    now.spec.latent_norm = false;
+    now.spec.experts = now.max_experts = 512;
+    now.spec.intermediate = 10;
+    now.spec.activation = now.spec.shared_activation = MOE_ACT_RELU2;
+    now.spec.router.score = MOE_SCORE_SIGMOID;
+    now.spec.router.renorm = MOE_RENORM_SUM;
+    now.spec.router.top_k = 22;
+    now.spec.router.select_bias = true;
+    for (uint32_t slots = 1; slots <= 4; slots++) {
+        now.dtype = slots % 2 == 0 ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
+        assert_true(run_group(slots, run_member));
+    }
+}
+
 #ifdef MOE_HAVE_UCX
-static void rows_of_a_latent_space_cross_domains_once(void **state)
+static void rows_cross_domains_once(void **state)
 {
     (void)state;
     uint64_t seed = choose_seed();
@@ -263,8 +299,9 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(random_layers_agree_with_the_oracle_on_any_number_of_slots),
         cmocka_unit_test(layers_with_896_experts_choose_16),
+        cmocka_unit_test(ungated_layers_with_512_experts_choose_22),
 #ifdef MOE_HAVE_UCX
-        cmocka_unit_test(rows_of_a_latent_space_cross_domains_once),
+        cmocka_unit_test(rows_cross_domains_once),
 #endif
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
