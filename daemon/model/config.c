@@ -30,18 +30,15 @@ static struct moe_status find_family(const json_t *root, struct moe_config *out)
         json_string_value(json_object_get(json_object_get(root, "text_config"), "model_type"));
     if (outer == NULL && inner == NULL)
         return invalid("model_type is missing");
-    const char *type = outer, *why = outer != NULL ? moe_family_refusal(outer) : NULL;
+    const char *type = outer;
     out->family = outer != NULL ? moe_family_find(outer) : NULL;
-    if (out->family == NULL && inner != NULL && why == NULL) {
+    if (out->family == NULL && inner != NULL) {
         type = inner;
-        why = moe_family_refusal(inner);
         out->family = moe_family_find(inner);
     }
-    if (out->family == NULL) {
+    if (out->family == NULL)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
-                         "config.json: model_type %.80s is not supported%s%s", type,
-                         why != NULL ? ": " : "", why != NULL ? why : "");
-    }
+                         "config.json: model_type %.80s is not supported", type);
     snprintf(out->model_type, sizeof out->model_type, "%s", type);
     return moe_ok();
 }
@@ -146,6 +143,12 @@ static struct moe_status read_router(struct moe_keys *k, const struct moe_family
     r->select_bias = f->select_bias;
     if (f->select_bias_key != NULL)
         MOE_TRY(moe_keys_bool(k, f->select_bias_key, &r->select_bias));
+    if (f->score == MOE_SCORE_SPARSEMIXER) {
+        r->jitter = 0.01f;
+        MOE_TRY(moe_keys_float(k, "router_jitter_noise", &r->jitter));
+        if (r->top_k != 2)
+            return invalid("num_experts_per_tok is not 2, as many as SparseMixer chooses");
+    }
     MOE_TRY(read_groups(k, f, s));
     return read_renorm(k, f, r);
 }
@@ -186,7 +189,7 @@ static struct moe_status read_activation(struct moe_keys *k, const struct moe_fa
 {
     const char *act = f->hidden_act;
     /* swish is another name of silu. */
-    MOE_TRY(moe_keys_word(k, "hidden_act",
+    MOE_TRY(moe_keys_word(k, "hidden_act mlp_hidden_act",
                           strcmp(f->hidden_act, "silu") == 0 ? "silu swish" : f->hidden_act, &act));
     s->activation = f->activation;
     s->swiglu_limit = f->limit;
@@ -206,10 +209,12 @@ static struct moe_status read_activation(struct moe_keys *k, const struct moe_fa
 static struct moe_status read_latent(struct moe_keys *k, const struct moe_family *f,
                                      struct moe_layer_spec *s)
 {
-    if (!f->latent)
-        return moe_ok();
-    MOE_TRY(moe_keys_uint(k, "routed_expert_hidden_size", 1, s->hidden, &s->latent));
-    MOE_TRY(moe_keys_bool(k, "latent_moe_use_norm", &s->latent_norm));
+    const char *const *names = f->naming->of;
+    if (names[MOE_WEIGHT_TO_LATENT] != NULL)
+        MOE_TRY(moe_keys_uint(k, "routed_expert_hidden_size moe_latent_size", 1, s->hidden,
+                              &s->latent));
+    if (names[MOE_WEIGHT_LATENT_NORM] != NULL)
+        MOE_TRY(moe_keys_bool(k, "latent_moe_use_norm", &s->latent_norm));
     if (!s->latent_norm)
         return moe_ok();
     if (s->latent == 0)
@@ -251,8 +256,7 @@ static struct moe_status add_layers(struct moe_keys *k, const struct moe_layer_s
                                     struct moe_config *out)
 {
     uint32_t layer_count = 0;
-    MOE_TRY(
-        moe_keys_need_uint(k, out->family->layer_count_key, 1, MOE_MODEL_LAYERS_MAX, &layer_count));
+    MOE_TRY(moe_config_count_layers(k, out->family, &layer_count));
     enum moe_layer_kind *kinds = calloc(layer_count, sizeof *kinds);
     if (kinds == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,

@@ -89,6 +89,9 @@ enum moe_layer_kind {
     MOE_LAYER_BY_TOKEN, /* a MoE layer that routes by token id */
 };
 
+/* Layers of the model, MoE layers or not. */
+struct moe_status moe_config_count_layers(struct moe_keys *k, const struct moe_family *family,
+                                          uint32_t *count) MOE_CHECKED;
 /* Fills `kinds` [layer_count]. */
 struct moe_status moe_config_select_layers(struct moe_keys *k, const struct moe_family *family,
                                            uint32_t layer_count,

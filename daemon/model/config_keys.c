@@ -211,11 +211,11 @@ struct moe_status moe_keys_word(struct moe_keys *k, const char *name, const char
     if (v == NULL)
         return moe_ok();
     if (!json_is_string(v))
-        return invalid(name, "is not a string");
+        return invalid(k->name, "is not a string");
     if (!moe_word_in(json_string_value(v), accepted))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
-                         "config.json: %.60s is %.60s, which is not understood (known: %s)", name,
-                         json_string_value(v), accepted);
+                         "config.json: %.60s is %.60s, which is not understood (known: %s)",
+                         k->name, json_string_value(v), accepted);
     *out = json_string_value(v);
     return moe_ok();
 }

@@ -45,6 +45,76 @@ static struct moe_status check_per_layer(const char *key, const json_t *v, uint3
                                              : invalid(key, "does not have one entry per layer");
 }
 
+/* The kinds of Nemotron-H's layers: a letter for each, or a word for each. */
+struct blocks {
+    const char *letters; /* hybrid_override_pattern, or NULL */
+    const json_t *words; /* layers_block_type, or NULL */
+    size_t count;
+};
+
+static struct moe_status find_blocks(struct moe_keys *k, struct blocks *b)
+{
+    const json_t *letters;
+    MOE_TRY(moe_keys_get(k, "hybrid_override_pattern", &letters));
+    MOE_TRY(moe_keys_get(k, "layers_block_type", &b->words));
+    b->letters = json_string_value(letters);
+    if (letters != NULL && b->letters == NULL)
+        return invalid("hybrid_override_pattern", "is not a string");
+    if (b->words != NULL && !json_is_array(b->words))
+        return invalid("layers_block_type", "is not a list");
+    if (b->letters == NULL && b->words == NULL)
+        return invalid("layers_block_type", "is missing");
+    b->count = b->words != NULL ? json_array_size(b->words) : strlen(b->letters);
+    if (b->letters != NULL && strlen(b->letters) != b->count)
+        return invalid("hybrid_override_pattern", "contradicts layers_block_type");
+    return moe_ok();
+}
+
+static struct moe_status unknown_block(const char *key, const char *block, size_t n, uint32_t layer)
+{
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                     "config.json: %s has %.*s for layer %u, which is not supported", key, (int)n,
+                     block, layer);
+}
+
+static struct moe_status by_blocks(struct moe_keys *k, uint32_t layer_count,
+                                   enum moe_layer_kind *kinds)
+{
+    struct blocks b;
+    MOE_TRY(find_blocks(k, &b));
+    for (uint32_t l = 0; l < layer_count; l++) {
+        const char *word = json_string_value(json_array_get(b.words, l));
+        const char *letter = b.letters != NULL ? b.letters + l : NULL;
+        if (b.words != NULL && word == NULL)
+            return invalid("layers_block_type", "holds something that is not a string");
+        if (word != NULL &&
+            !moe_word_in(word, "moe mamba linear_attention attention full_attention mlp"))
+            return unknown_block("layers_block_type", word, 40, l);
+        if (letter != NULL && strchr("EM*-", *letter) == NULL)
+            return unknown_block("hybrid_override_pattern", letter, 1, l);
+        bool is_moe = word != NULL ? strcmp(word, "moe") == 0 : *letter == 'E';
+        if (letter != NULL && is_moe != (*letter == 'E'))
+            return invalid("hybrid_override_pattern", "contradicts layers_block_type");
+        kinds[l] = is_moe ? MOE_LAYER_MOE : MOE_LAYER_DENSE;
+    }
+    return moe_ok();
+}
+
+struct moe_status moe_config_count_layers(struct moe_keys *k, const struct moe_family *family,
+                                          uint32_t *count)
+{
+    struct blocks b;
+    const char *key = family->layer_count_key;
+    if (family->layers != MOE_LAYERS_BLOCKS)
+        return moe_keys_need_uint(k, key, 1, MOE_MODEL_LAYERS_MAX, count);
+    MOE_TRY(find_blocks(k, &b));
+    if (b.count < 1 || b.count > MOE_MODEL_LAYERS_MAX)
+        return invalid("layers_block_type", "has no layer or too many");
+    *count = (uint32_t)b.count;
+    MOE_TRY(moe_keys_uint(k, key, 1, MOE_MODEL_LAYERS_MAX, count));
+    return *count == b.count ? moe_ok() : invalid(key, "contradicts the list of layers");
+}
+
 /* `dense` or a kind of MoE layer for each layer; `hash_moe` only in families that have it. */
 static struct moe_status by_type_list(const json_t *types, const struct moe_family *family,
                                       uint32_t layer_count, enum moe_layer_kind *kinds)
@@ -190,6 +260,7 @@ struct moe_status moe_config_select_layers(struct moe_keys *k, const struct moe_
     case MOE_LAYERS_INTERLEAVED: return interleaved(k, layer_count, kinds);
     case MOE_LAYERS_INTERVAL: return interval(k, layer_count, kinds);
     case MOE_LAYERS_PERIOD: return period(k, layer_count, kinds);
+    case MOE_LAYERS_BLOCKS: return by_blocks(k, layer_count, kinds);
     case MOE_LAYERS_ALL: break;
     }
     for (uint32_t l = 0; l < layer_count; l++)

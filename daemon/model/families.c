@@ -111,6 +111,18 @@ static const struct moe_naming kimi_linear_names = {
            [MOE_WEIGHT_LATENT_NORM] = "block_sparse_moe.routed_expert_norm.weight"},
     .block = "block_sparse_moe"};
 
+/* Its experts have no gate. */
+static const struct moe_naming nemotron_names = {
+    .of = {[MOE_WEIGHT_ROUTER] = "mixer.gate.weight",
+           [MOE_WEIGHT_SELECT_BIAS] = "mixer.gate.e_score_correction_bias",
+           [MOE_WEIGHT_UP] = "mixer.experts.*.up_proj.weight",
+           [MOE_WEIGHT_DOWN] = "mixer.experts.*.down_proj.weight",
+           [MOE_WEIGHT_SHARED_UP] = "mixer.shared_experts.up_proj.weight",
+           [MOE_WEIGHT_SHARED_DOWN] = "mixer.shared_experts.down_proj.weight",
+           [MOE_WEIGHT_TO_LATENT] = "mixer.fc1_latent_proj.weight",
+           [MOE_WEIGHT_FROM_LATENT] = "mixer.fc2_latent_proj.weight"},
+    .block = "mixer"};
+
 static const struct moe_naming granite_names = {
     .of = {[MOE_WEIGHT_ROUTER] = "block_sparse_moe.router.layer.weight"},
     .block = "block_sparse_moe",
@@ -133,6 +145,14 @@ static const struct moe_family families[] = {
         .naming = &mixtral_names, .layers = MOE_LAYERS_ALL,
         .layer_count_key = "num_hidden_layers", .inner_key = "intermediate_size",
         .score = MOE_SCORE_SOFTMAX, .renorm = MOE_FAMILY_RENORM_ALWAYS,
+        .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
+    },
+    {
+        /* input_jitter_noise is for training. */
+        .model_types = "phimoe",
+        .naming = &mixtral_names, .layers = MOE_LAYERS_ALL,
+        .layer_count_key = "num_hidden_layers", .inner_key = "intermediate_size",
+        .score = MOE_SCORE_SPARSEMIXER, .renorm = MOE_FAMILY_RENORM_NEVER,
         .activation = MOE_ACT_SWIGLU, .hidden_act = "silu",
     },
     {
@@ -278,7 +298,7 @@ static const struct moe_family families[] = {
         .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-20f, .scaled = true,
         .activation = MOE_ACT_SWIGLU, .hidden_act = "silu swish situ",
         .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts num_shared_experts",
-        .latent = true, .first_dense = 1,
+        .first_dense = 1,
         .ignored = "use_grouped_topk mla_use_output_gate",
     },
     {
@@ -349,6 +369,17 @@ static const struct moe_family families[] = {
         .ignored = "shared_intermediate_size mamba_n_groups time_step_limit",
     },
     {
+        .model_types = "nemotron_h",
+        .naming = &nemotron_names, .layers = MOE_LAYERS_BLOCKS,
+        .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
+        .score = MOE_SCORE_SIGMOID, .select_bias = true, .group_best = 2, .one_group = true,
+        .renorm = MOE_FAMILY_RENORM_KEY_TRUE, .renorm_eps = 1e-20f, .scaled = true,
+        .activation = MOE_ACT_RELU2, .hidden_act = "relu2",
+        .shared = MOE_SHARED_COUNT, .shared_count_key = "n_shared_experts",
+        .ignored = "moe_shared_expert_overlap mamba_hidden_act n_groups time_step_limit "
+                   "rescale_prenorm_residual",
+    },
+    {
         .model_types = "deepseek_v4",
         .naming = &deepseek_v4_names, .layers = MOE_LAYERS_FIRST_DENSE,
         .layer_count_key = "num_hidden_layers", .inner_key = "moe_intermediate_size",
@@ -396,22 +427,6 @@ static const struct moe_family families[] = {
     },
 };
 /* clang-format on */
-
-/* Known models with blocks that are none of ours. */
-static const struct {
-    const char *model_types, *why;
-} refused[] = {
-    {"phimoe", "its router (SparseMixer) weighs each choice by a softmax over near logits alone"},
-    {"nemotron_h nemotron_h_omni", "its experts have no gate (squared ReLU)"},
-};
-
-const char *moe_family_refusal(const char *model_type)
-{
-    for (size_t i = 0; i < sizeof refused / sizeof refused[0]; i++)
-        if (moe_word_in(model_type, refused[i].model_types))
-            return refused[i].why;
-    return NULL;
-}
 
 bool moe_word_in(const char *word, const char *words)
 {

@@ -18,6 +18,7 @@ enum moe_layer_rule {
     MOE_LAYERS_INTERLEAVED, /* moe_layers or interleave_moe_layer_step */
     MOE_LAYERS_INTERVAL,    /* moe_layer_start_index, _end_index, _interval */
     MOE_LAYERS_PERIOD,      /* expert_layer_period, expert_layer_offset */
+    MOE_LAYERS_BLOCKS, /* hybrid_override_pattern or layers_block_type, which also count them */
 };
 
 enum moe_family_renorm {
@@ -77,7 +78,6 @@ struct moe_family {
     bool biases;            /* gate_up and down biases always exist */
     const char *biases_key; /* boolean key for their existence, or NULL */
     bool interleaved;       /* fused: gate even, up odd, instead of halves */
-    bool latent;            /* routed_expert_hidden_size, latent_moe_use_norm */
     bool input_first;       /* transformers keeps [E, in, out] in memory and does not mark it so */
     enum moe_family_shared shared;
     const char *shared_count_key;
@@ -92,9 +92,6 @@ struct moe_family {
 
 /* The row of a model_type, or NULL. */
 const struct moe_family *moe_family_find(const char *model_type);
-
-/* Why a known model_type is refused, or NULL. */
-const char *moe_family_refusal(const char *model_type);
 
 /* True when `word` is one of the space-separated `words`. */
 bool moe_word_in(const char *word, const char *words);

@@ -11,8 +11,9 @@
 enum { NAME_BYTES = 192, SHAPE_BYTES = 56 };
 
 static const char *const prefixes[] = {
-    "model.layers.",          "model.language_model.layers.", "language_model.model.layers.",
-    "language_model.layers.", "thinker.model.layers.",        "layers."};
+    "model.layers.",          "model.language_model.layers.",   "language_model.model.layers.",
+    "language_model.layers.", "thinker.model.layers.",          "layers.",
+    "backbone.layers.",       "language_model.backbone.layers."};
 
 static struct moe_status missing(const char *name)
 {
@@ -258,6 +259,8 @@ static bool layer_is_fused(const struct moe_layout *l, const struct moe_layer_sp
     struct moe_checkpoint_tensor t;
     if ((l->quantised[spec->layer] & MOE_LAYOUT_ROUTED) != 0)
         return l->routed.scheme->fused;
+    if (!moe_activation_has_gate(spec->activation))
+        return false;
     build_name(name, l->prefix, spec->layer, names->gate_up, 0);
     return l->family->naming->of[MOE_WEIGHT_GATE] == NULL ||
            moe_checkpoint_find(l->checkpoint, name, &t);
@@ -449,6 +452,8 @@ struct moe_status moe_layout_visit(const struct moe_layout *l, const struct moe_
         struct moe_piece p = {.quant = quant, .part = (enum moe_quant_part)part};
         bool exists = part == MOE_QUANT_DATA;
         moe_weight_shape(spec, weight, &p.rows, &p.columns);
+        if (p.rows == 0)
+            return moe_ok();
         if (quant == NULL ? !exists : !moe_quant_has_part(quant, p.part))
             continue;
         if (quant == NULL)
@@ -475,20 +480,26 @@ static void module_path(const struct moe_layout *l, const struct moe_layer_spec 
     build_name(path, l->prefix, spec->layer, stem, expert);
 }
 
-/* Sets the bit of a layer, if its `copies` of three matrices from `first` on are quantised. */
+/* Sets the bit of a layer, if its `copies` of the matrices from `first` on are quantised: gate (if
+ * there is one), up and down. */
 static struct moe_status resolve(struct moe_layout *l, const struct moe_layer_spec *spec,
                                  const struct moe_quant_config *q, enum moe_weight first,
                                  uint32_t copies, bool is_fused, uint8_t bit)
 {
     char path[NAME_BYTES];
-    uint32_t count = 0;
+    uint32_t count = 0, all = 0;
     for (uint32_t e = 0; e < copies; e++)
         for (unsigned w = first; w < first + 3u; w++) {
+            size_t rows, columns;
+            moe_weight_shape(spec, (enum moe_weight)w, &rows, &columns);
+            if (rows == 0)
+                continue;
+            all++;
             module_path(l, spec, (enum moe_weight)w, e, is_fused, path);
             count += (q->included == NULL || moe_modules_match(q->included, path)) &&
                      !moe_modules_match(q->excluded, path);
         }
-    if (count != 0 && count != 3 * copies)
+    if (count != 0 && count != all)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "config.json: quantization_config: the lists of modules leave some "
                          "experts' matrices of layer %u quantised and others not (last: %.100s)",
@@ -501,12 +512,13 @@ static struct moe_status resolve(struct moe_layout *l, const struct moe_layer_sp
 static struct moe_status resolve_layer(struct moe_layout *l, const struct moe_layer_spec *spec,
                                        const struct moe_quant_config *q)
 {
-    bool has_names = l->family->naming->of[MOE_WEIGHT_GATE] != NULL;
-    if (q->routed.scheme != NULL && !has_names && !q->routed.scheme->fused)
+    bool has_names = l->family->naming->of[MOE_WEIGHT_UP] != NULL;
+    bool gated = moe_activation_has_gate(spec->activation);
+    if (q->routed.scheme != NULL && (q->routed.scheme->fused ? !gated : !has_names))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
                          "config.json: quantization_config: %s is not understood for a family "
-                         "with fused experts",
-                         q->routed.scheme->name);
+                         "with %s experts",
+                         q->routed.scheme->name, gated ? "fused" : "ungated");
     if (q->routed.scheme != NULL)
         MOE_TRY(resolve(l, spec, q, MOE_WEIGHT_GATE, q->routed.scheme->fused ? 1 : spec->experts,
                         q->routed.scheme->fused, MOE_LAYOUT_ROUTED));
@@ -619,6 +631,8 @@ static bool layer_reads(const struct moe_layout *l, const struct moe_layer_spec 
         size_t rows, columns;
         const char *pattern = l->family->naming->of[w];
         moe_weight_shape(spec, (enum moe_weight)w, &rows, &columns);
+        if (rows == 0)
+            continue;
         bool from_fused = is_fused && moe_weight_is_expert((enum moe_weight)w);
         const struct moe_quant *quant = moe_layout_quant(l, spec, (enum moe_weight)w);
         if (quant != NULL) {
@@ -628,7 +642,7 @@ static bool layer_reads(const struct moe_layout *l, const struct moe_layer_spec 
         }
         /* transformers writes gate and up of LongCat's zero experts, which nothing uses. */
         uint32_t named = spec->experts + spec->router.zero_experts;
-        if (rows != 0 && pattern != NULL && !from_fused && matches(name, pattern, named))
+        if (pattern != NULL && !from_fused && matches(name, pattern, named))
             return true;
     }
     return false;

@@ -53,9 +53,10 @@ const struct moe_quant *moe_layout_quant(const struct moe_layout *layout,
 typedef struct moe_status (*moe_piece_visitor)(void *ctx, enum moe_weight weight, uint32_t expert,
                                                const struct moe_piece *piece);
 
-/* Locates all pieces of a weight that the layer has; `expert` counts for expert weights only. The
- * piece MOE_QUANT_DATA is the last one, and every weight has it. Errors: TENSOR_MISSING,
- * TENSOR_INVALID (shape or dtype; two tensors for one part), all by tensor name; those of `visit`.
+/* Locates all pieces of a weight; `expert` counts for expert weights only. The piece
+ * MOE_QUANT_DATA is the last one, and every weight that the layer has has it. Errors:
+ * TENSOR_MISSING, TENSOR_INVALID (shape or dtype; two tensors for one part), all by tensor name;
+ * those of `visit`.
  */
 struct moe_status moe_layout_visit(const struct moe_layout *layout,
                                    const struct moe_layer_spec *spec, enum moe_weight weight,

@@ -49,10 +49,6 @@ static struct moe_status visit_piece(void *ctx, enum moe_weight weight, uint32_t
 
 static struct moe_status visit_weight(struct walk *w, enum moe_weight weight, uint32_t expert)
 {
-    size_t rows, columns;
-    moe_weight_shape(w->spec, weight, &rows, &columns);
-    if (rows == 0)
-        return moe_ok();
     return moe_layout_visit(&w->model->layout, w->spec, weight, expert, visit_piece, w);
 }
 

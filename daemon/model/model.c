@@ -67,10 +67,8 @@ static struct moe_status check_layer(const struct moe_layout *layout,
                                      const struct moe_layer_spec *spec, struct moe_sha256 *sha)
 {
     for (unsigned w = 0; w < MOE_WEIGHT_COUNT; w++) {
-        size_t rows, columns;
         enum moe_weight weight = (enum moe_weight)w;
-        moe_weight_shape(spec, weight, &rows, &columns);
-        uint32_t copies = rows == 0 ? 0 : moe_weight_is_expert(weight) ? spec->experts : 1;
+        uint32_t copies = moe_weight_is_expert(weight) ? spec->experts : 1;
         for (uint32_t e = 0; e < copies; e++)
             MOE_TRY(moe_layout_visit(layout, spec, weight, e, hash_visited, sha));
     }
@@ -397,7 +395,7 @@ static struct moe_status choose_w8a8(const struct moe_layer_spec *spec, enum moe
                : no_w8a8(spec, first, "this backend does not compute with them");
 }
 
-/* The format of three matrices from `first` on, of all experts. */
+/* The format of the matrices from `first` on, of all experts: gate (if there is one), up, down. */
 static struct moe_status find_format(const struct moe_model *m, const struct moe_layer_spec *spec,
                                      enum moe_weight first, const struct keeper *k,
                                      struct moe_weight_format *out)

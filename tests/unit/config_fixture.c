@@ -55,6 +55,7 @@ static void check_spec(const struct moe_layer_spec *got, const struct moe_layer_
     SAME_INT(router.renorm);
     SAME_FLOAT(router.renorm_eps);
     SAME_FLOAT(router.scale);
+    SAME_FLOAT(router.jitter);
     SAME_INT(router.zero_experts);
     SAME_INT(weighting);
     SAME_INT(activation);

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Reader of model directories: the file format, the configuration, the loader.
 foreach(part safetensors config config_families loader model_open golden_models model_write digest
-             quantised packed_models token_tables kimi_k3)
+             quantised packed_models token_tables kimi_k3 nemotron)
   moe_test(test_${part}
     SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_${part}.c ${CMAKE_CURRENT_LIST_DIR}/model_fixture.c
     USES moe_model moe_quant moe_oracle
@@ -9,12 +9,13 @@ foreach(part safetensors config config_families loader model_open golden_models 
   target_compile_definitions(test_${part} PRIVATE
     MOE_GOLDEN_DIR="${PROJECT_SOURCE_DIR}/tests/golden/models"
     MOE_QUANTISED_DIR="${PROJECT_SOURCE_DIR}/tests/golden/quantised"
-    MOE_NUMPY_DIR="${PROJECT_SOURCE_DIR}/tests/golden/numpy")
+    MOE_NUMPY_DIR="${PROJECT_SOURCE_DIR}/tests/golden/numpy"
+    MOE_UNCOMMON_DIR="${PROJECT_SOURCE_DIR}/tests/golden/uncommon")
 endforeach()
-foreach(part loader model_open digest quantised kimi_k3)
+foreach(part loader model_open digest quantised kimi_k3 nemotron)
   target_sources(test_${part} PRIVATE ${CMAKE_CURRENT_LIST_DIR}/small_model.c)
 endforeach()
-foreach(part config config_families kimi_k3)
+foreach(part config config_families kimi_k3 nemotron)
   target_sources(test_${part} PRIVATE ${CMAKE_CURRENT_LIST_DIR}/config_fixture.c)
 endforeach()
 target_link_libraries(test_quantised PRIVATE PkgConfig::JANSSON)

@@ -101,6 +101,7 @@ static void every_golden_model_gives_the_numbers_of_transformers(void **state)
 {
     (void)state;
     check_models(MOE_GOLDEN_DIR);
+    check_models(MOE_UNCOMMON_DIR);
 }
 
 static void every_model_of_numpy_gives_its_numbers(void **state)

@@ -136,6 +136,7 @@ static void every_golden_layer_delivers_each_weight_once(void **state)
     check_models(MOE_GOLDEN_DIR);
     check_models(MOE_QUANTISED_DIR);
     check_models(MOE_NUMPY_DIR);
+    check_models(MOE_UNCOMMON_DIR);
 }
 
 static uint16_t *read_golden(const char *family, const char *tensor)

@@ -185,9 +185,10 @@ static void every_family_is_written_back_bit_for_bit(void **state)
     check_models(*state, MOE_GOLDEN_DIR);
 }
 
-static void a_model_with_a_latent_space_is_written_back_bit_for_bit(void **state)
+static void models_that_only_cpus_compute_are_written_back_bit_for_bit(void **state)
 {
     check_models(*state, MOE_NUMPY_DIR);
+    check_models(*state, MOE_UNCOMMON_DIR);
 }
 
 static void every_quantised_model_is_written_back_bit_for_bit(void **state)
@@ -372,7 +373,7 @@ int main(void)
 #define TEST(name) cmocka_unit_test_setup_teardown(name, fixture_setup, fixture_teardown)
     const struct CMUnitTest tests[] = {
         TEST(every_family_is_written_back_bit_for_bit),
-        TEST(a_model_with_a_latent_space_is_written_back_bit_for_bit),
+        TEST(models_that_only_cpus_compute_are_written_back_bit_for_bit),
         TEST(every_quantised_model_is_written_back_bit_for_bit),
         TEST(every_half_is_written_as_it_was_read),
         TEST(singles_become_the_nearest_half_and_ties_the_even_one),
