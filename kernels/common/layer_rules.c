@@ -27,6 +27,8 @@ static const char *const weight_names[MOE_WEIGHT_COUNT] = {
     [MOE_WEIGHT_LATENT_NORM] = "norm of the latent space",
 };
 
+_Static_assert(MOE_COMMON_TOP_K == 16, "moe_layer_uncommon names the number");
+
 #define REQUIRE(cond, ...)                                                                         \
     do {                                                                                           \
         if (!(cond))                                                                               \

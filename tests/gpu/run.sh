@@ -215,6 +215,7 @@ jobs_at_once() {
     echo "quantised_4_bits 300 $(integration test_quantised FourBits)"
     echo "quantised_decoded 300 $(integration test_quantised Decoded Training)"
     echo "latent_refused 120 $(integration test_latent Refusals)"
+    echo "uncommon_refused 120 $(integration test_uncommon Refusals)"
     [ "$hopper" = no ] || {
         echo "golden_w8a8 120 $suite/golden --backend cuda --models $models/../quantised --fp8-compute w8a8"
         echo "fp8_compute 300 $(integration test_fp8_compute Serving Refusing)"

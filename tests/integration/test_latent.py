@@ -8,14 +8,13 @@ tests/golden/make_kimi_k3.py computes; transformers has no such model."""
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 import unittest
 
 import numpy as np
 
 from group import BACKEND, MODELS, golden_cases, group, main, moectl, relative_error, to_bf16
-from training import WORKER
+from training import start_alone
 import moed
 import wire
 
@@ -25,14 +24,6 @@ BLOCK = "language_model.model.layers.1.block_sparse_moe."
 
 def folder(name):
     return os.path.join(ROOT, name)
-
-
-def start_alone(model, *extra):
-    """A worker that must refuse its model at once: its exit code and its log."""
-    done = subprocess.run([WORKER, "--model", model, "--coordinator", "127.0.0.1:1",
-                           "--backend", BACKEND, *extra],
-                          stderr=subprocess.PIPE, text=True, timeout=60)
-    return done.returncode, done.stderr
 
 
 @unittest.skipUnless(BACKEND == "cpu", "GPUs do not compute such layers")

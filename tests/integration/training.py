@@ -24,6 +24,14 @@ COORDINATOR = os.path.join(BUILD, "daemon", "coordinator", "moe-coordinator")
 F32, BF16 = 1, 2  # DataType of the protocol
 
 
+def start_alone(model, *extra):
+    """A worker that must refuse its model at once: its exit code and its log."""
+    done = subprocess.run([WORKER, "--model", model, "--coordinator", "127.0.0.1:1",
+                           "--backend", BACKEND, *extra],
+                          stderr=subprocess.PIPE, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
 def dtype_of(x):
     """The DataType of x. BF16 rows come from moed.bf16: ml_dtypes.bfloat16, or their bits without
     that package."""
