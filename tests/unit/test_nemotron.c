@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Nemotron-3: its published configurations, and settings that are refused. Its experts have no gate:
- * two matrices of each are loaded and planned, and a third one is refused by name. */
+/* Nemotron-3: its published configurations, and settings that are refused. Its experts have no
+ * gate: two matrices of each are loaded and planned, and a third one is refused by name. */
 #include "config_fixture.h"
 #include "small_model.h"
 
@@ -128,12 +128,10 @@ static void settings_are_checked(void **state)
          MOE_REASON_CONFIG_INVALID},
         {"hybrid_override_pattern", "7", "is not a string", MOE_REASON_CONFIG_INVALID},
         {"hybrid_override_pattern", "\"\"", "no layer", MOE_REASON_CONFIG_INVALID},
-        {"hybrid_override_pattern",
-         "\"MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEMX\"", "X for layer 51",
-         MOE_REASON_CONFIG_UNKNOWN_KEY},
-        {"hybrid_override_pattern",
-         "\"M-M-M*-M-M-M*-M-M-M*-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M-\"", "no layer of this model",
-         MOE_REASON_CONFIG_INVALID},
+        {"hybrid_override_pattern", "\"MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEMX\"",
+         "X for layer 51", MOE_REASON_CONFIG_UNKNOWN_KEY},
+        {"hybrid_override_pattern", "\"M-M-M*-M-M-M*-M-M-M*-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M-\"",
+         "no layer of this model", MOE_REASON_CONFIG_INVALID},
         {"layers_block_type", "\"moe\"", "is not a list", MOE_REASON_CONFIG_INVALID},
         {"layers_block_type", "[\"moe\"]", "hybrid_override_pattern contradicts",
          MOE_REASON_CONFIG_INVALID},

@@ -18,7 +18,8 @@ routes:
           experts; the group computes the routed ones. This uses transformers' registry of experts
           (experts_implementation="moed"), so modules of models that are not in the table below
           work with it, if their class has that interface. For inference: a backward pass is
-          refused. Llama 4 and LongCat have no such interface.
+          refused. Llama 4 and LongCat have no such interface, and experts in a latent space
+          (Nemotron-3-Super) need "server".
 
 Importing this module registers "moed", so transformers accepts it too; then give the model to
 `patch`, because a module does not know its layer:
@@ -78,7 +79,9 @@ _BLOCKS = {
     "Mistral4MoE": _Block("mistral4", "gate"),
     "MistralLarge4TextMoE": _Block("mistral_large4", "gate"),
     "MixtralSparseMoeBlock": _Block("mixtral", "gate"),
+    "NemotronHMoE": _Block("nemotron_h", "gate"),
     "OlmoeSparseMoeBlock": _Block("olmoe", "gate"),
+    "PhimoeSparseMoeBlock": _Block("phimoe", "router"),
     "Qwen2MoeSparseMoeBlock": _Block("qwen2_moe", "gate"),
     "Qwen3MoeSparseMoeBlock": _Block("qwen3_moe", "gate"),
     "Qwen3NextSparseMoeBlock": _Block("qwen3_next", "gate"),
@@ -193,6 +196,11 @@ def _experts_of(block):
     return getattr(experts, "num_routed_experts", None) or experts.num_experts
 
 
+def _latent(config):
+    """Width of the latent space of Nemotron's experts, or None."""
+    return getattr(config, "moe_latent_size", None)
+
+
 def _differences(found, client, whole):
     """Texts of what the group's model does not have in common with this one. `whole`: the
     configuration of the whole model, of which the text model is one part."""
@@ -208,7 +216,7 @@ def _differences(found, client, whole):
     for each in found:
         layer, block = client.layer(each.layer), each.module
         experts, hidden = _experts_of(block), config.hidden_size
-        inner = block.experts.down_proj.numel() // (experts * hidden)
+        inner = block.experts.down_proj.numel() // (experts * (_latent(config) or hidden))
         router = getattr(block, each.kind.router) if each.kind is not None else block
         for what, mine, its in (
                 ("hidden size", hidden, layer.hidden), ("experts", experts, layer.experts),
@@ -234,6 +242,9 @@ def _make_remote(model, client, routing, model_digest, remote):
     if model.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError("the model's dtype is %s; remote layers accept float32 or bfloat16"
                          % model.dtype)
+    if routing == "client" and _latent(model.config.get_text_config()):
+        raise ValueError("the experts of this model are in a latent space, so it cannot be served "
+                         "with routing='client'; use routing='server'")
     if differences:
         raise ValueError("the group at %s serves another model: %s" % (
             client.info.workers[0] if client.info.workers else "?", "; ".join(differences)))
@@ -309,8 +320,8 @@ def load(name_or_path, client, *, routing="server", model_digest=None, model_cla
         _make_remote(self, client, routing, model_digest, remote or {})
 
     # Files have the experts under several names, below the block or, of Mistral, below the layer.
-    ignored = {r"layers\.%d\.(mlp|feed_forward|block_sparse_moe|experts|shared_experts|gate)\." %
-               each.layer for each in client.layers}
+    blocks = "mlp|feed_forward|block_sparse_moe|mixer|experts|shared_experts|gate"
+    ignored = {r"layers\.%d\.(%s)\." % (each.layer, blocks) for each in client.layers}
     ignored.update(model_class._keys_to_ignore_on_load_unexpected or ())
     building = type(model_class.__name__, (model_class,), {
         "__init__": __init__, "__module__": model_class.__module__,
