@@ -346,7 +346,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"return-routing", 0, MOE_OPTION_BOOL, &o.return_routing, 0, 0, NULL,
          "also write topk_ids (I32) and topk_weights (F32)"},
         {"return-rehomed", 0, MOE_OPTION_BOOL, &o.return_rehomed, 0, 0, NULL,
-         "tell the layer's re-homed experts: the view lacks their first slot, another computes"},
+         "tell the layer's re-homed experts: they have lost a copy, and another one computes"},
         {"parts", 0, MOE_OPTION_STRING, &o.parts, 0, 0, "both|routed|shared",
          "routed experts, shared experts, or both; default: both"},
         {"on-unavailable", 0, MOE_OPTION_STRING, &o.policy, 0, 0, "wait|fail|partial",

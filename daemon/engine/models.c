@@ -237,16 +237,13 @@ const struct moe_step_row moe_engine__model_change = {
 
 /* ------------------------------------------------------------------------ placements */
 
-/* The view lacks the slot of the first copy, and has that of another one. */
+/* The view lacks the slot of one copy, and has that of another one. */
 static bool is_rehomed(const struct moe_placement *p, uint32_t expert, uint64_t live)
 {
-    uint32_t first = p->offset[expert], end = p->offset[expert + 1];
-    if (first == end || (live >> p->slot[first] & 1) != 0)
-        return false;
-    for (uint32_t i = first + 1; i < end; i++)
-        if ((live >> p->slot[i] & 1) != 0)
-            return true;
-    return false;
+    uint64_t slots = 0;
+    for (uint32_t i = p->offset[expert]; i < p->offset[expert + 1]; i++)
+        slots |= UINT64_C(1) << p->slot[i];
+    return (slots & ~live) != 0 && (slots & live) != 0;
 }
 
 void moe_engine__list_rehomed(const struct moe_engine *e, const struct moe_step_slot *step_slot,

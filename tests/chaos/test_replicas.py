@@ -163,7 +163,7 @@ class Replicas(unittest.TestCase):
         experts = json.loads(moectl("get", "experts", "-o", "json", "--endpoint",
                                     self.group.net.address(0) + ":7700").stdout)["experts"]
         return tuple(e["expert"] for e in experts
-                     if e["layer"] == layer and e["slots"][0] not in live
+                     if e["layer"] == layer and set(e["slots"]) - set(live)
                      and set(e["slots"]) & set(live))
 
     def check_rehomed(self, clients, x, full):

@@ -69,7 +69,8 @@ static void a_request_on_a_stream_gets_it_too(void **state)
     struct moe_client *c = connect_client(fakes, NULL);
     struct moe_client_stream *s;
     uint32_t experts[FAKE_EXPERTS];
-    struct request *asks = make_asking(5, experts), *does_not = make_request(5, MOE_DTYPE_F32, false);
+    struct request *asks = make_asking(5, experts),
+                   *does_not = make_request(5, MOE_DTYPE_F32, false);
     fakes[0].rehomed = &lists[1];
     assert_ok(moe_client_stream_open(c, &s));
     moe_client_stream_forward(s, &does_not->f, on_request_done, does_not);

@@ -543,8 +543,9 @@ static void rehomed_experts_are_those_of_the_last_step(void **state)
     begin_view(0);
     give_ticket(1, 1, 8);
     wait_reports(1);
-    assert_int_equal(test.work[0].rehomed_count, 1);
-    assert_int_equal(test.rehomed[0][0], 0); /* and expert 3 has no copy left */
+    assert_int_equal(test.work[0].rehomed_count, 2);
+    assert_int_equal(test.rehomed[0][0], 0);
+    assert_int_equal(test.rehomed[0][1], 2); /* and expert 3 has no copy left */
     give_ticket(1, 2, 8);
     wait_reports(2);
     begin_view(1);

@@ -108,8 +108,8 @@ static Answer *ask_for_rehomed(bool asked)
     return answer;
 }
 
-/* The view has slot 0 only. In the second placement the first copy of expert e is on slot e % 3.
- * The other one is on slot 0, or on slot 3 for every fifth expert. */
+/* The view has slot 0 only. In the second placement one copy of expert e is on slot e % 3. The
+ * other one is on slot 4, or on slot 0 for every fifth expert. */
 static void rehomed_experts_are_returned_only_when_asked_for(void **state)
 {
     (void)state;
@@ -120,14 +120,14 @@ static void rehomed_experts_are_returned_only_when_asked_for(void **state)
     for (uint32_t e = 0; e < E; e++) {
         offset[e + 1] = 2 * (e + 1);
         slot[2 * e] = (uint16_t)(e % 3);
-        slot[2 * e + 1] = e % 5 == 0 ? 3 : 0;
-        if (e % 3 != 0 && e % 5 != 0)
+        slot[2 * e + 1] = e % 5 == 0 ? 0 : 4;
+        if ((e % 3 == 0) != (e % 5 == 0))
             expected[count++] = e;
     }
     struct moe_placement second[WORKER_LAYERS] = {
-        [1] = {.version = 2, .experts = E, .slots = 4, .offset = offset, .slot = slot}};
+        [1] = {.version = 2, .experts = E, .slots = 5, .offset = offset, .slot = slot}};
     Answer *answer = ask_for_rehomed(true);
-    assert_non_null(answer->rehomed); /* one slot: all experts are at home */
+    assert_non_null(answer->rehomed); /* one slot: no expert is re-homed */
     assert_int_equal(answer->rehomed->n_experts, 0);
     answer_free(answer);
     worker_stop_view(&service.worker);

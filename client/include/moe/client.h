@@ -193,10 +193,10 @@ struct moe_client_forward {
      * routes_by_token_id: the model's table gives the experts, and the router their weights. NULL =
      * none. Excludes topk_ids_in and MOE_PARTS_SHARED. */
     const int64_t *token_ids_in;
-    /* answer: [E], ids of the layer's re-homed experts, ascending; NULL = not wanted. The home of
-     * an expert is the first of its slots in the placement (`moectl get experts`). An expert is
-     * re-homed if the view lacks its home, and another copy computes it. An expert without a copy
-     * is not: see on_unavailable. The list is of the view and the placement of the last step. For a
+    /* answer: [E], ids of the layer's re-homed experts, ascending; NULL = not wanted. An expert is
+     * re-homed if the view lacks one of its slots in the placement (`moectl get experts`) and has
+     * another one, which computes those rows. An expert without a copy is not: see on_unavailable.
+     * The list is of the view and the placement of the last step. For a
      * batch that was split it is the union of the lists of its parts. Their epochs may differ, and
      * answered_epoch is the highest. If it is wanted, a worker of a release before this field fails
      * the call with MOE_UNIMPLEMENTED/UNSUPPORTED. */

@@ -83,8 +83,8 @@ class ForwardResult:
     available             [T] bool, with on_unavailable="partial": False where an expert of the
                           token has no copy now; its row of y is zeros. None otherwise
     rehomed_experts       tuple of ids, ascending, with return_rehomed: experts of the whole layer
-                          that are computed away from home, in the view and with the placement of
-                          the last step. None without
+                          that have lost a copy and have another one, in the view and with the
+                          placement of the last step. None without
     """
 
     y: np.ndarray

@@ -286,7 +286,7 @@ class Client(TrainingCalls):
                       topk_ids
         return_rehomed
                       return a ForwardResult with the layer's `rehomed_experts`: the view lacks the
-                      slot of their first copy, and another copy computes them
+                      slot of one of their copies, and another copy computes its rows
 
         x, topk_ids, topk_weights and token_ids are numpy arrays, torch tensors, or other tensors
         with __dlpack__ in the host's memory. Torch tensors of other devices go through the host.
