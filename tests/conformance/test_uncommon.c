@@ -28,8 +28,11 @@ static struct uncommon_case now;
 
 /* ------------------------------------------------------------------ drawing */
 
+/* Of eight seeds in a row, one has many experts per token and one SparseMixer; of MOE_ACT_COUNT,
+ * each has another activation. */
 static void draw_case(uint64_t seed, struct uncommon_case *c)
 {
+    const bool wide = seed % 8 == 0, mixer = seed % 8 == 1;
     struct rng r = {.state = seed * 53 + 3};
     *c = (struct uncommon_case){.seed = seed, .max_tokens = MAX_TOKENS, .max_experts = 64};
     struct moe_layer_spec *s = &c->spec;
@@ -40,9 +43,9 @@ static void draw_case(uint64_t seed, struct uncommon_case *c)
         s->latent_norm = rng_chance(&r, 60);
         s->latent_eps = s->latent_norm ? 1e-5f : 0;
     }
-    s->experts = rng_range(&r, 2, 40);
+    s->experts = rng_range(&r, wide ? MOE_COMMON_TOP_K + 1 : 2, 40);
     s->intermediate = rng_range(&r, 1, 60);
-    s->activation = (enum moe_activation)rng_below(&r, MOE_ACT_COUNT);
+    s->activation = (enum moe_activation)(seed % MOE_ACT_COUNT);
     s->swiglu_limit = 3.0f;
     s->swiglu_alpha = 1.25f;
     s->gate_up_bias = rng_chance(&r, 30);
@@ -52,11 +55,11 @@ static void draw_case(uint64_t seed, struct uncommon_case *c)
     s->shared_gated = s->shared_intermediate != 0 && rng_chance(&r, 30);
     s->shared_activation =
         rng_chance(&r, 80) ? s->activation : (enum moe_activation)rng_below(&r, MOE_ACT_COUNT);
-    uint32_t most = rng_chance(&r, 30) ? MOE_MAX_TOP_K : 8;
+    uint32_t most = wide || rng_chance(&r, 30) ? MOE_MAX_TOP_K : 8;
     s->router = (struct moe_router_spec)PLAIN_ROUTER(
-        rng_range(&r, 1, s->experts < most ? s->experts : most));
+        rng_range(&r, wide ? MOE_COMMON_TOP_K + 1 : 1, s->experts < most ? s->experts : most));
     s->router.score = rng_chance(&r, 50) ? MOE_SCORE_SIGMOID : MOE_SCORE_SOFTMAX;
-    if (rng_chance(&r, 20)) {
+    if (mixer) {
         s->router.score = MOE_SCORE_SPARSEMIXER;
         s->router.top_k = 2;
         s->router.jitter = 0.2f;
