@@ -45,6 +45,36 @@ static bool place_slots(const uint32_t *domain, struct moe_domains *m, uint32_t 
     return true;
 }
 
+uint64_t moe_domains_together(const struct moe_domains *m, uint32_t slot)
+{
+    uint64_t together = UINT64_C(1) << slot;
+    for (uint32_t i = 0; !moe_domains_flat(m) && i < m->size; i++)
+        together |= UINT64_C(1) << moe_domains_slot(m, m->domain_of[slot], i);
+    return together;
+}
+
+/* Domains stay as they are, also parts of one host that would now be joined: else other slots would
+ * be gateways. */
+bool moe_domains_without(const struct moe_domains *m, uint64_t live, struct moe_domains *out)
+{
+    struct moe_domains left = {.slots = m->slots, .size = m->size};
+    for (uint32_t d = 0; d < m->domains; d++) {
+        uint32_t kept = 0;
+        for (uint32_t i = 0; i < m->size; i++) {
+            uint32_t slot = moe_domains_slot(m, d, i);
+            kept += live >> slot & 1;
+            left.domain_of[slot] = (uint16_t)left.domains;
+            left.index_of[slot] = (uint16_t)i;
+            left.slot_at[left.domains * m->size + i] = (uint16_t)slot;
+        }
+        if (kept != 0 && kept != m->size)
+            return false;
+        left.domains += kept != 0;
+    }
+    *out = left;
+    return true;
+}
+
 struct moe_status moe_domains_make(const uint32_t *domain, uint32_t slots, struct moe_domains *out)
 {
     *out = (struct moe_domains){.slots = slots};

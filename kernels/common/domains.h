@@ -57,6 +57,15 @@ static inline bool moe_domains_flat(const struct moe_domains *m)
     return m->domains == 1 || m->size == 1;
 }
 
+/* The slots that a session with this map keeps, or loses, together with `slot` (bit s: slot s, less
+ * than 64). Of a flat map this is `slot` alone, else its domain: its slots are gateways for each
+ * other. */
+uint64_t moe_domains_together(const struct moe_domains *m, uint32_t slot);
+/* The map of such a session without the slots that `live` lacks; `m` is not flat. Rows and sums in
+ * every region of a window have the writer that they had before, so late ones come before those of
+ * the new map. False, and *out is not set: a domain would lose some of its slots, but not all. */
+bool moe_domains_without(const struct moe_domains *m, uint64_t live, struct moe_domains *out);
+
 #ifdef __cplusplus
 }
 #endif

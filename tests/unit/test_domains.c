@@ -121,6 +121,68 @@ static void every_live_slot_has_one_place(void **state)
     }
 }
 
+/* Decision 0009: who stores into the regions of `source` in the window of `slot`. */
+static uint32_t writer(const struct moe_domains *m, uint32_t source, uint32_t slot)
+{
+    bool direct = moe_domains_flat(m) || m->domain_of[source] == m->domain_of[slot] ||
+                  m->index_of[source] == m->index_of[slot];
+    return direct ? source : moe_domains_gateway(m, source, m->domain_of[slot]);
+}
+
+static void check_writers(const struct moe_domains *before, const struct moe_domains *after,
+                          uint64_t live)
+{
+    assert_int_equal(after->domains * after->size, __builtin_popcountll(live));
+    for (uint32_t a = 0; a < before->slots; a++)
+        for (uint32_t b = 0; b < before->slots; b++)
+            if (a != b && (live >> a & 1) && (live >> b & 1))
+                assert_int_equal(writer(before, a, b), writer(after, a, b));
+}
+
+/* And if the domains were made anew without a part of one, some region would have another. */
+static void a_map_with_fewer_domains_keeps_the_writer_of_every_region(void **state)
+{
+    (void)state;
+    uint32_t whole = 0, parts = 0;
+    for (int run = 0; run < 20000; run++) {
+        uint32_t domain[64], slots = random_between(4, 24), hosts = random_between(2, 4);
+        for (uint32_t s = 0; s < slots; s++)
+            domain[s] = one_in(16) ? MOE_DOMAIN_NONE : s * hosts / slots;
+        struct moe_domains before, after;
+        uint64_t live = 0;
+        make(domain, slots, &before);
+        if (moe_domains_flat(&before))
+            continue;
+        for (uint32_t d = 0; d < before.domains; d++)
+            for (uint32_t i = 0; i < before.size && !one_in(2); i++)
+                live |= moe_domains_together(&before, moe_domains_slot(&before, d, 0));
+        bool part = one_in(2) && live != 0;
+        if (part)
+            live &= live - 1; /* without one slot */
+        bool good = moe_domains_without(&before, live, &after);
+        assert_true(good == !part);
+        whole += good && after.domains < before.domains;
+        parts += part;
+        if (good)
+            check_writers(&before, &after, live);
+    }
+    print_message("%u maps lost domains, %u would have lost a part\n", whole, parts);
+    assert_true(whole > 1000 && parts > 1000);
+}
+
+static void slots_of_a_flat_map_are_lost_alone(void **state)
+{
+    (void)state;
+    const uint32_t one[4] = {9, 9, 9, 9}, odd[3] = {1, 1, 2}, pairs[4] = {1, 2, 1, 2};
+    struct moe_domains map;
+    make(one, 4, &map);
+    assert_int_equal(moe_domains_together(&map, 2), 1 << 2);
+    make(odd, 3, &map);
+    assert_int_equal(moe_domains_together(&map, 0), 1 << 0);
+    make(pairs, 4, &map);
+    assert_int_equal(moe_domains_together(&map, 3), 1 << 1 | 1 << 3);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -129,6 +191,8 @@ int main(void)
         cmocka_unit_test(one_domain_and_domains_of_one_slot_are_flat),
         cmocka_unit_test(what_a_map_cannot_hold_is_refused),
         cmocka_unit_test(every_live_slot_has_one_place),
+        cmocka_unit_test(a_map_with_fewer_domains_keeps_the_writer_of_every_region),
+        cmocka_unit_test(slots_of_a_flat_map_are_lost_alone),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
