@@ -11,6 +11,7 @@ X(LATER_MASK_LEAVES, "a slot that the mask lacks does not wait for the others")
 
 /* The model: the flags of a window, and when a slot begins */
 X(STAMP_HAS_EPOCH, "a step uses the rows that its members have stored for it")
+X(LINES_KEEP_ORDER, "a step uses the rows that its members have stored for it")
 X(HEADS_HAVE_PARITY, "a slot that has refused a step may be one step ahead")
 X(COMMIT_FIRST, "a step runs in an epoch that was committed")
 X(READY_OF_ALL, "a commit shows that all have taken the mask")

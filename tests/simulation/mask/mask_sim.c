@@ -44,13 +44,15 @@ void check(bool holds, const char *promise)
         broken = promise;
 }
 
-void create(uint8_t slots, uint8_t steps, bool bare, bool far, const struct limits *limits)
+void create(uint8_t slots, uint8_t steps, bool bare, bool far, bool lines,
+            const struct limits *limits)
 {
     memset(&w, 0, sizeof w);
     w.slots = slots;
     w.steps = steps;
     w.bare = bare;
     w.far = far;
+    w.lines = lines;
     w.left = *limits;
     broken = NULL;
     for (uint8_t s = 0; s < slots; s++) {
@@ -66,7 +68,7 @@ static void offer(struct choices *to, bool possible, enum act act, uint32_t a, u
     if (!possible)
         return;
     MOE_INVARIANT(to->count < sizeof to->list / sizeof to->list[0]);
-    to->list[to->count++] = (struct choice){(uint8_t)act, (uint8_t)a, (uint8_t)b};
+    to->list[to->count++] = (struct choice){(uint8_t)act, (uint8_t)a, (uint8_t)b, 0};
 }
 
 /* In a narrow world each kind of fault has one victim. */
@@ -88,8 +90,13 @@ static void offer_process(struct choices *to, const struct process *p)
     offer(to, p->messages > 0 && !(prepares && p->meets), HANDLE, n, 0);
     offer(to, p->meets && can_meet(p), MEET, n, 0);
     offer(to, p->meets && !can_meet(p) && has_cause(p), PART, n, 0);
-    for (uint32_t from = 0; from < PROCESSES; from++)
+    for (uint32_t from = 0; from < PROCESSES; from++) {
         offer(to, w.notices[n][from] > 0, DELIVER, n, from);
+        if (w.lines && w.notices[n][from] > 1 && moe_guard_is_off(MOE_GUARD_LINES_KEEP_ORDER)) {
+            offer(to, true, DELIVER, n, from);
+            to->list[to->count - 1].nth = 1;
+        }
+    }
     offer(to, w.left.stops > 0 && may_fail(p, 0), STOP, n, 0);
 }
 
@@ -159,7 +166,7 @@ void apply(struct choice c)
     case HANDLE: handle(p); break;
     case MEET: meet(p, true); break;
     case PART: meet(p, false); break;
-    case DELIVER: deliver(p, c.b); break;
+    case DELIVER: deliver(p, c.b, c.nth); break;
     case SEE: lose(c.a); break;
     case FORM: form(); break;
     default: apply_fault(c); break;
@@ -226,6 +233,8 @@ uint64_t hash_of_world(void)
         h = mix(h, m, offsetof(struct moe_masks, said_epoch));
         h = mix(h, m->said_epoch, SLOTS * sizeof m->said_epoch[0]);
         h = mix(h, m->said_lost, SLOTS * sizeof m->said_lost[0]);
+        for (uint32_t from = 0; from < PROCESSES; from++)
+            h = mix(h, w.notice[p][from], w.notices[p][from] * sizeof w.notice[p][from][0]);
     }
     return h == 0 ? 1 : h;
 }
@@ -291,31 +300,30 @@ static void form_first(void)
 static const struct {
     const char *name;
     uint8_t slots, steps;
-    bool bare, far, narrow; /* narrow: from the first view on */
+    bool bare, far, narrow, lines; /* narrow: from the first view on */
     struct limits limits;
 } worlds[] = {
-    {"two slots, a refused step", 2, 2, false, false, false, {.others = 1}},
-    {"two slots, a death", 2, 2, false, false, false, {.kills = 1}},
-    {"two slots, a death, epochs far apart", 2, 1, false, true, false, {.kills = 1}},
-    {"two slots, an abort", 2, 2, false, false, false, {.others = 1, .timeouts = 1}},
-    {"two slots, a late writer",
+    {"two slots, a refused step", 2, 2, 0, 0, 0, 0, {.others = 1}},
+    {"two slots, a death", 2, 2, 0, 0, 0, 0, {.kills = 1}},
+    {"two slots, a death, epochs far apart", 2, 1, 0, 1, 0, 0, {.kills = 1}},
+    {"two slots, an abort", 2, 2, 0, 0, 0, 0, {.others = 1, .timeouts = 1}},
+    {"two slots, a late writer", 2, 1, 0, 0, 0, 0, {.stops = 1, .resumes = 1, .refills = 1}},
+    {"three slots, a death", 3, 1, 0, 0, 0, 0, {.kills = 1}},
+    {"three slots, a death, no commit", 3, 1, 1, 0, 0, 0, {.kills = 1}},
+    {"three slots, a death, epochs far apart", 3, 1, 0, 1, 1, 0, {.kills = 1}},
+    {"three slots, a death and an abort", 3, 1, 0, 0, 1, 0, {.kills = 1, .timeouts = 1}},
+    {"three slots, a death and a stop", 3, 1, 0, 0, 1, 0, {.kills = 1, .stops = 1, .resumes = 1}},
+    {"two slots, a refused step, over lines", 2, 2, 0, 0, 0, 1, {.others = 1}},
+    {"two slots, a death, over lines", 2, 2, 0, 0, 0, 1, {.kills = 1}},
+    {"two slots, a late writer, over lines",
      2,
      1,
-     false,
-     false,
-     false,
-     {.stops = 1, .resumes = 1, .refills = 1}},
-    {"three slots, a death", 3, 1, false, false, false, {.kills = 1}},
-    {"three slots, a death, no commit", 3, 1, true, false, false, {.kills = 1}},
-    {"three slots, a death, epochs far apart", 3, 1, false, true, true, {.kills = 1}},
-    {"three slots, a death and an abort", 3, 1, false, false, true, {.kills = 1, .timeouts = 1}},
-    {"three slots, a death and a stop",
-     3,
+     0,
+     0,
      1,
-     false,
-     false,
-     true,
-     {.kills = 1, .stops = 1, .resumes = 1}},
+     1,
+     {.stops = 1, .resumes = 1, .refills = 1}},
+    {"three slots, a death, over lines", 3, 1, 0, 0, 1, 1, {.kills = 1}},
 };
 
 static bool run_all(bool quiet)
@@ -324,7 +332,8 @@ static bool run_all(bool quiet)
     for (size_t i = 0; i < sizeof worlds / sizeof worlds[0]; i++) {
         memset(seen, 0, sizeof *seen << SEEN_BITS);
         states = 0;
-        create(worlds[i].slots, worlds[i].steps, worlds[i].bare, worlds[i].far, &worlds[i].limits);
+        create(worlds[i].slots, worlds[i].steps, worlds[i].bare, worlds[i].far, worlds[i].lines,
+               &worlds[i].limits);
         if (worlds[i].narrow) {
             form_first();
             w.narrow = true;
@@ -361,10 +370,10 @@ static bool run_seed(uint64_t seed)
                             .refills = (uint8_t)rng_below(&r, 2),
                             .others = (uint8_t)rng_below(&r, 3)};
     uint8_t slots = (uint8_t)rng_range(&r, 2, SLOTS), steps = (uint8_t)rng_range(&r, 1, STEPS);
-    bool bare = rng_chance(&r, 40), far = rng_chance(&r, 25);
+    bool bare = rng_chance(&r, 40), far = rng_chance(&r, 25), lines = rng_chance(&r, 30);
     uint32_t often = rng_chance(&r, 50) ? 40 : 8; /* faults, in percent */
     uint32_t last = 0;                            /* the process that acted last */
-    create(slots, steps, bare, far, &limits);
+    create(slots, steps, bare, far, lines, &limits);
     for (uint32_t n = 0, idle = 0; idle < 400 && n < 4000 && broken == NULL; n++) {
         struct choices choices;
         find_choices(&choices);

@@ -26,13 +26,41 @@ static void push(uint8_t to, const struct process *from, struct notice n)
     w.notice[to][number_of(from)][(*count)++] = n;
 }
 
+/* A line ends when one side has a mask without the other. */
 static void notify(const struct process *p, struct notice n)
 {
     for (uint8_t to = 0; to < PROCESSES; to++) {
         const struct process *o = &w.process[to];
-        if (o->used && !o->dead && o != p && o->joined && o->session == n.session)
+        bool shares = o->used && !o->dead && o != p && o->joined && o->session == n.session;
+        if (shares && (!w.lines || (p->live & bit(o->slot)) != 0))
             push(to, p, n);
     }
+}
+
+/* What a store does in the window of the process that it is for. */
+static void carry_out(uint8_t slot, const struct process *from, const struct notice *n)
+{
+    uint64_t stamp = stamp_of(n->form, n->step);
+    uint8_t parity = moe_guard_is_off(MOE_GUARD_HEADS_HAVE_PARITY) ? 0 : n->step & 1;
+    switch ((enum op)n->op) {
+    case STORE_ROW:
+        w.window[n->session][slot][from->slot].head[parity] = moe_window_flag(stamp, n->other);
+        w.window[n->session][slot][from->slot].row = row_of(n->form, n->step, number_of(from));
+        break;
+    case STORE_SENT: w.window[n->session][slot][from->slot].sent = moe_window_flag(stamp, 1); break;
+    case STORE_DONE: w.window[n->session][slot][from->slot].done = moe_window_flag(stamp, 0); break;
+    default: w.window[n->session][slot][from->slot].met = moe_window_flag(stamp, 0); break;
+    }
+}
+
+/* Shared memory is written at once, also if its owner has gone. */
+static void store(const struct process *from, uint8_t to, uint8_t slot, struct notice n)
+{
+    const struct process *o = &w.process[to];
+    if (!w.lines)
+        carry_out(slot, from, &n);
+    else if (!o->dead)
+        push(to, from, n);
 }
 
 /* ------------------------------------------------------------------ steps */
@@ -126,16 +154,18 @@ bool can_go_on(const struct process *p)
 void go_on(struct process *p)
 {
     struct run *r = &p->run;
-    uint64_t stamp = stamp_of(r->form, r->step);
-    uint8_t parity = moe_guard_is_off(MOE_GUARD_HEADS_HAVE_PARITY) ? 0 : r->step & 1;
+    const struct notice n = {.kind = STORES,
+                             .session = r->session,
+                             .form = r->form,
+                             .op = r->op,
+                             .step = r->step,
+                             .other = r->other};
     check(r->form != p->form || (p->live & bit(r->peer)) != 0,
           "a step touches the windows of its mask only");
     switch ((enum op)r->op) {
     case STORE_ROW:
-        w.window[r->session][r->peer][p->slot].head[parity] = moe_window_flag(stamp, r->other);
-        w.window[r->session][r->peer][p->slot].row = row_of(r->form, r->step, number_of(p));
-        break;
-    case STORE_SENT: w.window[r->session][r->peer][p->slot].sent = moe_window_flag(stamp, 1); break;
+    case STORE_SENT:
+    case STORE_DONE: store(p, r->member[r->peer], r->peer, n); break;
     case READ_HEAD:
         r->differs = r->differs || moe_window_flag_value(*awaited(p)) != r->other;
         break;
@@ -144,7 +174,6 @@ void go_on(struct process *p)
         r->wrong = r->wrong || w.window[r->session][p->slot][r->peer].row !=
                                    row_of(r->form, r->step, r->member[r->peer]);
         break;
-    case STORE_DONE: w.window[r->session][r->peer][p->slot].done = moe_window_flag(stamp, 0); break;
     case READ_DONE: break;
     default: break;
     }
@@ -180,7 +209,7 @@ static void check_cause(const struct process *p)
 {
     uint64_t lost = moe_masks_lost(masks_of(p)), good = w.blamed[p->form];
     for (uint8_t s = 0; s < w.slots; s++)
-        if (w.process[p->member[s]].dead)
+        if (w.process[p->member[s]].dead || (w.lines && w.process[p->member[s]].form > p->form))
             good |= bit(s);
     check((lost & ~good) == 0, "a wait ends for a cause in its epoch");
 }
@@ -192,7 +221,7 @@ void give_up(struct process *p, bool late)
     if (late) {
         w.blamed[r.form] |= bit(r.peer);
         moe_masks_report(m, bit(r.peer));
-        notify(p, (struct notice){SPEAKS, p->session, p->form, bit(r.peer)});
+        notify(p, (struct notice){SPEAKS, p->session, p->form, bit(r.peer), 0, 0, 0});
     } else if (!p->over) {
         check_cause(p);
     }
@@ -227,9 +256,13 @@ static void enter(struct process *p, const struct message *m)
     memcpy(p->member, m->member, sizeof p->member);
     p->over = p->met = false;
     p->steps = p->committed = 0;
+    const struct notice met = {
+        .kind = STORES, .session = p->session, .form = m->form, .op = OPS, .step = 1};
     for (uint8_t s = 0; s < w.slots; s++)
-        if (s != p->slot && (m->live & bit(s)))
-            w.window[p->session][s][p->slot].met = moe_window_flag(stamp_of(m->form, 1), 0);
+        if (s != p->slot && (m->live & bit(s)) && m->masks)
+            store(p, m->member[s], s, met);
+        else if (s != p->slot && (m->live & bit(s))) /* before there are lines */
+            carry_out(s, p, &met);
     p->meets = true;
     /* The coordinator's commit shows that all have taken a mask; without one, they meet. */
     if (m->masks && (!w.bare || moe_guard_is_off(MOE_GUARD_MEET_FIRST)))
@@ -239,8 +272,8 @@ static void enter(struct process *p, const struct message *m)
 static void leave(struct process *p)
 {
     if (p->joined) {
-        notify(p, (struct notice){LEAVES, p->session, 0, 0});
-        notify(p, (struct notice){CLOSES, p->session, 0, 0});
+        notify(p, (struct notice){LEAVES, p->session, 0, 0, 0, 0, 0});
+        notify(p, (struct notice){CLOSES, p->session, 0, 0, 0, 0, 0});
     }
     p->joined = false;
 }
@@ -276,6 +309,17 @@ static void join(struct process *p, const struct message *m)
     enter(p, m);
 }
 
+/* The process ends its lines to those that a mask lacks. */
+static void cut_lines(struct process *p, uint8_t live)
+{
+    for (uint8_t to = 0; w.lines && to < PROCESSES; to++) {
+        const struct process *o = &w.process[to];
+        bool shares = o->used && !o->dead && o->joined && o->session == p->session;
+        if (shares && (p->live & (uint8_t)~live & bit(o->slot)) != 0)
+            push(to, p, (struct notice){CLOSES, p->session, 0, 0, 0, 0, 0});
+    }
+}
+
 /* False: a step must end first. */
 static bool take(struct process *p, const struct message *m)
 {
@@ -298,7 +342,8 @@ static bool take(struct process *p, const struct message *m)
         return true;
     }
     moe_masks_take(masks, epoch_of(m->form), m->live);
-    notify(p, (struct notice){SPEAKS, p->session, m->form, 0});
+    notify(p, (struct notice){SPEAKS, p->session, m->form, 0, 0, 0, 0});
+    cut_lines(p, m->live);
     enter(p, m);
     return true;
 }
@@ -317,14 +362,14 @@ void handle(struct process *p)
     memset(&p->message[QUEUE - 1], 0, sizeof p->message[0]);
 }
 
-void deliver(struct process *to, uint8_t from)
+void deliver(struct process *to, uint8_t from, uint8_t nth)
 {
     uint8_t *count = &w.notices[number_of(to)][from];
-    struct notice *queue = w.notice[number_of(to)][from], n = queue[0];
+    struct notice *queue = w.notice[number_of(to)][from], n = queue[nth];
     struct moe_masks *m = masks_of(to);
     uint32_t slot = w.process[from].slot;
     (*count)--;
-    memmove(queue, queue + 1, (NOTICES - 1) * sizeof *queue);
+    memmove(queue + nth, queue + nth + 1, (NOTICES - 1u - nth) * sizeof *queue);
     memset(&queue[NOTICES - 1], 0, sizeof *queue);
     if (!to->joined || n.session != to->session)
         return;
@@ -332,6 +377,7 @@ void deliver(struct process *to, uint8_t from)
     case SPEAKS: moe_masks_notice(m, slot, epoch_of(n.form), n.lost); break;
     case LEAVES: moe_masks_leave(m, slot); break;
     case CLOSES: moe_masks_close(m, slot); break;
+    case STORES: carry_out(to->slot, &w.process[from], &n); break;
     }
 }
 
@@ -343,7 +389,7 @@ void die(struct process *p)
         bool shares = p->joined && o->session == p->session;
         bool waits = (o->live & bit(slot)) != 0 && o->member[slot] == number;
         if (o != p && o->joined && (shares || waits))
-            push(to, p, (struct notice){CLOSES, o->session, 0, 0});
+            push(to, p, (struct notice){CLOSES, o->session, 0, 0, 0, 0, 0});
     }
     *p = (struct process){.used = true, .dead = true, .slot = slot};
     memset(&w.masks[number], 0, sizeof w.masks[number]);

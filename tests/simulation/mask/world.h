@@ -12,10 +12,10 @@ enum {
     SLOTS = 3,
     PROCESSES = 4, /* one may take the slot of another */
     SESSIONS = 3,
-    FORMS = 7,  /* epochs */
-    STEPS = 2,  /* most steps of an epoch */
-    QUEUE = 8,  /* messages to a process */
-    NOTICES = 8 /* from one process to another */
+    FORMS = 7,   /* epochs */
+    STEPS = 2,   /* most steps of an epoch */
+    QUEUE = 8,   /* messages to a process */
+    NOTICES = 24 /* from one process to another */
 };
 
 /* What a step does next, for each other slot of its view in turn. */
@@ -36,10 +36,11 @@ struct message {
     uint8_t member[SLOTS]; /* process of each slot */
 };
 
-enum notice_kind { SPEAKS = 1, LEAVES, CLOSES };
+enum notice_kind { SPEAKS = 1, LEAVES, CLOSES, STORES };
 
 struct notice {
     uint8_t kind, session, form, lost;
+    uint8_t op, step, other; /* of STORES; op OPS: it has taken the mask */
 };
 
 struct process {
@@ -65,15 +66,13 @@ struct world {
     bool bare;            /* steps begin once all have met: there is no commit */
     bool far;             /* the numbers of epochs are far apart */
     bool narrow;          /* faults have one victim for each kind */
+    bool lines;           /* stores travel over a network, on the lines of notices */
     struct limits left;
     struct process process[PROCESSES];
     struct {
         uint64_t head[2], sent, done, met;
         uint32_t row;
     } window[SESSIONS][SLOTS][SLOTS]; /* [session][owner][writer] */
-    uint8_t notices[PROCESSES][PROCESSES];
-    struct notice notice[PROCESSES][PROCESSES][NOTICES]; /* [to][from] */
-
     struct {
         bool forms, serves;
         bool kept; /* members may have the session still */
@@ -88,7 +87,10 @@ struct world {
     uint8_t live_of[FORMS + 1], blamed[FORMS + 1];
     bool committed[FORMS + 1];
 
+    uint8_t notices[PROCESSES][PROCESSES];
+
     struct moe_masks masks[PROCESSES];
+    struct notice notice[PROCESSES][PROCESSES][NOTICES]; /* [to][from] */
 };
 
 extern struct world w;
@@ -118,14 +120,15 @@ enum act {
 extern const char *const act_names[];
 
 struct choice {
-    uint8_t act, a, b;
+    uint8_t act, a, b, nth;
 };
 struct choices {
     size_t count;
-    struct choice list[64];
+    struct choice list[128];
 };
 
-void create(uint8_t slots, uint8_t steps, bool bare, bool far, const struct limits *limits);
+void create(uint8_t slots, uint8_t steps, bool bare, bool far, bool lines,
+            const struct limits *limits);
 void find_choices(struct choices *to);
 void apply(struct choice c);
 /* Nothing is left to happen but faults. */
@@ -143,7 +146,8 @@ void give_up(struct process *p, bool late);
 bool can_meet(const struct process *p);
 void meet(struct process *p, bool good);
 void handle(struct process *p);
-void deliver(struct process *to, uint8_t from);
+/* `nth`: of what `from` has sent; not 0 only without LINES_KEEP_ORDER. */
+void deliver(struct process *to, uint8_t from, uint8_t nth);
 void die(struct process *p);
 /* coordinator.c */
 bool may_form(void);
