@@ -114,16 +114,20 @@ uint32_t moe_membership__least_tokens(const struct moe_membership *m, uint64_t s
 }
 
 /* These slots can go on in the session of the last view: they are fewer, and the same processes. A
- * new process has other windows, and a write of its predecessor may still come. */
+ * new process has other windows, and a write of its predecessor may still come. Slots that forward
+ * rows for each other stay together. */
 static bool can_mask(const struct moe_membership *m, uint64_t slots)
 {
     bool fewer = (slots & ~m->session.live) == 0 && slots != m->session.live;
-    bool same = true;
-    for (uint32_t s = 0; s < m->config.slots; s++)
-        same = same &&
-               ((slots >> s & 1) == 0 || m->members[s].incarnation == m->session.incarnations[s]);
-    return m->session.epoch != 0 && m->session.can_mask && MOE_GUARD(MASK_HAS_FEWER, fewer) &&
-           MOE_GUARD(MASK_KEEPS_PROCESSES, same) &&
+    bool same = true, whole = true;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        if ((slots >> s & 1) == 0)
+            continue;
+        same = same && m->members[s].incarnation == m->session.incarnations[s];
+        whole = whole && m->session.together[s] != 0 && (m->session.together[s] & ~slots) == 0;
+    }
+    return m->session.epoch != 0 && MOE_GUARD(MASK_IS_WHOLE, whole) &&
+           MOE_GUARD(MASK_HAS_FEWER, fewer) && MOE_GUARD(MASK_KEEPS_PROCESSES, same) &&
            m->session.slots == moe_placement_slots(m->placement);
 }
 
@@ -133,7 +137,6 @@ static void note_session(struct moe_membership *m)
     if (!m->masks) {
         memset(&m->session, 0, sizeof m->session);
         m->session.epoch = m->epoch;
-        m->session.can_mask = true;
         m->session.slots = moe_placement_slots(m->placement);
         m->session.max_tokens = moe_membership__least_tokens(m, m->live);
         for (uint32_t s = 0; s < m->config.slots; s++)
@@ -593,8 +596,8 @@ static enum moe_membership_cause cause_of(const struct moe_status *error)
                                                       : MOE_CAUSE_NOT_FORMED;
 }
 
-void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epoch, bool can_mask,
-                           const struct moe_status *error)
+void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epoch,
+                           uint64_t together, const struct moe_status *error)
 {
     if (!prepares(m, slot, epoch))
         return;
@@ -612,7 +615,7 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
         moe_membership__end_epoch(m, cause_of(error), why);
         return;
     }
-    m->session.can_mask = m->session.can_mask && can_mask;
+    m->session.together[slot] = together;
     m->ready_mask |= UINT64_C(1) << slot;
     if (!MOE_GUARD(READY_OF_ALL, m->ready_mask == m->live))
         return;

@@ -428,12 +428,12 @@ void moe_membership_on_blob(struct moe_membership *m, uint64_t now_ns, uint64_t 
 }
 
 void moe_membership_on_ready(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
-                             uint64_t epoch, bool can_mask, const struct moe_status *error)
+                             uint64_t epoch, uint64_t together, const struct moe_status *error)
 {
     uint32_t slot;
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
-    moe_membership__ready(m, slot, epoch, can_mask, error);
+    moe_membership__ready(m, slot, epoch, together, error);
     moe_membership__end_input(m);
 }
 

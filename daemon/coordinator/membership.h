@@ -164,9 +164,10 @@ void moe_membership_on_wrong_weights(struct moe_membership *m, uint64_t now_ns, 
                                      const struct moe_status *why);
 void moe_membership_on_blob(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                             uint64_t epoch, uint32_t round, const uint8_t *data, size_t length);
-/* `can_mask`: a later view of fewer members can be a mask of this session. */
+/* `together`: Ready.together; 0 = a later view of fewer members cannot be a mask of this session.
+ */
 void moe_membership_on_ready(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
-                             uint64_t epoch, bool can_mask, const struct moe_status *error);
+                             uint64_t epoch, uint64_t together, const struct moe_status *error);
 void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                  uint64_t epoch, uint64_t slots);
 void moe_membership_on_drain_notice(struct moe_membership *m, uint64_t now_ns, uint64_t stream,

@@ -124,10 +124,10 @@ struct moe_membership {
      * can be a mask of it. */
     struct {
         uint64_t epoch; /* in which they joined it; 0 = none is known */
-        bool can_mask;  /* all of them say so */
         uint64_t live;  /* of the last PREPARE with it */
         uint32_t slots; /* of its placement */
         uint32_t max_tokens;
+        uint64_t together[SLOTS_MAX]; /* of Ready; 0 = its member takes no mask, or is not ready */
         uint64_t incarnations[SLOTS_MAX];
     } session;
 
@@ -291,8 +291,8 @@ uint64_t moe_membership__able_slots(const struct moe_membership *m);
 void moe_membership__advance(struct moe_membership *m);
 void moe_membership__blob(struct moe_membership *m, uint32_t slot, uint64_t epoch, uint32_t round,
                           const uint8_t *data, size_t length);
-void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epoch, bool can_mask,
-                           const struct moe_status *error);
+void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epoch,
+                           uint64_t together, const struct moe_status *error);
 /* The smallest max_tokens_per_step of the workers in these slots; 0 = none is known. */
 uint32_t moe_membership__least_tokens(const struct moe_membership *m, uint64_t slots);
 /* form_deadline_ns has passed. */

@@ -616,8 +616,7 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_READY:
         st = status_of(m->ready->error);
-        moe_membership_on_ready(machine, now, stream, m->ready->epoch, m->ready->can_mask != 0,
-                                &st);
+        moe_membership_on_ready(machine, now, stream, m->ready->epoch, m->ready->together, &st);
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_PEER_LOST:
         moe_membership_on_peer_lost(machine, now, stream, m->peer_lost->epoch, m->peer_lost->slots);

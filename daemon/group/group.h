@@ -142,10 +142,10 @@ struct moe_group_hooks {
      * Called after each successful `load`. */
     struct moe_status (*digests)(void *ctx, moe_group_part_fn add, void *add_ctx);
     /* Leaves the previous view, joins the session of this one or takes a mask of an earlier one,
-     * and checks that all members agree. `allgather` may be used until it returns. `*can_mask`,
-     * false before: the session can take masks. After a failure there is no view. */
+     * and checks that all members agree. `allgather` may be used until it returns. `*together`,
+     * 0 before: as Ready.together (coordinator.proto). After a failure there is no view. */
     struct moe_status (*form)(void *ctx, const struct moe_group_view *view,
-                              moe_allgather_fn allgather, void *allgather_ctx, bool *can_mask);
+                              moe_allgather_fn allgather, void *allgather_ctx, uint64_t *together);
     /* The view that was formed last is in force: starts to serve. */
     struct moe_status (*serve)(void *ctx);
     /* Ends the view that was formed or served, if any. Its session may be kept for a mask. */

@@ -236,13 +236,13 @@ void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version,
     send_message(stream, &q);
 }
 
-void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch, bool can_mask,
+void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t together,
                       const struct moe_status *status)
 {
     Moe__V1__Error error;
     Moe__V1__Ready ready = MOE__V1__READY__INIT;
     ready.epoch = epoch;
-    ready.can_mask = can_mask;
+    ready.together = together;
     if (moe_failed(status)) {
         moe_control_error(status, &error);
         ready.error = &error;

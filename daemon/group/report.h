@@ -30,7 +30,7 @@ struct moe_status moe_report_pack_progress(uint32_t model, uint64_t loaded_bytes
                                            void *ctx) MOE_CHECKED;
 void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version,
                        const struct moe_status *status);
-void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch, bool can_mask,
+void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t together,
                       const struct moe_status *status);
 void moe_report_peer_lost(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t slots);
 void moe_report_drain_notice(struct moe_rpc_stream *stream, const char *reason);

@@ -26,7 +26,7 @@ enum event_kind {
     EVENT_MESSAGE, /* bytes */
     EVENT_CLOSED,  /* status */
     EVENT_LOADED, /* number: placement version; status; bytes: digests, of parts u32 length, part */
-    EVENT_FORMED, /* number: epoch; can_mask; status */
+    EVENT_FORMED, /* number: epoch; slots: of Ready.together; status */
     EVENT_SERVED, /* number: epoch; status */
     EVENT_LEFT,   /* the last task is done */
     EVENT_LOST,   /* number: epoch; slots; status */
@@ -39,7 +39,6 @@ struct event {
     struct event *next;
     enum event_kind kind;
     uint64_t number, slots;
-    bool can_mask;
     struct moe_status status;
     uint32_t generation; /* of the stream that sent or ended */
     size_t length;

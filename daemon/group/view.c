@@ -84,13 +84,14 @@ static struct moe_status allgather(void *ctx, const void *mine, void *all, size_
     return moe_gather_exchange(g->gather, mine, all, bytes, deadline_ns);
 }
 
-static void post_formed(struct moe_group *g, uint64_t epoch, bool can_mask, struct moe_status st)
+static void post_formed(struct moe_group *g, uint64_t epoch, uint64_t together,
+                        struct moe_status st)
 {
     struct event *e = moe_group__new_event(EVENT_FORMED, 0);
     if (e == NULL)
         return;
     e->number = epoch;
-    e->can_mask = can_mask;
+    e->slots = together;
     e->status = st;
     moe_mutex_lock(&g->lock);
     moe_group__append_event(g, e);
@@ -107,10 +108,10 @@ static void run_form(void *ctx, void *argument)
     struct moe_group *g = ctx;
     struct form_task *task = argument;
     moe_gather_begin(g->gather, task->view.epoch, task->view.slots, task->view.live);
-    bool can_mask = false;
+    uint64_t together = 0;
     struct moe_status st =
-        g->config.hooks.form(g->config.hooks.ctx, &task->view, allgather, g, &can_mask);
-    post_formed(g, task->view.epoch, can_mask, st);
+        g->config.hooks.form(g->config.hooks.ctx, &task->view, allgather, g, &together);
+    post_formed(g, task->view.epoch, together, st);
     moe__v1__session_response__free_unpacked(task->response, NULL);
     free(task);
 }
@@ -320,7 +321,7 @@ void moe_group__on_formed(struct moe_group *g, const struct event *e)
         moe_log_warn("epoch %llu does not form: %s", (unsigned long long)e->number, e->status.text);
         g->forming = 0;
     }
-    moe_report_ready(g->stream, e->number, e->can_mask, &e->status);
+    moe_report_ready(g->stream, e->number, e->slots, &e->status);
 }
 
 void moe_group__on_served(struct moe_group *g, const struct event *e)

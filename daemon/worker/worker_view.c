@@ -26,10 +26,12 @@ static void set_epoch(struct moe_worker *w, uint64_t epoch)
     moe_worker_metrics_epoch(&w->metrics, epoch);
 }
 
-static bool can_mask(const struct moe_worker *w)
+/* A group that trains has one copy of each expert, so no view has fewer slots. */
+static uint64_t together(const struct moe_worker *w)
 {
     const struct moe_backend *backend = w->config.backend;
-    return backend->session_can_mask != NULL && backend->session_can_mask(w->session);
+    bool masks = backend->session_together != NULL && w->train == NULL;
+    return masks ? backend->session_together(w->session) : 0;
 }
 
 void moe_worker__drop_session(struct moe_worker *w)
@@ -53,7 +55,7 @@ void moe_worker__leave_view(void *ctx)
         moe_log_error("service: %s", st.text);
     moe_peers_stop(w->peers);
     moe_engine_stop_view(w->engine);
-    if (w->session != NULL && !can_mask(w))
+    if (w->session != NULL && together(w) == 0)
         moe_worker__drop_session(w);
     moe_worker_metrics_transport(&w->metrics, NULL);
 }
@@ -390,7 +392,7 @@ static struct moe_status enter_session(struct moe_worker *w, const struct moe_gr
 /* A session that a mask has failed in is kept: the next view may be a smaller mask of it. */
 struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
                                    moe_allgather_fn allgather, void *allgather_ctx,
-                                   bool *can_mask_view)
+                                   uint64_t *masked_with)
 {
     struct moe_worker *w = ctx;
     moe_worker__leave_view(w);
@@ -409,7 +411,7 @@ struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
             moe_worker__drop_session(w);
         return st;
     }
-    *can_mask_view = can_mask(w);
+    *masked_with = together(w);
     return st;
 }
 

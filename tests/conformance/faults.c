@@ -23,8 +23,6 @@
 
 enum { CYCLES = 8 };
 
-static bool over_network; /* rows of this run's sessions */
-
 static struct moe_status step_until_failure(struct member *m, struct session_fixture *s,
                                             struct moe_step_result *result)
 {
@@ -179,17 +177,26 @@ static bool a_token_without_its_experts_costs_no_other(uint32_t slots)
 
 /* ---------------------------------------------------------------- masks */
 
-static bool can_mask(const struct session_fixture *s)
+/* The slots that a mask without the victim lacks: with gateways, those of its domain. */
+static uint64_t lost_with_victim(const struct member *m, const struct session_fixture *s)
 {
-    return backend->session_can_mask != NULL && backend->session_can_mask(s->session);
+    uint32_t size = 1;
+    if (backend->session_together(s->session) != UINT64_C(1) << m->slot)
+        size = group_domain_size;
+    return ((UINT64_C(1) << size) - 1) << VICTIM / size * size;
 }
 
-/* The session goes on without the victim; all other slots call this. */
-static int take_mask(struct member *m, struct session_fixture *s, uint64_t epoch)
+/* The session goes on without the `lost`; all other slots call this. */
+static int take_mask(struct member *m, struct session_fixture *s, uint64_t epoch, uint64_t lost)
 {
-    uint64_t before = m->live;
-    m->live &= ~(UINT64_C(1) << VICTIM);
+    uint64_t before = m->live, own = UINT64_C(1) << m->slot, victim = UINT64_C(1) << VICTIM;
+    if (lost != victim) /* others would be gateways */
+        EXPECT(is(backend->session_mask(s->session, epoch, before & ~victim),
+                  MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING));
+    m->live &= ~lost;
     EXPECT(good(backend->session_mask(s->session, epoch, m->live)));
+    EXPECT((backend->session_together(s->session) & own) == own &&
+           (backend->session_together(s->session) & ~m->live) == 0);
     EXPECT(good(backend->session_exchange(s->session, NULL, NULL, 0)));
     EXPECT(backend->session_lost(s->session) == 0);
     EXPECT(is(backend->session_mask(s->session, epoch, m->live), MOE_INVALID_ARGUMENT,
@@ -216,7 +223,8 @@ static int compute_masked(struct member *m, struct session_fixture *s, const flo
 enum { MASKED = 1 << 20 }; /* flag of a slot that has taken a mask */
 
 /* The victim is killed, or it is stopped in the midst of a step and goes on when the others run
- * steps without it. Then it finds that they have left, and what it stores harms no step. */
+ * steps without it. Then it finds that they have left, and what it stores harms no step. Slots that
+ * are lost with the victim leave. */
 static int lose_the_victim(struct member *m)
 {
     static float want[TOKENS * HIDDEN];
@@ -228,11 +236,13 @@ static int lose_the_victim(struct member *m)
     s.args.layer = copied;
     EXPECT(good(run_step(s.session, &s.args, &result)));
     memcpy(want, s.args.y, sizeof want);
-    EXPECT(can_mask(&s));
+    uint64_t lost = lost_with_victim(m, &s);
     struct moe_status st = step_until_failure(m, &s, &result);
     EXPECT(is(st, MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
-    if (m->slot != VICTIM) {
-        EXPECT(take_mask(m, &s, 9) == 0);
+    if (lost >> m->slot & 1)
+        raise_flag(m, MASKED);
+    if (!(lost >> m->slot & 1)) {
+        EXPECT(take_mask(m, &s, 9, lost) == 0);
         raise_flag(m, MASKED);
         EXPECT(compute_masked(m, &s, want) == 0);
         /* A mask of the same slots, after an abort. */
@@ -246,35 +256,16 @@ static int lose_the_victim(struct member *m)
     return close_fixture(&s);
 }
 
-/* Whether this backend's sessions of this run can take masks. */
-static bool masks_are_possible(void)
-{
-    return backend->session_can_mask != NULL && !over_network;
-}
-
-static int take_none(struct member *m)
-{
-    struct session_fixture s;
-    EXPECT(open_fixture(m, &s, LONG_MS, false));
-    EXPECT(!can_mask(&s));
-    if (backend->session_mask != NULL)
-        EXPECT(is(backend->session_mask(s.session, 9, m->live), MOE_FAILED_PRECONDITION,
-                  MOE_REASON_UNSUPPORTED));
-    EXPECT(board_barrier(m, LONG_MS));
-    return close_fixture(&s);
-}
-
 static bool a_mask_without_a_killed_slot_keeps_the_session(uint32_t slots)
 {
-    return masks_are_possible() ? survive_a_kill(slots, lose_the_victim, 50)
-                                : run_group(slots, take_none);
+    return backend->session_mask == NULL || survive_a_kill(slots, lose_the_victim, 50);
 }
 
 static bool a_late_writer_harms_no_mask(uint32_t slots)
 {
     struct group g;
     int status[MOE_MAX_SLOTS] = {0};
-    if (!masks_are_possible())
+    if (backend->session_mask == NULL)
         return true;
     group_start(&g, slots, lose_the_victim, NULL);
     bool right = await_flag(g.board, VICTIM, 50);
@@ -478,8 +469,6 @@ int main(int argc, char **argv)
     }
     group_set(backend, "transport", transport);
     group_domain_size = (uint32_t)domain_size;
-    over_network = strcmp(transport, "network") == 0 || getenv("MOE_TEST_HOSTS") != NULL ||
-                   (domain_size != 0 && domain_size < slots);
     uint32_t run = 0, n = (uint32_t)slots;
     bool all = run_all(scenarios, sizeof scenarios / sizeof *scenarios, n, only, &run);
     if (strcmp(backend->name, "cuda") == 0)

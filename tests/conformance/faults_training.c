@@ -219,6 +219,65 @@ static bool a_peer_killed_in_an_optimizer_step_costs_no_trainer(uint32_t slots)
     return survive_a_kill(slots, lose_a_peer_in_a_step, 20);
 }
 
+/* Without the victim: what a trainer has after a pass and a step. */
+struct learnt {
+    uint64_t gradients, state[3];
+};
+
+static int learn_again(struct member *m, struct trainer_fixture *p, struct learnt *out)
+{
+    struct moe_step_result result;
+    backend->training->trainer_destroy(p->trainer);
+    p->trainer = NULL;
+    backend->layer_destroy(p->base.layer);
+    p->base.layer = NULL;
+    EXPECT(good(small_layer(p->base.device, m, m->live, &p->base.layer)));
+    p->base.args.layer = p->base.layer;
+    EXPECT(start_training(p) && good(run_backward(p, &result)));
+    EXPECT(hash_of(p, m, MOE_TRAIN_GRAD, &out->gradients));
+    EXPECT(good(run_optimizer(p)));
+    EXPECT(hash_state(p, m, out->state));
+    return 0;
+}
+
+/* A mask changes no trainer. Passes and steps under it have the bits of those in a session that was
+ * joined without the victim. */
+static int learn_under_a_mask(struct member *m)
+{
+    struct trainer_fixture p;
+    struct moe_step_result result = {.missing_slot = -1};
+    uint64_t first, before[4], after[4], others = m->live & ~(UINT64_C(1) << VICTIM);
+    struct learnt masked, joined;
+    EXPECT(begin_to_learn(m, &p, SHORT_MS, &first));
+    for (uint32_t n = 1; result.missing_slot != VICTIM; n++) {
+        struct moe_status st = run_backward(&p, &result);
+        EXPECT(!moe_failed(&st) || result.missing_slot == VICTIM);
+        raise_flag(m, n);
+    }
+    EXPECT(hash_state(&p, m, before) && hash_of(&p, m, MOE_TRAIN_GRAD, &before[3]));
+    EXPECT(good(backend->session_mask(p.base.session, 9, others)));
+    EXPECT(good(backend->session_exchange(p.base.session, NULL, NULL, 0)));
+    EXPECT(hash_state(&p, m, after) && hash_of(&p, m, MOE_TRAIN_GRAD, &after[3]));
+    EXPECT(memcmp(before, after, sizeof before) == 0);
+    EXPECT(is(run_optimizer(&p), MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE));
+    m->live = others;
+    EXPECT(learn_again(m, &p, &masked) == 0);
+    leave_session(&p.base);
+    EXPECT(good(join_session(m, &p.base, 10, LONG_MS, true)));
+    EXPECT(learn_again(m, &p, &joined) == 0);
+    EXPECT(memcmp(&masked, &joined, sizeof masked) == 0);
+    return close_trainer_fixture(&p);
+}
+
+/* With gateways, one slot alone cannot be left out. */
+static bool learning_under_a_mask_has_the_bits_of_a_new_session(uint32_t slots)
+{
+    uint32_t size = group_domain_size;
+    bool gateways = size > 1 && size < slots && slots % size == 0;
+    return backend->session_mask == NULL || gateways ||
+           survive_a_kill(slots, learn_under_a_mask, 20);
+}
+
 /* ------------------------------------------------------- staying away, and aborts */
 
 /* The victim takes part in neither; the others run out of budget, and the group goes on. */
@@ -297,6 +356,7 @@ const struct scenario training_scenarios[] = {
     SCENARIO(a_slot_alone_that_refuses_a_pass_writes_nowhere_else),
     SCENARIO(a_peer_killed_in_a_backward_pass_costs_no_state),
     SCENARIO(a_peer_killed_in_an_optimizer_step_costs_no_trainer),
+    SCENARIO(learning_under_a_mask_has_the_bits_of_a_new_session),
     SCENARIO(a_peer_that_stays_away_ends_the_session_and_nothing_else),
     SCENARIO(abort_ends_passes_and_optimizer_steps),
 };

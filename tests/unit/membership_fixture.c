@@ -20,6 +20,10 @@ size_t heartbeat_answers;
 uint64_t answered_sequence;
 uint32_t answered_oldest_ms;
 
+uint32_t domain;
+uint64_t last_session;
+static uint32_t slot_of[1000]; /* by stream, of its last PREPARE */
+
 void carry_out(void)
 {
     struct moe_membership_action a;
@@ -49,6 +53,7 @@ void carry_out(void)
             if (a.message == MOE_MEMBERSHIP_PREPARE) {
                 last_epoch = a.epoch;
                 last_session = a.session_epoch;
+                slot_of[a.stream % 1000] = a.slot;
             }
             break;
         case MOE_MEMBERSHIP_CLOSE:
@@ -96,7 +101,8 @@ int setup(void **unused)
     memset(&disk, 0, sizeof disk);
     now = MOE_NS_PER_S;
     last_stream = 0;
-    exited = disk_full = trains = can_mask = false;
+    exited = disk_full = trains = false;
+    domain = 0;
     replicas = 1;
     create_for(SLOTS);
     return 0;
@@ -110,8 +116,6 @@ int teardown(void **unused)
 }
 
 uint32_t experts = 6;
-bool can_mask;
-uint64_t last_session;
 
 bool address_of_0; /* workers register with the address of worker 0 */
 
@@ -177,7 +181,9 @@ void ready(uint64_t stream, const char *error)
 {
     struct moe_status st =
         error != NULL ? moe_error(MOE_INTERNAL, MOE_REASON_NONE, "%s", error) : moe_ok();
-    moe_membership_on_ready(m, now, stream, last_epoch, can_mask, &st);
+    uint64_t together =
+        domain == 0 ? 0 : ((UINT64_C(1) << domain) - 1) << slot_of[stream % 1000] / domain * domain;
+    moe_membership_on_ready(m, now, stream, last_epoch, together, &st);
     carry_out();
 }
 

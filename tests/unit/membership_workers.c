@@ -56,7 +56,7 @@ static void answer_round(struct world *w, struct process *p, uint32_t round)
                 (struct sim_message){.kind = SIM_READY,
                                      .epoch = p->preparing,
                                      .error = chance(w, 25),
-                                     .can_mask = w->can_mask});
+                                     .together = together_in(w, p->session, p->slot)});
 }
 
 /* A mask needs no blobs. */
@@ -68,7 +68,7 @@ static void take_mask(struct world *w, struct process *p, uint64_t session)
             (struct sim_message){.kind = SIM_READY,
                                  .epoch = p->preparing,
                                  .error = !kept || chance(w, 25),
-                                 .can_mask = w->can_mask});
+                                 .together = together_in(w, p->session, p->slot)});
 }
 
 static void on_assign(struct world *w, struct process *p, const struct sim_message *m)

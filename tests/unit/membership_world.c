@@ -159,6 +159,14 @@ static void check_begin(struct world *w)
     check_slots(w, false);
 }
 
+uint64_t together_in(const struct world *w, uint64_t session, uint32_t s)
+{
+    if (w->domain == 0)
+        return 0;
+    uint64_t domain = ((UINT64_C(1) << w->domain) - 1) << s / w->domain * w->domain;
+    return domain & w->epochs[session].live;
+}
+
 /* A view that keeps a session. */
 static void check_session(struct world *w, uint64_t e)
 {
@@ -172,6 +180,10 @@ static void check_session(struct world *w, uint64_t e)
     check(w,
           (w->epochs[e].live & ~w->epochs[s].mask) == 0 && w->epochs[e].live != w->epochs[s].mask,
           "a mask has fewer slots than the one before");
+    for (uint32_t i = 0; i < w->slots; i++)
+        check(w,
+              (w->epochs[e].live >> i & 1) == 0 || (together_in(w, s, i) & ~w->epochs[e].live) == 0,
+              "a mask has or lacks the slots of a domain together");
     w->epochs[s].mask = w->epochs[e].live;
     w->kept++;
 }
@@ -478,7 +490,7 @@ void deliver_up(struct world *w, struct process *p, const struct sim_message *m)
     case SIM_READY:
         if (!m->error)
             w->epochs[m->epoch].ready[m->slot] = p->incarnation;
-        moe_membership_on_ready(w->machine, w->now_ns, p->stream, m->epoch, m->can_mask, &error);
+        moe_membership_on_ready(w->machine, w->now_ns, p->stream, m->epoch, m->together, &error);
         break;
     case SIM_PEER_LOST:
         moe_membership_on_peer_lost(w->machine, w->now_ns, p->stream, m->epoch, m->mask);

@@ -94,7 +94,7 @@ struct world {
     bool had_view;      /* since the machine started; in the log counts too */
     uint64_t joined_ns; /* a worker took a slot, or the machine started */
     size_t masked, masks_ended, lacking;
-    bool can_mask;       /* workers' sessions take masks */
+    uint32_t domain;     /* slots that masks have together; 0: sessions take no masks */
     size_t kept, unkept; /* views that kept a session; masks that a worker could not take */
     uint64_t highest_prepared;
     uint32_t tries; /* epochs prepared since a worker came or a view lasted */
@@ -106,6 +106,8 @@ struct world {
     uint64_t restored_epoch; /* the log held this view when the machine started; 0 = none */
 };
 
+/* Of slot `s` in the session that was joined in this epoch: Ready.together. */
+uint64_t together_in(const struct world *w, uint64_t session, uint32_t s);
 /* Ends the run with the promise unless it `holds`. */
 void check(const struct world *w, bool holds, const char *promise);
 /* A number below `below`; true once in `in` times, and never once the world is quiet. */

@@ -150,7 +150,7 @@ static void receive(struct coordinator *c, const Moe__V1__SessionRequest *q)
     case MOE__V1__SESSION_REQUEST__BODY_READY:
         note(j, "ready %llu %s%s", (unsigned long long)q->ready->epoch,
              q->ready->error != NULL ? q->ready->error->reason : "ok",
-             q->ready->can_mask ? ", can mask" : "");
+             q->ready->together != 0 ? ", can mask" : "");
         break;
     case MOE__V1__SESSION_REQUEST__BODY_PEER_LOST:
         note(j, "peer lost %llu %llx", (unsigned long long)q->peer_lost->epoch,

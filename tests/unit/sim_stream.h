@@ -39,7 +39,7 @@ struct sim_message {
     uint64_t session; /* of SIM_PREPARE: Prepare.session_epoch */
     uint32_t slot, round, version;
     bool error, keep;
-    bool can_mask;          /* of SIM_READY */
+    uint64_t together;      /* of SIM_READY */
     enum moe_reason reason; /* of SIM_CLOSED */
 };
 

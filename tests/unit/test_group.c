@@ -55,12 +55,13 @@ static struct moe_status hook_digests(void *ctx, moe_group_part_fn add, void *ad
 }
 
 static struct moe_status hook_form(void *ctx, const struct moe_group_view *v,
-                                   moe_allgather_fn allgather, void *allgather_ctx, bool *can_mask)
+                                   moe_allgather_fn allgather, void *allgather_ctx,
+                                   uint64_t *together)
 {
     struct fake_worker *w = ctx;
     note(&w->did, "form %llu live %llx of %llu", (unsigned long long)v->epoch,
          (unsigned long long)v->live, (unsigned long long)v->session_epoch);
-    *can_mask = v->session_epoch != 0;
+    *together = v->session_epoch != 0 ? v->live : 0;
     if (!w->joins || v->session_epoch != 0)
         return moe_ok();
     char all[2][4];

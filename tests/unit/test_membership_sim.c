@@ -267,7 +267,7 @@ static void run_one(struct world *w, uint64_t seed)
     w->ids = w->slots + (uint32_t)rnd(w, 2);
     w->rounds = (uint32_t)rnd(w, 4);
     w->async_saves = rnd(w, 2) == 0;
-    w->can_mask = rnd(w, 4) != 0;
+    w->domain = (const uint32_t[]){0, 1, 1, 2}[rnd(w, 4)];
     w->verbose = getenv("MOE_SEED") != NULL;
     w->config = (struct moe_membership_config){.slots = w->slots,
                                                .size = size,

@@ -65,7 +65,7 @@ static void a_lost_slot_costs_the_others_no_new_session(void **unused)
     (void)unused;
     uint64_t s[SLOTS];
     create_with_copies();
-    can_mask = true;
+    domain = 1;
     serve(s);
     assert_int_equal(last_session, 0);
     lose_stream(s[2]);
@@ -87,6 +87,30 @@ static void a_lost_slot_costs_the_others_no_new_session(void **unused)
     assert_int_equal(last_session, 3);
 }
 
+/* Slots 0 and 1 forward rows for each other. */
+static void slots_of_a_domain_are_masked_together(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    domain = 2;
+    serve(s);
+    lose_stream(s[2]);
+    miss(s[0], 1, 1 << 2);
+    assert_int_equal(last_epoch, 2);
+    assert_int_equal(last_session, 1);
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    s[2] = join(2, 99);
+    loaded(s[2]);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+    lose_stream(s[1]);
+    miss(s[0], 3, 1 << 1);
+    assert_int_equal(last_epoch, 4);
+    assert_int_equal(last_session, 0);
+}
+
 /* The same slots, or a session that a member does not have any more: the next attempt is at once.
  */
 static void a_mask_that_fails_is_followed_by_a_new_session(void **unused)
@@ -94,7 +118,7 @@ static void a_mask_that_fails_is_followed_by_a_new_session(void **unused)
     (void)unused;
     uint64_t s[SLOTS];
     create_with_copies();
-    can_mask = true;
+    domain = 1;
     serve(s);
     lose_stream(s[2]);
     miss(s[0], 1, 1 << 2);
@@ -104,7 +128,7 @@ static void a_mask_that_fails_is_followed_by_a_new_session(void **unused)
     assert_int_equal(prepares, 2);
     assert_int_equal(last_epoch, 3);
     assert_int_equal(last_session, 0);
-    can_mask = false; /* rows travel over a network now */
+    domain = 0;
     ready(s[0], NULL);
     ready(s[1], NULL);
     expect_state(MOE_GROUP_SERVING);
@@ -588,6 +612,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         STORY(a_group_with_copies_serves_without_a_lost_slot),
         STORY(a_lost_slot_costs_the_others_no_new_session),
+        STORY(slots_of_a_domain_are_masked_together),
         STORY(a_mask_that_fails_is_followed_by_a_new_session),
         STORY(the_last_copy_of_an_expert_is_waited_for),
         STORY(a_stopped_member_stays_out_until_it_shows_life),

@@ -104,12 +104,22 @@ void moe_cpu_ep_destroy(struct moe_cpu_ep *ep)
     free(ep);
 }
 
+bool moe_cpu_ep_prepare_mask(struct moe_cpu_ep *ep, uint64_t live)
+{
+    if (!moe_cpu_ep_may_lack(ep, live))
+        return false;
+    for (uint32_t p = 0; p < ep->session->config.slots; p++)
+        if (ep->begun[p].message != NULL)
+            moe_cpu_stores_end(&ep->begun[p]);
+    return true;
+}
+
 void moe_cpu_ep_mask(struct moe_cpu_ep *ep)
 {
-    MOE_INVARIANT(ep->domains == NULL);
     moe_cpu_ep_release_rows(ep);
     ep->open = ep->agreed = ep->received = ep->refused = false;
     go_straight(ep);
+    moe_cpu_ep_mask_domains(ep);
 }
 
 bool moe_cpu_ep_take_refusal(struct moe_cpu_ep *ep)

@@ -57,8 +57,14 @@ void moe_cpu_ep_destroy(struct moe_cpu_ep *ep); /* NULL is ignored */
 struct moe_status moe_cpu_ep_use_domains(struct moe_cpu_ep *ep,
                                          const struct moe_domains *map) MOE_CHECKED;
 
-/* The session has another mask: no pass is open, whatever became of the last one. Only of a session
- * in which every row goes straight. */
+/* Slots that a mask has, or lacks, together with this one: moe_domains_together of the map in use;
+ * 0 = the session takes no mask. */
+uint64_t moe_cpu_ep_together(const struct moe_cpu_ep *ep);
+/* Before the session takes a mask of these slots. What a failed pass has begun to send goes out: it
+ * has the stamps of the epoch before. False, and nothing is done: regions of windows would have
+ * other writers. */
+bool moe_cpu_ep_prepare_mask(struct moe_cpu_ep *ep, uint64_t live);
+/* After it: no pass is open, whatever became of the last one. */
 void moe_cpu_ep_mask(struct moe_cpu_ep *ep);
 
 /* Whether this session can run passes of this shape. Apart from `tokens`, the result is the same on

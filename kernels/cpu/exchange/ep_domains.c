@@ -227,7 +227,7 @@ static void set_tables(struct moe_cpu_ep *ep)
     }
 }
 
-struct moe_status moe_cpu_ep_use_domains(struct moe_cpu_ep *ep, const struct moe_domains *map)
+static void go_over_domains(struct moe_cpu_ep *ep)
 {
     static const struct moe_cpu_ep_ways ways = {
         .plan = plan_over_domains,
@@ -236,13 +236,60 @@ struct moe_status moe_cpu_ep_use_domains(struct moe_cpu_ep *ep, const struct moe
         .finish_item = moe_cpu_ep_finish_over_domains,
         .finish_backward_item = moe_cpu_ep_finish_backward_over_domains,
     };
+    ep->ways = &ways;
+    set_tables(ep);
+}
+
+struct moe_status moe_cpu_ep_use_domains(struct moe_cpu_ep *ep, const struct moe_domains *map)
+{
     if (moe_domains_flat(map))
         return moe_ok();
     ep->domains = create(&ep->session->layout.shape, map, ep->session->config.slot);
     if (ep->domains == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "out of memory for the tables of %u domains", map->domains);
-    ep->ways = &ways;
-    set_tables(ep);
+    go_over_domains(ep);
     return moe_ok();
+}
+
+/* ------------------------------------------------------------------ masks */
+
+/* Sums of gradients go straight to slots of other domains, into regions that a gateway writes in a
+ * pass. So in a session that trains, late sums might come after the rows of another epoch. */
+static bool has_other_writers(const struct moe_cpu_ep *ep)
+{
+    return ep->domains != NULL && ep->session->config.training;
+}
+
+uint64_t moe_cpu_ep_together(const struct moe_cpu_ep *ep)
+{
+    uint32_t slot = ep->session->config.slot;
+    if (has_other_writers(ep))
+        return 0;
+    return ep->domains != NULL ? moe_domains_together(&ep->domains->map, slot)
+                               : UINT64_C(1) << slot;
+}
+
+bool moe_cpu_ep_may_lack(const struct moe_cpu_ep *ep, uint64_t live)
+{
+    struct moe_domains left;
+    return ep->domains == NULL ||
+           (!has_other_writers(ep) && moe_domains_without(&ep->domains->map, live, &left));
+}
+
+/* The tables of fewer domains fit. */
+void moe_cpu_ep_mask_domains(struct moe_cpu_ep *ep)
+{
+    struct moe_cpu_ep_domains *d = ep->domains;
+    if (d == NULL)
+        return;
+    bool whole = moe_domains_without(&d->map, ep->session->config.live, &d->map);
+    MOE_INVARIANT(whole); /* moe_cpu_ep_prepare_mask has said so */
+    if (moe_domains_flat(&d->map)) {
+        moe_cpu_ep_domains_destroy(d);
+        ep->domains = NULL;
+        return;
+    }
+    d->own = d->map.domain_of[ep->session->config.slot];
+    go_over_domains(ep);
 }

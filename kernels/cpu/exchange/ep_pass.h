@@ -23,6 +23,10 @@ struct token_rows {
 
 struct moe_cpu_ep_domains;                                     /* ep_domains.h */
 void moe_cpu_ep_domains_destroy(struct moe_cpu_ep_domains *d); /* NULL is ignored */
+/* Whether the pass's map allows a mask of these slots. */
+bool moe_cpu_ep_may_lack(const struct moe_cpu_ep *ep, uint64_t live);
+/* After go_straight: over several domains again, if any are left in the session's mask. */
+void moe_cpu_ep_mask_domains(struct moe_cpu_ep *ep);
 
 /* The parts of a pass that differ over several domains; chosen when the session forms. */
 struct moe_cpu_ep_ways {

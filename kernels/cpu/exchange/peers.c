@@ -481,10 +481,27 @@ void moe_cpu_peers_note_lost(struct moe_cpu_peers *p, uint64_t slots)
     (void)note_lost(p, slots);
 }
 
+void moe_cpu_peers_note_closed(struct moe_cpu_peers *p, uint32_t slot)
+{
+    moe_mutex_lock(&p->lock);
+    moe_masks_close(&p->masks, slot);
+    publish(p);
+    moe_mutex_unlock(&p->lock);
+}
+
 void moe_cpu_peers_note_left(struct moe_cpu_peers *p, uint32_t slot)
 {
     moe_mutex_lock(&p->lock);
     moe_masks_leave(&p->masks, slot);
+    publish(p);
+    moe_mutex_unlock(&p->lock);
+}
+
+void moe_cpu_peers_note_notice(struct moe_cpu_peers *p, uint32_t slot, uint64_t epoch,
+                               uint64_t lost)
+{
+    moe_mutex_lock(&p->lock);
+    moe_masks_notice(&p->masks, slot, epoch, lost);
     publish(p);
     moe_mutex_unlock(&p->lock);
 }

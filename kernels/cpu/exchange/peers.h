@@ -57,12 +57,17 @@ uint64_t moe_cpu_peers_left(const struct moe_cpu_peers *peers);
 /* The slot that was lost first in this epoch, or -1. */
 int moe_cpu_peers_first_lost(const struct moe_cpu_peers *peers);
 
-/* Any thread. What the network knows of slots on other hosts, and what they report. */
-void moe_cpu_peers_note_lost(struct moe_cpu_peers *peers, uint64_t slots);
+/* Any thread. What the network knows of a slot on another host: its line ended, it said goodbye, or
+ * it says that it has the mask of `epoch` and has lost these slots in it. */
+void moe_cpu_peers_note_closed(struct moe_cpu_peers *peers, uint32_t slot);
 void moe_cpu_peers_note_left(struct moe_cpu_peers *peers, uint32_t slot);
+void moe_cpu_peers_note_notice(struct moe_cpu_peers *peers, uint32_t slot, uint64_t epoch,
+                               uint64_t lost);
+/* Any thread. Marks `slots` as lost here, and tells no peer. */
+void moe_cpu_peers_note_lost(struct moe_cpu_peers *peers, uint64_t slots);
 
-/* Marks `slots` as lost and notifies all peers on this host. If `slots` contains this slot, the
- * peers end their waits for it. One thread at a time. */
+/* Marks `slots` as lost and notifies all peers on this host, of the present epoch. If `slots`
+ * contains this slot, the peers end their waits for it. One thread at a time. */
 void moe_cpu_peers_report_lost(struct moe_cpu_peers *peers, uint64_t slots);
 
 /* Tells the peers that this slot leaves the session in order. Once, and nothing follows but close.

@@ -88,7 +88,7 @@ void moe_cpu_session_report_lost(struct moe_session *s, uint64_t slots)
 {
     moe_cpu_peers_report_lost(s->peers, slots);
     if (s->network != NULL)
-        moe_cpu_network_report_lost(s->network, slots);
+        moe_cpu_network_notify(s->network, s->config.epoch, slots);
 }
 
 static struct moe_status out_of_budget(struct moe_session *s, uint32_t slot)
@@ -189,21 +189,14 @@ uint64_t moe_cpu_session_lost(struct moe_session *s)
     return moe_cpu_peers_lost(s->peers);
 }
 
-/* Rows over a network, and through gateways, have other writers under another mask. A session that
- * trains has one copy of each expert. */
-bool moe_cpu_session_can_mask(const struct moe_session *s)
-{
-    return s->network == NULL && !s->config.training;
-}
-
 const char *moe_cpu_session_transport(const struct moe_session *s)
 {
-    uint64_t mapped = 0;
+    uint64_t mapped = 0, live = s->config.live;
     for (uint32_t p = 0; p < s->config.slots; p++)
         mapped |= s->window[p].base != NULL ? UINT64_C(1) << p : 0;
-    if ((s->config.live & (s->config.live - 1)) == 0)
+    if ((live & (live - 1)) == 0)
         return "none";
-    if (s->network == NULL)
+    if (mapped == live)
         return "shared memory";
     return (mapped & (mapped - 1)) != 0 ? "shared memory and network" : "network";
 }

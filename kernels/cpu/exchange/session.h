@@ -20,7 +20,7 @@ struct moe_session {
     struct moe_cpu_window window[MOE_MAX_SLOTS];
     size_t charged; /* bytes on the device's account */
     struct moe_cpu_peers *peers;
-    struct moe_cpu_network *network; /* NULL if all windows are mapped */
+    struct moe_cpu_network *network; /* NULL if all windows were mapped in the join */
     bool aborted;                    /* atomic */
     uint32_t spins, yields;          /* tries of a wait before it sleeps */
     uint32_t step;                   /* number of the last step begun, from 1; in every stamp */
@@ -60,9 +60,6 @@ struct moe_status moe_cpu_session_gather(struct moe_session *s, const void *mine
 
 /* Returns when every live slot has called it. */
 struct moe_status moe_cpu_session_barrier(struct moe_session *s) MOE_CHECKED;
-
-/* The members of struct moe_backend: whether all windows of the session are shared memory. */
-bool moe_cpu_session_can_mask(const struct moe_session *s);
 
 /* Wakes the threads that sleep in `slot`, which has a mapped window. */
 void moe_cpu_session_wake(struct moe_session *s, uint32_t slot);

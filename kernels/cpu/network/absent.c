@@ -44,10 +44,17 @@ void moe_cpu_network_stop_helping(struct moe_cpu_network *n)
     (void)n;
 }
 
-void moe_cpu_network_report_lost(struct moe_cpu_network *n, uint64_t slots)
+void moe_cpu_network_notify(struct moe_cpu_network *n, uint64_t epoch, uint64_t lost)
 {
     (void)n;
-    (void)slots;
+    (void)epoch;
+    (void)lost;
+}
+
+void moe_cpu_network_keep(struct moe_cpu_network *n, uint64_t live)
+{
+    (void)n;
+    (void)live;
 }
 
 void moe_cpu_network_close(struct moe_cpu_network *n)

@@ -102,7 +102,7 @@ struct moe_cpu_message *moe_cpu_network_take(struct moe_cpu_network *n, uint32_t
     moe_mutex_unlock(&n->lock);
     if (m == NULL) {
         if (late)
-            n->config.lost(n->config.ctx, UINT64_C(1) << blocking);
+            n->config.late(n->config.ctx, UINT64_C(1) << blocking);
         return NULL;
     }
     make_empty(m, slot, MOE_CPU_STORES);

@@ -97,11 +97,18 @@ void moe_cpu_network_send(struct moe_cpu_network *n, struct moe_cpu_message *m)
     wake_thread(n);
 }
 
-void moe_cpu_network_report_lost(struct moe_cpu_network *n, uint64_t slots)
+static uint64_t peers_of(const struct moe_cpu_network *n)
 {
+    return __atomic_load_n(&n->peers, __ATOMIC_RELAXED);
+}
+
+void moe_cpu_network_notify(struct moe_cpu_network *n, uint64_t epoch, uint64_t lost)
+{
+    const struct moe_cpu_notice notice = {epoch, lost};
+    const uint64_t peers = peers_of(n);
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-        if (n->peers & bit(s))
-            send_own(n, s, MOE_CPU_REPORT, &slots, sizeof slots);
+        if (peers & bit(s))
+            send_own(n, s, MOE_CPU_NOTICE, &notice, sizeof notice);
 }
 
 /* ---------------------------------------------------------------------- receiving */
@@ -123,7 +130,7 @@ static void break_line(struct moe_cpu_network *n, uint32_t slot)
     line->broken = true;
     part(n, slot);
     if (line->verified && !line->left)
-        n->config.lost(n->config.ctx, bit(slot));
+        n->config.closed(n->config.ctx, slot);
 }
 
 static void send_hello(struct moe_cpu_network *n, uint32_t slot)
@@ -136,7 +143,7 @@ static void take_hello(struct moe_cpu_network *n, moe_ucx_link from,
                        const struct moe_cpu_message_head *head, const void *body, size_t bytes)
 {
     uint32_t slot = head->slot;
-    if (head->kind != MOE_CPU_HELLO || slot >= MOE_MAX_SLOTS || !(n->peers & bit(slot)) ||
+    if (head->kind != MOE_CPU_HELLO || slot >= MOE_MAX_SLOTS || !(peers_of(n) & bit(slot)) ||
         head->epoch != n->config.epoch || bytes != sizeof n->endpoint.secret ||
         !moe_secret_equal(body, n->endpoint.secret, bytes))
         return;
@@ -155,17 +162,13 @@ static void take_hello(struct moe_cpu_network *n, moe_ucx_link from,
     }
 }
 
-static void take_report(struct moe_cpu_network *n, uint32_t slot, const void *body, size_t bytes)
+static void take_notice(struct moe_cpu_network *n, uint32_t slot, const void *body, size_t bytes)
 {
-    uint64_t lost;
-    if (bytes != sizeof lost)
+    struct moe_cpu_notice notice;
+    if (bytes != sizeof notice)
         return;
-    memcpy(&lost, body, sizeof lost);
-    if (lost & bit(n->config.slot)) /* a peer that lost this slot serves it no more */
-        n->config.left(n->config.ctx, slot);
-    lost &= ~bit(n->config.slot);
-    if (lost != 0)
-        n->config.lost(n->config.ctx, lost);
+    memcpy(&notice, body, sizeof notice);
+    n->config.noticed(n->config.ctx, slot, notice.epoch, notice.lost);
 }
 
 static void take_message(struct moe_cpu_network *n, uint32_t slot,
@@ -182,7 +185,7 @@ static void take_message(struct moe_cpu_network *n, uint32_t slot,
             break_line(n, slot);
         n->config.stored(n->config.ctx);
         break;
-    case MOE_CPU_REPORT: take_report(n, slot, body, bytes); break;
+    case MOE_CPU_NOTICE: take_notice(n, slot, body, bytes); break;
     case MOE_CPU_GOODBYE:
         line->left = true;
         n->config.left(n->config.ctx, slot);
@@ -444,14 +447,29 @@ struct moe_status moe_cpu_network_connect(struct moe_cpu_network *n, uint64_t pe
     return rc == 0 ? moe_ok() : moe_thread_failure("moe-cpu-net", rc);
 }
 
+/* A slot that has stopped would hold its messages for ever, and others would wait for free ones. */
+void moe_cpu_network_keep(struct moe_cpu_network *n, uint64_t live)
+{
+    uint64_t gone = peers_of(n) & ~live;
+    __atomic_store_n(&n->peers, peers_of(n) & live, __ATOMIC_RELAXED);
+    moe_mutex_lock(&n->drive);
+    (void)transmit_queue(n);
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if (gone & bit(s))
+            n->line[s].broken = true;
+    close_links(n, false);
+    moe_mutex_unlock(&n->drive);
+}
+
 static void part_from_all(struct moe_cpu_network *n)
 {
+    const uint64_t peers = peers_of(n);
     uint64_t deadline = moe_clock_ns() + GOODBYE_MS * MOE_NS_PER_MS;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-        if (n->peers & bit(s))
+        if (peers & bit(s))
             send_own(n, s, MOE_CPU_GOODBYE, NULL, 0);
     moe_mutex_lock(&n->lock);
-    while ((n->parted & n->peers) != n->peers && moe_wait_until(&n->freed, &n->lock, deadline))
+    while ((n->parted & peers) != peers && moe_wait_until(&n->freed, &n->lock, deadline))
         continue;
     n->stop = true;
     moe_mutex_unlock(&n->lock);

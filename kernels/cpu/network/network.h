@@ -9,7 +9,8 @@
  *
  * Links prove both ends by secrets that travel through the session's all-gather. A link belongs to
  * one session, and every message has its epoch and number: late data of an older session finds no
- * link. What crosses is not encrypted. */
+ * link. After a mask, late stores of the epoch before may come, before those of the new one: they
+ * travel on the same link. What crosses is not encrypted. */
 #ifndef MOE_CPU_NETWORK_H
 #define MOE_CPU_NETWORK_H
 
@@ -34,15 +35,19 @@ struct moe_cpu_network_endpoint {
 
 struct moe_cpu_network_config {
     uint32_t slot;
-    uint64_t epoch;
+    uint64_t epoch;      /* in which the session is joined; every message has it */
     const char *address; /* numeric, of this host; copied */
     uint8_t *window;     /* this slot's, from its base */
     const struct moe_window_layout *layout;
     uint32_t budget_ms; /* how long a sender waits for a free message */
     /* Called by the network thread, and inside moe_cpu_network_help; must not block. */
-    void (*stored)(void *ctx);               /* flags of the window have changed */
-    void (*lost)(void *ctx, uint64_t slots); /* bit s: slot s is gone */
-    void (*left)(void *ctx, uint32_t slot);  /* it left in order, or reported this slot lost */
+    void (*stored)(void *ctx);                /* flags of the window have changed */
+    void (*closed)(void *ctx, uint32_t slot); /* its line ended without a goodbye */
+    void (*left)(void *ctx, uint32_t slot);   /* it said goodbye */
+    /* It has the mask of this epoch, and has lost these slots in it. */
+    void (*noticed)(void *ctx, uint32_t slot, uint64_t epoch, uint64_t lost);
+    /* Any thread, inside moe_cpu_network_take: these take nothing within the budget. */
+    void (*late)(void *ctx, uint64_t slots);
     /* Any thread: whether waits must end. */
     bool (*ended)(void *ctx);
     void *ctx;
@@ -71,8 +76,12 @@ struct moe_status moe_cpu_network_connect(struct moe_cpu_network *n, uint64_t pe
 void moe_cpu_network_help(struct moe_cpu_network *n);
 /* The thread that helped goes to sleep: the network thread goes on. */
 void moe_cpu_network_stop_helping(struct moe_cpu_network *n);
-/* Any thread. Reports `slots` as lost to all peers. */
-void moe_cpu_network_report_lost(struct moe_cpu_network *n, uint64_t slots);
+/* Any thread. Tells all peers that this slot has the mask of `epoch`, and has lost the slots of
+ * `lost` in it. */
+void moe_cpu_network_notify(struct moe_cpu_network *n, uint64_t epoch, uint64_t lost);
+/* Closes the lines of slots that `live` lacks, so that no message waits for them. No other thread
+ * takes a message meanwhile. */
+void moe_cpu_network_keep(struct moe_cpu_network *n, uint64_t live);
 /* Says goodbye, waits a moment until peers have all that was sent, ends the thread. No other call
  * runs or follows. NULL is ignored. */
 void moe_cpu_network_close(struct moe_cpu_network *n);

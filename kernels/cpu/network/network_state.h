@@ -9,7 +9,7 @@
 #include "base/wait.h"
 
 enum {
-    /* Messages of the network thread itself: hello, goodbye, reports of lost slots. */
+    /* Messages of the network itself: hello, goodbye, notices. */
     MOE_CPU_OWN_MESSAGES = 8 * MOE_MAX_SLOTS,
     MOE_CPU_ALL_MESSAGES = MOE_CPU_MAX_MESSAGES + MOE_CPU_OWN_MESSAGES,
     MOE_CPU_MAX_STRANGERS = 2 * MOE_MAX_SLOTS, /* links without a hello */
@@ -18,7 +18,7 @@ enum {
 enum moe_cpu_message_kind {
     MOE_CPU_HELLO = 1, /* body: the receiver's secret */
     MOE_CPU_STORES,    /* body: records of stores */
-    MOE_CPU_REPORT,    /* body: uint64_t, slots that the sender lost */
+    MOE_CPU_NOTICE,    /* body: struct moe_cpu_notice */
     MOE_CPU_GOODBYE,   /* the sender leaves in order */
     MOE_CPU_FAREWELL,  /* answer to it: all that the leaver sent has been carried out */
 };
@@ -26,7 +26,12 @@ enum moe_cpu_message_kind {
 /* Before the body. All processes of a group run one release on one kind of processor. */
 struct moe_cpu_message_head {
     uint32_t kind, slot;    /* of the sender */
-    uint64_t epoch, number; /* from 1 on each link; HELLO is not counted */
+    uint64_t epoch, number; /* of the join; from 1 on each link, HELLO is not counted */
+};
+
+/* The sender has the mask of `epoch`, and has lost these slots in it. */
+struct moe_cpu_notice {
+    uint64_t epoch, lost;
 };
 
 /* A record: this, then `bytes` of data, rounded up to 8. */
@@ -63,7 +68,7 @@ struct moe_cpu_network {
     struct moe_cpu_network_endpoint endpoint;
     struct moe_mutex drive; /* held during calls of UCX, and its callbacks; taken before `lock` */
     struct moe_ucx *ucx;
-    uint64_t peers;
+    uint64_t peers; /* atomic once the thread runs */
     struct moe_cpu_line line[MOE_MAX_SLOTS];
     const struct moe_cpu_network_endpoint *endpoints; /* while connecting */
     moe_ucx_link stranger[MOE_CPU_MAX_STRANGERS];

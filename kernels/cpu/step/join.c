@@ -182,10 +182,10 @@ static void wake_own(void *session)
     moe_cpu_session_wake(s, s->config.slot);
 }
 
-static void note_lost(void *session, uint64_t slots)
+static void note_closed(void *session, uint32_t slot)
 {
     struct moe_session *s = session;
-    moe_cpu_peers_note_lost(s->peers, slots);
+    moe_cpu_peers_note_closed(s->peers, slot);
     wake_own(s);
 }
 
@@ -193,6 +193,20 @@ static void note_left(void *session, uint32_t slot)
 {
     struct moe_session *s = session;
     moe_cpu_peers_note_left(s->peers, slot);
+    wake_own(s);
+}
+
+static void note_notice(void *session, uint32_t slot, uint64_t epoch, uint64_t lost)
+{
+    struct moe_session *s = session;
+    moe_cpu_peers_note_notice(s->peers, slot, epoch, lost);
+    wake_own(s);
+}
+
+static void note_late(void *session, uint64_t slots)
+{
+    struct moe_session *s = session;
+    moe_cpu_peers_note_lost(s->peers, slots);
     wake_own(s);
 }
 
@@ -213,8 +227,10 @@ static struct moe_status connect_network(struct moe_session *s)
                                                   .layout = &s->layout,
                                                   .budget_ms = c->wait_budget_ms,
                                                   .stored = wake_own,
-                                                  .lost = note_lost,
+                                                  .closed = note_closed,
                                                   .left = note_left,
+                                                  .noticed = note_notice,
+                                                  .late = note_late,
                                                   .ended = has_ended,
                                                   .ctx = s};
     struct network_record mine = {0}, all[MOE_MAX_SLOTS] = {0};
@@ -313,15 +329,24 @@ failed:
     return st;
 }
 
-/* As after a join, but for the windows and sockets, which stay. Stamps have the new epoch, so step
- * and exchange numbers begin again. */
+uint64_t moe_cpu_session_together(const struct moe_session *s)
+{
+    return moe_cpu_ep_together(s->ep);
+}
+
+/* As after a join, but for windows, sockets and links, which stay. Stamps have the new epoch, so
+ * step and exchange numbers begin again. */
 struct moe_status moe_cpu_session_mask(struct moe_session *s, uint64_t epoch, uint64_t live)
 {
-    if (!moe_cpu_session_can_mask(s))
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                         "a session over a network, or one that trains, takes no mask");
     struct moe_status busy = moe_cpu_steps_idle(s->steps);
+    if (!moe_failed(&busy) && !moe_cpu_ep_prepare_mask(s->ep, live))
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING,
+                         "regions of windows would have other writers under this mask");
     MOE_TRY(moe_cpu_peers_mask(s->peers, epoch, live, !moe_failed(&busy)));
+    if (s->network != NULL) {
+        moe_cpu_network_notify(s->network, epoch, 0);
+        moe_cpu_network_keep(s->network, live);
+    }
     s->config.epoch = epoch;
     s->config.live = live;
     s->step = s->exchanges = 0;

@@ -8,6 +8,7 @@
 struct moe_status moe_cpu_session_join(struct moe_device *device,
                                        const struct moe_session_config *config,
                                        struct moe_session **out) MOE_CHECKED;
+uint64_t moe_cpu_session_together(const struct moe_session *s);
 struct moe_status moe_cpu_session_mask(struct moe_session *s, uint64_t epoch,
                                        uint64_t live) MOE_CHECKED;
 void moe_cpu_session_leave(struct moe_session *s); /* NULL is ignored */

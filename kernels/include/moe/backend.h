@@ -381,9 +381,10 @@ struct moe_backend {
      * behind. */
     struct moe_status (*session_join)(struct moe_device *, const struct moe_session_config *,
                                       struct moe_session **out);
-    /* Whether session_mask can keep this session. It depends on how rows travel, and is the same on
-     * all slots. NULL: of none. */
-    bool (*session_can_mask)(const struct moe_session *);
+    /* Bit s: every mask of this session has slot s if it has this slot, and lacks both else; they
+     * forward rows for each other. The bit of this slot is set. 0: the session takes no mask. Only
+     * a mask changes it. NULL: 0 of all sessions. */
+    uint64_t (*session_together)(const struct moe_session *);
     /* The session goes on in `epoch` with fewer slots, as after a join: nothing of earlier steps,
      * losses and aborts counts any more. Windows, connections, streams and layers stay. There is no
      * all-gather, and no wait for a peer.
@@ -395,11 +396,12 @@ struct moe_backend {
      * So a slot that returns, in whatever process, needs a new session: session_join.
      *
      * `epoch` is above that of the mask before, and less than 2^MOE_WINDOW_EPOCH_BITS above that of
-     * the join. `live` has this slot, and only slots of the mask before. Not during session_abort.
+     * the join. `live` has this slot, and only slots of the mask before; of slots that take masks
+     * together (session_together, which is not 0), it has all or none. Not during session_abort.
      * Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID (other arguments), MOE_FAILED_PRECONDITION
-     * (unfinished steps; an epoch that is too far; UNSUPPORTED: not session_can_mask),
+     * (unfinished steps; an epoch that is too far; REFORMING: slots that take masks together),
      * MOE_UNAVAILABLE/PEER_LOST (a slot of `live` has left). Nothing has changed then. NULL if
-     * session_can_mask is. */
+     * session_together is. */
     struct moe_status (*session_mask)(struct moe_session *, uint64_t epoch, uint64_t live);
     /* Collective small exchange through the windows, not through the allgather. It proves that
      * every slot reaches every other before a view is committed. bytes <= 256. */
