@@ -3,7 +3,8 @@
 sequencer), stopped for longer than its lease, or drained. Three callers without retries, one for
 each survivor, compare every answer. No call of theirs fails, and the group serves again with all
 slots once the worker is back. The survivors keep their session; only a worker that comes back costs
-a new one.
+a new one. So it is if each worker is on another host, too. If two workers of a host are gateways
+for each other, the survivors join a new session.
 
   test_replicas.py BUILD MODELS [--long]
 
@@ -16,6 +17,7 @@ import os
 import re
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +26,8 @@ import unittest
 LONG = "--long" in sys.argv and sys.argv.remove("--long") is None
 
 from watched import Group, Here, wait_until  # noqa: E402
-from group import moectl  # noqa: E402
+from group import MOECTL  # noqa: E402
+import netns  # noqa: E402
 
 import moed  # noqa: E402
 import numpy as np  # noqa: E402
@@ -44,17 +47,24 @@ def gap_after(callers, begin):
     return worst
 
 
-class Replicas(unittest.TestCase):
+class Scene(unittest.TestCase):
+    hosts = 0  # network namespaces; 0: all are here
+    keeps_session = True
+
     def setUp(self):
-        net = self.enterContext(Here())
-        self.group = Group(net, WORKERS, replicas=2, lease_ms=5000, insecure=False)
+        net = self.enterContext(netns.Network(self.hosts) if self.hosts else Here())
+        self.group = Group(net, WORKERS, replicas=2, lease_ms=5000, insecure=self.hosts != 0)
         self.addCleanup(self.stop)
         self.endpoints = []
         for slot in range(WORKERS):
-            self.endpoints.append(self.group.start_worker("w%d" % slot, 0, slot=slot))
+            self.endpoints.append(
+                self.group.start_worker("w%d" % slot, self.host_of(slot), slot=slot))
             self.group.await_log("coordinator", "slot %d: w%d at" % (slot, slot))
         self.group.await_serving(1)
         self.callers = []
+
+    def host_of(self, slot):
+        return slot * self.hosts // WORKERS
 
     def stop(self):
         codes = self.group.stop()
@@ -65,8 +75,10 @@ class Replicas(unittest.TestCase):
             caller.await_answers(5)
 
     def status(self):
-        return json.loads(moectl("status", "-o", "json", "--endpoint",
-                                 self.group.net.address(0) + ":7700").stdout)
+        asked = self.group.net.popen(
+            0, [MOECTL, "status", "-o", "json", "--endpoint",
+                self.group.net.address(0) + ":7700"], stdout=subprocess.PIPE, text=True)
+        return json.loads(asked.communicate(timeout=30)[0])
 
     def without(self):
         """The slots that are missing in the view that was committed last."""
@@ -97,7 +109,7 @@ class Replicas(unittest.TestCase):
         """Returns the worst gaps (s) when the worker is lost and when it is back. `fault(process)`
         takes it away, and returns what brings it back."""
         survivors = [s for s in range(WORKERS) if s != victim]
-        self.callers = [self.group.call(0, self.endpoints[s], "forward", "golden")
+        self.callers = [self.group.call(self.host_of(s), self.endpoints[s], "forward", "golden")
                         for s in survivors]
         self.await_answers()
         lost = time.monotonic()
@@ -105,7 +117,8 @@ class Replicas(unittest.TestCase):
         self.await_view([victim])
         epoch = self.epoch()
         kept = [self.keeps(s, epoch) for s in survivors]
-        self.assertTrue(all(kept), "%s\n%s" % (kept, self.group.log("coordinator")[-2000:]))
+        self.assertEqual(set(kept), {self.keeps_session},
+                         "%s\n%s" % (kept, self.group.log("coordinator")[-2000:]))
         self.await_answers()
         back = time.monotonic()
         gaps = [gap_after(self.callers, lost)]
@@ -142,20 +155,29 @@ class Replicas(unittest.TestCase):
     def start_again(self, name):
         slot = int(name[1:])
         self.group.port = int(self.endpoints[slot].rpartition(":")[2])
-        self.group.start_worker(name, 0, slot=slot)
+        self.group.start_worker(name, self.host_of(slot), slot=slot)
         self.group.port = int(max(e.rpartition(":")[2] for e in self.endpoints)) + 2
 
     def name_of(self, process):
         return next(n for n, p in self.group.processes.items() if p is process)
 
+    def killed(self, process):
+        name = self.name_of(process)
+        process.kill()
+        process.wait()
+        return lambda: self.start_again(name)
+
+    def drained(self, process):
+        name = self.name_of(process)
+        process.terminate()
+        self.assertEqual(process.wait(timeout=30), 0)
+        return lambda: self.start_again(name)
+
+
+class Replicas(Scene):
     def test_killed(self):
         """A member and the sequencer, by SIGKILL."""
-        def killed(process):
-            name = self.name_of(process)
-            process.kill()
-            process.wait()
-            return lambda: self.start_again(name)
-        self.repeat([2, 0], killed)
+        self.repeat([2, 0], self.killed)
 
     def rehomed(self, layer):
         """The layer's re-homed experts, from the placement and the live slots."""
@@ -221,12 +243,27 @@ class Replicas(unittest.TestCase):
 
     def test_drained(self):
         """A member leaves in peace; another process takes the slot."""
-        def drained(process):
-            name = self.name_of(process)
-            process.terminate()
-            self.assertEqual(process.wait(timeout=30), 0)
-            return lambda: self.start_again(name)
-        self.repeat([3], drained)
+        self.repeat([3], self.drained)
+
+
+@unittest.skipIf(netns.missing(), netns.missing())
+class OverNetwork(Scene):
+    hosts = WORKERS
+
+    def test_killed(self):
+        self.repeat([2, 0], self.killed)
+
+    def test_drained(self):
+        self.repeat([3], self.drained)
+
+
+@unittest.skipIf(netns.missing(), netns.missing())
+class WithGateways(Scene):
+    hosts = 2
+    keeps_session = False
+
+    def test_killed(self):
+        self.repeat([1], self.killed)
 
 
 if __name__ == "__main__":
