@@ -145,12 +145,28 @@ static void note_session(struct moe_membership *m)
     m->session.live = m->live;
 }
 
+/* Members of one view have one session, which they joined in its epoch or before. While the log has
+ * the view, no later epoch was announced, so they have the mask of that view still. */
+void moe_membership__learn_session(struct moe_membership *m, uint32_t slot,
+                                   const struct moe_membership_register *r)
+{
+    if (m->session.restored == 0 || m->session.incarnations[slot] != r->incarnation)
+        return;
+    if (m->session.epoch == 0 && r->session.epoch <= m->session.restored) {
+        m->session.epoch = r->session.epoch;
+        m->session.slots = moe_placement_slots(m->placement);
+        m->session.max_tokens = r->session.max_tokens;
+    }
+    bool same = r->session.epoch != 0 && r->session.epoch == m->session.epoch;
+    m->session.together[slot] = same ? r->session.together : 0;
+}
+
 /* The epoch that forms ends, perhaps before it was announced. A new session that was not committed
  * is left; one that is kept may have a smaller mask. */
 static void forget_session(struct moe_membership *m)
 {
     if (m->phase != PHASE_SAVE_EPOCH && !MOE_GUARD(MASK_OF_A_VIEW, m->masks))
-        m->session.epoch = 0;
+        memset(&m->session, 0, sizeof m->session);
 }
 
 /* ------------------------------------------------------------------ end of an epoch */
@@ -611,7 +627,7 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
         m->shrinks = m->shrinks || m->masks; /* the next attempt is at once: a mask that fails is no
                                                 failure of the group */
         if (m->masks && error->reason != MOE_REASON_PEER_LOST)
-            m->session.epoch = 0;
+            memset(&m->session, 0, sizeof m->session);
         moe_membership__end_epoch(m, cause_of(error), why);
         return;
     }

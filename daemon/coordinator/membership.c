@@ -118,6 +118,8 @@ static void restore_view(struct moe_membership *m)
     m->removed = live & ~m->saved.places; /* they were about to leave */
     m->view_since_ns = m->now_ns;
     m->restoring = true;
+    m->session.restored = m->view_epoch;
+    m->session.live = live;
     for (uint32_t s = 0; s < m->config.slots; s++) {
         struct member *member = &m->members[s];
         if ((live >> s & 1) == 0)
@@ -125,6 +127,7 @@ static void restore_view(struct moe_membership *m)
         member->state = SLOT_TAKEN;
         memcpy(member->worker_id, m->saved.members[s].worker_id, sizeof member->worker_id);
         member->incarnation = m->saved.members[s].incarnation;
+        m->session.incarnations[s] = member->incarnation;
         member->last_message_ns = m->now_ns + extra_lease(m);
         member->unverified = true;
         moe_membership__remember(m, member);

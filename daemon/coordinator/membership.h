@@ -143,6 +143,10 @@ struct moe_membership_register { /* moe.v1.Register; strings are copied */
     const struct moe_membership_layer *layers;
     size_t layer_count;
     struct moe_membership_host host; /* texts may be NULL: not known */
+    struct {                         /* moe.v1.KeptSession; epoch 0 = none */
+        uint64_t epoch, together;
+        uint32_t max_tokens;
+    } session;
 };
 
 struct moe_membership_heartbeat {

@@ -124,10 +124,14 @@ struct moe_membership {
      * can be a mask of it. */
     struct {
         uint64_t epoch; /* in which they joined it; 0 = none is known */
+        /* Not 0: the log has a view of this epoch, and its members tell what its session is as they
+         * come back. Before, `epoch` is 0. */
+        uint64_t restored;
         uint64_t live;  /* of the last PREPARE with it */
         uint32_t slots; /* of its placement */
         uint32_t max_tokens;
-        uint64_t together[SLOTS_MAX]; /* of Ready; 0 = its member takes no mask, or is not ready */
+        uint64_t together[SLOTS_MAX]; /* of Ready; 0 = its member takes no mask, or is not ready, or
+                                         not back */
         uint64_t incarnations[SLOTS_MAX];
     } session;
 
@@ -289,6 +293,9 @@ void moe_membership__exclude(struct moe_membership *m, uint64_t slots);
 uint64_t moe_membership__able_slots(const struct moe_membership *m);
 /* Takes the next step towards a view, if possible. Called after every input. */
 void moe_membership__advance(struct moe_membership *m);
+/* The worker in `slot` has come back, perhaps with the session of the view in the log. */
+void moe_membership__learn_session(struct moe_membership *m, uint32_t slot,
+                                   const struct moe_membership_register *r);
 void moe_membership__blob(struct moe_membership *m, uint32_t slot, uint64_t epoch, uint32_t round,
                           const uint8_t *data, size_t length);
 void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epoch,

@@ -557,6 +557,11 @@ static void receive_register(struct moe_coordinator *c, struct session *s, uint6
     if (r->host != NULL)
         in.host = (struct moe_membership_host){r->host->id, r->host->name, r->host->domain,
                                                r->host->network_address};
+    if (r->session != NULL) {
+        in.session.epoch = r->session->epoch;
+        in.session.together = r->session->together;
+        in.session.max_tokens = r->session->max_tokens_per_step;
+    }
     if (r->slot_token.len == MOE_MEMBERSHIP_TOKEN_BYTES)
         in.slot_token = r->slot_token.data;
     moe_membership_on_register(c->machine, now, s->stream, &in);

@@ -45,7 +45,7 @@ void moe_report_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out
 }
 
 void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_identity *id,
-                         uint32_t wanted_slot_plus_one)
+                         uint32_t wanted_slot_plus_one, const struct moe_group_session *session)
 {
     Moe__V1__LayerInfo layers[MOE_MAX_LAYERS];
     Moe__V1__LayerInfo *pointers[MOE_MAX_LAYERS];
@@ -80,6 +80,12 @@ void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_i
         host.name = (char *)id->host_name;
         r.host = &host;
     }
+    Moe__V1__KeptSession kept = MOE__V1__KEPT_SESSION__INIT;
+    kept.epoch = session->epoch;
+    kept.together = session->together;
+    kept.max_tokens_per_step = session->max_tokens;
+    if (session->epoch != 0)
+        r.session = &kept;
     Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
     q.body_case = MOE__V1__SESSION_REQUEST__BODY_REGISTER;
     q.register_ = &r;

@@ -14,8 +14,14 @@ struct moe_rpc_stream;
 /* Fills in a layer's description. */
 void moe_report_layer(const struct moe_layer_spec *spec, Moe__V1__LayerInfo *out);
 
+/* moe.v1.KeptSession; epoch 0 = none */
+struct moe_group_session {
+    uint64_t epoch, together;
+    uint32_t max_tokens;
+};
+
 void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_identity *id,
-                         uint32_t wanted_slot_plus_one);
+                         uint32_t wanted_slot_plus_one, const struct moe_group_session *session);
 void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t sequence,
                           const struct moe_group_numbers *numbers);
 /* `part`: at most MOE_GROUP_PART_BYTES. */

@@ -268,7 +268,8 @@ static void connect_stream(struct moe_group *g)
     moe_mutex_unlock(&g->lock);
     expect_sign(g);
     moe_report_register(g->stream, &g->config.identity,
-                        g->has_slot ? g->slot + 1 : g->config.identity.wanted_slot_plus_one);
+                        g->has_slot ? g->slot + 1 : g->config.identity.wanted_slot_plus_one,
+                        &g->session);
 }
 
 /* The coordinator refuses this process for good. */

@@ -16,6 +16,7 @@
 #include "daemon/progress.h"
 #include "group/gather.h"
 #include "group/group.h"
+#include "group/report.h"
 #include "group/serial_executor.h"
 #include "moe/v1/coordinator.pb-c.h"
 #include "rpc/client.h"
@@ -85,6 +86,8 @@ struct moe_group {
     uint64_t forming; /* epoch that a task forms, or that waits for COMMIT; 0 = none */
     bool committed;   /* COMMIT of `forming` has come, `serve` is under way */
     uint64_t epoch;   /* in force here; 0 = none */
+    /* Of the last view that was formed here, if the session can take masks. */
+    struct moe_group_session session;
     struct moe_lease lease;
     bool lease_held; /* as last passed to the hook */
     /* When due; MOE_NEVER = not. */

@@ -258,14 +258,19 @@ void moe_group__on_prepare(struct moe_group *g, Moe__V1__SessionResponse *respon
     task->response = response;
     MOE_TRY_GOTO(st, read_view(g, response->prepare, &task->view), refuse);
     moe_group__end_view(g, "a new epoch is prepared");
+    const bool joins = task->view.session_epoch == 0; /* and leaves the session before */
+    const struct moe_group_session new_session = {.epoch = epoch,
+                                                  .max_tokens = task->view.max_tokens_per_step};
     MOE_TRY_GOTO(st, moe_serial_executor_post(g->executor, run_form, g, task), refuse);
+    if (joins)
+        g->session = new_session;
     g->forming = epoch;
     g->floor = epoch + 1;
     return;
 refuse:
     free(task);
     moe__v1__session_response__free_unpacked(response, NULL);
-    moe_report_ready(g->stream, epoch, false, &st);
+    moe_report_ready(g->stream, epoch, 0, &st);
 }
 
 void moe_group__on_blobs(struct moe_group *g, const Moe__V1__Blobs *b)
@@ -320,6 +325,8 @@ void moe_group__on_formed(struct moe_group *g, const struct event *e)
     if (moe_failed(&e->status)) {
         moe_log_warn("epoch %llu does not form: %s", (unsigned long long)e->number, e->status.text);
         g->forming = 0;
+    } else {
+        g->session.together = e->slots;
     }
     moe_report_ready(g->stream, e->number, e->slots, &e->status);
 }

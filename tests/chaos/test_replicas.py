@@ -214,7 +214,7 @@ class Replicas(Scene):
         return expected
 
     def test_rehomed_experts(self):
-        """Clients that ask get the experts that are computed away from home."""
+        """Clients that ask get the experts that have lost a copy."""
         clients = [self.enterContext(moed.Client(self.endpoints[0], transport=transport))
                    for transport in ("native", "grpc")]
         layer = clients[0].layers[0]
@@ -231,6 +231,15 @@ class Replicas(Scene):
         self.start_again("w1")
         self.await_view([])
         self.assertEqual(self.check_rehomed(clients, x, full), ())
+
+    def test_killed_after_a_restart_of_the_coordinator(self):
+        """The members tell the coordinator which session they have."""
+        coordinator = self.group.processes["coordinator"]
+        coordinator.kill()
+        coordinator.wait()
+        self.group.start_coordinator()
+        self.group.await_log("coordinator", "all members of epoch 1 are back")
+        self.repeat([2], self.killed)
 
     def test_stopped(self):
         """A member and the sequencer, by SIGSTOP for longer than the lease. Their pulse tells: no

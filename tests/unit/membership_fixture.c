@@ -21,8 +21,14 @@ uint64_t answered_sequence;
 uint32_t answered_oldest_ms;
 
 uint32_t domain;
-uint64_t last_session;
+uint64_t last_session, registered_session;
 static uint32_t slot_of[1000]; /* by stream, of its last PREPARE */
+
+/* As Ready.together. */
+static uint64_t together_with(uint32_t slot)
+{
+    return domain == 0 ? 0 : ((UINT64_C(1) << domain) - 1) << slot / domain * domain;
+}
 
 void carry_out(void)
 {
@@ -103,6 +109,7 @@ int setup(void **unused)
     last_stream = 0;
     exited = disk_full = trains = false;
     domain = 0;
+    registered_session = 0;
     replicas = 1;
     create_for(SLOTS);
     return 0;
@@ -142,6 +149,7 @@ uint64_t join_as(uint32_t id, uint64_t incarnation, const char *identity, int to
                                         .slot_token = slot_token,
                                         .max_tokens_per_step = 64,
                                         .trains = trains,
+                                        .session = {registered_session, together_with(id), 64},
                                         .layers = &layer,
                                         .layer_count = 1};
     moe_membership_on_register(m, now, ++last_stream, &r);
@@ -181,9 +189,7 @@ void ready(uint64_t stream, const char *error)
 {
     struct moe_status st =
         error != NULL ? moe_error(MOE_INTERNAL, MOE_REASON_NONE, "%s", error) : moe_ok();
-    uint64_t together =
-        domain == 0 ? 0 : ((UINT64_C(1) << domain) - 1) << slot_of[stream % 1000] / domain * domain;
-    moe_membership_on_ready(m, now, stream, last_epoch, together, &st);
+    moe_membership_on_ready(m, now, stream, last_epoch, together_with(slot_of[stream % 1000]), &st);
     carry_out();
 }
 

@@ -30,9 +30,10 @@ extern enum moe_log_level ended_level; /* of the last end of an epoch */
 /* Of the next machine, write or Register. */
 extern uint32_t replicas, experts;
 extern bool disk_full, trains;
-extern uint32_t domain;       /* of READYs: slots that masks have together; 0: no masks */
-extern uint64_t last_session; /* of the last PREPARE; 0 = a new one */
-extern bool address_of_0;     /* workers register with the address of worker 0 */
+extern uint32_t domain;             /* of READYs: slots that masks have together; 0: no masks */
+extern uint64_t last_session;       /* of the last PREPARE; 0 = a new one */
+extern uint64_t registered_session; /* epoch of the session that Registers tell of; 0 = none */
+extern bool address_of_0;           /* workers register with the address of worker 0 */
 
 void carry_out(void);
 void forget(void);

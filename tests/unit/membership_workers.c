@@ -44,6 +44,15 @@ static void send_up(struct world *w, struct process *p, struct sim_message m)
     push(w, &p->up, m);
 }
 
+static void send_ready(struct world *w, struct process *p, bool good)
+{
+    if (good)
+        p->together = together_in(w, p->session, p->slot);
+    send_up(w, p,
+            (struct sim_message){
+                .kind = SIM_READY, .epoch = p->preparing, .error = !good, .together = p->together});
+}
+
 static void answer_round(struct world *w, struct process *p, uint32_t round)
 {
     if (chance(w, 80))
@@ -52,23 +61,18 @@ static void answer_round(struct world *w, struct process *p, uint32_t round)
         send_up(w, p,
                 (struct sim_message){.kind = SIM_BLOB, .epoch = p->preparing, .round = round});
     else
-        send_up(w, p,
-                (struct sim_message){.kind = SIM_READY,
-                                     .epoch = p->preparing,
-                                     .error = chance(w, 25),
-                                     .together = together_in(w, p->session, p->slot)});
+        send_ready(w, p, !chance(w, 25));
 }
 
 /* A mask needs no blobs. */
-static void take_mask(struct world *w, struct process *p, uint64_t session)
+static void take_mask(struct world *w, struct process *p, const struct sim_message *m)
 {
-    bool kept = p->session == session;
+    bool kept = p->session == m->session && (m->mask & ~p->mask) == 0;
     w->unkept += !kept;
-    send_up(w, p,
-            (struct sim_message){.kind = SIM_READY,
-                                 .epoch = p->preparing,
-                                 .error = !kept || chance(w, 25),
-                                 .together = together_in(w, p->session, p->slot)});
+    bool good = kept && !chance(w, 25);
+    if (good)
+        p->mask = m->mask;
+    send_ready(w, p, good);
 }
 
 static void on_assign(struct world *w, struct process *p, const struct sim_message *m)
@@ -137,10 +141,12 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
         p->highest_epoch = p->preparing = m->epoch;
         p->committed = 0;
         if (m->session != 0) {
-            take_mask(w, p, m->session);
+            take_mask(w, p, m);
             break;
         }
         p->session = m->epoch;
+        p->mask = m->mask;
+        p->together = 0;
         answer_round(w, p, 0);
         break;
     case SIM_BLOBS:

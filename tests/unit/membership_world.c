@@ -186,6 +186,7 @@ static void check_session(struct world *w, uint64_t e)
               "a mask has or lacks the slots of a domain together");
     w->epochs[s].mask = w->epochs[e].live;
     w->kept++;
+    w->learnt += s < w->first_epoch;
 }
 
 static void check_prepare(struct world *w, const struct moe_membership_action *a)
@@ -222,6 +223,20 @@ static void check_prepare(struct world *w, const struct moe_membership_action *a
           "a mask keeps the processes of its session");
 }
 
+/* A member that died since then is lost soon. */
+static void check_members(struct world *w, uint64_t e)
+{
+    uint64_t session = w->epochs[e].session != 0 ? w->epochs[e].session : e;
+    for (size_t i = 0; i < w->process_count; i++) {
+        const struct process *p = &w->processes[i];
+        for (uint32_t s = 0; p->alive && s < w->slots; s++)
+            check(w,
+                  p->incarnation != w->epochs[e].members[s] ||
+                      (p->session == session && p->mask == w->epochs[e].live),
+                  "members of a view have one session and one mask");
+    }
+}
+
 static void check_commit(struct world *w, const struct moe_membership_action *a)
 {
     uint64_t e = a->epoch;
@@ -245,6 +260,7 @@ static void check_commit(struct world *w, const struct moe_membership_action *a)
     check(w, w->epochs[e].members[a->slot] == worker.incarnation,
           "a view is committed to those who prepared it");
     check(w, w->epochs[e].committed[a->slot] == 0, "COMMIT goes to each slot once");
+    check_members(w, e);
     w->epochs[e].committed[a->slot] = worker.incarnation;
     w->commit_ns = w->now_ns;
     w->commits++;
@@ -270,6 +286,7 @@ static void send_down(struct world *w, const struct moe_membership_action *a)
         check_prepare(w, a);
         m.version = moe_placement_version(moe_membership_placement(w->machine));
         m.session = a->session_epoch;
+        m.mask = w->epochs[a->epoch].live;
         check(w, m.version == w->durable.placement_version,
               "a placement is durable before a view of it is prepared");
     }
@@ -396,6 +413,9 @@ void start_machine(struct world *w)
     struct moe_status st = moe_membership_create(&w->config, &w->durable, w->now_ns, &w->machine);
     assert_int_equal(st.code, MOE_OK);
     w->restored_epoch = w->durable.view_epoch;
+    w->first_epoch = w->durable.epoch + 1;
+    if (w->durable.view_epoch != 0)
+        w->epochs[w->durable.view_epoch].in_force = true; /* all of its members were ready */
     /* Replaced processes are remembered for the life of the coordinator only. */
     memset(w->latest_of, 0, sizeof w->latest_of);
     for (size_t i = 0; i < w->process_count; i++)
@@ -462,6 +482,7 @@ static void register_up(struct world *w, const struct process *p)
                                         .slot_token = slot_token,
                                         .max_tokens_per_step = 64,
                                         .partial = true,
+                                        .session = {p->session, p->together, 64},
                                         .layers = layers,
                                         .layer_count = 2};
     moe_membership_on_register(w->machine, w->now_ns, p->stream, &r);

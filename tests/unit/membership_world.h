@@ -48,7 +48,9 @@ struct process {
     uint32_t next_version, loading_next; /* the second share; 0 = none */
     uint64_t next_done_ns;
     uint64_t highest_epoch, preparing, committed;
-    uint64_t session; /* epoch in which the session was joined that it has kept; 0 = none */
+    uint64_t session;  /* epoch in which the session was joined that it has kept; 0 = none */
+    uint64_t mask;     /* of that session */
+    uint64_t together; /* of it, as it was READY; 0 = it was not */
     uint64_t leave_at_ns;
 };
 
@@ -94,8 +96,10 @@ struct world {
     bool had_view;      /* since the machine started; in the log counts too */
     uint64_t joined_ns; /* a worker took a slot, or the machine started */
     size_t masked, masks_ended, lacking;
-    uint32_t domain;     /* slots that masks have together; 0: sessions take no masks */
-    size_t kept, unkept; /* views that kept a session; masks that a worker could not take */
+    uint32_t domain;      /* slots that masks have together; 0: sessions take no masks */
+    size_t kept, unkept;  /* views that kept a session; masks that a worker could not take */
+    size_t learnt;        /* views that kept one that was joined under an earlier coordinator */
+    uint64_t first_epoch; /* lowest epoch of the running machine */
     uint64_t highest_prepared;
     uint32_t tries; /* epochs prepared since a worker came or a view lasted */
     uint64_t commit_ns;

@@ -114,6 +114,11 @@ static void receive(struct coordinator *c, const Moe__V1__SessionRequest *q)
         note(j, "register %s %llu %s wants %u", q->register_->worker_id,
              (unsigned long long)q->register_->incarnation, q->register_->endpoint,
              q->register_->wanted_slot_plus_one);
+        if (q->register_->session != NULL)
+            note(j, "session %llu with %llx of %u",
+                 (unsigned long long)q->register_->session->epoch,
+                 (unsigned long long)q->register_->session->together,
+                 q->register_->session->max_tokens_per_step);
         break;
     case MOE__V1__SESSION_REQUEST__BODY_HEARTBEAT:
         if (q->heartbeat->epoch != c->last_epoch)

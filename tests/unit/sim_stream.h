@@ -36,7 +36,7 @@ struct sim_message {
     uint64_t at_ns;  /* arrives then; never decreases along a queue */
     uint64_t stream; /* of the sender, where streams may change meanwhile */
     uint64_t epoch, mask, sequence, oldest_ns;
-    uint64_t session; /* of SIM_PREPARE: Prepare.session_epoch */
+    uint64_t session; /* of SIM_PREPARE: Prepare.session_epoch; `mask`: the members' slots */
     uint32_t slot, round, version;
     bool error, keep;
     uint64_t together;      /* of SIM_READY */

@@ -311,7 +311,8 @@ static void an_abort_ends_a_join_at_once_and_the_next_epoch_starts_anew(void **s
     end_scene(&s);
 }
 
-/* The hook gets the epoch of the session, and its word on masks reaches the coordinator. */
+/* The hook gets the epoch of the session, and its word on masks reaches the coordinator, also one
+ * that has restarted. */
 static void a_mask_names_the_session_that_it_keeps(void **state)
 {
     (void)state;
@@ -325,6 +326,9 @@ static void a_mask_names_the_session_that_it_keeps(void **state)
     await_line(&s.c.received, "ready 9 ok, can mask");
     say_commit(&s.c, 9);
     await_line(&s.w.did, "serve");
+    close_session(&s.c, moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "the coordinator restarts"));
+    await_line(&s.c.received, "register");
+    await_line(&s.c.received, "session 4 with 3 of ");
     end_scene(&s);
 }
 

@@ -308,7 +308,7 @@ static void random_schedules_keep_every_promise(void **state)
     w->processes = calloc(PROCESSES_MAX, sizeof *w->processes);
     assert_non_null(w->processes);
     size_t commits = 0, crashes = 0, restores = 0, adoptions = 0, processes = 0, cordons = 0;
-    size_t masked = 0, masks_ended = 0, lacking = 0, kept = 0, unkept = 0;
+    size_t masked = 0, masks_ended = 0, lacking = 0, kept = 0, unkept = 0, learnt = 0;
     size_t scalings = 0, scaled = 0, undone = 0, refused = 0;
     for (uint64_t seed = first; seed < first + runs; seed++) {
         run_one(w, seed);
@@ -323,6 +323,7 @@ static void random_schedules_keep_every_promise(void **state)
         lacking += w->lacking;
         kept += w->kept;
         unkept += w->unkept;
+        learnt += w->learnt;
         scalings += w->scalings;
         scaled += w->scaled;
         undone += w->undone;
@@ -335,14 +336,16 @@ static void random_schedules_keep_every_promise(void **state)
         "without some experts), and %zu losses that the others served through\n",
         runs, first, commits, crashes, restores, adoptions, processes, cordons, masked, lacking,
         masks_ended);
-    print_message("%zu views kept a session, and %zu times a worker had not\n", kept, unkept);
+    print_message("%zu views kept a session, %zu of them one of an earlier coordinator, and %zu "
+                  "times a worker had not\n",
+                  kept, learnt, unkept);
     print_message("sizes changed %zu times; %zu requests were accepted, %zu undone, %zu refused\n",
                   scaled, scalings, undone, refused);
     if (runs >= 100) { /* the world is as rough as it claims to be */
         assert_true(commits > runs && crashes > runs / 20 && cordons > runs / 20);
         assert_true(adoptions > 0 && adoptions < restores);
         assert_true(masked > runs / 4 && masks_ended > runs / 20 && lacking > runs / 20);
-        assert_true(kept > runs / 4 && unkept > 0);
+        assert_true(kept > runs / 4 && learnt > 0 && unkept > 0);
         assert_true(scaled > runs / 8 && undone > runs / 20 && refused > runs / 4);
     }
     free(w->processes);

@@ -287,6 +287,57 @@ static void a_restart_finds_a_view_with_a_mask(void **unused)
     assert_int_equal(group().epoch, 0);
 }
 
+/* All three come back to a restarted coordinator, and tell of the session of `epoch`. */
+static void restart(uint64_t s[SLOTS], uint64_t epoch)
+{
+    moe_membership_destroy(m);
+    create_for(SLOTS);
+    registered_session = epoch;
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        s[i] = join(i, 10 + i);
+        heartbeat(s[i], 1);
+        loaded(s[i]);
+    }
+    expect_state(MOE_GROUP_SERVING);
+    assert_int_equal(group().epoch, 1);
+}
+
+static void after_a_restart_members_tell_of_their_session(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    create_with_copies();
+    domain = 1;
+    serve(s);
+    restart(s, 1);
+    lose_stream(s[2]);
+    miss(s[0], 1, 1 << 2);
+    assert_int_equal(last_epoch, 2);
+    assert_int_equal(last_session, 1);
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    expect_state(MOE_GROUP_SERVING);
+}
+
+/* Its session is none of the view in the log, or it has none. */
+static void a_session_that_the_log_does_not_know_takes_no_mask(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    for (uint32_t epoch = 0; epoch <= 2; epoch += 2) {
+        create_with_copies();
+        memset(&disk, 0, sizeof disk);
+        create_with_copies();
+        domain = 1;
+        serve(s);
+        restart(s, epoch);
+        lose_stream(s[2]);
+        miss(s[0], 1, 1 << 2);
+        assert_int_equal(last_epoch, 2);
+        assert_int_equal(last_session, 0);
+    }
+}
+
 static void the_last_copy_is_drained_by_force_only(void **unused)
 {
     (void)unused;
@@ -620,6 +671,8 @@ int main(void)
         STORY(a_group_that_starts_waits_a_lease_for_the_last_worker),
         STORY(a_newcomer_that_fails_to_form_stays_out),
         STORY(a_restart_finds_a_view_with_a_mask),
+        STORY(after_a_restart_members_tell_of_their_session),
+        STORY(a_session_that_the_log_does_not_know_takes_no_mask),
         STORY(the_last_copy_is_drained_by_force_only),
         STORY(copies_and_training_exclude_each_other),
         STORY(a_reconnect_within_the_lease_costs_nothing),
