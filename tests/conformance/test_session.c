@@ -358,6 +358,66 @@ static void fifty_joins_and_leaves_leak_nothing(void **state)
     assert_true(run_group(3, join_and_leave));
 }
 
+/* ------------------------------------------------------------------------- masks */
+
+#ifdef MOE_HAVE_UCX
+enum { CONNECTED = 1, STOPPED = 2, MASKED = 3 }; /* flags */
+
+/* Sends to the victim, which has stopped, until no message is free. */
+static bool use_all_messages(const struct moe_session *s)
+{
+    const size_t bytes = s->layout.row_region < 4096 ? s->layout.row_region : 4096;
+    struct moe_cpu_message *m = NULL;
+    for (uint32_t i = 0; i < 2 * MOE_CPU_MAX_MESSAGES; i++) {
+        m = moe_cpu_network_take(s->network, VICTIM);
+        if (m == NULL)
+            return true;
+        void *to;
+        while ((to = moe_cpu_message_store(m, s->layout.rows, bytes)) != NULL)
+            memset(to, 0, bytes);
+        moe_cpu_network_send(s->network, m);
+    }
+    return false;
+}
+
+static int lose_a_stopped_slot(struct member *m)
+{
+    struct session_fixture s;
+    EXPECT(open_fixture(m, &s, SHORT_MS, false));
+    EXPECT(good(backend->session_exchange(s.session, NULL, NULL, 0)));
+    raise_flag(m, CONNECTED);
+    if (m->slot == VICTIM) {
+        for (uint32_t p = 0; p < m->slots; p++)
+            EXPECT(p == VICTIM || await_flag(m->board, p, MASKED));
+        return close_fixture(&s);
+    }
+    EXPECT(await_flag(m->board, VICTIM, STOPPED));
+    EXPECT(use_all_messages(s.session));
+    EXPECT(good(backend->session_mask(s.session, 9, m->live & ~(UINT64_C(1) << VICTIM))));
+    for (int i = 0; i < 3; i++)
+        EXPECT(good(backend->session_exchange(s.session, NULL, NULL, 0)));
+    raise_flag(m, MASKED);
+    return close_fixture(&s);
+}
+
+static void a_stopped_slot_holds_no_message_that_others_need(void **state)
+{
+    (void)state;
+    struct group g;
+    int status[MOE_MAX_SLOTS] = {0};
+    group_domain_size = 1; /* all over the network */
+    group_start(&g, 3, lose_a_stopped_slot, NULL);
+    assert_true(await_flag(g.board, VICTIM, CONNECTED));
+    kill(g.pid[VICTIM], SIGSTOP);
+    __atomic_store_n(&g.board->flag[VICTIM], STOPPED, __ATOMIC_RELEASE);
+    for (uint32_t s = 0; s < 3; s++)
+        assert_true(s == VICTIM || await_flag(g.board, s, MASKED));
+    kill(g.pid[VICTIM], SIGCONT);
+    assert_true(group_finish(&g, WATCHDOG_S, status));
+    group_domain_size = 0;
+}
+#endif
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -369,6 +429,9 @@ int main(void)
         cmocka_unit_test(a_member_that_never_shows_up_fails_the_join_in_bounded_time),
         cmocka_unit_test(slots_of_different_views_do_not_join),
         cmocka_unit_test(fifty_joins_and_leaves_leak_nothing),
+#ifdef MOE_HAVE_UCX
+        cmocka_unit_test(a_stopped_slot_holds_no_message_that_others_need),
+#endif
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
