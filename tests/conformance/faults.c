@@ -180,9 +180,8 @@ static bool a_token_without_its_experts_costs_no_other(uint32_t slots)
 /* The slots that a mask without the victim lacks: with gateways, those of its domain. */
 static uint64_t lost_with_victim(const struct member *m, const struct session_fixture *s)
 {
-    uint32_t size = 1;
-    if (backend->session_together(s->session) != UINT64_C(1) << m->slot)
-        size = group_domain_size;
+    bool alone = backend->session_together(s->session) == UINT64_C(1) << m->slot;
+    uint32_t size = alone ? 1 : group_slots_of_host(m);
     return ((UINT64_C(1) << size) - 1) << VICTIM / size * size;
 }
 

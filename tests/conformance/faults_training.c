@@ -241,7 +241,7 @@ static int learn_again(struct member *m, struct trainer_fixture *p, struct learn
 }
 
 /* A mask changes no trainer. Passes and steps under it have the bits of those in a session that was
- * joined without the victim. */
+ * joined without the victim. With gateways it takes no mask. */
 static int learn_under_a_mask(struct member *m)
 {
     struct trainer_fixture p;
@@ -253,6 +253,11 @@ static int learn_under_a_mask(struct member *m)
         struct moe_status st = run_backward(&p, &result);
         EXPECT(!moe_failed(&st) || result.missing_slot == VICTIM);
         raise_flag(m, n);
+    }
+    if (backend->session_together(p.base.session) == 0) {
+        EXPECT(is(backend->session_mask(p.base.session, 9, others), MOE_FAILED_PRECONDITION,
+                  MOE_REASON_REFORMING));
+        return close_trainer_fixture(&p);
     }
     EXPECT(hash_state(&p, m, before) && hash_of(&p, m, MOE_TRAIN_GRAD, &before[3]));
     EXPECT(good(backend->session_mask(p.base.session, 9, others)));
@@ -269,13 +274,9 @@ static int learn_under_a_mask(struct member *m)
     return close_trainer_fixture(&p);
 }
 
-/* With gateways, one slot alone cannot be left out. */
 static bool learning_under_a_mask_has_the_bits_of_a_new_session(uint32_t slots)
 {
-    uint32_t size = group_domain_size;
-    bool gateways = size > 1 && size < slots && slots % size == 0;
-    return backend->session_mask == NULL || gateways ||
-           survive_a_kill(slots, learn_under_a_mask, 20);
+    return backend->session_mask == NULL || survive_a_kill(slots, learn_under_a_mask, 20);
 }
 
 /* ------------------------------------------------------- staying away, and aborts */

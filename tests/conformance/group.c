@@ -37,6 +37,7 @@ void group_set(const struct moe_backend *backend, const char *option, const char
 
 static struct moe_session_host hosts[MOE_MAX_SLOTS]; /* of slots; id: the namespace */
 static bool have_hosts;
+static uint32_t host_count;
 
 static void read_hosts(uint32_t slots)
 {
@@ -52,6 +53,7 @@ static void read_hosts(uint32_t slots)
         at += used;
         at += *at == ',';
     }
+    host_count = count;
     for (uint32_t s = 0; have_hosts && s < slots; s++)
         hosts[s] = named[s * count / slots];
 }
@@ -59,6 +61,12 @@ static void read_hosts(uint32_t slots)
 bool group_has_hosts(void)
 {
     return have_hosts || group_domain_size != 0;
+}
+
+uint32_t group_slots_of_host(const struct member *m)
+{
+    uint32_t size = have_hosts ? (m->slots + host_count - 1) / host_count : group_domain_size;
+    return size != 0 && size < m->slots ? size : 1;
 }
 
 /* In a new process, before it has threads. */

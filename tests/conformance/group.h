@@ -70,6 +70,8 @@ extern uint32_t group_domain_size;
 /* True if its slots are on several hosts, or count so. Then a slot may get the rows of others on
  * its host, and pass them on. */
 bool group_has_hosts(void);
+/* Slots of the first host; 1 if all slots are on one. In a member. */
+uint32_t group_slots_of_host(const struct member *m);
 
 /* A session of the whole group with the smallest window that suits the tests. */
 struct moe_session_config member_session(struct member *m, uint64_t epoch, uint32_t budget_ms);

@@ -100,8 +100,7 @@ struct moe_status copied_layer(struct moe_device *device, const struct member *m
     uint32_t offset[2 * MOE_MAX_SLOTS + 1] = {0}, n = 0;
     uint16_t slot[4 * MOE_MAX_SLOTS];
     for (uint32_t e = 0; e < 2 * m->slots; e++) {
-        uint32_t home = e / 2, apart = group_domain_size > 1 ? group_domain_size : 1;
-        uint32_t next = (home + apart) % m->slots;
+        uint32_t home = e / 2, next = (home + group_slots_of_host(m)) % m->slots;
         slot[n++] = (uint16_t)(home < next ? home : next);
         slot[n++] = (uint16_t)(home < next ? next : home);
         offset[e + 1] = n;
