@@ -133,6 +133,47 @@ static void every_format_gives_products_with_the_same_bits_for_any_rows(void **s
     }
 }
 
+/* Products of `rows` rows from row `first` on with one panel, or with it next to another one, have
+ * the bits that `all` has. */
+static void check_part(const struct pair *p, const float *x, uint32_t first, uint32_t rows,
+                       uint32_t panel, bool next_to_another, const float *all, float *scratch)
+{
+    const uint32_t width = p->isa->panel;
+    const struct moe_cpu_rows some = {.x = x + (size_t)first * p->in, .stride = p->in};
+    const struct moe_cpu_part parts[2] = {
+        {&p->packed, panel, scratch},
+        {&p->packed, (panel + 1) % p->packed.panels, scratch + (size_t)rows * width}};
+    moe_cpu_matrix_parts(p->isa, next_to_another ? 2 : 1, parts, rows, &some, width);
+    check_bits(p, "product", scratch, all + (size_t)first * width, (size_t)rows * width);
+}
+
+static void a_row_has_the_same_bits_alone_and_in_64_and_180_rows(void **state)
+{
+    (void)state;
+    enum { ALL = 200 }; /* more than the kernels take at a time */
+    for (uint32_t c = 0; c < isa_count * 9; c++) {
+        struct pair p = random_pair(c);
+        const uint32_t width = p.isa->panel, panel = random_below(p.packed.panels);
+        float *x = random_tensor(MOE_DTYPE_F32, (size_t)ALL * p.in, 1);
+        float *all = calloc((size_t)ALL * width, sizeof *all);
+        float *scratch = calloc((size_t)ALL * width, 2 * sizeof *scratch);
+        assert_true(all != NULL && scratch != NULL);
+        moe_cpu_matrix_panel(p.isa, &p.packed, panel, ALL, x, p.in, all, width);
+        check_near(&p, x, ALL, panel, all);
+        for (uint32_t two = 0; two < 2; two++) {
+            check_part(&p, x, 0, ALL, panel, two != 0, all, scratch);
+            check_part(&p, x, 0, 180, panel, two != 0, all, scratch);
+            check_part(&p, x, 100, 64, panel, two != 0, all, scratch);
+            for (uint32_t r = 0; r < ALL; r++)
+                check_part(&p, x, r, 1, panel, two != 0, all, scratch);
+        }
+        free(x);
+        free(all);
+        free(scratch);
+        free_pair(&p);
+    }
+}
+
 static void values_are_read_back_exactly(void **state)
 {
     (void)state;
@@ -221,6 +262,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(every_format_gives_products_with_the_same_bits_for_any_rows),
+        cmocka_unit_test(a_row_has_the_same_bits_alone_and_in_64_and_180_rows),
         cmocka_unit_test(values_are_read_back_exactly),
         cmocka_unit_test(packed_panels_take_few_bytes_more_than_the_file),
         cmocka_unit_test(nan_and_huge_scales_keep_their_values),

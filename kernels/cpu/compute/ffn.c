@@ -5,7 +5,7 @@
  *
  * A job is a list of spans (rows of one expert). An item is a few weight panels times one block of
  * a span's rows. So many rows of one expert and few rows of many experts both spread over all
- * threads. An item has tiles of TILE_ROWS rows by one panel on the stack. It applies bias,
+ * threads. An item has tiles of rows by one panel on the stack. It applies bias,
  * activation and weight in fp32 before it stores a tile. It touches only rows inside spans: padding
  * rows may have any contents.
  *
@@ -20,8 +20,9 @@
 #include <string.h>
 
 enum {
-    TILE_ROWS = 60,    /* a multiple of every register block's height */
-    BLOCK_ROWS = 180,  /* rows of one item: reuses a panel from cache, and bounds an item's time */
+    TILE_ROWS = 60,    /* of a tile; a multiple of every register block's height */
+    BLOCK_ROWS = 180,  /* rows of one item: reuses a panel from cache, and bounds an item's time.
+                          Of a tile, too, if weights are quantised: it decodes them once */
     SHARED_ROWS = 256, /* tokens in a pass of the shared expert */
     WIDE_ROWS_BYTES = 64 << 20, /* fp32 copies of rows at a time */
 };
@@ -233,7 +234,7 @@ static void store_tile(float *to, size_t inner, uint32_t row, uint32_t rows, uin
 static void gate_up_tile(const struct ffn_job *job, const struct span *span, uint32_t panel,
                          uint32_t panels, uint32_t row, uint32_t rows)
 {
-    float gate[TILE_ROWS * MOE_CPU_MAX_PANEL], up[TILE_ROWS * MOE_CPU_MAX_PANEL];
+    float gate[BLOCK_ROWS * MOE_CPU_MAX_PANEL], up[BLOCK_ROWS * MOE_CPU_MAX_PANEL];
     const struct moe_layer *layer = job->layer;
     const struct moe_cpu_matrix *wg = &layer->matrix[job->gate][span->entry];
     const struct moe_cpu_matrix *wu = &layer->matrix[job->up][span->entry];
@@ -273,7 +274,7 @@ static void store_up(const struct ffn_job *job, const struct span *span,
 static void up_tile(const struct ffn_job *job, const struct span *span, uint32_t panel,
                     uint32_t panels, uint32_t row, uint32_t rows)
 {
-    float tile[2][TILE_ROWS * MOE_CPU_MAX_PANEL];
+    float tile[2][BLOCK_ROWS * MOE_CPU_MAX_PANEL];
     const struct moe_cpu_matrix *wu = &job->layer->matrix[job->up][span->entry];
     const struct moe_cpu_part parts[2] = {{wu, panel, tile[0]}, {wu, panel + panels - 1, tile[1]}};
     multiply(job, span, panels, parts, row, rows);
@@ -312,7 +313,7 @@ static void store_down(const struct ffn_job *job, const struct span *span,
 static void down_tile(const struct ffn_job *job, const struct span *span, uint32_t panel,
                       uint32_t panels, uint32_t row, uint32_t rows)
 {
-    float tile[2][TILE_ROWS * MOE_CPU_MAX_PANEL];
+    float tile[2][BLOCK_ROWS * MOE_CPU_MAX_PANEL];
     const struct moe_cpu_matrix *wd = &job->layer->matrix[job->down][span->entry];
     const struct moe_cpu_part parts[2] = {{wd, panel, tile[0]}, {wd, panel + panels - 1, tile[1]}};
     multiply(job, span, panels, parts, row, rows);
@@ -323,23 +324,24 @@ static void down_tile(const struct ffn_job *job, const struct span *span, uint32
 typedef void tile_fn(const struct ffn_job *, const struct span *, uint32_t panel, uint32_t panels,
                      uint32_t row, uint32_t rows);
 
-/* `together`: panels of a tile. */
-static void run_item(const struct ffn_job *job, uint32_t item, uint32_t panels, uint32_t together,
-                     tile_fn *tile)
+/* `m`: the matrix of any expert; `together`: panels of a tile. */
+static void run_item(const struct ffn_job *job, uint32_t item, const struct moe_cpu_matrix *m,
+                     uint32_t together, tile_fn *tile)
 {
+    const uint32_t tile_rows = m->dtype == MOE_DTYPE_NONE ? BLOCK_ROWS : TILE_ROWS;
     const struct span *span = find_span(job, &item);
-    struct block b = find_block(span, item, panels);
+    struct block b = find_block(span, item, m->panels);
     for (uint32_t p = b.panel, n; p < b.panel_end; p += n) {
         n = moe_cpu_min(together, b.panel_end - p);
-        for (uint32_t row = b.row; row < b.row_end; row += moe_cpu_min(TILE_ROWS, b.row_end - row))
-            tile(job, span, p, n, row, moe_cpu_min(TILE_ROWS, b.row_end - row));
+        for (uint32_t row = b.row; row < b.row_end; row += moe_cpu_min(tile_rows, b.row_end - row))
+            tile(job, span, p, n, row, moe_cpu_min(tile_rows, b.row_end - row));
     }
 }
 
 static void gate_up_item(void *ctx, uint32_t item)
 {
     const struct ffn_job *job = ctx;
-    run_item(job, item, job->layer->matrix[job->gate][0].panels, 1, gate_up_tile);
+    run_item(job, item, &job->layer->matrix[job->gate][0], 1, gate_up_tile);
 }
 
 /* Panels of one matrix in a tile. Two of a quantised matrix, because these take less time together;
@@ -353,14 +355,14 @@ static void up_item(void *ctx, uint32_t item)
 {
     const struct ffn_job *job = ctx;
     const struct moe_cpu_matrix *up = &job->layer->matrix[job->up][0];
-    run_item(job, item, up->panels, panels_together(up), up_tile);
+    run_item(job, item, up, panels_together(up), up_tile);
 }
 
 static void down_item(void *ctx, uint32_t item)
 {
     const struct ffn_job *job = ctx;
     const struct moe_cpu_matrix *down = &job->layer->matrix[job->down][0];
-    run_item(job, item, down->panels, panels_together(down), down_tile);
+    run_item(job, item, down, panels_together(down), down_tile);
 }
 
 static void run_up(struct ffn_job *job)

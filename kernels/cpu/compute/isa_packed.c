@@ -16,7 +16,9 @@
  *
  * Few rows use elements as they are decoded. One row is one chain for each output, and waits for
  * each multiply-add, so two panels at a time keep twice as many chains under way. More rows share
- * elements that are decoded into the first-level cache. */
+ * elements that are decoded once into a cache. With 32 registers, a block of these has two panels
+ * and half as many rows. It reads each input of a row once for both. Also, rows are often a
+ * multiple of 4 KB apart: 12 of them would displace one another from the first-level cache. */
 #include "cpu/compute/isa_vectors.h"
 
 #if defined(__AVX2__)
@@ -26,13 +28,30 @@
 #endif
 
 enum {
-    FEW_ROWS = 4, /* up to here, elements are used as they are decoded */
-    /* The same for F8E4M3, which takes longer to decode without AVX-512. */
-    FEW_F8_ROWS = VECTOR_BYTES == 64 ? 4 : 3,
-    PAIR_ROWS = 2, /* up to here, two panels at a time */
-    CHUNK = 128,   /* inputs that are decoded at a time for more rows */
-    MAX_ROWS = 60, /* of these, at a time */
+    /* Up to here, elements are used as they are decoded. With 16 registers only while sums and
+     * decoding fit them; F8E4M3 takes more of them without AVX-512. */
+    FEW_ROWS = VECTOR_BYTES == 64 ? ROWS : 4,
+    FEW_F8_ROWS = VECTOR_BYTES == 64 ? ROWS : 3,
+    PAIR_ROWS = 2,                    /* up to here, two panels at a time */
+    CHUNK = 128,                      /* inputs that are decoded at a time for more rows */
+    MAX_ROWS = 180,                   /* of these, at a time */
+    MANY_PANELS = ROWS >= 10 ? 2 : 1, /* of these, at a time */
 };
+
+/* ROWS_CASE of each number of rows, which is so a constant. */
+#define ALL_ROWS_CASES                                                                             \
+    ROWS_CASE(1)                                                                                   \
+    ROWS_CASE(2)                                                                                   \
+    ROWS_CASE(3)                                                                                   \
+    ROWS_CASE(4)                                                                                   \
+    ROWS_CASE(5)                                                                                   \
+    ROWS_CASE(6)                                                                                   \
+    ROWS_CASE(7)                                                                                   \
+    ROWS_CASE(8)                                                                                   \
+    ROWS_CASE(9)                                                                                   \
+    ROWS_CASE(10)                                                                                  \
+    ROWS_CASE(11)                                                                                  \
+    ROWS_CASE(12)
 
 /* A row of a panel in uint16, which takes one vector; and the part that one `vec` comes from. */
 typedef uint16_t half __attribute__((may_alias, vector_size(PANEL * 2)));
@@ -362,50 +381,84 @@ BLOCK fold(bool w8a8, const vec sum[VECTORS], const struct moe_cpu_rows *x, uint
     }
 }
 
+/* Where rows of a register block are: every fourth of them. So all addresses of an input take six
+ * registers at most: compilers keep one for each row, and spill them to vectors. */
+struct row_pointers {
+    const char *row[(ROWS + 3) / 4];
+    size_t stride, three_strides; /* bytes */
+};
+
+/* The empty statements keep compilers from computing addresses in another way. */
+BLOCK point_to_rows(uint32_t rows, const float *x, size_t stride, struct row_pointers *p)
+{
+    p->stride = stride * sizeof *x;
+    p->three_strides = 3 * p->stride;
+    __asm__("" : "+r"(p->stride), "+r"(p->three_strides));
+    UNROLL
+    for (uint32_t r = 0; r < rows; r += 4)
+        p->row[r / 4] = (const char *)(x + r * stride);
+}
+
+BLOCK advance_rows(uint32_t rows, uint32_t inputs, struct row_pointers *p)
+{
+    UNROLL
+    for (uint32_t r = 0; r < rows; r += 4) {
+        p->row[r / 4] += inputs * sizeof(float);
+        __asm__("" : "+r"(p->row[r / 4]));
+    }
+}
+
+static inline __attribute__((always_inline)) float row_input(const struct row_pointers *p,
+                                                             uint32_t row, uint32_t input)
+{
+    size_t offset = row % 4 == 3 ? p->three_strides : row % 4 * p->stride;
+    return ((const float *)(const void *)(p->row[row / 4] + offset))[input];
+}
+
 /* --------------------------------------------------------------------- few rows */
 
 /* Adds the inputs of one word, of which `inputs` exist, to the sums of `rows` rows. */
 BLOCK add_word(enum kind kind, uint32_t rows, const uint16_t *words, const struct levels *l,
-               const float *x, size_t x_stride, uint32_t inputs, vec sum[FEW_ROWS][VECTORS])
+               const struct row_pointers *x, uint32_t inputs, vec sum[FEW_ROWS][VECTORS])
 {
     struct word word;
     read_word(kind, words, &word);
     UNROLL
-    for (int j = 0; j < 4; j++) {
+    for (uint32_t j = 0; j < 4; j++) {
         vec value[VECTORS];
-        if (j >= (int)inputs)
+        if (j >= inputs)
             break;
-        values_of(kind, &word, j, l, value);
+        values_of(kind, &word, (int)j, l, value);
         UNROLL
         for (uint32_t r = 0; r < rows; r++) {
             UNROLL
             for (int v = 0; v < VECTORS; v++)
-                sum[r][v] += x[r * x_stride + (uint32_t)j] * value[v];
+                sum[r][v] += row_input(x, r, j) * value[v];
         }
     }
 }
 
-/* Adds the inputs i .. end - 1, which are of one block, for `count` panels; `words` of each is at
- * input i. */
+/* Adds the next `n` inputs, which are of one block, for `count` panels; `x` and `words` of each
+ * panel move on. */
 BLOCK add_inputs(enum kind kind, uint32_t count, uint32_t rows, const uint16_t *words[2],
-                 const struct levels *l, const struct moe_cpu_rows *x, uint32_t i, uint32_t end,
+                 const struct levels *l, struct row_pointers *x, uint32_t n,
                  vec sum[2][FEW_ROWS][VECTORS])
 {
-    const uint32_t step = word_inputs(kind), left = (end - i) % step;
-    const float *from = x->x + i;
-    for (uint32_t steps = (end - i) / step; steps > 0; steps--, from += step) {
+    const uint32_t step = word_inputs(kind), left = n % step;
+    for (uint32_t steps = n / step; steps > 0; steps--) {
         UNROLL
         for (uint32_t c = 0; c < count; c++) {
             __builtin_prefetch((const char *)words[c] + PREFETCH_BYTES);
-            add_word(kind, rows, words[c], &l[c], from, x->stride, step, sum[c]);
+            add_word(kind, rows, words[c], &l[c], x, step, sum[c]);
             words[c] += PANEL;
         }
+        advance_rows(rows, step, x);
     }
     if (left == 0)
         return;
     UNROLL
     for (uint32_t c = 0; c < count; c++) /* the matrix's last inputs */
-        add_word(kind, rows, words[c], &l[c], from, x->stride, left, sum[c]);
+        add_word(kind, rows, words[c], &l[c], x, left, sum[c]);
 }
 
 BLOCK load_all_levels(enum kind kind, uint32_t count, const struct moe_cpu_panel *p, uint32_t block,
@@ -425,12 +478,14 @@ BLOCK few_packed(enum kind kind, bool w8a8, uint32_t count, uint32_t rows,
     const uint32_t size = p->packed->block;
     vec total[2][FEW_ROWS][VECTORS] = {0};
     struct levels l[2];
-    for (uint32_t i = 0, block = 0; i < k; block++) {
-        uint32_t end = k - i < size ? k : i + size;
+    struct row_pointers from;
+    point_to_rows(rows, x->x, x->stride, &from);
+    for (uint32_t i = 0, block = 0, n; i < k; i += n, block++) {
+        n = k - i < size ? k - i : size;
         vec sum[2][FEW_ROWS][VECTORS] = {0};
         if (subtracts(kind))
             load_all_levels(kind, count, p, block, l);
-        add_inputs(kind, count, rows, words, l, x, i, end, sum);
+        add_inputs(kind, count, rows, words, l, &from, n, sum);
         if (!subtracts(kind)) /* late: to spare registers */
             load_all_levels(kind, count, p, block, l);
         UNROLL
@@ -439,7 +494,6 @@ BLOCK few_packed(enum kind kind, bool w8a8, uint32_t count, uint32_t rows,
             for (uint32_t r = 0; r < rows; r++)
                 fold(w8a8, sum[c][r], x, r, block, l[c].scale, total[c][r]);
         }
-        i = end;
     }
     UNROLL
     for (uint32_t c = 0; c < count; c++) {
@@ -454,156 +508,186 @@ BLOCK few_packed(enum kind kind, bool w8a8, uint32_t count, uint32_t rows,
 
 /* -------------------------------------------------------------------- many rows */
 
-/* Up to CHUNK inputs, decoded. A piece is a block, or the part of a block that is in the chunk. */
+/* Up to CHUNK inputs of one or two panels, decoded, and the sums of rows times these panels. A
+ * piece is a block, or the part of a block that is in the chunk. Vectors of a panel are neighbours.
+ */
 struct chunk {
-    uint32_t first, end; /* inputs */
-    bool last;           /* the matrix has no more */
-    vec values[CHUNK][VECTORS];
-    vec scale[CHUNK / 2][VECTORS]; /* of each piece; blocks have two inputs or more */
+    uint32_t first, end;            /* inputs */
+    bool last;                      /* the matrix has no more */
+    uint32_t block;                 /* inputs of a block */
+    uint32_t first_block, in_block; /* the block of `first`, and its inputs before `first` */
+    /* Words of the next chunk. A product prefetches them evenly: all at once, while they are
+     * decoded, would be more than a processor has on the way. */
+    const char *next[2];
+    size_t next_step; /* bytes for each input */
+    vec values[CHUNK * 2 * VECTORS];
+    vec scale[CHUNK / 2 * 2 * VECTORS]; /* of each piece; blocks have two inputs or more */
+    vec total[MAX_ROWS * 2 * VECTORS];  /* [rows] */
+    vec sum[MAX_ROWS * 2 * VECTORS];    /* [rows]: of a block that began in the chunk before */
 };
 
-static inline uint32_t piece_end(const struct chunk *c, uint32_t i, uint32_t block)
-{
-    uint32_t left = block - i % block;
-    return c->end - i < left ? c->end : i + left;
-}
-
-/* Decodes the inputs of one word, of which `inputs` exist. */
+/* Decodes the inputs of one word, of which `inputs` exist. Inputs are `width` vectors apart. */
 BLOCK decode_word(enum kind kind, const uint16_t *words, const struct levels *l, uint32_t inputs,
-                  vec (*to)[VECTORS])
+                  uint32_t width, vec *to)
 {
     struct word word;
     read_word(kind, words, &word);
     UNROLL
-    for (int j = 0; j < 4; j++) {
+    for (uint32_t j = 0; j < 4; j++) {
         vec value[VECTORS];
-        if (j >= (int)inputs)
+        if (j >= inputs)
             break;
-        values_of(kind, &word, j, l, value);
+        values_of(kind, &word, (int)j, l, value);
         UNROLL
-        for (int v = 0; v < VECTORS; v++)
-            to[j][v] = value[v];
+        for (uint32_t v = 0; v < VECTORS; v++)
+            to[j * width + v] = value[v];
     }
 }
 
-BLOCK decode_chunk(enum kind kind, const struct moe_cpu_panel *p, struct chunk *c)
+/* Decodes panel number `n` of `count`. */
+BLOCK decode_chunk(enum kind kind, uint32_t count, uint32_t n, const struct moe_cpu_panel *p,
+                   struct chunk *c)
 {
-    const uint32_t size = p->packed->block, step = word_inputs(kind);
+    const uint32_t step = word_inputs(kind), width = count * VECTORS;
     const uint16_t *words = words_of(p) + (size_t)(c->first / step) * PANEL;
-    vec(*to)[VECTORS] = c->values;
-    uint32_t piece = 0;
-    for (uint32_t i = c->first, end; i < c->end; i = end, piece++) {
+    vec *to = c->values + n * VECTORS, *scale = c->scale + n * VECTORS;
+    for (uint32_t i = c->first, end; i < c->end; i = end, scale += width) {
         struct levels l;
-        end = piece_end(c, i, size);
-        load_levels(kind, p->packed, p->data, i / size, &l);
+        uint32_t left = c->block - i % c->block;
+        end = c->end - i < left ? c->end : i + left;
+        load_levels(kind, p->packed, p->data, i / c->block, &l);
         for (int v = 0; v < VECTORS; v++)
-            c->scale[piece][v] = l.scale[v];
-        for (uint32_t steps = (end - i) / step; steps > 0; steps--, words += PANEL, to += step)
-            decode_word(kind, words, &l, step, to);
+            scale[v] = l.scale[v];
+        for (uint32_t steps = (end - i) / step; steps > 0; steps--) {
+            decode_word(kind, words, &l, step, width, to);
+            words += PANEL;
+            to += step * width;
+        }
         if ((end - i) % step != 0) /* the matrix's last inputs */
-            decode_word(kind, words, &l, (end - i) % step, to);
+            decode_word(kind, words, &l, (end - i) % step, width, to);
     }
 }
 
-/* Where rows of a product are: their inputs, and their sums [rows][PANEL] of a block that began in
- * the chunk before. */
-struct place {
-    uint32_t row;
-    const struct moe_cpu_rows *x;
-    float *sums, *y;
-    size_t y_stride;
-    /* Words of the next chunk. A product prefetches them evenly: all at once, while they are
-     * decoded, would be more than a processor has on the way. */
-    const char *next;
-    size_t next_step; /* bytes for each input */
-};
+BLOCK copy_vectors(uint32_t n, const vec *from, vec *to)
+{
+    UNROLL
+    for (uint32_t i = 0; i < n; i++)
+        to[i] = from[i];
+}
 
-BLOCK load_sums(uint32_t rows, const float *from, size_t stride, vec to[][VECTORS])
+/* Adds input `j` of the rows times its values. */
+BLOCK add_input(uint32_t rows, uint32_t width, const struct row_pointers *x, uint32_t j,
+                const vec *values, vec sum[][2 * VECTORS])
 {
     UNROLL
     for (uint32_t r = 0; r < rows; r++) {
         UNROLL
-        for (int v = 0; v < VECTORS; v++)
-            memcpy(&to[r][v], from + r * stride + v * LANES, sizeof(vec));
+        for (uint32_t v = 0; v < width; v++)
+            sum[r][v] += row_input(x, r, j) * values[v];
     }
 }
 
-/* The chunk times `rows` rows from at->row; `rows` and `w8a8` are constants after inlining. */
-BLOCK multiply_rows(uint32_t rows, bool w8a8, const struct chunk *c, uint32_t size,
-                    const struct place *at)
+/* Prefetches inputs first .. first + n - 1 of `rows` rows to the second-level cache. In the first
+ * they would displace values, because rows are often a multiple of 4 KB apart. */
+BLOCK prefetch_rows(uint32_t rows, const struct moe_cpu_rows *x, uint32_t row, uint32_t first,
+                    uint32_t n)
 {
-    const float *x = at->x->x + at->row * at->x->stride;
-    float *sums = at->sums + (size_t)at->row * PANEL, *y = at->y + at->row * at->y_stride;
-    const vec(*values)[VECTORS] = c->values;
-    const size_t stride = at->x->stride, next_step = at->next_step;
-    const char *next = at->next;
-    uint32_t piece = 0, in_block = c->first % size, block = c->first / size;
-    for (uint32_t i = c->first, end; i < c->end; i = end, block++, piece++, in_block = 0) {
-        vec sum[ROWS][VECTORS] = {0};
-        end = c->end - i < size - in_block ? c->end : i + size - in_block;
-        if (in_block != 0)
-            load_sums(rows, sums, PANEL, sum);
-        const float *from = x + i;
+    for (uint32_t i = 0; i < n; i += 16) {
+        UNROLL
+        for (uint32_t r = 0; r < rows; r++)
+            __builtin_prefetch(x->x + (row + r) * x->stride + first + i, 0, 2);
+    }
+}
+
+/* The chunk times `rows` rows from row `row`. `count`, `rows` and `w8a8` are constants after
+ * inlining. */
+BLOCK multiply_rows(uint32_t count, uint32_t rows, bool w8a8, const struct moe_cpu_rows *x,
+                    uint32_t row, struct chunk *c)
+{
+    const uint32_t width = count * VECTORS, size = c->block;
+    const vec *values = c->values, *scale = c->scale;
+    const char *next[2] = {c->next[0], c->next[count - 1]};
+    const size_t next_step = c->next_step;
+    vec *total = c->total + (size_t)row * width, *carried = c->sum + (size_t)row * width;
+    uint32_t in_block = c->in_block, block = c->first_block, n;
+    struct row_pointers from;
+    point_to_rows(rows, x->x + row * x->stride + c->first, x->stride, &from);
+    for (uint32_t i = c->first; i < c->end; i += n, block++, scale += width, in_block = 0) {
+        vec sum[ROWS][2 * VECTORS] = {0};
+        n = c->end - i < size - in_block ? c->end - i : size - in_block;
+        prefetch_rows(rows, x, row + rows, i, n);
+        if (in_block != 0) {
+            UNROLL
+            for (uint32_t r = 0; r < rows; r++)
+                copy_vectors(width, carried + r * width, sum[r]);
+        }
         UNROLL_4
-        for (uint32_t n = end - i; n > 0; n--, from++, values++, next += next_step) {
-            __builtin_prefetch(next);
+        for (uint32_t left = n; left > 0; left--, values += width) {
+            UNROLL
+            for (uint32_t p = 0; p < count; p++) {
+                __builtin_prefetch(next[p]);
+                next[p] += next_step;
+            }
             UNROLL
             for (uint32_t r = 0; r < rows; r++) {
                 UNROLL
-                for (int v = 0; v < VECTORS; v++)
-                    sum[r][v] += from[r * stride] * (*values)[v];
+                for (uint32_t v = 0; v < width; v++)
+                    sum[r][v] += row_input(&from, r, 0) * values[v];
             }
+            advance_rows(rows, 1, &from);
         }
-        if (end == c->end && !c->last && in_block + (end - i) < size) { /* the block goes on */
-            store_block(rows, sum, sums, PANEL);
+        if (i + n == c->end && !c->last && in_block + n < size) { /* the block goes on */
+            UNROLL
+            for (uint32_t r = 0; r < rows; r++)
+                copy_vectors(width, sum[r], carried + r * width);
             return;
         }
+        __asm__("" : "+r"(total)); /* one register for all addresses of totals */
         UNROLL
         for (uint32_t r = 0; r < rows; r++) {
-            vec total[1][VECTORS]; /* each vector is copied as a whole: see load_half */
-            load_sums(1, y + r * at->y_stride, 0, total);
-            fold(w8a8, sum[r], at->x, at->row + r, block, c->scale[piece], total[0]);
-            store_block(1, total, y + r * at->y_stride, 0);
+            UNROLL
+            for (uint32_t p = 0; p < count; p++)
+                fold(w8a8, sum[r] + p * VECTORS, x, row + r, block, scale + p * VECTORS,
+                     total + r * width + p * VECTORS);
         }
     }
 }
 
-BLOCK multiply_chunk(uint32_t rows, bool w8a8, const struct chunk *c, uint32_t size,
-                     const struct place *at)
+/* The same for `blocks` blocks of `rows` rows, from row `row` on. */
+BLOCK multiply_blocks(uint32_t count, bool w8a8, uint32_t blocks, uint32_t rows,
+                      const struct moe_cpu_rows *x, uint32_t row, struct chunk *c)
 {
 #define ROWS_CASE(n)                                                                               \
     case n:                                                                                        \
-        if (n <= ROWS)                                                                             \
-            multiply_rows(n <= ROWS ? n : 1, w8a8, c, size, at);                                   \
+        for (; n <= ROWS / count && blocks > 0; blocks--, row += n)                                \
+            multiply_rows(count, n <= ROWS / count ? n : 1, w8a8, x, row, c);                      \
         break;
     switch (rows) {
-        ROWS_CASE(1)
-        ROWS_CASE(2)
-        ROWS_CASE(3)
-        ROWS_CASE(4)
-        ROWS_CASE(5)
-        ROWS_CASE(6)
-        ROWS_CASE(7)
-        ROWS_CASE(8)
-        ROWS_CASE(9)
-        ROWS_CASE(10)
-        ROWS_CASE(11)
-        ROWS_CASE(12)
+        ALL_ROWS_CASES
     }
 #undef ROWS_CASE
 }
 
-static void multiply_plain(uint32_t rows, const struct chunk *c, uint32_t size,
-                           const struct place *at)
-{
-    multiply_chunk(rows, false, c, size, at);
-}
+typedef void multiply_fn(uint32_t blocks, uint32_t rows, const struct moe_cpu_rows *x, uint32_t row,
+                         struct chunk *c);
+#define DEFINE_MULTIPLY(name, count, w8a8)                                                         \
+    static void name(uint32_t blocks, uint32_t rows, const struct moe_cpu_rows *x, uint32_t row,   \
+                     struct chunk *c)                                                              \
+    {                                                                                              \
+        multiply_blocks(count, w8a8, blocks, rows, x, row, c);                                     \
+    }
+DEFINE_MULTIPLY(multiply_one, 1, false)
+DEFINE_MULTIPLY(multiply_one_w8a8, 1, true)
+#if ROWS >= 10
+DEFINE_MULTIPLY(multiply_two, 2, false)
+DEFINE_MULTIPLY(multiply_two_w8a8, 2, true)
+#endif
 
-static void multiply_w8a8(uint32_t rows, const struct chunk *c, uint32_t size,
-                          const struct place *at)
-{
-    multiply_chunk(rows, true, c, size, at);
-}
+static multiply_fn *const multiply_of[MANY_PANELS][2] = {{multiply_one, multiply_one_w8a8},
+#if ROWS >= 10
+                                                         {multiply_two, multiply_two_w8a8}
+#endif
+};
 
 static inline enum kind kind_of(const struct moe_cpu_packed *p)
 {
@@ -612,42 +696,62 @@ static inline enum kind kind_of(const struct moe_cpu_packed *p)
     return p->encoding == MOE_ENC_E2M1 ? KIND_E2M1 : KIND_F8;
 }
 
-static void decode(const struct moe_cpu_panel *p, struct chunk *c)
+static void decode(uint32_t count, uint32_t n, const struct moe_cpu_panel *p, struct chunk *c)
 {
     switch (kind_of(p->packed)) {
-    case KIND_F8: decode_chunk(KIND_F8, p, c); break;
-    case KIND_E2M1: decode_chunk(KIND_E2M1, p, c); break;
-    case KIND_INT4: decode_chunk(KIND_INT4, p, c); break;
-    case KIND_INT4_ZEROS: decode_chunk(KIND_INT4_ZEROS, p, c); break;
+    case KIND_F8: decode_chunk(KIND_F8, count, n, p, c); break;
+    case KIND_E2M1: decode_chunk(KIND_E2M1, count, n, p, c); break;
+    case KIND_INT4: decode_chunk(KIND_INT4, count, n, p, c); break;
+    case KIND_INT4_ZEROS: decode_chunk(KIND_INT4_ZEROS, count, n, p, c); break;
     }
 }
 
-/* rows <= MAX_ROWS */
-static void many_packed(const struct moe_cpu_panel *p, uint32_t rows, const struct moe_cpu_rows *x,
-                        uint32_t k, float *y, size_t y_stride)
+static void decode_panels(uint32_t count, const struct moe_cpu_panel *p, struct chunk *c)
 {
+    for (uint32_t n = 0; n < count; n++) {
+        decode(count, n, &p[n], c);
+        c->next[n] = (const char *)words_of(&p[n]) + c->end * c->next_step;
+    }
+}
+
+static void store_totals(uint32_t count, uint32_t rows, const vec *total,
+                         const struct moe_cpu_panel *p, size_t y_at, size_t y_stride)
+{
+    for (uint32_t r = 0; r < rows; r++)
+        for (uint32_t n = 0; n < count; n++, total += VECTORS)
+            memcpy(p[n].y + y_at + r * y_stride, total, PANEL * sizeof(float));
+}
+
+/* Rows row .. row + rows - 1; rows <= MAX_ROWS. */
+static void many_packed(uint32_t count, const struct moe_cpu_panel *p, uint32_t row, uint32_t rows,
+                        const struct moe_cpu_rows *all, uint32_t k, size_t y_stride)
+{
+    struct moe_cpu_rows x = *all;
     struct chunk c; /* large: not initialised as a whole */
-    float sums[MAX_ROWS * PANEL];
-    struct place at = {.x = x, .sums = sums, .y = y, .y_stride = y_stride};
-    const uint32_t size = p->packed->block;
+    const uint32_t size = p->packed->block, height = ROWS / count;
+    /* Blocks of nearly equal height, as in DEFINE_PANEL: `higher` of low + 1 rows, others of low.
+     */
+    const uint32_t blocks = (rows + height - 1) / height, low = rows / blocks,
+                   higher = rows % blocks;
+    multiply_fn *const multiply = multiply_of[count - 1][all->scale != NULL];
     /* Whole blocks, if they fit. */
     const uint32_t inputs = size > CHUNK ? CHUNK : CHUNK / size * size;
-    at.next_step = PANEL * sizeof(uint16_t) / moe_cpu_word_inputs(p->packed->encoding);
-    for (uint32_t r = 0; r < rows; r++)
-        memset(y + r * y_stride, 0, PANEL * sizeof *y);
+    x.x += row * x.stride;
+    if (x.scale != NULL)
+        x.scale += (size_t)row * x.groups;
+    c.block = size;
+    c.next_step = PANEL * sizeof(uint16_t) / moe_cpu_word_inputs(p->packed->encoding);
+    memset(c.total, 0, rows * count * VECTORS * sizeof(vec));
     for (c.first = 0; c.first < k; c.first = c.end) {
         c.end = k - c.first < inputs ? k : c.first + inputs;
         c.last = c.end == k;
-        decode(p, &c);
-        at.next = (const char *)words_of(p) + c.end * at.next_step;
-        at.row = 0;
-        /* Blocks of nearly equal height, as in DEFINE_PANEL. */
-        for (uint32_t blocks = (rows + ROWS - 1) / ROWS; blocks > 0; blocks--) {
-            uint32_t take = (rows - at.row + blocks - 1) / blocks;
-            (x->scale != NULL ? multiply_w8a8 : multiply_plain)(take, &c, size, &at);
-            at.row += take;
-        }
+        c.first_block = c.first / size;
+        c.in_block = c.first % size;
+        decode_panels(count, p, &c);
+        multiply(higher, low + 1, &x, 0, &c);
+        multiply(blocks - higher, low, &x, higher * (low + 1), &c);
     }
+    store_totals(count, rows, c.total, p, row * y_stride, y_stride);
 }
 
 /* ------------------------------------------------------------------ entry points */
@@ -657,18 +761,15 @@ BLOCK few_of(enum kind kind, bool w8a8, uint32_t count, uint32_t rows,
              const struct moe_cpu_panel *p, const struct moe_cpu_rows *x, uint32_t k,
              size_t y_stride)
 {
+#define ROWS_CASE(n)                                                                               \
+    case n:                                                                                        \
+        if (n <= (count == 2 ? (int)PAIR_ROWS : (int)FEW_ROWS))                                    \
+            few_packed(kind, w8a8, count, n <= FEW_ROWS ? n : 1, p, x, k, y_stride);               \
+        break;
     switch (rows) {
-    case 1: few_packed(kind, w8a8, count, 1, p, x, k, y_stride); break;
-    case 2: few_packed(kind, w8a8, count, 2, p, x, k, y_stride); break;
-    case 3:
-        if (count == 1)
-            few_packed(kind, w8a8, 1, 3, p, x, k, y_stride);
-        break;
-    case 4:
-        if (count == 1)
-            few_packed(kind, w8a8, 1, 4, p, x, k, y_stride);
-        break;
+        ALL_ROWS_CASES
     }
+#undef ROWS_CASE
 }
 
 typedef void few_fn(uint32_t rows, const struct moe_cpu_panel *p, const struct moe_cpu_rows *x,
@@ -701,29 +802,22 @@ static few_fn *find_few(enum kind kind, bool w8a8, uint32_t count)
     return of_kind[kind][count - 1];
 }
 
-static void multiply_panel(const struct moe_cpu_panel *p, uint32_t rows,
-                           const struct moe_cpu_rows *x, uint32_t k, size_t y_stride)
-{
-    for (uint32_t row = 0, n; row < rows; row += n) {
-        struct moe_cpu_rows some = *x;
-        n = rows - row < MAX_ROWS ? rows - row : MAX_ROWS;
-        some.x += row * x->stride;
-        some.scale = x->scale != NULL ? x->scale + (size_t)row * x->groups : NULL;
-        many_packed(p, n, &some, k, p->y + row * y_stride, y_stride);
-    }
-}
-
 void MOE_CPU_PANELS_PACKED(uint32_t count, const struct moe_cpu_panel *panels, uint32_t rows,
                            const struct moe_cpu_rows *x, uint32_t k, size_t y_stride)
 {
     const uint32_t few_rows = panels->packed->encoding == MOE_ENC_F8E4M3 ? FEW_F8_ROWS : FEW_ROWS;
     uint32_t together = rows <= PAIR_ROWS ? count : 1;
     few_fn *few = find_few(kind_of(panels->packed), x->scale != NULL, together);
-    for (uint32_t c = 0; c < count; c += together)
-        if (rows > few_rows)
-            multiply_panel(&panels[c], rows, x, k, y_stride);
-        else
-            few(rows, &panels[c], x, k, y_stride);
+    for (uint32_t c = 0; rows <= few_rows && c < count; c += together)
+        few(rows, &panels[c], x, k, y_stride);
+    if (rows <= few_rows)
+        return;
+    for (uint32_t c = 0, n; c < count; c += n) {
+        n = count - c < MANY_PANELS ? count - c : MANY_PANELS;
+        for (uint32_t row = 0; row < rows; row += MAX_ROWS)
+            many_packed(n, &panels[c], row, rows - row < MAX_ROWS ? rows - row : MAX_ROWS, x, k,
+                        y_stride);
+    }
 }
 
 /* The weights themselves: values times scales, rounded once, as moe/packed_matrix.h defines. */

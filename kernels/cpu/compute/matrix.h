@@ -14,8 +14,8 @@
 struct moe_device;
 
 enum {
-    MOE_CPU_MAX_RANK = 512, /* of moe_cpu_matrix_merge */
-    MOE_CPU_W8A8_ROWS = 60, /* of moe_cpu_matrix_parts */
+    MOE_CPU_MAX_RANK = 512,  /* of moe_cpu_matrix_merge */
+    MOE_CPU_W8A8_ROWS = 180, /* of moe_cpu_matrix_parts */
 };
 
 struct moe_cpu_matrix {
