@@ -615,7 +615,8 @@ BLOCK multiply_rows(uint32_t count, uint32_t rows, bool w8a8, const struct moe_c
     for (uint32_t i = c->first; i < c->end; i += n, block++, scale += width, in_block = 0) {
         vec sum[ROWS][2 * VECTORS] = {0};
         n = c->end - i < size - in_block ? c->end - i : size - in_block;
-        prefetch_rows(rows, x, row + rows, i, n);
+        if (count == 2) /* measured: with one panel, it takes as long as it saves */
+            prefetch_rows(rows, x, row + rows, i, n);
         if (in_block != 0) {
             UNROLL
             for (uint32_t r = 0; r < rows; r++)
