@@ -21,6 +21,13 @@
  * multiple of 4 KB apart: 12 of them would displace one another from the first-level cache. */
 #include "cpu/compute/isa_vectors.h"
 
+/* Compilers take minutes for the instrumented code of more rows (CMakeLists.txt). */
+#if defined(MOE_CPU_SMALL_CODE)
+#define FEW_WITH_AVX512 4
+#else
+#define FEW_WITH_AVX512 ROWS
+#endif
+
 #if defined(__AVX2__)
 #define TABLES 1
 #else
@@ -30,8 +37,8 @@
 enum {
     /* Up to here, elements are used as they are decoded. With 16 registers only while sums and
      * decoding fit them; F8E4M3 takes more of them without AVX-512. */
-    FEW_ROWS = VECTOR_BYTES == 64 ? ROWS : 4,
-    FEW_F8_ROWS = VECTOR_BYTES == 64 ? ROWS : 3,
+    FEW_ROWS = VECTOR_BYTES == 64 ? FEW_WITH_AVX512 : 4,
+    FEW_F8_ROWS = VECTOR_BYTES == 64 ? FEW_WITH_AVX512 : 3,
     PAIR_ROWS = 2,                    /* up to here, two panels at a time */
     CHUNK = 128,                      /* inputs that are decoded at a time for more rows */
     MAX_ROWS = 180,                   /* of these, at a time */
