@@ -52,8 +52,9 @@ tabs() {
         '*.proto'
 }
 
-# Scripts have tables of commands, one a line.
+# Scripts have tables of commands, one a line. Pages have tables, which no line can break, and code.
 long_lines() {
+    git grep -nIP '^(?! {4})(?!\|).{121,}' -- '*.md' ':!tests/golden/data'
     git grep -nIE '^.{101,}' -- '*.c' '*.h' '*.cu' '*.cuh' '*.py' '*.cmake' '*CMakeLists.txt' \
         '*.proto'
     git grep -nIE '^.{121,}' -- '*.sh' '.ci/*'
@@ -89,7 +90,7 @@ fi
 check "layout of C and CUDA ($formatter)" layout
 check "no blanks at ends of lines" blanks
 check "no tabs before code" tabs
-check "at most 100 columns, 120 in scripts" long_lines
+check "at most 100 columns, 120 in scripts and pages" long_lines
 check "ends of last lines" last_lines
 if git cat-file -e "$rule_begins^{commit}" 2>/dev/null; then
     check "commit subjects: 'area: what it does', at most 72 characters" subjects

@@ -454,7 +454,7 @@ static bool has_ended(const struct up *u)
  * serve on. They are named after a second, because in the end of a group all leave. */
 static enum moectl_event await_event(struct up *u)
 {
-    bool told[MOECTL_PROCESSES_MAX] = {false};
+    bool reported[MOECTL_PROCESSES_MAX] = {false};
     uint64_t tell_ns = MOE_NEVER;
     for (;;) {
         enum moectl_event event = moectl_daemons_wait(&u->daemons, tell_ns);
@@ -462,10 +462,10 @@ static enum moectl_event await_event(struct up *u)
             has_ended(u))
             return event;
         for (size_t i = 0; event == MOECTL_EVENT_TIME && i < u->daemons.count; i++) {
-            if (!u->daemons.all[i].running && !told[i])
+            if (!u->daemons.all[i].running && !reported[i])
                 moectl_say("%s has left; the group goes on without it",
                            u->daemons.all[i].process.name);
-            told[i] = !u->daemons.all[i].running;
+            reported[i] = !u->daemons.all[i].running;
         }
         tell_ns = event == MOECTL_EVENT_ENDED ? in_ms(1000) : MOE_NEVER;
     }
