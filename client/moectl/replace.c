@@ -217,7 +217,7 @@ static struct moe_status start_missing(struct replace *r, uint64_t deadline_ns)
     return st.code != MOE_OK ? st : recorded;
 }
 
-/* `up` in the foreground ends the group when a daemon ends, or starts that daemon again; it does
+/* `up` in the foreground ends the group when a daemon dies, or starts that daemon again; it does
  * not know daemons of replace. */
 static struct moe_status check_detached(const struct moectl_group *group)
 {

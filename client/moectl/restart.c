@@ -2,8 +2,9 @@
 /* moectl restart --rolling: one worker after another leaves, starts again and serves, while the
  * others go on. Then the next one.
  *
- * A worker that was drained ends. What starts it again is a supervisor (systemd, Kubernetes), which
- * this command waits for; or, for a group of `moectl up --detach`, `moectl replace`, which it runs.
+ * A worker that was drained ends. A supervisor starts it again (systemd, Kubernetes, `moectl up
+ * --restart`), and this command waits for it. For a group of `moectl up --detach` it runs `moectl
+ * replace`.
  * It never ends a process itself. */
 #include "commands.h"
 #include "moectl/group/link.h"

@@ -143,7 +143,9 @@ static void say_replace(const struct moectl_common *common)
                         "down`");
         return;
     }
-    if (group.foreground)
+    if (group.restarts)
+        moectl_say(GONE "its `moectl up --restart` starts it again");
+    else if (group.foreground)
         moectl_say(GONE "its `moectl up` ends the group");
     else
         moectl_say(GONE "`moectl replace` starts it again, `moectl down` ends the group");

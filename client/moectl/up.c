@@ -22,11 +22,13 @@
 #include <unistd.h>
 
 enum {
-    POLL_MS = 50,              /* between two status calls */
-    STATUS_LIMIT_MS = 2000,    /* for one answer of the coordinator */
-    TERMINATE_LIMIT_MS = 5000, /* between SIGTERM and SIGKILL */
-    ARGUMENT_MAX = 64,         /* bytes of a number or address on a daemon's command line */
-    TEXT_BYTES = 1024,         /* a state with its reason */
+    POLL_MS = 50,                /* between two status calls */
+    STATUS_LIMIT_MS = 2000,      /* for one answer of the coordinator */
+    TERMINATE_LIMIT_MS = 5000,   /* between SIGTERM and SIGKILL */
+    COORDINATOR_LIMIT_MS = 2000, /* for its own end, after the workers */
+    REGISTER_LIMIT_MS = 10000,   /* for further workers of a group of another size */
+    ARGUMENT_MAX = 64,           /* bytes of a number or address on a daemon's command line */
+    TEXT_BYTES = 1024,           /* a state with its reason */
 };
 
 static const char port_advice[] = "use another port with --port P, or --port 0 for any free port";
@@ -58,6 +60,7 @@ struct up {
     struct moectl_group group;
     struct moectl_link *link;        /* to the coordinator; NULL while daemons start */
     struct moectl_progress progress; /* of loading */
+    uint64_t started_ns;             /* all daemons were ready */
 };
 
 static uint64_t in_ms(uint64_t ms)
@@ -267,6 +270,7 @@ static struct moe_status start_all(struct up *u, uint64_t deadline_ns)
     for (uint64_t i = 0; i < u->workers; i++)
         MOE_TRY(start_worker(u, i));
     MOE_TRY(await_ready(u, 1, deadline_ns));
+    u->started_ns = moe_clock_ns();
     u->group.foreground = !u->detach;
     u->group.restarts = u->restart;
     u->group.count = u->daemons.count;
@@ -306,11 +310,12 @@ static struct moe_status poll_status(struct up *u, char *last, size_t size, bool
         return st.code == MOE_UNAVAILABLE || st.code == MOE_DEADLINE_EXCEEDED ? moe_ok() : st;
     report(u, s, last, size);
     *serving = s->state == MOE__V1__GROUP_STATE__GROUP_STATE_SERVING;
-    if (!*serving && s->size > u->workers)
+    /* Further workers may be started by hand. */
+    if (!*serving && s->size > u->workers && s->n_workers < s->size &&
+        moe_clock_ns() > u->started_ns + REGISTER_LIMIT_MS * MOE_NS_PER_MS)
         st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CONFIG_INVALID,
-                       "the group in %s has a size of %" PRIu32 ", to which it was scaled: use "
-                       "--workers %" PRIu32 " and then `moectl scale %" PRIu64
-                       "`, or another --state-dir",
+                       "the group in %s has a size of %" PRIu32 ": use --workers %" PRIu32
+                       " and then `moectl scale %" PRIu64 "`, or another --state-dir",
                        u->state_path, s->size, s->size, u->workers);
     if (s->state == MOE__V1__GROUP_STATE__GROUP_STATE_FAILED)
         st = moe_error(MOE_UNKNOWN, MOE_REASON_NONE, "the group has failed: %s", s->reason);
@@ -417,10 +422,14 @@ static void drain(struct up *u)
     end_all(u, true);
 }
 
+/* Somebody ends the group, so its workers end by themselves. The coordinator does so after them, if
+ * it was asked to. */
 static void await_others(struct up *u)
 {
+    bool workers = moectl_daemons_running(&u->daemons) >
+                   (u->daemons.all[MOECTL_COORDINATOR].running ? 1u : 0u);
     moectl_say("the group is being shut down");
-    await_end(u, u->drain_s * 1000);
+    await_end(u, workers ? u->drain_s * 1000 : COORDINATOR_LIMIT_MS);
     end_all(u, false);
 }
 
@@ -442,12 +451,14 @@ static int keep(struct up *u)
     return report_failed(u);
 }
 
-/* The coordinator has exited with 0, or all workers have. */
+/* The coordinator has exited with 0, or so many workers that the group cannot serve: all, or one
+ * without which an expert has no copy. */
 static bool has_ended(const struct up *u)
 {
     const struct moectl_daemons *d = &u->daemons;
-    bool coordinator = d->all[MOECTL_COORDINATOR].running;
-    return !coordinator || moectl_daemons_running(d) == 1;
+    size_t running = moectl_daemons_running(d);
+    bool alone = u->replicas < 2 && !u->partial && u->max_workers == 0;
+    return !d->all[MOECTL_COORDINATOR].running || running == 1 || (alone && running < d->count);
 }
 
 /* Waits for a signal, a failure, or the end of the group. Workers may leave before: the others

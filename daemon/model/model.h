@@ -59,7 +59,7 @@ struct moe_token_table {
     uint32_t layer;      /* the model's layer index */
     uint32_t vocabulary; /* rows */
     uint32_t top_k;      /* K, columns */
-    uint16_t *ids;       /* [vocabulary, K]: K different experts of the layer in each row */
+    uint16_t *ids;       /* [vocabulary, K]: experts of the layer, one perhaps twice in a row */
 };
 /* Those of all such layers of a model; of zeros: none. */
 struct moe_token_tables {
@@ -68,8 +68,8 @@ struct moe_token_tables {
 };
 
 /* Reads the tables into memory of 2 bytes for each id, which does not need the model later. Errors:
- * MOE_INVALID_ARGUMENT/TENSOR_INVALID by the tensor's name (an id is no expert of the layer, or
- * occurs twice in a row), those of reading, OUT_OF_MEMORY. `*out` is to be freed on success only.
+ * MOE_INVALID_ARGUMENT/TENSOR_INVALID by the tensor's name (an id is no expert of the layer),
+ * those of reading, OUT_OF_MEMORY. `*out` is to be freed on success only.
  */
 struct moe_status moe_model_read_token_tables(const struct moe_model *m,
                                               struct moe_token_tables *out) MOE_CHECKED;

@@ -493,7 +493,7 @@ static const struct moe_option other_options[] = {
      "Identity that survives restarts; default: host name and port"},
     {"slot", 0, MOE_OPTION_UINT, &settings.slot, 0, ANY_SLOT, "N",
      "Slot to request, 0 to 63; 64 = any"},
-    {"max-message-bytes", 0, MOE_OPTION_BYTES, &settings.max_message_bytes, 4096, INT32_MAX,
+    {"max-message-bytes", 0, MOE_OPTION_BYTES, &settings.max_message_bytes, 8192, INT32_MAX,
      "BYTES", "Largest message, in and out"},
     {"max-bytes-in-flight", 0, MOE_OPTION_BYTES, &settings.max_bytes_in_flight, 65536, 0, "BYTES",
      "Memory for requests and answers, and the same again for training; requests beyond it fail "

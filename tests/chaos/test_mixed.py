@@ -93,7 +93,7 @@ class Mixed(unittest.TestCase):
 
     def stop(self, slot, process):
         os.kill(process.pid, signal.SIGSTOP)
-        sleep_s(self.rng.uniform(0.2, 8))
+        sleep_s(self.rng.uniform(1, 8))  # long enough to be noticed on a full machine
         os.kill(process.pid, signal.SIGCONT)
 
     def drain(self, slot, process):

@@ -199,13 +199,26 @@ class UpAndDown(unittest.TestCase):
             with moed.Client(endpoint, retry_time=20) as client:
                 for slot in "0", "1":
                     self.assertEqual(run("drain", slot, "--reason", "test", *here).returncode, OK)
-                    time.sleep(2.5)
+                    wait_until(lambda: int(slot) not in self.live_slots(*here))
+                    time.sleep(1.5)  # longer than --drain
                     self.assertIsNone(g.process.poll())
                     self.assertLessEqual(relative_error(client.forward(layer, x), want), 1e-5)
-            self.assertEqual(run("down", *here).returncode, OK)
-            self.assertEqual(g.process.wait(timeout=60), OK)
+            self.assertEqual(run("drain", "2", "--reason", "test", "--force", *here).returncode, OK)
+            self.assertEqual(g.process.wait(timeout=20), OK)  # with its last worker
         finally:
             g.stop()
+
+    def test_a_group_without_copies_ends_with_a_worker_that_leaves(self):
+        g = Group(model_directory(FAMILY), 2, "--drain", "1")
+        try:
+            self.assertEqual(run("drain", "1", "--reason", "test", "--force", "--state-dir",
+                                 g.state).returncode, OK)
+            self.assertEqual(g.process.wait(timeout=20), OK)
+        finally:
+            g.stop()
+
+    def live_slots(self, *here):
+        return json.loads(run("status", "-o", "json", *here).stdout).get("liveSlots", [])
 
     def test_up_starts_again_a_worker_that_leaves(self):
         g = Group(model_directory(FAMILY), 2, "--replicas", "2", "--restart")
@@ -214,7 +227,7 @@ class UpAndDown(unittest.TestCase):
             before = self.processes(g.state)
             self.assertEqual(run("drain", "1", "--reason", "test", *here).returncode, OK)
             wait_until(lambda: self.processes(g.state)[2]["pid"] != before[2]["pid"])
-            self.assertEqual(run("wait", "--timeout", "60", *here).returncode, OK)
+            wait_until(lambda: self.live_slots(*here) == [0, 1])
             done = run("restart", "--rolling", "--timeout", "60", *here)
             self.assertEqual(done.returncode, OK, done.stderr)
             for was, now in zip(before[1:], self.processes(g.state)[1:]):

@@ -375,7 +375,7 @@ static void sparse_mixer_reads_its_jitter_and_chooses_two(void **state)
 
 /* ---- models that are refused by name ---- */
 
-static void a_model_with_another_kind_of_block_is_refused_by_name(void **state)
+static void an_unknown_model_type_is_refused_by_name(void **state)
 {
     (void)state;
     static const struct {
@@ -815,7 +815,7 @@ int main(void)
         cmocka_unit_test(ernie4_5_moe),
         cmocka_unit_test(small_golden_models),
         cmocka_unit_test(sparse_mixer_reads_its_jitter_and_chooses_two),
-        cmocka_unit_test(a_model_with_another_kind_of_block_is_refused_by_name),
+        cmocka_unit_test(an_unknown_model_type_is_refused_by_name),
         cmocka_unit_test(hunyuan_a13b_has_lists_of_equal_numbers),
         cmocka_unit_test(ling_has_keys_of_its_own),
         cmocka_unit_test(ling_1_is_refused),

@@ -37,12 +37,14 @@ static bool plan(struct keeper *k)
         bool left = daemon->wait_status == 0;
         if (left && i == MOECTL_COORDINATOR)
             return false;
-        uint64_t wait =
-            left ? after_leaving_ns : moe_restart_wait_ns(&life->ends, now - life->started_ns);
+        uint64_t wait = moe_restart_wait_ns(&life->ends, now - life->started_ns);
+        if (left && wait < after_leaving_ns)
+            wait = after_leaving_ns;
         life->due_ns = now + wait;
-        if (!left)
-            moectl_daemons_report(daemon, advice);
-        moectl_say("%s %sstarts again in %.1f s", daemon->process.name, left ? "has left and " : "",
+        if (left)
+            continue;
+        moectl_daemons_report(daemon, advice);
+        moectl_say("%s starts again in %.1f s", daemon->process.name,
                    (double)wait / (double)MOE_NS_PER_S);
     }
     return true;
@@ -52,6 +54,8 @@ static void start(struct keeper *k, size_t i)
 {
     struct moectl_daemon *daemon = &k->daemons->all[i];
     struct life *life = &k->lives[i];
+    if (daemon->wait_status == 0)
+        moectl_say("%s has left and starts again", daemon->process.name);
     life->started_ns = moe_clock_ns();
     struct moe_status st = moectl_daemons_restart(k->daemons, i);
     life->due_ns = MOE_NEVER;
