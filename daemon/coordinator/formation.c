@@ -146,7 +146,8 @@ static void note_session(struct moe_membership *m)
 }
 
 /* Members of one view have one session, which they joined in its epoch or before. While the log has
- * the view, no later epoch was announced, so they have the mask of that view still. */
+ * the view, no later epoch was announced, so they have the mask of that view still. A member that
+ * tells something else takes no mask. */
 void moe_membership__learn_session(struct moe_membership *m, uint32_t slot,
                                    const struct moe_membership_register *r)
 {
@@ -157,7 +158,9 @@ void moe_membership__learn_session(struct moe_membership *m, uint32_t slot,
         m->session.slots = moe_placement_slots(m->placement);
         m->session.max_tokens = r->session.max_tokens;
     }
-    bool same = r->session.epoch != 0 && r->session.epoch == m->session.epoch;
+    bool same = r->session.epoch != 0 && r->session.epoch == m->session.epoch &&
+                r->session.max_tokens == m->session.max_tokens &&
+                r->session.max_tokens <= r->max_tokens_per_step;
     m->session.together[slot] = same ? r->session.together : 0;
 }
 

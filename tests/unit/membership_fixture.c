@@ -22,6 +22,7 @@ uint32_t answered_oldest_ms;
 
 uint32_t domain;
 uint64_t last_session, registered_session;
+uint32_t registered_tokens;
 static uint32_t slot_of[1000]; /* by stream, of its last PREPARE */
 
 /* As Ready.together. */
@@ -110,6 +111,7 @@ int setup(void **unused)
     exited = disk_full = trains = false;
     domain = 0;
     registered_session = 0;
+    registered_tokens = 64;
     replicas = 1;
     create_for(SLOTS);
     return 0;
@@ -136,22 +138,23 @@ uint64_t join_as(uint32_t id, uint64_t incarnation, const char *identity, int to
     snprintf(name, sizeof name, "w%u", id);
     snprintf(endpoint, sizeof endpoint, "127.0.0.1:%u", 1 + (address_of_0 ? 0 : id));
     struct moe_membership_layer layer = {.layer = 0, .hidden = 8, .experts = experts, .top_k = 2};
-    struct moe_membership_register r = {.worker_id = name,
-                                        .endpoint = endpoint,
-                                        .control_endpoint = "127.0.0.1:2",
-                                        .backend = "cpu",
-                                        .model = "Mod\xc3\xa8le 7 B",
-                                        .fingerprint = "f00d",
-                                        .family = "mixtral",
-                                        .version = "1.2.9",
-                                        .incarnation = incarnation,
-                                        .identity = identity,
-                                        .slot_token = slot_token,
-                                        .max_tokens_per_step = 64,
-                                        .trains = trains,
-                                        .session = {registered_session, together_with(id), 64},
-                                        .layers = &layer,
-                                        .layer_count = 1};
+    struct moe_membership_register r = {
+        .worker_id = name,
+        .endpoint = endpoint,
+        .control_endpoint = "127.0.0.1:2",
+        .backend = "cpu",
+        .model = "Mod\xc3\xa8le 7 B",
+        .fingerprint = "f00d",
+        .family = "mixtral",
+        .version = "1.2.9",
+        .incarnation = incarnation,
+        .identity = identity,
+        .slot_token = slot_token,
+        .max_tokens_per_step = 64,
+        .trains = trains,
+        .session = {registered_session, together_with(id), registered_tokens},
+        .layers = &layer,
+        .layer_count = 1};
     moe_membership_on_register(m, now, ++last_stream, &r);
     carry_out();
     return last_stream;

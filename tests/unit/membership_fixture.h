@@ -33,6 +33,7 @@ extern bool disk_full, trains;
 extern uint32_t domain;             /* of READYs: slots that masks have together; 0: no masks */
 extern uint64_t last_session;       /* of the last PREPARE; 0 = a new one */
 extern uint64_t registered_session; /* epoch of the session that Registers tell of; 0 = none */
+extern uint32_t registered_tokens;  /* its max_tokens */
 extern bool address_of_0;           /* workers register with the address of worker 0 */
 
 void carry_out(void);

@@ -288,11 +288,12 @@ static void a_restart_finds_a_view_with_a_mask(void **unused)
 }
 
 /* All three come back to a restarted coordinator, and tell of the session of `epoch`. */
-static void restart(uint64_t s[SLOTS], uint64_t epoch)
+static void restart(uint64_t s[SLOTS], uint64_t epoch, uint32_t max_tokens)
 {
     moe_membership_destroy(m);
     create_for(SLOTS);
     registered_session = epoch;
+    registered_tokens = max_tokens;
     for (uint32_t i = 0; i < SLOTS; i++) {
         s[i] = join(i, 10 + i);
         heartbeat(s[i], 1);
@@ -309,7 +310,7 @@ static void after_a_restart_members_tell_of_their_session(void **unused)
     create_with_copies();
     domain = 1;
     serve(s);
-    restart(s, 1);
+    restart(s, 1, 64);
     lose_stream(s[2]);
     miss(s[0], 1, 1 << 2);
     assert_int_equal(last_epoch, 2);
@@ -319,18 +320,22 @@ static void after_a_restart_members_tell_of_their_session(void **unused)
     expect_state(MOE_GROUP_SERVING);
 }
 
-/* Its session is none of the view in the log, or it has none. */
-static void a_session_that_the_log_does_not_know_takes_no_mask(void **unused)
+/* Its session is none of the view in the log, or it has none, or has steps above its own limit. */
+static void a_session_that_cannot_be_takes_no_mask(void **unused)
 {
     (void)unused;
+    static const struct {
+        uint64_t epoch;
+        uint32_t max_tokens;
+    } registered[] = {{0, 64}, {2, 64}, {1, 128}};
     uint64_t s[SLOTS];
-    for (uint32_t epoch = 0; epoch <= 2; epoch += 2) {
+    for (size_t i = 0; i < sizeof registered / sizeof *registered; i++) {
         create_with_copies();
         memset(&disk, 0, sizeof disk);
         create_with_copies();
         domain = 1;
         serve(s);
-        restart(s, epoch);
+        restart(s, registered[i].epoch, registered[i].max_tokens);
         lose_stream(s[2]);
         miss(s[0], 1, 1 << 2);
         assert_int_equal(last_epoch, 2);
@@ -672,7 +677,7 @@ int main(void)
         STORY(a_newcomer_that_fails_to_form_stays_out),
         STORY(a_restart_finds_a_view_with_a_mask),
         STORY(after_a_restart_members_tell_of_their_session),
-        STORY(a_session_that_the_log_does_not_know_takes_no_mask),
+        STORY(a_session_that_cannot_be_takes_no_mask),
         STORY(the_last_copy_is_drained_by_force_only),
         STORY(copies_and_training_exclude_each_other),
         STORY(a_reconnect_within_the_lease_costs_nothing),

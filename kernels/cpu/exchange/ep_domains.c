@@ -65,7 +65,8 @@ static bool assign_partner_token(struct moe_cpu_ep *ep, uint32_t from, uint32_t 
     for (uint32_t i = 0; i < n; i++) {
         uint64_t key = routes[i].key;
         uint32_t expert = moe_window_flag_value(key);
-        if (moe_window_flag_stamp(key) != ep->stamp || expert >= layer->spec.experts)
+        if (moe_window_flag_stamp(key) != ep->stamp || expert >= layer->spec.experts ||
+            layer->active.offset[expert] == layer->active.offset[expert + 1]) /* no live copy */
             return false;
         uint32_t slot = moe_dispatch_target(&layer->active, expert, choice);
         if (d->map.domain_of[slot] != d->own)
