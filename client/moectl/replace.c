@@ -104,12 +104,15 @@ static bool refuses(struct replace *r, size_t place)
     return r->refused[place];
 }
 
-/* The coordinator is first, because workers connect to it. */
+/* The coordinator is first, because workers connect to it: none starts while it is about to end. */
 static struct moe_status start_ended(struct replace *r, uint64_t deadline_ns)
 {
     for (size_t i = 0; i < r->group.count; i++) {
-        if (is_ours(r, i) || moectl_process_state(&r->group, i) != MOECTL_PROCESS_ENDED ||
-            refuses(r, i))
+        enum moectl_process_state state =
+            is_ours(r, i) ? MOECTL_PROCESS_RUNS : moectl_process_state(&r->group, i);
+        if (i == MOECTL_COORDINATOR && state == MOECTL_PROCESS_ENDING)
+            return moe_ok();
+        if (state != MOECTL_PROCESS_ENDED || refuses(r, i))
             continue;
         if (r->daemons.count == 0) /* without a record, start nothing */
             MOE_TRY(moectl_state_write(r->directory, &r->group));

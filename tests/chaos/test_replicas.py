@@ -26,7 +26,7 @@ import unittest
 LONG = "--long" in sys.argv and sys.argv.remove("--long") is None
 
 from watched import Group, Here, wait_until  # noqa: E402
-from group import MOECTL  # noqa: E402
+from group import MOECTL, moectl  # noqa: E402
 import netns  # noqa: E402
 
 import moed  # noqa: E402
