@@ -62,7 +62,7 @@ bool moe_domains_without(const struct moe_domains *m, uint64_t live, struct moe_
         uint32_t kept = 0;
         for (uint32_t i = 0; i < m->size; i++) {
             uint32_t slot = moe_domains_slot(m, d, i);
-            kept += live >> slot & 1;
+            kept += (uint32_t)(live >> slot & 1);
             left.domain_of[slot] = (uint16_t)left.domains;
             left.index_of[slot] = (uint16_t)i;
             left.slot_at[left.domains * m->size + i] = (uint16_t)slot;

@@ -582,18 +582,6 @@ BLOCK copy_vectors(uint32_t n, const vec *from, vec *to)
         to[i] = from[i];
 }
 
-/* Adds input `j` of the rows times its values. */
-BLOCK add_input(uint32_t rows, uint32_t width, const struct row_pointers *x, uint32_t j,
-                const vec *values, vec sum[][2 * VECTORS])
-{
-    UNROLL
-    for (uint32_t r = 0; r < rows; r++) {
-        UNROLL
-        for (uint32_t v = 0; v < width; v++)
-            sum[r][v] += row_input(x, r, j) * values[v];
-    }
-}
-
 /* Prefetches inputs first .. first + n - 1 of `rows` rows to the second-level cache. In the first
  * they would displace values, because rows are often a multiple of 4 KB apart. */
 BLOCK prefetch_rows(uint32_t rows, const struct moe_cpu_rows *x, uint32_t row, uint32_t first,
