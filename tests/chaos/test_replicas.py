@@ -235,6 +235,8 @@ class Replicas(Scene):
 
     def test_killed_after_a_restart_of_the_coordinator(self):
         """The members tell the coordinator which session they have."""
+        for slot in range(WORKERS):
+            self.group.await_log("w%d" % slot, "serving under epoch 1")
         coordinator = self.group.processes["coordinator"]
         coordinator.kill()
         coordinator.wait()
