@@ -5,6 +5,7 @@
 #include "engine/state.h"
 
 #include "base/clock.h"
+#include "common/layer_rules.h"
 
 #include <stdlib.h>
 
@@ -240,9 +241,7 @@ const struct moe_step_row moe_engine__model_change = {
 /* The view lacks the slot of one copy, and has that of another one. */
 static bool is_rehomed(const struct moe_placement *p, uint32_t expert, uint64_t live)
 {
-    uint64_t slots = 0;
-    for (uint32_t i = p->offset[expert]; i < p->offset[expert + 1]; i++)
-        slots |= UINT64_C(1) << p->slot[i];
+    uint64_t slots = moe_placement_slots_of(p, expert);
     return (slots & ~live) != 0 && (slots & live) != 0;
 }
 

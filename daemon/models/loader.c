@@ -6,6 +6,7 @@
 #include "base/clock.h"
 #include "base/cores.h"
 #include "base/transfer.h"
+#include "common/layer_rules.h"
 #include "daemon/log.h"
 #include "daemon/notify.h"
 
@@ -114,13 +115,9 @@ static bool is_regular(const struct moe_placement *p)
         uint64_t mask = 0;
         for (uint32_t c = 0; c < copies; c++)
             mask |= UINT64_C(1) << (home + c * (p->slots / copies)) % p->slots;
-        for (uint32_t n = base + (home < larger); n > 0; n--, e++) {
-            uint64_t held = 0;
-            for (uint32_t c = p->offset[e]; c < p->offset[e + 1]; c++)
-                held |= UINT64_C(1) << p->slot[c];
-            if (held != mask)
+        for (uint32_t n = base + (home < larger); n > 0; n--, e++)
+            if (moe_placement_slots_of(p, e) != mask)
                 return false;
-        }
     }
     return true;
 }
