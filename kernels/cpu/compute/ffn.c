@@ -271,15 +271,26 @@ static void store_up(const struct ffn_job *job, const struct span *span,
     store_tile(span->out, inner, row, rows, column, columns, width, part->y);
 }
 
+typedef void store_fn(const struct ffn_job *, const struct span *, const struct moe_cpu_part *,
+                      uint32_t row, uint32_t rows);
+
+/* One or two panels of one matrix. */
+static void plain_tile(const struct ffn_job *job, const struct span *span, enum moe_weight weight,
+                       uint32_t panel, uint32_t panels, uint32_t row, uint32_t rows,
+                       store_fn *store)
+{
+    float tile[2][BLOCK_ROWS * MOE_CPU_MAX_PANEL];
+    const struct moe_cpu_matrix *w = &job->layer->matrix[weight][span->entry];
+    const struct moe_cpu_part parts[2] = {{w, panel, tile[0]}, {w, panel + panels - 1, tile[1]}};
+    multiply(job, span, panels, parts, row, rows);
+    for (uint32_t i = 0; i < panels; i++)
+        store(job, span, &parts[i], row, rows);
+}
+
 static void up_tile(const struct ffn_job *job, const struct span *span, uint32_t panel,
                     uint32_t panels, uint32_t row, uint32_t rows)
 {
-    float tile[2][BLOCK_ROWS * MOE_CPU_MAX_PANEL];
-    const struct moe_cpu_matrix *wu = &job->layer->matrix[job->up][span->entry];
-    const struct moe_cpu_part parts[2] = {{wu, panel, tile[0]}, {wu, panel + panels - 1, tile[1]}};
-    multiply(job, span, panels, parts, row, rows);
-    for (uint32_t i = 0; i < panels; i++)
-        store_up(job, span, &parts[i], row, rows);
+    plain_tile(job, span, job->up, panel, panels, row, rows, store_up);
 }
 
 static void store_down_row(enum epilogue epilogue, float w, uint32_t columns, const float *acc,
@@ -313,12 +324,7 @@ static void store_down(const struct ffn_job *job, const struct span *span,
 static void down_tile(const struct ffn_job *job, const struct span *span, uint32_t panel,
                       uint32_t panels, uint32_t row, uint32_t rows)
 {
-    float tile[2][BLOCK_ROWS * MOE_CPU_MAX_PANEL];
-    const struct moe_cpu_matrix *wd = &job->layer->matrix[job->down][span->entry];
-    const struct moe_cpu_part parts[2] = {{wd, panel, tile[0]}, {wd, panel + panels - 1, tile[1]}};
-    multiply(job, span, panels, parts, row, rows);
-    for (uint32_t i = 0; i < panels; i++)
-        store_down(job, span, &parts[i], row, rows);
+    plain_tile(job, span, job->down, panel, panels, row, rows, store_down);
 }
 
 typedef void tile_fn(const struct ffn_job *, const struct span *, uint32_t panel, uint32_t panels,
