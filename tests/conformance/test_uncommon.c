@@ -240,47 +240,47 @@ static void random_layers_agree_with_the_oracle_on_any_number_of_slots(void **st
     assert_true(norms > 0 && norms < CASES && situ > 0 && ungated > 0 && wide > 0 && mixer > 0);
 }
 
-/* The router and the numbers of Kimi-K3's experts, with narrow matrices. */
-static void layers_with_896_experts_choose_16(void **state)
+/* A layer in a latent space with narrow matrices and many experts. */
+static void draw_narrow(uint64_t seed, uint32_t experts, uint32_t top_k,
+                        enum moe_activation activation)
 {
-    (void)state;
-    draw_case(1, &now);
+    draw_case(seed, &now);
     now.spec.hidden = 24;
     now.spec.latent = 12;
-    now.spec.latent_norm = true;
-    now.spec.latent_eps = 1e-5f;
-    now.spec.experts = now.max_experts = 896;
+    now.spec.experts = now.max_experts = experts;
     now.spec.intermediate = 10;
-    now.spec.activation = now.spec.shared_activation = MOE_ACT_SITU;
+    now.spec.activation = now.spec.shared_activation = activation;
     now.spec.router.score = MOE_SCORE_SIGMOID;
     now.spec.router.renorm = MOE_RENORM_SUM;
-    now.spec.router.top_k = 16;
+    now.spec.router.top_k = top_k;
     now.spec.router.select_bias = true;
+}
+
+static void run_on_up_to_four_slots(void)
+{
     for (uint32_t slots = 1; slots <= 4; slots++) {
         now.dtype = slots % 2 == 0 ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
         assert_true(run_group(slots, run_member));
     }
 }
 
+/* The router and the numbers of Kimi-K3's experts. */
+static void layers_with_896_experts_choose_16(void **state)
+{
+    (void)state;
+    draw_narrow(1, 896, 16, MOE_ACT_SITU);
+    now.spec.latent_norm = true;
+    now.spec.latent_eps = 1e-5f;
+    run_on_up_to_four_slots();
+}
+
 /* Those of Nemotron-3-Super. */
 static void ungated_layers_with_512_experts_choose_22(void **state)
 {
     (void)state;
-    draw_case(2, &now);
-    now.spec.hidden = 24;
-    now.spec.latent = 12;
+    draw_narrow(2, 512, 22, MOE_ACT_RELU2);
     now.spec.latent_norm = false;
-    now.spec.experts = now.max_experts = 512;
-    now.spec.intermediate = 10;
-    now.spec.activation = now.spec.shared_activation = MOE_ACT_RELU2;
-    now.spec.router.score = MOE_SCORE_SIGMOID;
-    now.spec.router.renorm = MOE_RENORM_SUM;
-    now.spec.router.top_k = 22;
-    now.spec.router.select_bias = true;
-    for (uint32_t slots = 1; slots <= 4; slots++) {
-        now.dtype = slots % 2 == 0 ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
-        assert_true(run_group(slots, run_member));
-    }
+    run_on_up_to_four_slots();
 }
 
 #ifdef MOE_HAVE_UCX

@@ -90,3 +90,15 @@ void check_golden(const char *family, uint32_t first, size_t count, struct moe_l
     check_config(&c, first, count, want);
     json_decref(root);
 }
+
+struct moe_status read_with(json_t *root, json_t *object, const char *key, const char *value)
+{
+    struct moe_config c;
+    if (value == NULL)
+        assert_int_equal(json_object_del(object, key), 0);
+    else
+        json_object_set_new(object, key, json_loads(value, JSON_DECODE_ANY, NULL));
+    struct moe_status st = moe_config_read(root, &c);
+    json_decref(root);
+    return st;
+}

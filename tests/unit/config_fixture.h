@@ -19,6 +19,10 @@ void check_config(const struct moe_config *c, uint32_t first, size_t count,
 /* The same of a golden model. */
 void check_golden(const char *family, uint32_t first, size_t count, struct moe_layer_spec want);
 
+/* Reads `root` with another setting in `object`, a part of it. `value` is JSON; NULL: without the
+ * key. Frees `root`. */
+struct moe_status read_with(json_t *root, json_t *object, const char *key, const char *value);
+
 /* What most families have in common: no groups. */
 #define ROUTER(...)                                                                                \
     {                                                                                              \

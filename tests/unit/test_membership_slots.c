@@ -28,6 +28,22 @@ static void miss(uint64_t stream, uint64_t epoch, uint64_t slots)
     carry_out();
 }
 
+/* The worker of `slot` dies in the view of `epoch`, and slot 0 misses it. */
+static void lose(const uint64_t s[SLOTS], uint32_t slot, uint64_t epoch)
+{
+    lose_stream(s[slot]);
+    miss(s[0], epoch, UINT64_C(1) << slot);
+}
+
+/* Another worker takes slot 2, and all form the next view. */
+static void refill(uint64_t s[SLOTS])
+{
+    s[2] = join(2, 99);
+    loaded(s[2]);
+    for (uint32_t i = 0; i < SLOTS; i++)
+        ready(s[i], NULL);
+}
+
 static void a_group_with_copies_serves_without_a_lost_slot(void **unused)
 {
     (void)unused;
@@ -35,8 +51,7 @@ static void a_group_with_copies_serves_without_a_lost_slot(void **unused)
     create_with_copies();
     serve(s);
     assert_int_equal(group().live, 7);
-    lose_stream(s[2]);
-    miss(s[0], 1, 1 << 2);
+    lose(s, 2, 1);
     assert_int_equal(prepares, 2); /* at once */
     assert_int_equal(last_epoch, 2);
     ready(s[0], NULL);
@@ -68,8 +83,7 @@ static void a_lost_slot_costs_the_others_no_new_session(void **unused)
     domain = 1;
     serve(s);
     assert_int_equal(last_session, 0);
-    lose_stream(s[2]);
-    miss(s[0], 1, 1 << 2);
+    lose(s, 2, 1);
     assert_int_equal(last_epoch, 2);
     assert_int_equal(last_session, 1);
     ready(s[0], NULL);
@@ -82,8 +96,7 @@ static void a_lost_slot_costs_the_others_no_new_session(void **unused)
     assert_int_equal(last_session, 0);
     for (uint32_t i = 0; i < SLOTS; i++)
         ready(s[i], NULL);
-    lose_stream(s[1]);
-    miss(s[0], 3, 1 << 1);
+    lose(s, 1, 3);
     assert_int_equal(last_session, 3);
 }
 
@@ -95,18 +108,13 @@ static void slots_of_a_domain_are_masked_together(void **unused)
     create_with_copies();
     domain = 2;
     serve(s);
-    lose_stream(s[2]);
-    miss(s[0], 1, 1 << 2);
+    lose(s, 2, 1);
     assert_int_equal(last_epoch, 2);
     assert_int_equal(last_session, 1);
     ready(s[0], NULL);
     ready(s[1], NULL);
-    s[2] = join(2, 99);
-    loaded(s[2]);
-    for (uint32_t i = 0; i < SLOTS; i++)
-        ready(s[i], NULL);
-    lose_stream(s[1]);
-    miss(s[0], 3, 1 << 1);
+    refill(s);
+    lose(s, 1, 3);
     assert_int_equal(last_epoch, 4);
     assert_int_equal(last_session, 0);
 }
@@ -120,8 +128,7 @@ static void a_mask_that_fails_is_followed_by_a_new_session(void **unused)
     create_with_copies();
     domain = 1;
     serve(s);
-    lose_stream(s[2]);
-    miss(s[0], 1, 1 << 2);
+    lose(s, 2, 1);
     assert_int_equal(last_session, 1);
     forget();
     ready(s[1], "this worker has kept no session");
@@ -132,12 +139,8 @@ static void a_mask_that_fails_is_followed_by_a_new_session(void **unused)
     ready(s[0], NULL);
     ready(s[1], NULL);
     expect_state(MOE_GROUP_SERVING);
-    s[2] = join(2, 99);
-    loaded(s[2]);
-    for (uint32_t i = 0; i < SLOTS; i++)
-        ready(s[i], NULL);
-    lose_stream(s[2]);
-    miss(s[0], 4, 1 << 2);
+    refill(s);
+    lose(s, 2, 4);
     assert_int_equal(last_epoch, 5);
     assert_int_equal(last_session, 0);
 }
@@ -246,8 +249,7 @@ static void a_newcomer_that_fails_to_form_stays_out(void **unused)
     uint64_t s[SLOTS];
     create_with_copies();
     serve(s);
-    lose_stream(s[2]);
-    miss(s[0], 1, 1 << 2);
+    lose(s, 2, 1);
     ready(s[0], NULL);
     ready(s[1], NULL);
     s[2] = join(2, 99);
@@ -267,8 +269,7 @@ static void a_restart_finds_a_view_with_a_mask(void **unused)
     uint64_t s[SLOTS];
     create_with_copies();
     serve(s);
-    lose_stream(s[1]);
-    miss(s[0], 1, 1 << 1);
+    lose(s, 1, 1);
     ready(s[0], NULL);
     ready(s[2], NULL);
     assert_int_equal(group().epoch, 2);
@@ -311,8 +312,7 @@ static void after_a_restart_members_tell_of_their_session(void **unused)
     domain = 1;
     serve(s);
     restart(s, 1, 64);
-    lose_stream(s[2]);
-    miss(s[0], 1, 1 << 2);
+    lose(s, 2, 1);
     assert_int_equal(last_epoch, 2);
     assert_int_equal(last_session, 1);
     ready(s[0], NULL);
@@ -336,8 +336,7 @@ static void a_session_that_cannot_be_takes_no_mask(void **unused)
         domain = 1;
         serve(s);
         restart(s, registered[i].epoch, registered[i].max_tokens);
-        lose_stream(s[2]);
-        miss(s[0], 1, 1 << 2);
+        lose(s, 2, 1);
         assert_int_equal(last_epoch, 2);
         assert_int_equal(last_session, 0);
     }
