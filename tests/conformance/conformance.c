@@ -239,16 +239,16 @@ static int run_member(struct member *m)
     if (good && tally.swaps * 200 > tally.tokens + 1000)
         good = wrong(&s, "too many choices differ from the oracle's: %llu of %llu",
                      (unsigned long long)tally.swaps, (unsigned long long)tally.tokens);
+    struct moe_weight_format format = {
+        .encoding = MOE_ENC_F8E4M3, .block_rows = 128, .block_columns = 128};
     bool quantises = plan->backend->computes != NULL &&
+                     plan->backend->computes(s.device, &format) &&
                      (!plan->training || plan->backend->training->quantised_base);
     if (good && tally.packed == 0 && plan->cases >= 100 && quantises)
         good = wrong(&s, "no case had quantised matrices");
-    const struct moe_weight_format w8a8 = {.encoding = MOE_ENC_F8E4M3,
-                                           .block_rows = 128,
-                                           .block_columns = 128,
-                                           .activations = MOE_ACTIVATIONS_F8};
+    format.activations = MOE_ACTIVATIONS_F8;
     if (good && tally.w8a8 == 0 && plan->cases >= 100 && quantises && !plan->training &&
-        plan->backend->computes(s.device, &w8a8))
+        plan->backend->computes(s.device, &format))
         good = wrong(&s, "no case was in W8A8");
     if (good && tally.w8a8 != 0 && tally.quantised_rows == 0 && plan->cases >= 100 &&
         plan->backend == &moe_backend_cpu)

@@ -15,7 +15,7 @@ import unittest
 
 import numpy as np
 
-from group import BACKEND, MODELS, group, main, relative_error, to_bf16
+from group import BACKEND, DEVICES, MODELS, group, main, relative_error, to_bf16
 from training import WORKER
 import moed
 
@@ -128,6 +128,8 @@ def settings(folder, **values):
 
 class Serving(unittest.TestCase):
     def check(self, workers, scale_fmt=None):
+        if workers > DEVICES:
+            self.skipTest("%d devices are needed" % workers)
         with tempfile.TemporaryDirectory(prefix="moed-fp8-") as folder:
             block = make_model(folder, scale_fmt)
             conf = settings(folder, fp8_compute="w8a8", weights="resident")
