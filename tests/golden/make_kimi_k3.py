@@ -10,15 +10,11 @@ transformers has no such class, so the outputs are computed here, in double prec
 formulas that README.md in that folder lists. No code of moed or of the vendor takes part.
 --check makes the models again and compares."""
 
-import filecmp
-import json
-import os
 import sys
-import tempfile
 
 import numpy as np
 
-from quantise import compressed, mxfp4, read_file, through_bf16, to_bf16, write_file
+from quantise import compressed, make_models, mxfp4, outputs, through_bf16, to_bf16, write_model
 
 H, L, I, E, K, SHARED, LAYER = 48, 32, 64, 8, 3, 2, 1
 BLOCK = "language_model.model.layers.%d.block_sparse_moe." % LAYER
@@ -126,48 +122,10 @@ def make(target, name):
     config = {"model_type": "kimi_k3", "architectures": ["KimiK3ForConditionalGeneration"],
               "text_config": text, "vision_config": {"patch_size": 14, "vt_hidden_size": 16},
               "tie_word_embeddings": False}
-    directory = os.path.join(target, name)
-    os.makedirs(directory, exist_ok=True)
-    with open(os.path.join(directory, "config.json"), "w") as file:
-        json.dump(config, file, indent=2, sort_keys=True)
-        file.write("\n")
-    write_file(os.path.join(directory, "model.safetensors"), tensors)
-    random, golden = np.random.default_rng(33), {}
-    for tokens in (1, 37):
-        x = through_bf16(random.standard_normal((tokens, H)))
-        y = compute(weights, x)
-        for what, value in (("x", x), ("y", y), ("exact", y)):
-            golden["layer%d.T%d.%s" % (LAYER, tokens, what)] = ("F32", value)
-    write_file(os.path.join(directory, "golden.safetensors"), golden)
-
-
-NAMES = ("kimi_k3", "mxfp4_kimi_k3")
-
-
-def check(target):
-    with tempfile.TemporaryDirectory() as again:
-        for name in NAMES:
-            make(again, name)
-            for file in ("config.json", "model.safetensors"):
-                assert filecmp.cmp(os.path.join(again, name, file),
-                                   os.path.join(target, name, file), shallow=False), (name, file)
-            old, new = (read_file(os.path.join(root, name, "golden.safetensors"))
-                        for root in (target, again))
-            assert set(old) == set(new), name
-            for key, value in old.items():
-                assert np.linalg.norm(new[key] - value) <= 1e-6 * np.linalg.norm(value), (name, key)
-    made = sorted(n for n in os.listdir(target) if os.path.isdir(os.path.join(target, n)))
-    assert made == sorted(NAMES), made
-
-
-def main():
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["--check"]:
-        check(*arguments[1:])
-        return
-    for name in NAMES:
-        make(arguments[0], name)
+    y = lambda x: compute(weights, x)
+    write_model(target, name, config, tensors, outputs(LAYER, H, seed=33, y=y, exact=y))
 
 
 if __name__ == "__main__":
-    main()
+    *options, folder = sys.argv[1:]
+    make_models(make, ("kimi_k3", "mxfp4_kimi_k3"), folder, options)

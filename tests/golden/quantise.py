@@ -56,6 +56,55 @@ def write_file(path, tensors):
         file.write(struct.pack("<Q", len(text)) + text + b"".join(blobs))
 
 
+# ---------------------------------------------------------------- folders of models
+
+def outputs(layer, hidden, seed=7, **functions):
+    """The tensors of golden.safetensors for a layer: x, and what the functions make of it."""
+    random, out = np.random.default_rng(seed), {}
+    for tokens in (1, 37):
+        x = through_bf16(random.standard_normal((tokens, hidden)))
+        values = {"x": x, **{name: function(x) for name, function in functions.items()}}
+        for name, value in values.items():
+            out["layer%d.T%d.%s" % (layer, tokens, name)] = ("F32", value.astype(np.float32))
+    return out
+
+
+def write_model(target, name, config, tensors, golden):
+    directory = os.path.join(target, name)
+    os.makedirs(directory, exist_ok=True)
+    with open(os.path.join(directory, "config.json"), "w") as file:
+        json.dump(config, file, indent=2, sort_keys=True)
+        file.write("\n")
+    write_file(os.path.join(directory, "model.safetensors"), tensors)
+    write_file(os.path.join(directory, "golden.safetensors"), golden)
+
+
+def check_again(make, name, target):
+    """Makes a model again, and compares: weights by bytes, outputs by value."""
+    with tempfile.TemporaryDirectory() as again:
+        make(again, name)
+        for file in ("config.json", "model.safetensors"):
+            assert filecmp.cmp(os.path.join(again, name, file),
+                               os.path.join(target, name, file), shallow=False), (name, file)
+        old, new = (read_file(os.path.join(root, name, "golden.safetensors"))
+                    for root in (target, again))
+    assert set(old) == set(new), name
+    for key, value in old.items():
+        assert np.linalg.norm(new[key] - value) <= 1e-6 * np.linalg.norm(value), (name, key)
+
+
+def make_models(make, names, target, options, others=()):
+    """Calls make(target, name) for each. With the option --check, compares with what is there:
+    these models and `others`."""
+    for name in names:
+        if options == ["--check"]:
+            check_again(make, name, target)
+        else:
+            make(target, name)
+    there = sorted(n for n in os.listdir(target) if os.path.isdir(os.path.join(target, n)))
+    assert there == sorted([*names, *others]), there
+
+
 # ---------------------------------------------------------------- numbers
 
 def to_bf16(x):
@@ -613,23 +662,12 @@ def make(models, target, name):
     shared = scheme if shared == "same" else shared
     decoded, made = quantised(block, scheme, shared, through_bf16)
     exact, _ = quantised(block, scheme, shared, np.float32)
-    directory = os.path.join(target, name)
-    os.makedirs(directory, exist_ok=True)
     config["quantization_config"] = quantisation
-    with open(os.path.join(directory, "config.json"), "w") as file:
-        json.dump(config, file, indent=2, sort_keys=True)
-        file.write("\n")
-    write_file(os.path.join(directory, "model.safetensors"),
-               in_file(block, made, base, name, layer))
-    random, golden = np.random.default_rng(7), {}
-    for tokens in (1, 37):
-        x = through_bf16(random.standard_normal((tokens, config["hidden_size"])))
-        y, unquantised = compute(decoded, x), compute(block, x)
-        golden["layer%d.T%d.x" % (layer, tokens)] = ("F32", x)
-        golden["layer%d.T%d.y" % (layer, tokens)] = ("F32", y.astype(np.float32))
-        golden["layer%d.T%d.exact" % (layer, tokens)] = (
-            "F32", compute(exact, x).astype(np.float32))
-    write_file(os.path.join(directory, "golden.safetensors"), golden)
+    golden = outputs(layer, config["hidden_size"], y=lambda x: compute(decoded, x),
+                     exact=lambda x: compute(exact, x))
+    write_model(target, name, config, in_file(block, made, base, name, layer), golden)
+    x, y = (golden["layer%d.T37.%s" % (layer, n)][1] for n in "xy")
+    unquantised = compute(block, x)
     print("%-26s %.1e from the unquantised model" % (
         name, np.linalg.norm(y - unquantised) / np.linalg.norm(unquantised)))
     if block["limit"] is not None and "shared" in block:
@@ -639,33 +677,10 @@ def make(models, target, name):
         assert passed > 0.05
 
 
-def check(models, target):
-    """Makes all again, and compares: weights by bytes, outputs by value."""
-    with tempfile.TemporaryDirectory() as again:
-        for name in MODELS:
-            make(models, again, name)
-            for file in ("config.json", "model.safetensors"):
-                assert filecmp.cmp(os.path.join(again, name, file),
-                                   os.path.join(target, name, file), shallow=False), (name, file)
-            old, new = (read_file(os.path.join(root, name, "golden.safetensors"))
-                        for root in (target, again))
-            assert set(old) == set(new), name
-            for key, value in old.items():
-                assert np.linalg.norm(new[key] - value) <= 1e-6 * np.linalg.norm(value), (name, key)
-    made = sorted(n for n in os.listdir(target) if os.path.isdir(os.path.join(target, n)))
-    assert made == sorted(MODELS), made
-
-
 def main():
-    arguments = sys.argv[1:]
-    checking = arguments[:1] == ["--check"]
-    models, target = arguments[1:] if checking else arguments
+    *options, models, target = sys.argv[1:]
     check_families(models)
-    if checking:
-        check(models, target)
-        return
-    for name in MODELS:
-        make(models, target, name)
+    make_models(lambda root, name: make(models, root, name), MODELS, target, options)
 
 
 if __name__ == "__main__":

@@ -5,48 +5,58 @@
     tests/golden/quantise_nemotron.py tests/golden/uncommon
     tests/golden/quantise_nemotron.py --check tests/golden/uncommon
 
-Each is one MoE layer, quantised as ModelOpt does it. As in quantise.py, golden.safetensors holds x,
-and y of the dequantised weights, rounded to BF16 (`exact`: not rounded), computed here in double
-precision. On the weights of nemotron_h this computation must give transformers' numbers.
---check makes them again and compares."""
+Each has one or two MoE layers, quantised as ModelOpt does it. As in quantise.py, golden.safetensors
+holds x, and y of the dequantised weights, rounded to BF16 (`exact`: experts are not rounded),
+computed here in double precision. On the weights of the bases this computation must give
+transformers' numbers. --check makes the models again and compares."""
 
-import filecmp
 import json
 import os
 import sys
-import tempfile
 
 import numpy as np
 
-from quantise import fp8, nvfp4, read_file, route, through_bf16, to_bf16, write_file
+from quantise import (fp8, make_models, nvfp4, outputs, read_file, route, through_bf16, to_bf16,
+                      write_model)
 
-BASE, LAYER, PARTS = "nemotron_h", 1, ("up", "down")
-BLOCK = "backbone.layers.%d.mixer." % LAYER
-# name: (quantisation_config, function of a matrix, whether the shared expert is quantised)
+BASES = {"nemotron_h": (1, 3), "nemotron_h_latent": (1, 3)}  # with their MoE layers
+PARTS, PROJECTIONS = ("up", "down"), ("fc1", "fc2")
+FP8 = lambda w: fp8(w, shape=(), extra=(".input_scale",))
+NVFP4 = lambda w: nvfp4(w, ".weight", ".weight_scale", ".weight_scale_2", False)
+PLAIN = lambda w: ({".weight": ("BF16", to_bf16(w))}, w)
+
+# name: base, settings of config.json, quantization_config, and for each layer how routed experts,
+# shared ones and projections of the latent space are stored
+ONE_LAYER = {"layers_block_type": ["linear_attention", "moe"]}
 MODELS = {
-    "fp8_nemotron_h": (dict(quant_method="modelopt", quant_algo="FP8",
+    "fp8_nemotron_h": ("nemotron_h", ONE_LAYER,
+                       dict(quant_method="modelopt", quant_algo="FP8",
                             producer={"name": "modelopt"}, ignore=["lm_head", "*.mixer.gate"]),
-                       lambda w: fp8(w, shape=(), extra=(".input_scale",)), True),
-    "nvfp4_nemotron_h": (dict(quant_method="modelopt", quant_algo="NVFP4", group_size=16,
+                       {1: (FP8, FP8, None)}),
+    "nvfp4_nemotron_h": ("nemotron_h", ONE_LAYER,
+                         dict(quant_method="modelopt", quant_algo="NVFP4", group_size=16,
                               producer={"name": "modelopt"},
                               ignore=["lm_head", "*.mixer.gate", "*.mixer.shared_experts*"]),
-                         lambda w: nvfp4(w, ".weight", ".weight_scale", ".weight_scale_2", False),
-                         False),
+                         {1: (NVFP4, PLAIN, None)}),
 }
 
 
-def read_block(folder):
-    """What quantise.route reads of a block, and its experts."""
+def read_block(folder, layer):
+    """What quantise.route reads of a block, and its networks."""
     with open(os.path.join(folder, "config.json")) as file:
         config = json.load(file)
     tensors = read_file(os.path.join(folder, "model.safetensors"))
+    inside = "backbone.layers.%d.mixer." % layer
     def network(module):
-        return {p: tensors[BLOCK + "%s.%s_proj.weight" % (module, p)] for p in PARTS}
-    return {"config": config, "score": "sigmoid", "renorm": True, "scaled": True,
-            "router": tensors[BLOCK + "gate.weight"],
-            "select_bias": tensors[BLOCK + "gate.e_score_correction_bias"],
-            "experts": [network("experts.%d" % e) for e in range(config["n_routed_experts"])],
-            "shared": network("shared_experts")}
+        return {p: tensors[inside + "%s.%s_proj.weight" % (module, p)] for p in PARTS}
+    block = {"config": config, "score": "sigmoid", "renorm": True, "scaled": True,
+             "router": tensors[inside + "gate.weight"],
+             "select_bias": tensors[inside + "gate.e_score_correction_bias"],
+             "experts": [network("experts.%d" % e) for e in range(config["n_routed_experts"])],
+             "shared": network("shared_experts")}
+    if config["moe_latent_size"] is not None:
+        block["latent"] = {p: tensors[inside + p + "_latent_proj.weight"] for p in PROJECTIONS}
+    return block
 
 
 def network(w, x):
@@ -56,86 +66,69 @@ def network(w, x):
 def compute(block, x):
     x = x.astype(np.float64)
     ids, weights = route(block, x)
-    y = network(block["shared"], x)
+    z = x @ block["latent"]["fc1"].T if "latent" in block else x
+    y = np.zeros_like(z)
     for token in range(len(x)):
         for e, w in zip(ids[token], weights[token]):
-            y[token] += w * network(block["experts"][e], x[token])
-    return y
+            y[token] += w * network(block["experts"][e], z[token])
+    return network(block["shared"], x) + (y @ block["latent"]["fc2"].T if "latent" in block else y)
 
 
-def quantised(block, scheme, with_shared, rounded):
-    """The block with dequantised weights, rounded by `rounded`, and the tensors of its matrices."""
+def quantised(block, schemes, rounded):
+    """The block with dequantised weights, those of experts rounded by `rounded`, and the tensors of
+    its matrices."""
     out, tensors = dict(block), {}
-    def take(module, weights, quantise):
+    def take(module, names, weights, quantise, rounded):
         values = {}
         for p, w in weights.items():
             made, values[p] = quantise(w)
             values[p] = rounded(values[p]).astype(np.float64)
-            for suffix, tensor in made.items():
-                tensors["%s.%s_proj%s" % (module, p, suffix)] = tensor
+            name = module + names % p
+            tensors.update({name + suffix: tensor for suffix, tensor in made.items()})
         return values
-    plain = lambda w: ({".weight": ("BF16", to_bf16(w))}, w)
-    out["experts"] = [take("experts.%d" % e, w, scheme) for e, w in enumerate(block["experts"])]
-    out["shared"] = take("shared_experts", block["shared"], scheme if with_shared else plain)
+    routed, shared, projections = schemes
+    out["experts"] = [take("experts.%d." % e, "%s_proj", w, routed, rounded)
+                      for e, w in enumerate(block["experts"])]
+    out["shared"] = take("shared_experts.", "%s_proj", block["shared"], shared, rounded)
+    if "latent" in block:  # always decoded
+        out["latent"] = take("", "%s_latent_proj", block["latent"], projections, through_bf16)
     return out, tensors
 
 
 def make(source, target, name):
-    quantisation, scheme, with_shared = MODELS[name]
-    block = read_block(os.path.join(source, BASE))
-    decoded, tensors = quantised(block, scheme, with_shared, through_bf16)
-    exact, _ = quantised(block, scheme, with_shared, np.float32)
-    tensors["gate.weight"] = ("BF16", to_bf16(block["router"]))
-    tensors["gate.e_score_correction_bias"] = ("F32", block["select_bias"])
-    config = dict(block["config"], layers_block_type=["linear_attention", "moe"],
-                  quantization_config=quantisation)
-    directory = os.path.join(target, name)
-    os.makedirs(directory, exist_ok=True)
-    with open(os.path.join(directory, "config.json"), "w") as file:
-        json.dump(config, file, indent=2, sort_keys=True)
-        file.write("\n")
-    write_file(os.path.join(directory, "model.safetensors"),
-               {BLOCK + each: tensor for each, tensor in tensors.items()})
-    random, golden = np.random.default_rng(7), {}
-    for tokens in (1, 37):
-        x = through_bf16(random.standard_normal((tokens, config["hidden_size"])))
-        for what, value in (("x", x), ("y", compute(decoded, x)), ("exact", compute(exact, x))):
-            golden["layer%d.T%d.%s" % (LAYER, tokens, what)] = ("F32", value.astype(np.float32))
-    write_file(os.path.join(directory, "golden.safetensors"), golden)
+    base, settings, quantisation, layers = MODELS[name]
+    tensors, golden = {}, {}
+    for layer, schemes in layers.items():
+        inside = "backbone.layers.%d.mixer." % layer
+        block = read_block(os.path.join(source, base), layer)
+        decoded, made = quantised(block, schemes, through_bf16)
+        exact, _ = quantised(block, schemes, np.float32)
+        made["gate.weight"] = ("BF16", to_bf16(block["router"]))
+        made["gate.e_score_correction_bias"] = ("F32", block["select_bias"])
+        tensors.update({inside + each: tensor for each, tensor in made.items()})
+        golden.update(outputs(layer, block["config"]["hidden_size"],
+                              y=lambda x: compute(decoded, x), exact=lambda x: compute(exact, x)))
+    config = dict(block["config"], **settings, quantization_config=quantisation)
+    write_model(target, name, config, tensors, golden)
 
 
-def check_base(source):
-    golden = read_file(os.path.join(source, BASE, "golden.safetensors"))
-    block = read_block(os.path.join(source, BASE))
+def check_base(source, base, layer):
+    golden = read_file(os.path.join(source, base, "golden.safetensors"))
+    block = read_block(os.path.join(source, base), layer)
     for tokens in (1, 37):
-        x, y = (golden["layer%d.T%d.%s" % (LAYER, tokens, what)] for what in "xy")
+        x, y = (golden["layer%d.T%d.%s" % (layer, tokens, what)] for what in "xy")
         error = np.linalg.norm(compute(block, x) - y) / np.linalg.norm(y)
-        print("%s T %2d: %.1e from transformers" % (BASE, tokens, error))
+        print("%s layer %d T %2d: %.1e from transformers" % (base, layer, tokens, error))
         assert error < 2e-6, error
-
-
-def check(source):
-    with tempfile.TemporaryDirectory() as again:
-        for name in MODELS:
-            make(source, again, name)
-            for file in ("config.json", "model.safetensors"):
-                assert filecmp.cmp(os.path.join(again, name, file),
-                                   os.path.join(source, name, file), shallow=False), (name, file)
-            old, new = (read_file(os.path.join(root, name, "golden.safetensors"))
-                        for root in (source, again))
-            assert set(old) == set(new), name
-            for key, value in old.items():
-                assert np.linalg.norm(new[key] - value) <= 1e-6 * np.linalg.norm(value), (name, key)
 
 
 def main():
     *options, source = sys.argv[1:]
-    check_base(source)
-    if options == ["--check"]:
-        check(source)
-        return
-    for name in MODELS:
-        make(source, source, name)
+    for base, layers in BASES.items():
+        for layer in layers:
+            check_base(source, base, layer)
+    make_models(lambda root, name: make(source, root, name), MODELS, source, options,
+                others=[*BASES, "phimoe"])
 
 
 if __name__ == "__main__":
