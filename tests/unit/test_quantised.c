@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Quantised checkpoints with one thing wrong: each is refused by name, when it is opened or when
  * its values are read. And a flipped bit of any part is found by the name of its tensor. */
-#include "model_fixture.h"
-#include "small_model.h"
+#include "checkpoint_copy.h"
 #include "support/golden.h"
 
 #include <jansson.h>
@@ -11,114 +10,12 @@
 #include <string.h>
 #include <unistd.h>
 
-/* A copy of a golden model's tensors, to be changed. */
-struct copy {
-    struct moe_st_file *file;
-    struct moe_st_out list[1024];
-    size_t count;
-};
-
-static void copy_open(struct copy *c, const char *model)
+/* The folder of a golden model, until the next call. */
+static const char *folder(const char *model)
 {
-    char path[512];
-    snprintf(path, sizeof path, MOE_QUANTISED_DIR "/%s/model.safetensors", model);
-    assert_ok(moe_st_open(path, &c->file));
-    c->count = moe_st_count(c->file);
-    assert_true(c->count + 1 < sizeof c->list / sizeof c->list[0]);
-    for (size_t i = 0; i < c->count; i++) {
-        const struct moe_tensor *t = moe_st_tensor(c->file, i);
-        char *data = calloc(1, (size_t)t->bytes + 64); /* room for one element more */
-        assert_non_null(data);
-        assert_ok(moe_st_read(c->file, t, 0, t->bytes, data));
-        c->list[i] = (struct moe_st_out){t->name, t->dtype, t->rank, {0}, data};
-        memcpy(c->list[i].shape, t->shape, sizeof t->shape);
-    }
-}
-
-static void copy_close(struct copy *c)
-{
-    for (size_t i = 0; i < c->count; i++)
-        free((void *)(uintptr_t)c->list[i].data);
-    moe_st_close(c->file);
-}
-
-static struct moe_st_out *copy_find(struct copy *c, const char *name)
-{
-    for (size_t i = 0; i < c->count; i++)
-        if (strcmp(c->list[i].name, name) == 0)
-            return &c->list[i];
-    fail_msg("no tensor %s", name);
-    return NULL;
-}
-
-static void *data_of(struct copy *c, const char *name)
-{
-    return (void *)(uintptr_t)copy_find(c, name)->data;
-}
-
-/* Adds a tensor with `name` and the bytes of another one. */
-static void copy_add(struct copy *c, const char *from, const char *name)
-{
-    struct moe_st_out t = *copy_find(c, from);
-    uint64_t bytes;
-    assert_true(moe_st_tensor_bytes(t.dtype, t.rank, t.shape, &bytes));
-    void *data = malloc((size_t)bytes + 1);
-    assert_non_null(data);
-    memcpy(data, t.data, (size_t)bytes);
-    t.name = name;
-    t.data = data;
-    c->list[c->count++] = t;
-}
-
-static void copy_drop(struct copy *c, const char *name)
-{
-    struct moe_st_out *t = copy_find(c, name);
-    free((void *)(uintptr_t)t->data);
-    *t = c->list[--c->count];
-}
-
-static void copy_write(const struct copy *c, const struct fixture *f)
-{
-    assert_ok(moe_st_write(fixture_path(f, "model.safetensors"), c->list, c->count, NULL));
-}
-
-static json_t *read_config(const char *model)
-{
-    char path[512];
-    snprintf(path, sizeof path, MOE_QUANTISED_DIR "/%s/config.json", model);
-    json_t *root = json_load_file(path, 0, NULL);
-    assert_non_null(root);
-    return root;
-}
-
-static void write_config(const struct fixture *f, json_t *root)
-{
-    assert_int_equal(json_dump_file(root, fixture_path(f, "config.json"), 0), 0);
-    json_decref(root);
-}
-
-/* Opens the model and loads all; the error of either. */
-static struct moe_status try_model(const struct fixture *f)
-{
-    struct moe_model *m = NULL;
-    struct moe_status st = moe_model_open(f->directory, &m);
-    for (size_t i = 0; !moe_failed(&st) && i < moe_model_layer_count(m); i++) {
-        uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(m, i)->experts;
-        for (uint32_t e = 0; e < n; e++)
-            experts[e] = e;
-        st = moe_model_load_layer(m, i, experts, n, fixture_ignore, NULL, NULL, NULL);
-    }
-    moe_model_close(m);
-    return st;
-}
-
-static void check_refused(const struct fixture *f, enum moe_reason reason, const char *named,
-                          const char *why)
-{
-    struct moe_status st = try_model(f);
-    check_reason(st, reason);
-    if (strstr(st.text, named) == NULL || strstr(st.text, why) == NULL)
-        fail_msg("%s: names neither %s nor %s", st.text, named, why);
+    static char path[512];
+    snprintf(path, sizeof path, MOE_QUANTISED_DIR "/%s", model);
+    return path;
 }
 
 /* ---- tensors ---- */
@@ -142,11 +39,11 @@ static void scale_twice(struct copy *c)
 }
 static void scale_nan(struct copy *c)
 {
-    ((uint32_t *)data_of(c, DEEPSEEK("weight_scale_inv")))[3] = 0x7fc00000;
+    ((uint32_t *)copy_data(c, DEEPSEEK("weight_scale_inv")))[3] = 0x7fc00000;
 }
 static void scale_zero(struct copy *c)
 {
-    ((uint32_t *)data_of(c, DEEPSEEK("weight_scale_inv")))[1] = 0;
+    ((uint32_t *)copy_data(c, DEEPSEEK("weight_scale_inv")))[1] = 0;
 }
 static void scale_of_a_wrong_dtype(struct copy *c)
 {
@@ -169,7 +66,7 @@ static void router_in_fp8(struct copy *c)
 }
 static void e8m0_255(struct copy *c)
 {
-    ((uint8_t *)data_of(c, GPT_OSS("_scales")))[5] = 255;
+    ((uint8_t *)copy_data(c, GPT_OSS("_scales")))[5] = 255;
 }
 static void blocks_off_by_one(struct copy *c)
 {
@@ -190,21 +87,21 @@ static void zero_points_missing(struct copy *c)
 }
 static void wrong_weight_shape(struct copy *c)
 {
-    ((int64_t *)data_of(c, MIXTRAL("weight_shape")))[1] = 95;
+    ((int64_t *)copy_data(c, MIXTRAL("weight_shape")))[1] = 95;
 }
 static void groups_in_another_order(struct copy *c)
 {
-    int32_t *groups = data_of(c, QWEN("g_idx"));
+    int32_t *groups = copy_data(c, QWEN("g_idx"));
     groups[0] = 1;
     groups[16] = 0;
 }
 static void half_scale_infinite(struct copy *c)
 {
-    ((uint16_t *)data_of(c, QWEN("scales")))[7] = 0x7c00;
+    ((uint16_t *)copy_data(c, QWEN("scales")))[7] = 0x7c00;
 }
 static void global_zero(struct copy *c)
 {
-    *(float *)data_of(c, MIXTRAL("weight_global_scale")) = 0;
+    *(float *)copy_data(c, MIXTRAL("weight_global_scale")) = 0;
 }
 static void global_missing(struct copy *c)
 {
@@ -212,7 +109,7 @@ static void global_missing(struct copy *c)
 }
 static void e4m3_scale_nan(struct copy *c)
 {
-    ((uint8_t *)data_of(c, QWEN("weight_scale")))[2] = 0xff;
+    ((uint8_t *)copy_data(c, QWEN("weight_scale")))[2] = 0xff;
 }
 static void unknown_part(struct copy *c)
 {
@@ -270,8 +167,8 @@ static void a_damaged_checkpoint_is_refused_by_the_name_of_a_tensor(void **state
     const struct fixture *f = *state;
     for (size_t i = 0; i < sizeof tensor_cases / sizeof tensor_cases[0]; i++) {
         static struct copy c;
-        write_config(f, read_config(tensor_cases[i].model));
-        copy_open(&c, tensor_cases[i].model);
+        write_config(f, read_config(folder(tensor_cases[i].model)));
+        copy_open(&c, folder(tensor_cases[i].model));
         copy_write(&c, f);
         assert_ok(try_model(f));
         tensor_cases[i].change(&c);
@@ -286,13 +183,13 @@ static void columns_in_another_order_need_their_groups(void **state)
 {
     const struct fixture *f = *state;
     static struct copy c;
-    copy_open(&c, "gptq_qwen2_moe");
+    copy_open(&c, folder("gptq_qwen2_moe"));
     copy_drop(&c, QWEN("g_idx"));
     copy_write(&c, f);
     copy_close(&c);
-    write_config(f, read_config("gptq_qwen2_moe"));
+    write_config(f, read_config(folder("gptq_qwen2_moe")));
     assert_ok(try_model(f));
-    json_t *root = read_config("gptq_qwen2_moe");
+    json_t *root = read_config(folder("gptq_qwen2_moe"));
     json_object_set_new(json_object_get(root, "quantization_config"), "desc_act", json_true());
     write_config(f, root);
     check_refused(f, MOE_REASON_TENSOR_MISSING, QWEN("g_idx"), "lacks");
@@ -373,13 +270,13 @@ static void a_setting_that_is_not_understood_is_refused_by_name(void **state)
     const struct fixture *f = *state;
     for (size_t i = 0; i < sizeof config_cases / sizeof config_cases[0]; i++) {
         static struct copy c;
-        json_t *root = read_config(config_cases[i].model);
+        json_t *root = read_config(folder(config_cases[i].model));
         json_t *set = json_loads(config_cases[i].set, 0, NULL);
         assert_non_null(set);
         json_object_update(json_object_get(root, "quantization_config"), set);
         json_decref(set);
         write_config(f, root);
-        copy_open(&c, config_cases[i].model);
+        copy_open(&c, folder(config_cases[i].model));
         copy_write(&c, f);
         check_refused(f, config_cases[i].reason, config_cases[i].named, config_cases[i].why);
         copy_close(&c);
@@ -422,12 +319,13 @@ static void what_quantisers_write_is_accepted(void **state)
     const struct fixture *f = *state;
     for (size_t i = 0; i < sizeof accepted / sizeof accepted[0]; i++) {
         static struct copy c;
-        json_t *root = read_config(accepted[i].model), *set = json_loads(accepted[i].set, 0, NULL);
+        json_t *root = read_config(folder(accepted[i].model)),
+               *set = json_loads(accepted[i].set, 0, NULL);
         assert_non_null(set);
         json_object_update(json_object_get(root, "quantization_config"), set);
         json_decref(set);
         write_config(f, root);
-        copy_open(&c, accepted[i].model);
+        copy_open(&c, folder(accepted[i].model));
         copy_write(&c, f);
         assert_ok(try_model(f));
         copy_close(&c);
@@ -439,10 +337,10 @@ static void modelopts_own_file_stands_for_a_quantization_config(void **state)
 {
     static struct copy c;
     const struct fixture *f = *state;
-    json_t *root = read_config("nvfp4_modelopt_qwen3_moe");
+    json_t *root = read_config(folder("nvfp4_modelopt_qwen3_moe"));
     json_object_del(root, "quantization_config");
     write_config(f, json_incref(root));
-    copy_open(&c, "nvfp4_modelopt_qwen3_moe");
+    copy_open(&c, folder("nvfp4_modelopt_qwen3_moe"));
     copy_write(&c, f);
     check_refused(f, MOE_REASON_TENSOR_INVALID, "gate_proj.weight", "not quantised");
     fixture_write_text(
@@ -462,7 +360,7 @@ static void modelopts_own_file_stands_for_a_quantization_config(void **state)
         "{\"quantization\": {\"quant_algo\": null, \"kv_cache_quant_algo\": \"FP8\"}}");
     check_refused(f, MOE_REASON_TENSOR_INVALID, "gate_proj.weight", "not quantised");
     /* config.json counts first. */
-    write_config(f, read_config("nvfp4_modelopt_qwen3_moe"));
+    write_config(f, read_config(folder("nvfp4_modelopt_qwen3_moe")));
     assert_ok(try_model(f));
     assert_int_equal(unlink(fixture_path(f, "hf_quant_config.json")), 0);
     copy_close(&c);
@@ -471,46 +369,6 @@ static void modelopts_own_file_stands_for_a_quantization_config(void **state)
 
 /* ---- digests ---- */
 
-static struct moe_digest_table *digests(const struct fixture *f)
-{
-    struct moe_digest_table *t = NULL;
-    struct moe_digester *d = NULL;
-    struct moe_model *m = open_model(f);
-    assert_ok(moe_digest_table_create(&t));
-    assert_ok(moe_digester_create(m, 2, &d));
-    for (size_t i = 0; i < moe_model_layer_count(m); i++) {
-        uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(m, i)->experts;
-        for (uint32_t e = 0; e < n; e++)
-            experts[e] = e;
-        assert_ok(moe_model_stream_layer(m, i, experts, n, fixture_ignore, NULL, NULL, NULL, d,
-                                         NULL, NULL));
-        assert_ok(moe_digester_finish(d, t));
-    }
-    assert_true(moe_digest_table_is_complete(t));
-    moe_digester_destroy(d);
-    moe_model_close(m);
-    return t;
-}
-
-/* Flips the lowest bit of tensor `i`. A tensor that a scheme does not use is in no digest. */
-static void check_flip(const struct fixture *f, struct copy *c, size_t i,
-                       const struct moe_digest_table *good)
-{
-    struct moe_digest_difference d;
-    uint8_t *data = (void *)(uintptr_t)c->list[i].data;
-    bool unused = strstr(c->list[i].name, ".input_") != NULL;
-    if (strstr(c->list[i].name, "weight_shape") != NULL || strstr(c->list[i].name, "g_idx") != NULL)
-        return; /* a change is refused */
-    *data ^= 1;
-    copy_write(c, f);
-    struct moe_digest_table *bad = digests(f);
-    assert_int_equal(moe_digest_table_differs(bad, good, &d), !unused);
-    if (!unused && strncmp(d.name, c->list[i].name, strlen(c->list[i].name)) != 0)
-        fail_msg("%s was changed, and %s is named", c->list[i].name, d.name);
-    moe_digest_table_destroy(bad);
-    *data ^= 1;
-}
-
 static void a_flipped_bit_of_any_part_is_found_by_name(void **state)
 {
     const struct fixture *f = *state;
@@ -518,8 +376,8 @@ static void a_flipped_bit_of_any_part_is_found_by_name(void **state)
     golden_models_list(MOE_QUANTISED_DIR, &models);
     for (size_t i = 0; i < models.count; i++) {
         static struct copy c;
-        write_config(f, read_config(models.names[i]));
-        copy_open(&c, models.names[i]);
+        write_config(f, read_config(folder(models.names[i])));
+        copy_open(&c, folder(models.names[i]));
         copy_write(&c, f);
         struct moe_digest_table *good = digests(f);
         for (size_t t = 0; t < c.count; t++)
