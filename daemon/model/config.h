@@ -27,9 +27,12 @@ struct moe_status moe_config_read(const json_t *root, struct moe_config *out) MO
 /* What quantization_config says. Other weights of MoE layers (router, biases, gate of the shared
  * expert) are never quantised. */
 struct moe_quant_config {
-    struct moe_quant routed, shared; /* matrices of routed and of shared experts */
-    struct moe_modules *included;    /* modules that are quantised; NULL: all */
-    struct moe_modules *excluded;    /* of these; NULL: none */
+    struct moe_quant routed;      /* matrices of routed experts */
+    struct moe_quant shared;      /* of shared experts, and projections of a latent space */
+    struct moe_modules *included; /* modules that are quantised; NULL: all */
+    struct moe_modules *excluded; /* of these; NULL: none */
+    json_t *by_module; /* settings by the name of a module, instead of `routed` and `shared`; other
+                          modules are not quantised. NULL: no such object */
 };
 
 /* Reads quantization_config (or compression_config), with which moe_config_read does not deal; no
@@ -39,6 +42,16 @@ struct moe_quant_config {
 struct moe_status moe_quant_config_read(const json_t *root, const struct moe_family *family,
                                         struct moe_quant_config *out) MOE_CHECKED;
 void moe_quant_config_free(struct moe_quant_config *q);
+
+/* How the matrix of the module `path` is stored; `routed`: of a routed expert. `out->scheme` is
+ * NULL if it is not quantised. Settings for a module are also those of modules inside it, unless
+ * these have their own. They are read here: those of other modules have no effect.
+ * Errors: CONFIG_UNKNOWN_KEY and CONFIG_INVALID, by the name of the module; OUT_OF_MEMORY. */
+struct moe_status moe_quant_config_find(const struct moe_quant_config *q, const char *path,
+                                        bool routed, struct moe_quant *out) MOE_CHECKED;
+
+/* Whether `by_module` has a name that begins with `prefix`. */
+bool moe_quant_config_names(const struct moe_quant_config *q, const char *prefix);
 
 /* ---- config_keys.c: lookups that record the keys that were read ---- */
 

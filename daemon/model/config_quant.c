@@ -380,25 +380,61 @@ static struct moe_status read_compressed_tensors(const struct reading *r)
 
 /* ---- ModelOpt ---- */
 
+/* ModelOpt's algorithms. group_size is block_columns; those without have none. */
+static const struct algorithm {
+    const char *names; /* of quant_algo */
+    enum moe_quant_scheme_id scheme;
+    uint32_t block_rows, block_columns;
+    enum moe_activation_format activations;
+} algorithms[] = {
+    {"FP8", MOE_QUANT_FP8_SCALE, 0, 0, MOE_ACTIVATIONS_PLAIN},
+    {"FP8_PER_CHANNEL_PER_TOKEN", MOE_QUANT_FP8_SCALE, 1, 0, MOE_ACTIVATIONS_F8},
+    {"FP8_PB_WO fp8_pb_wo FP8_BLOCK_SCALES", MOE_QUANT_FP8_BLOCK, 128, 128, MOE_ACTIVATIONS_PLAIN},
+    {"MXFP8", MOE_QUANT_FP8_BLOCK, 1, 32, MOE_ACTIVATIONS_PLAIN},
+    {"NVFP4 W4A16_NVFP4", MOE_QUANT_NVFP4_MODELOPT, 1, 16, MOE_ACTIVATIONS_PLAIN},
+};
+#define ALGORITHMS                                                                                 \
+    "FP8 FP8_PER_CHANNEL_PER_TOKEN FP8_PB_WO fp8_pb_wo FP8_BLOCK_SCALES MXFP8 NVFP4 W4A16_NVFP4"
+
+/* `name` is one of ALGORITHMS. */
+static struct moe_status choose_algorithm(const struct reading *r, const char *name,
+                                          struct moe_quant *out)
+{
+    const struct algorithm *a = NULL;
+    for (size_t i = 0; a == NULL && i < sizeof algorithms / sizeof algorithms[0]; i++)
+        a = moe_word_in(name, algorithms[i].names) ? &algorithms[i] : NULL;
+    MOE_INVARIANT(a != NULL);
+    if (a->block_columns != 0)
+        MOE_TRY(need_uint(r, "group_size", a->block_columns));
+    *out = quant_of(a->scheme, a->block_rows, a->block_columns);
+    out->activations = a->activations;
+    return moe_ok();
+}
+
+/* Each module has its own settings, without a default for all: moe_quant_config_find reads them. */
+static struct moe_status read_mixed(const struct reading *r)
+{
+    const json_t *modules, *of_no_module;
+    MOE_TRY(moe_keys_get(r->keys, "quantized_layers", &modules));
+    MOE_TRY(moe_keys_get(r->keys, "group_size", &of_no_module));
+    if (!json_is_object(modules))
+        return invalid("quant_algo is MIXED_PRECISION, but quantized_layers is no object");
+    r->out->by_module = json_incref((json_t *)modules);
+    return moe_ok();
+}
+
 static struct moe_status read_modelopt(const struct reading *r)
 {
     const char *algorithm = NULL;
-    MOE_TRY(moe_keys_word(r->keys, "quant_algo", "FP8 FP8_PER_CHANNEL_PER_TOKEN NVFP4 MXFP8",
-                          &algorithm));
+    struct moe_quant q;
+    MOE_TRY(moe_keys_word(r->keys, "quant_algo", ALGORITHMS " MIXED_PRECISION", &algorithm));
     if (algorithm == NULL)
         return invalid("quant_algo is missing");
     MOE_TRY(read_excluded(r, "ignore exclude_modules", MOE_MODULES_GLOBS));
-    if (strcmp(algorithm, "NVFP4") == 0) {
-        MOE_TRY(need_uint(r, "group_size", 16));
-        set_all(r, quant_of(MOE_QUANT_NVFP4_MODELOPT, 1, 16));
-    } else if (strcmp(algorithm, "MXFP8") == 0) {
-        MOE_TRY(need_uint(r, "group_size", 32));
-        set_all(r, quant_of(MOE_QUANT_FP8_BLOCK, 1, 32));
-    } else {
-        bool per_token = strcmp(algorithm, "FP8") != 0;
-        set_all(r, quant_of(MOE_QUANT_FP8_SCALE, per_token ? 1 : 0, 0));
-        set_activations(r, per_token ? MOE_ACTIVATIONS_F8 : MOE_ACTIVATIONS_PLAIN);
-    }
+    if (is_word(algorithm, "MIXED_PRECISION"))
+        return read_mixed(r);
+    MOE_TRY(choose_algorithm(r, algorithm, &q));
+    set_all(r, q);
     return moe_ok();
 }
 
@@ -565,8 +601,69 @@ struct moe_status moe_quant_config_read(const json_t *root, const struct moe_fam
     return st;
 }
 
+/* ---- one module ---- */
+
+static struct moe_status read_module(const struct reading *r, struct moe_quant *out)
+{
+    const char *algorithm = NULL;
+    MOE_TRY(moe_keys_word(r->keys, "quant_algo", ALGORITHMS, &algorithm));
+    if (algorithm == NULL)
+        return invalid("quant_algo is missing");
+    MOE_TRY(choose_algorithm(r, algorithm, out));
+    return refuse_unread(r->keys, "");
+}
+
+static struct moe_status read_entry(const json_t *entry, struct moe_quant *out)
+{
+    struct moe_keys keys;
+    if (!json_is_object(entry))
+        return invalid("the settings of a module are not an object");
+    MOE_TRY(moe_keys_open(&keys, entry));
+    const struct reading r = {.keys = &keys};
+    struct moe_status st = read_module(&r, out);
+    moe_keys_close(&keys);
+    return st;
+}
+
+struct moe_status moe_quant_config_find(const struct moe_quant_config *q, const char *path,
+                                        bool routed, struct moe_quant *out)
+{
+    char name[256];
+    *out = (struct moe_quant){0};
+    if ((q->included != NULL && !moe_modules_match(q->included, path)) ||
+        moe_modules_match(q->excluded, path))
+        return moe_ok();
+    if (q->by_module == NULL) {
+        *out = routed ? q->routed : q->shared;
+        return moe_ok();
+    }
+    MOE_INVARIANT(strlen(path) < sizeof name);
+    memcpy(name, path, strlen(path) + 1);
+    const json_t *entry = json_object_get(q->by_module, name);
+    for (char *dot; entry == NULL && (dot = strrchr(name, '.')) != NULL;) {
+        *dot = '\0'; /* the module around it */
+        entry = json_object_get(q->by_module, name);
+    }
+    return entry == NULL
+               ? moe_ok()
+               : moe_error_context(read_entry(entry, out), "quantized_layers: %.120s", name);
+}
+
+bool moe_quant_config_names(const struct moe_quant_config *q, const char *prefix)
+{
+    const char *name;
+    json_t *entry;
+    json_object_foreach(q->by_module, name, entry)
+    {
+        if (strncmp(name, prefix, strlen(prefix)) == 0)
+            return true;
+    }
+    return false;
+}
+
 void moe_quant_config_free(struct moe_quant_config *q)
 {
+    json_decref(q->by_module);
     moe_modules_destroy(q->included);
     moe_modules_destroy(q->excluded);
     *q = (struct moe_quant_config){0};

@@ -94,20 +94,20 @@ static struct moe_status find(const struct moe_layout *l, const struct moe_layer
     return find_as(l, spec, pattern, expert, "F32 BF16 F16", NULL, out);
 }
 
-/* Compares shapes without dimensions of size 1 at either end: [1, E] equals [E]. */
+/* Compares shapes without dimensions of size 1: [1, E] equals [E]. */
 static bool shape_is(const struct moe_tensor *t, const uint64_t *dims, uint32_t rank)
 {
-    const uint64_t *s = t->shape;
-    uint32_t n = t->rank;
-    for (; n > 0 && s[0] == 1; n--)
-        s++;
-    for (; n > 0 && s[n - 1] == 1;)
-        n--;
-    for (; rank > 0 && dims[0] == 1; rank--)
-        dims++;
-    for (; rank > 0 && dims[rank - 1] == 1;)
-        rank--;
-    return n == rank && memcmp(s, dims, n * sizeof *s) == 0;
+    uint32_t i = 0, k = 0;
+    for (;;) {
+        while (i < t->rank && t->shape[i] == 1)
+            i++;
+        while (k < rank && dims[k] == 1)
+            k++;
+        if (i == t->rank || k == rank)
+            return i == t->rank && k == rank;
+        if (t->shape[i++] != dims[k++])
+            return false;
+    }
 }
 
 /* A tensor with exactly one weight. */
@@ -257,8 +257,9 @@ static bool layer_is_fused(const struct moe_layout *l, const struct moe_layer_sp
 {
     char name[NAME_BYTES];
     struct moe_checkpoint_tensor t;
-    if ((l->quantised[spec->layer] & MOE_LAYOUT_ROUTED) != 0)
-        return l->routed.scheme->fused;
+    const struct moe_quant *quant = moe_layout_quant(l, spec, MOE_WEIGHT_UP);
+    if (quant != NULL)
+        return quant->scheme->fused;
     if (!moe_activation_has_gate(spec->activation))
         return false;
     build_name(name, l->prefix, spec->layer, names->gate_up, 0);
@@ -292,23 +293,27 @@ static struct moe_status locate_plain(const struct moe_layout *l, const struct m
 
 /* ---- quantised weights ---- */
 
-static bool is_routed_matrix(enum moe_weight w)
+static enum moe_layout_group group_of(enum moe_weight w)
 {
-    return w == MOE_WEIGHT_GATE || w == MOE_WEIGHT_UP || w == MOE_WEIGHT_DOWN;
-}
-
-static bool is_shared_matrix(enum moe_weight w)
-{
-    return w == MOE_WEIGHT_SHARED_GATE || w == MOE_WEIGHT_SHARED_UP || w == MOE_WEIGHT_SHARED_DOWN;
+    switch (w) {
+    case MOE_WEIGHT_GATE:
+    case MOE_WEIGHT_UP:
+    case MOE_WEIGHT_DOWN: return MOE_LAYOUT_ROUTED;
+    case MOE_WEIGHT_SHARED_GATE:
+    case MOE_WEIGHT_SHARED_UP:
+    case MOE_WEIGHT_SHARED_DOWN: return MOE_LAYOUT_SHARED;
+    case MOE_WEIGHT_TO_LATENT: return MOE_LAYOUT_TO_LATENT;
+    case MOE_WEIGHT_FROM_LATENT: return MOE_LAYOUT_FROM_LATENT;
+    default: return MOE_LAYOUT_GROUPS; /* never quantised */
+    }
 }
 
 const struct moe_quant *moe_layout_quant(const struct moe_layout *l,
                                          const struct moe_layer_spec *spec, enum moe_weight weight)
 {
-    uint8_t bits = l->quantised[spec->layer];
-    if (is_routed_matrix(weight) && (bits & MOE_LAYOUT_ROUTED) != 0)
-        return &l->routed;
-    return is_shared_matrix(weight) && (bits & MOE_LAYOUT_SHARED) != 0 ? &l->shared : NULL;
+    enum moe_layout_group group = group_of(weight);
+    uint8_t number = group < MOE_LAYOUT_GROUPS ? l->scheme_of[spec->layer][group] : 0;
+    return number != 0 ? &l->schemes[number - 1] : NULL;
 }
 
 /* The pattern of a matrix without the part of its name that a scheme replaces: that of the module,
@@ -320,10 +325,10 @@ static void stem_of(const struct moe_layout *l, enum moe_weight weight, bool is_
         struct fused_names names;
         name_fused(&names, l->family->naming);
         snprintf(stem, NAME_BYTES, "%s",
-                 weight == MOE_WEIGHT_DOWN        ? names.down
-                 : weight == MOE_WEIGHT_DOWN_BIAS ? names.down_bias
-                 : is_routed_matrix(weight)       ? names.gate_up
-                                                  : names.gate_up_bias);
+                 weight == MOE_WEIGHT_DOWN               ? names.down
+                 : weight == MOE_WEIGHT_DOWN_BIAS        ? names.down_bias
+                 : group_of(weight) == MOE_LAYOUT_ROUTED ? names.gate_up
+                                                         : names.gate_up_bias);
         return;
     }
     const char *pattern = l->family->naming->of[weight];
@@ -466,9 +471,38 @@ struct moe_status moe_layout_visit(const struct moe_layout *l, const struct moe_
     return moe_ok();
 }
 
-/* ---- which matrices are quantised ---- */
+/* ---- how matrices are stored ---- */
 
-/* The path of a matrix' module, as lists of modules name it. */
+static bool is_same(const struct moe_quant *a, const struct moe_quant *b)
+{
+    const struct moe_weight_format *f = &a->format, *g = &b->format;
+    return a->scheme == b->scheme && f->block_rows == g->block_rows &&
+           f->block_columns == g->block_columns && f->zero_points == g->zero_points &&
+           a->zero_offset == b->zero_offset && a->needed == b->needed &&
+           a->activations == b->activations;
+}
+
+/* The number of a scheme in `scheme_of`. Adds it to the others, if it is new. */
+static uint8_t number_of(struct moe_layout *l, const struct moe_quant *q)
+{
+    uint8_t i = 0;
+    if (q->scheme == NULL)
+        return 0;
+    while (i < l->scheme_count && !is_same(&l->schemes[i], q))
+        i++;
+    if (i == l->scheme_count) {
+        MOE_INVARIANT(i < MOE_LAYOUT_SCHEMES_MAX);
+        l->schemes[l->scheme_count++] = *q;
+    }
+    return (uint8_t)(i + 1);
+}
+
+static const char *name_of(const struct moe_layout *l, uint8_t number)
+{
+    return number != 0 ? l->schemes[number - 1].scheme->name : "not quantised";
+}
+
+/* The path of a matrix' module. */
 static void module_path(const struct moe_layout *l, const struct moe_layer_spec *spec,
                         enum moe_weight weight, uint32_t expert, bool is_fused,
                         char path[NAME_BYTES])
@@ -477,65 +511,102 @@ static void module_path(const struct moe_layout *l, const struct moe_layer_spec 
     stem_of(l, weight, is_fused, stem);
     if (is_fused) /* the module is that of all experts */
         *strrchr(stem, '.') = '\0';
-    build_name(path, l->prefix, spec->layer, stem, expert);
+    build_name(path, l->module_prefix, spec->layer, stem, expert);
 }
 
-/* Sets the bit of a layer, if its `copies` of the matrices from `first` on are quantised: gate (if
- * there is one), up and down. */
+/* Finds the scheme of the matrices from `first` to `last`, a group, of all `copies`. */
 static struct moe_status resolve(struct moe_layout *l, const struct moe_layer_spec *spec,
                                  const struct moe_quant_config *q, enum moe_weight first,
-                                 uint32_t copies, bool is_fused, uint8_t bit)
+                                 enum moe_weight last, uint32_t copies, bool is_fused)
 {
-    char path[NAME_BYTES];
-    uint32_t count = 0, all = 0;
+    enum moe_layout_group group = group_of(first);
+    uint8_t *number = &l->scheme_of[spec->layer][group];
+    bool any = false;
     for (uint32_t e = 0; e < copies; e++)
-        for (unsigned w = first; w < first + 3u; w++) {
+        for (unsigned w = first; w <= (unsigned)last; w++) {
+            char path[NAME_BYTES];
             size_t rows, columns;
+            struct moe_quant quant;
             moe_weight_shape(spec, (enum moe_weight)w, &rows, &columns);
             if (rows == 0)
                 continue;
-            all++;
             module_path(l, spec, (enum moe_weight)w, e, is_fused, path);
-            count += (q->included == NULL || moe_modules_match(q->included, path)) &&
-                     !moe_modules_match(q->excluded, path);
+            MOE_TRY(moe_quant_config_find(q, path, group == MOE_LAYOUT_ROUTED, &quant));
+            uint8_t own = number_of(l, &quant);
+            if (any && own != *number)
+                return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                                 "config.json: quantization_config: by its lists of modules "
+                                 "%.100s is %s, others of these experts of layer %u: %s",
+                                 path, name_of(l, own), spec->layer, name_of(l, *number));
+            *number = own;
+            any = true;
         }
-    if (count != 0 && count != all)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "config.json: quantization_config: the lists of modules leave some "
-                         "experts' matrices of layer %u quantised and others not (last: %.100s)",
-                         spec->layer, path);
-    if (count != 0)
-        l->quantised[spec->layer] |= bit;
     return moe_ok();
+}
+
+static struct moe_status resolve_routed(struct moe_layout *l, const struct moe_layer_spec *spec,
+                                        const struct moe_quant_config *q)
+{
+    bool has_names = l->family->naming->of[MOE_WEIGHT_UP] != NULL;
+    bool gated = moe_activation_has_gate(spec->activation);
+    bool is_fused = !has_names || (q->routed.scheme != NULL && q->routed.scheme->fused);
+    MOE_TRY(resolve(l, spec, q, MOE_WEIGHT_GATE, MOE_WEIGHT_DOWN, is_fused ? 1 : spec->experts,
+                    is_fused));
+    const struct moe_quant *quant = moe_layout_quant(l, spec, MOE_WEIGHT_UP);
+    if (quant != NULL && (quant->scheme->fused ? !gated : !has_names))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
+                         "config.json: quantization_config: %s is not understood for a family "
+                         "with %s experts",
+                         quant->scheme->name, gated ? "fused" : "ungated");
+    return moe_ok();
+}
+
+static bool is_stored_plain(const struct moe_layout *l, const struct moe_layer_spec *spec,
+                            enum moe_weight weight)
+{
+    struct moe_checkpoint_tensor t;
+    struct moe_status st = find(l, spec, l->family->naming->of[weight], 0, &t);
+    return !moe_failed(&st);
+}
+
+/* A list for all modules may forget the projections (Kimi-K3's does): then the file decides. */
+static struct moe_status resolve_projection(struct moe_layout *l, const struct moe_layer_spec *spec,
+                                            const struct moe_quant_config *q, enum moe_weight w)
+{
+    if (spec->latent == 0 || (q->by_module == NULL && is_stored_plain(l, spec, w)))
+        return moe_ok();
+    return resolve(l, spec, q, w, w, 1, false);
 }
 
 static struct moe_status resolve_layer(struct moe_layout *l, const struct moe_layer_spec *spec,
                                        const struct moe_quant_config *q)
 {
-    bool has_names = l->family->naming->of[MOE_WEIGHT_UP] != NULL;
-    bool gated = moe_activation_has_gate(spec->activation);
-    if (q->routed.scheme != NULL && (q->routed.scheme->fused ? !gated : !has_names))
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
-                         "config.json: quantization_config: %s is not understood for a family "
-                         "with %s experts",
-                         q->routed.scheme->name, gated ? "fused" : "ungated");
-    if (q->routed.scheme != NULL)
-        MOE_TRY(resolve(l, spec, q, MOE_WEIGHT_GATE, q->routed.scheme->fused ? 1 : spec->experts,
-                        q->routed.scheme->fused, MOE_LAYOUT_ROUTED));
-    if (q->shared.scheme != NULL && spec->shared_intermediate != 0)
-        MOE_TRY(resolve(l, spec, q, MOE_WEIGHT_SHARED_GATE, 1, false, MOE_LAYOUT_SHARED));
-    return moe_ok();
+    MOE_TRY(resolve_routed(l, spec, q));
+    if (spec->shared_intermediate != 0)
+        MOE_TRY(resolve(l, spec, q, MOE_WEIGHT_SHARED_GATE, MOE_WEIGHT_SHARED_DOWN, 1, false));
+    MOE_TRY(resolve_projection(l, spec, q, MOE_WEIGHT_TO_LATENT));
+    return resolve_projection(l, spec, q, MOE_WEIGHT_FROM_LATENT);
+}
+
+/* The prefix of modules' names is that of the tensors. If no name begins with it, it is another
+ * known one: wrappers of the same model have other prefixes. */
+static const char *find_module_prefix(const struct moe_quant_config *q, const char *prefix)
+{
+    if (moe_quant_config_names(q, prefix))
+        return prefix;
+    for (size_t i = 0; i < sizeof prefixes / sizeof prefixes[0]; i++)
+        if (moe_quant_config_names(q, prefixes[i]))
+            return prefixes[i];
+    return prefix;
 }
 
 struct moe_status moe_layout_open(const struct moe_checkpoint *checkpoint,
                                   const struct moe_config *config,
                                   const struct moe_quant_config *quant, struct moe_layout *out)
 {
-    *out = (struct moe_layout){.checkpoint = checkpoint,
-                               .family = config->family,
-                               .routed = quant->routed,
-                               .shared = quant->shared};
+    *out = (struct moe_layout){.checkpoint = checkpoint, .family = config->family};
     MOE_TRY(find_prefix(checkpoint, config, out));
+    out->module_prefix = find_module_prefix(quant, out->prefix);
     for (size_t i = 0; i < config->layer_count; i++)
         MOE_TRY(resolve_layer(out, &config->layers[i], quant));
     return moe_ok();

@@ -11,14 +11,26 @@
 #include "model/checkpoint.h"
 #include "model/config.h"
 
-enum moe_layout_quantised { MOE_LAYOUT_ROUTED = 1, MOE_LAYOUT_SHARED = 2 };
+/* Matrices of a layer that are stored alike. */
+enum moe_layout_group {
+    MOE_LAYOUT_ROUTED, /* gate, up and down of all experts */
+    MOE_LAYOUT_SHARED,
+    MOE_LAYOUT_TO_LATENT,
+    MOE_LAYOUT_FROM_LATENT,
+    MOE_LAYOUT_GROUPS
+};
+
+enum { MOE_LAYOUT_SCHEMES_MAX = 8 }; /* more than one quant_method has */
 
 struct moe_layout {
     const struct moe_checkpoint *checkpoint;
     const struct moe_family *family;
-    const char *prefix; /* "model.layers." */
-    struct moe_quant routed, shared;
-    uint8_t quantised[MOE_MODEL_LAYERS_MAX]; /* by layer: bits of enum moe_layout_quantised */
+    const char *prefix;        /* "model.layers." */
+    const char *module_prefix; /* the same in names of modules, which may have another one */
+    struct moe_quant schemes[MOE_LAYOUT_SCHEMES_MAX]; /* of all layers; no two are equal */
+    uint8_t scheme_count;
+    /* By layer: 1 + the index of a group's scheme; 0: not quantised. */
+    uint8_t scheme_of[MOE_MODEL_LAYERS_MAX][MOE_LAYOUT_GROUPS];
 };
 
 /* One weight as part of a stored tensor: element (r, c) of the canonical weight [rows, columns] is
@@ -36,10 +48,9 @@ struct moe_piece {
     bool again; /* of moe_model__visit_layer: the same range as the last piece of this part */
 };
 
-/* Finds the prefix under which the checkpoint stores its layers, and which matrices of each layer
- * are quantised; the lists of `quant` are not used later. Errors: TENSOR_MISSING;
- * CONFIG_INVALID (some matrices of a layer's experts are quantised and others are not);
- * OUT_OF_MEMORY. */
+/* Finds the prefix under which the checkpoint stores its layers, and the scheme of each group of
+ * matrices of each layer; `quant` is not used later. Errors: TENSOR_MISSING; CONFIG_INVALID (two
+ * matrices of a group are stored in two ways); those of moe_quant_config_find. */
 struct moe_status moe_layout_open(const struct moe_checkpoint *checkpoint,
                                   const struct moe_config *config,
                                   const struct moe_quant_config *quant,

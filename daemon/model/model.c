@@ -15,7 +15,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { CONFIG_BYTES_MAX = 4 * 1024 * 1024 };
+enum { CONFIG_BYTES_MAX = 64 * 1024 * 1024 }; /* settings of each expert's modules take megabytes */
 
 static struct moe_status no_memory(void)
 {
@@ -112,30 +112,66 @@ static struct moe_status name_as_given(struct moe_model *m, const char *name)
     return m->name != NULL ? moe_ok() : no_memory();
 }
 
+/* True for a quantization_config that leaves the settings of its modules to ModelOpt's file. */
+static bool lacks_modules(const json_t *quantisation)
+{
+    const char *algorithm = json_string_value(json_object_get(quantisation, "quant_algo"));
+    return algorithm != NULL && strcmp(algorithm, "MIXED_PRECISION") == 0 &&
+           json_object_get(quantisation, "quantized_layers") == NULL;
+}
+
+/* Takes over what config.json lacks, and so into the fingerprint. */
+static struct moe_status take_modelopt(json_t *root, json_t *settings)
+{
+    json_t *own = json_object_get(root, "quantization_config");
+    json_t *modules = json_object_get(settings, "quantized_layers");
+    json_t *algorithm = json_object_get(settings, "quant_algo");
+    if (!json_is_object(settings) || algorithm == NULL)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "hf_quant_config.json: quantization.quant_algo is missing");
+    if (json_is_object(own))
+        return modules == NULL || json_object_set(own, "quantized_layers", modules) == 0
+                   ? moe_ok()
+                   : no_memory();
+    if (json_is_null(algorithm)) /* only the KV cache is quantised */
+        return moe_ok();
+    return json_object_set_new(settings, "quant_method", json_string("modelopt")) == 0 &&
+                   json_object_set(root, "quantization_config", settings) == 0
+               ? moe_ok()
+               : no_memory();
+}
+
 /* ModelOpt has a separate file for the settings of quantisation. Where config.json has none,
- * these become its quantization_config, and so part of the fingerprint. */
+ * these become its quantization_config; where it has none of modules, these do. */
 static struct moe_status add_modelopt(int directory, json_t *root)
 {
-    static const char name[] = "hf_quant_config.json";
-    json_t *file = NULL;
-    if (json_is_object(json_object_get(root, "quantization_config")) ||
+    json_t *file = NULL, *own = json_object_get(root, "quantization_config");
+    if ((json_is_object(own) && !lacks_modules(own)) ||
         json_is_object(json_object_get(root, "compression_config")))
         return moe_ok();
-    struct moe_status st = moe_json_read_at(directory, name, CONFIG_BYTES_MAX, &file);
+    struct moe_status st =
+        moe_json_read_at(directory, "hf_quant_config.json", CONFIG_BYTES_MAX, &file);
     if (st.code == MOE_NOT_FOUND)
         return moe_ok();
     MOE_TRY(st);
-    json_t *settings = json_object_get(file, "quantization");
-    json_t *algorithm = json_object_get(settings, "quant_algo");
-    if (!json_is_object(settings) || algorithm == NULL)
-        st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                       "%s: quantization.quant_algo is missing", name);
-    else if (!json_is_null(algorithm) && /* null: only the KV cache is quantised */
-             (json_object_set_new(settings, "quant_method", json_string("modelopt")) != 0 ||
-              json_object_set(root, "quantization_config", settings) != 0))
-        st = no_memory();
+    st = take_modelopt(root, json_object_get(file, "quantization"));
     json_decref(file);
     return st;
+}
+
+/* Several schemes have a name in common, if only their settings differ. */
+static void name_schemes(struct moe_model *m)
+{
+    const struct moe_layout *l = &m->layout;
+    size_t n = 0;
+    for (size_t i = 0; i < l->scheme_count && n < sizeof m->quantisation; i++) {
+        size_t k = 0;
+        while (l->schemes[k].scheme != l->schemes[i].scheme)
+            k++;
+        if (k == i)
+            n += (size_t)snprintf(m->quantisation + n, sizeof m->quantisation - n, "%s%s",
+                                  n > 0 ? ", " : "", l->schemes[i].scheme->name);
+    }
 }
 
 static struct moe_status read_headers(struct moe_model *m)
@@ -152,6 +188,7 @@ static struct moe_status read_headers(struct moe_model *m)
     MOE_TRY_GOTO(st, moe_layout_open(m->checkpoint, &m->config, &quant, &m->layout), done);
     MOE_TRY_GOTO(st, check_layers(m, root), done);
     MOE_TRY_GOTO(st, moe_layout_refuse_unread(&m->layout, &m->config), done);
+    name_schemes(m);
 done:
     moe_quant_config_free(&quant);
     json_decref(root);
@@ -330,15 +367,7 @@ const struct moe_token_table *moe_token_tables_find(const struct moe_token_table
 
 const char *moe_model_quantisation(const struct moe_model *m)
 {
-    for (size_t i = 0; i < m->config.layer_count; i++) {
-        const struct moe_layer_spec *spec = &m->config.layers[i];
-        const struct moe_quant *q = moe_layout_quant(&m->layout, spec, MOE_WEIGHT_GATE);
-        if (q == NULL && spec->shared_intermediate != 0)
-            q = moe_layout_quant(&m->layout, spec, MOE_WEIGHT_SHARED_GATE);
-        if (q != NULL)
-            return q->scheme->name;
-    }
-    return NULL;
+    return m->quantisation[0] != '\0' ? m->quantisation : NULL;
 }
 
 /* ---- quantised matrices that stay as they are ---- */
@@ -442,6 +471,17 @@ bool moe_model_decodes(const struct moe_model *m)
             if (moe_layout_quant(&m->layout, spec, of[w]) != NULL &&
                 moe_weight_format_of(spec, of[w]) == NULL)
                 return true;
+    }
+    return false;
+}
+
+bool moe_model_decodes_projections(const struct moe_model *m)
+{
+    for (size_t i = 0; i < m->config.layer_count; i++) {
+        const struct moe_layer_spec *spec = &m->config.layers[i];
+        if (moe_layout_quant(&m->layout, spec, MOE_WEIGHT_TO_LATENT) != NULL ||
+            moe_layout_quant(&m->layout, spec, MOE_WEIGHT_FROM_LATENT) != NULL)
+            return true;
     }
     return false;
 }

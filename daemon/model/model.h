@@ -33,7 +33,8 @@ const char *moe_model_family(const struct moe_model *m); /* model_type */
  * tensors: equal on all workers that read the same checkpoint. */
 const char *moe_model_fingerprint(const struct moe_model *m);
 
-/* The scheme of quantised experts, for people: "FP8 in blocks". NULL: no matrix is quantised. */
+/* The schemes of quantised matrices, for people: "NVFP4 of ModelOpt, FP8". NULL: none is quantised.
+ */
 const char *moe_model_quantisation(const struct moe_model *m);
 
 /* Keeps quantised matrices as they are in the formats that `computes` accepts (moe/backend.h): the
@@ -49,6 +50,8 @@ struct moe_status moe_model_keep_quantised(struct moe_model *m, moe_computes_fn 
                                            const struct moe_device *device, bool w8a8) MOE_CHECKED;
 /* Whether quantised matrices of routed or of shared experts are decoded, in any layer. */
 bool moe_model_decodes(const struct moe_model *m);
+/* Whether projections of a latent space are quantised, in any layer: they are always decoded. */
+bool moe_model_decodes_projections(const struct moe_model *m);
 
 /* MoE layers, ascending by spec.layer. */
 size_t moe_model_layer_count(const struct moe_model *m);

@@ -15,6 +15,7 @@ struct moe_model {
     struct moe_checkpoint *checkpoint;
     struct moe_layout layout;
     char fingerprint[MOE_SHA256_HEX];
+    char quantisation[160]; /* the names of the layout's schemes; empty: there is none */
 };
 
 /* The weights of a layer that are not an expert's (with `replicated`), then those of `experts`,

@@ -207,29 +207,42 @@ static const char *why_decoded(const struct moe_worker_config *c)
 
 static const char *arithmetic_of(const struct moe_worker *w)
 {
-    const struct moe_layer_spec *spec = moe_model_layer(w->model, 0);
-    if (spec->routed_format.activations != MOE_ACTIVATIONS_PLAIN ||
-        spec->shared_format.activations != MOE_ACTIVATIONS_PLAIN)
-        return ", and FP8 experts quantise activations (W8A8)";
+    for (size_t i = 0; i < moe_model_layer_count(w->model); i++) {
+        const struct moe_layer_spec *spec = moe_model_layer(w->model, i);
+        if (spec->routed_format.activations != MOE_ACTIVATIONS_PLAIN ||
+            spec->shared_format.activations != MOE_ACTIVATIONS_PLAIN)
+            return ", and FP8 experts quantise activations (W8A8)";
+    }
     return w->config.w8a8 ? "; none is in FP8, so --fp8-compute changes nothing" : "";
+}
+
+/* Memory of one expert of each layer, by its bytes in the files. */
+static double growth(const struct moe_worker *w)
+{
+    static const uint32_t first = 0; /* all experts of a layer are alike */
+    uint64_t read = 0, kept = 0;
+    for (size_t i = 0; i < moe_model_layer_count(w->model); i++) {
+        read += moe_model_layer_bytes(w->model, i, &first, 1);
+        kept += moe_model_layer_memory(w->model, i, &first, 1);
+    }
+    return read == 0 ? 0 : (double)kept / (double)read;
 }
 
 /* How quantised experts lie in memory, and what decoding costs. */
 static void log_quantisation(const struct moe_worker *w)
 {
-    static const uint32_t first = 0; /* all experts are alike */
-    const char *scheme = moe_model_quantisation(w->model);
-    if (scheme == NULL)
+    const char *schemes = moe_model_quantisation(w->model);
+    if (schemes == NULL)
         return;
-    if (!moe_model_decodes(w->model)) {
-        moe_log_info("quantised experts (%s) stay as they are%s", scheme, arithmetic_of(w));
-        return;
-    }
-    uint64_t read = moe_model_layer_bytes(w->model, 0, &first, 1);
-    uint64_t kept = moe_model_layer_memory(w->model, 0, &first, 1);
-    moe_log_info("quantised experts (%s) are decoded to BF16 while they are loaded, %s: they take "
-                 "%.1f times the memory, and steps read as much more",
-                 scheme, why_decoded(&w->config), read == 0 ? 0 : (double)kept / (double)read);
+    if (moe_model_decodes_projections(w->model))
+        moe_log_info("quantised projections of the latent space are decoded to BF16 while they "
+                     "are loaded");
+    if (!moe_model_decodes(w->model))
+        moe_log_info("quantised experts (%s) stay as they are%s", schemes, arithmetic_of(w));
+    else
+        moe_log_info("quantised experts (%s) are decoded to BF16 while they are loaded, %s: they "
+                     "take %.1f times the memory, and steps read as much more",
+                     schemes, why_decoded(&w->config), growth(w));
 }
 
 static struct moe_status open_model(struct moe_worker *w)

@@ -35,19 +35,29 @@ static void check_quant(const struct moe_quant *q)
     }
 }
 
+static void check_reason(const struct moe_status *st)
+{
+    MOE_INVARIANT(st->reason == MOE_REASON_CONFIG_UNKNOWN_KEY ||
+                  st->reason == MOE_REASON_CONFIG_INVALID);
+}
+
 /* How the weights are stored: refused with a reason, or schemes with possible settings. */
 static void read_quant(const json_t *root, const struct moe_family *family)
 {
+    static const char *const modules[] = {"model.layers.3.mlp.experts.17.gate_proj",
+                                          "backbone.layers.1.mixer.experts.3.up_proj",
+                                          "backbone.layers.1.mixer.fc1_latent_proj"};
     struct moe_quant_config quant;
     struct moe_status st = moe_quant_config_read(root, family, &quant);
-    if (moe_failed(&st)) {
-        MOE_INVARIANT(st.reason == MOE_REASON_CONFIG_UNKNOWN_KEY ||
-                      st.reason == MOE_REASON_CONFIG_INVALID);
-    } else {
-        check_quant(&quant.routed);
-        check_quant(&quant.shared);
-        (void)moe_modules_match(quant.included, "model.layers.3.mlp.experts.17.gate_proj");
-        (void)moe_modules_match(quant.excluded, "model.layers.3.mlp.experts.17.gate_proj");
+    if (moe_failed(&st))
+        check_reason(&st);
+    for (size_t i = 0; !moe_failed(&st) && i < 2 * sizeof modules / sizeof modules[0]; i++) {
+        struct moe_quant found;
+        struct moe_status one = moe_quant_config_find(&quant, modules[i / 2], i % 2 != 0, &found);
+        if (moe_failed(&one))
+            check_reason(&one);
+        else
+            check_quant(&found);
     }
     moe_quant_config_free(&quant);
 }
@@ -64,8 +74,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         read_quant(root, config.family);
     json_decref(root);
     if (moe_failed(&st)) {
-        MOE_INVARIANT(st.reason == MOE_REASON_CONFIG_UNKNOWN_KEY ||
-                      st.reason == MOE_REASON_CONFIG_INVALID);
+        check_reason(&st);
         return 0;
     }
     MOE_INVARIANT(config.layer_count >= 1 && config.layer_count <= MOE_MAX_LAYERS);

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the quantised models of tests/golden/uncommon from its nemotron_h. Needs numpy only.
+"""Makes the quantised models of tests/golden/uncommon from its nemotron_h and nemotron_h_latent.
+Needs numpy only.
 
     tests/golden/quantise_nemotron.py tests/golden/uncommon
     tests/golden/quantise_nemotron.py --check tests/golden/uncommon
@@ -24,6 +25,7 @@ PARTS, PROJECTIONS = ("up", "down"), ("fc1", "fc2")
 FP8 = lambda w: fp8(w, shape=(), extra=(".input_scale",))
 NVFP4 = lambda w: nvfp4(w, ".weight", ".weight_scale", ".weight_scale_2", False)
 PLAIN = lambda w: ({".weight": ("BF16", to_bf16(w))}, w)
+SETTINGS = {FP8: {"quant_algo": "FP8"}, NVFP4: {"quant_algo": "NVFP4", "group_size": 16}}
 
 # name: base, settings of config.json, quantization_config, and for each layer how routed experts,
 # shared ones and projections of the latent space are stored
@@ -38,7 +40,17 @@ MODELS = {
                               producer={"name": "modelopt"},
                               ignore=["lm_head", "*.mixer.gate", "*.mixer.shared_experts*"]),
                          {1: (NVFP4, PLAIN, None)}),
+    # Settings by the name of a module, as in NVIDIA's releases of Nemotron-3-Super.
+    "mixed_nemotron_h_latent": ("nemotron_h_latent", {},
+                                dict(quant_method="modelopt", quant_algo="MIXED_PRECISION",
+                                     producer={"name": "modelopt"}, ignore=["lm_head", "mtp*"],
+                                     kv_cache_scheme={"dynamic": False, "num_bits": 8,
+                                                      "type": "float"}),
+                                {1: (NVFP4, FP8, FP8), 3: (PLAIN, PLAIN, PLAIN)}),
 }
+# Of modules that moed does not load: these settings have no effect.
+ELSEWHERE = {"backbone.layers.0.mixer.in_proj": {"quant_algo": "FP8"},
+             "backbone.layers.2.mixer.q_proj": {"quant_algo": "W4A8_AWQ", "group_size": 128}}
 
 
 def read_block(folder, layer):
@@ -75,9 +87,9 @@ def compute(block, x):
 
 
 def quantised(block, schemes, rounded):
-    """The block with dequantised weights, those of experts rounded by `rounded`, and the tensors of
-    its matrices."""
-    out, tensors = dict(block), {}
+    """The block with dequantised weights, those of experts rounded by `rounded`, the tensors of its
+    matrices, and the settings of quantised modules."""
+    out, tensors, modules = dict(block), {}, {}
     def take(module, names, weights, quantise, rounded):
         values = {}
         for p, w in weights.items():
@@ -85,6 +97,8 @@ def quantised(block, schemes, rounded):
             values[p] = rounded(values[p]).astype(np.float64)
             name = module + names % p
             tensors.update({name + suffix: tensor for suffix, tensor in made.items()})
+            if quantise in SETTINGS:
+                modules[name] = SETTINGS[quantise]
         return values
     routed, shared, projections = schemes
     out["experts"] = [take("experts.%d." % e, "%s_proj", w, routed, rounded)
@@ -92,22 +106,25 @@ def quantised(block, schemes, rounded):
     out["shared"] = take("shared_experts.", "%s_proj", block["shared"], shared, rounded)
     if "latent" in block:  # always decoded
         out["latent"] = take("", "%s_latent_proj", block["latent"], projections, through_bf16)
-    return out, tensors
+    return out, tensors, modules
 
 
 def make(source, target, name):
     base, settings, quantisation, layers = MODELS[name]
-    tensors, golden = {}, {}
+    tensors, modules, golden = {}, dict(ELSEWHERE), {}
     for layer, schemes in layers.items():
         inside = "backbone.layers.%d.mixer." % layer
         block = read_block(os.path.join(source, base), layer)
-        decoded, made = quantised(block, schemes, through_bf16)
-        exact, _ = quantised(block, schemes, np.float32)
+        decoded, made, of_modules = quantised(block, schemes, through_bf16)
+        exact, *_ = quantised(block, schemes, np.float32)
         made["gate.weight"] = ("BF16", to_bf16(block["router"]))
         made["gate.e_score_correction_bias"] = ("F32", block["select_bias"])
         tensors.update({inside + each: tensor for each, tensor in made.items()})
+        modules.update({inside + each: value for each, value in of_modules.items()})
         golden.update(outputs(layer, block["config"]["hidden_size"],
                               y=lambda x: compute(decoded, x), exact=lambda x: compute(exact, x)))
+    if quantisation["quant_algo"] == "MIXED_PRECISION":
+        quantisation = dict(quantisation, quantized_layers=modules)
     config = dict(block["config"], **settings, quantization_config=quantisation)
     write_model(target, name, config, tensors, golden)
 

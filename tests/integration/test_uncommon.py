@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of which CPUs alone compute the layers give transformers' numbers through gRPC on groups
-of 1, 2 and 4 workers: Nemotron-3 (experts without a gate, also in FP8 and NVFP4, and in a latent
-space with 22 of 40 experts per token) and Phi-3.5-MoE (SparseMixer). They do not train, and GPUs
-refuse them.
+of 1, 2 and 4 workers: Nemotron-3 (experts without a gate, also in FP8 and NVFP4; in a latent space
+with 22 of 40 experts per token, also in several formats) and Phi-3.5-MoE (SparseMixer). They do not
+train, and GPUs refuse them.
 
 F32 tokens within 1e-5, BF16 tokens within 1e-2 (relative Frobenius norm)."""
 
@@ -23,7 +23,8 @@ ROOT = os.path.join(os.path.dirname(os.path.abspath(MODELS)), "uncommon")
 # What the worker calls the first of a model's properties that not every backend computes.
 NAMES = {"nemotron_h": "experts without a gate", "fp8_nemotron_h": "experts without a gate",
          "nvfp4_nemotron_h": "experts without a gate",
-         "nemotron_h_latent": "a latent space (LatentMoE)", "phimoe": "the router SparseMixer"}
+         "nemotron_h_latent": "a latent space (LatentMoE)", "phimoe": "the router SparseMixer",
+         "mixed_nemotron_h_latent": "a latent space (LatentMoE)"}
 
 
 def folder(name):
@@ -44,7 +45,7 @@ class Serving(unittest.TestCase):
             whole = client.forward(layer, x)
             half = moed.f32(client.forward(layer, moed.bf16(to_bf16(x))))
             errors = relative_error(whole, want), relative_error(half, want)
-            print("%-17s %d workers layer %d T %2d F32 %.1e BF16 %.1e" % (
+            print("%-23s %d workers layer %d T %2d F32 %.1e BF16 %.1e" % (
                 name, workers, layer, tokens, *errors))
             self.assertLessEqual(errors[0], 1e-5)
             self.assertLessEqual(errors[1], 1e-2)
@@ -75,6 +76,13 @@ class Serving(unittest.TestCase):
                 client.forward(layer, x, topk_ids=np.tile(np.int32([0, 1, 2]), (tokens, 1)))
             self.assertIn("copies have moved", moectl("rebalance", "--endpoint", g.endpoint).stdout)
             self.compare(client, name, 2)
+
+    def test_the_log_says_what_is_decoded(self):
+        with group(folder("mixed_nemotron_h_latent"), 1) as g:
+            with open(os.path.join(g.state, "worker-0.log")) as file:
+                log = file.read()
+        self.assertIn("projections of the latent space are decoded to BF16", log)
+        self.assertIn("quantised experts (NVFP4 of ModelOpt, FP8) stay as they are", log)
 
     def test_a_group_with_room_for_22_choices_loads_them_next_to_another_model(self):
         with Models(2, "--max-experts", "64") as g:

@@ -91,7 +91,7 @@ static void a_broken_directory_is_refused(void **state)
     assert_int_equal(unlinkat(f->fd, "config.json", 0), 0);
     int fd = openat(f->fd, "config.json", O_CREAT | O_WRONLY, 0600);
     assert_true(fd >= 0);
-    assert_int_equal(ftruncate(fd, 5 << 20), 0);
+    assert_int_equal(ftruncate(fd, 65 << 20), 0);
     close(fd);
     refuse_model(f, MOE_REASON_TOO_LARGE, "config.json");
 }

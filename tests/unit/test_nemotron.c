@@ -261,10 +261,6 @@ static void quantised_experts_are_looked_for_under_their_two_names(void **state)
                 NEMOTRON(",\"quantization_config\":{\"quant_method\":\"fp8\","
                          "\"weight_block_size\":[128,128]}"));
     refuse_model(*state, MOE_REASON_TENSOR_MISSING, "experts.0.up_proj.weight_scale_inv");
-    write_block(*state, NULL, NULL,
-                NEMOTRON(",\"quantization_config\":{\"quant_method\":\"modelopt\","
-                         "\"quant_algo\":\"MIXED_PRECISION\"}"));
-    refuse_model(*state, MOE_REASON_CONFIG_UNKNOWN_KEY, "MIXED_PRECISION");
 }
 
 #define TEST(name) cmocka_unit_test_setup_teardown(name, fixture_setup, fixture_teardown)

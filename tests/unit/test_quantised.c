@@ -195,6 +195,25 @@ static void columns_in_another_order_need_their_groups(void **state)
     check_refused(f, MOE_REASON_TENSOR_MISSING, QWEN("g_idx"), "lacks");
 }
 
+/* ModelOpt's scales of blocks have four dimensions. */
+static void dimensions_of_size_one_do_not_matter(void **state)
+{
+    const struct fixture *f = *state;
+    static struct copy c;
+    copy_open(&c, folder("fp8_block_deepseek_v3"));
+    struct moe_st_out *scale = copy_find(&c, DEEPSEEK("weight_scale_inv"));
+    const uint64_t four[] = {2, 1, 2, 1}, wrong[] = {2, 1, 3, 1};
+    scale->rank = 4;
+    memcpy(scale->shape, four, sizeof four);
+    copy_write(&c, f);
+    write_config(f, read_config(folder("fp8_block_deepseek_v3")));
+    assert_ok(try_model(f));
+    memcpy(scale->shape, wrong, sizeof wrong);
+    copy_write(&c, f);
+    check_refused(f, MOE_REASON_TENSOR_INVALID, DEEPSEEK("weight_scale_inv"), "[2, 1, 3, 1]");
+    copy_close(&c);
+}
+
 /* ---- settings ---- */
 
 static const struct {
@@ -253,8 +272,10 @@ static const struct {
     {"awq_qwen3_moe", "{\"zero_point\": false}", MOE_REASON_TENSOR_INVALID, "qzeros",
      "not understood"},
     {"awq_qwen3_moe", "{\"version\": \"gemv\"}", MOE_REASON_CONFIG_UNKNOWN_KEY, "version", "gemv"},
-    {"nvfp4_modelopt_qwen3_moe", "{\"quant_algo\": \"MIXED_PRECISION\"}",
-     MOE_REASON_CONFIG_UNKNOWN_KEY, "quant_algo", "MIXED_PRECISION"},
+    {"nvfp4_modelopt_qwen3_moe", "{\"quant_algo\": \"MIXED_PRECISION\"}", MOE_REASON_CONFIG_INVALID,
+     "MIXED_PRECISION", "quantized_layers is no object"},
+    {"nvfp4_modelopt_qwen3_moe", "{\"quantized_layers\": {}}", MOE_REASON_CONFIG_UNKNOWN_KEY,
+     "quantized_layers", "not understood"},
     {"nvfp4_modelopt_qwen3_moe", "{\"group_size\": 32}", MOE_REASON_CONFIG_UNKNOWN_KEY,
      "group_size", "32"},
     {"fp8_tensor_mixtral",
@@ -309,6 +330,12 @@ static const struct {
     {"int4_kimi_k2", "{\"config_groups\": {\"a\": {\"targets\": [\"re:.*experts.*_proj$\"], "
                      "\"weights\": {\"num_bits\": 4, \"type\": \"int\", \"strategy\": "
                      "\"group\", \"group_size\": 16}}}}"},
+    {"nvfp4_modelopt_qwen3_moe", "{\"quant_algo\": \"W4A16_NVFP4\"}"},
+    {"fp8_block_128_qwen3_moe",
+     "{\"quant_method\": \"modelopt\", \"quant_algo\": \"FP8_PB_WO\", \"group_size\": 128, "
+     "\"fmt\": "
+     "null, \"activation_scheme\": null, \"weight_block_size\": null, \"modules_to_not_convert\": "
+     "null}"},
     {"nvfp4_modelopt_qwen3_moe",
      "{\"group_size\": null, \"config_groups\": {\"group_0\": {}}, \"kv_cache_scheme\": {\"type\": "
      "\"float\"}, \"producer\": {\"name\": \"modelopt\"}}"},
@@ -395,6 +422,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(a_damaged_checkpoint_is_refused_by_the_name_of_a_tensor,
                                         fixture_setup, fixture_teardown),
         cmocka_unit_test_setup_teardown(columns_in_another_order_need_their_groups, fixture_setup,
+                                        fixture_teardown),
+        cmocka_unit_test_setup_teardown(dimensions_of_size_one_do_not_matter, fixture_setup,
                                         fixture_teardown),
         cmocka_unit_test_setup_teardown(a_setting_that_is_not_understood_is_refused_by_name,
                                         fixture_setup, fixture_teardown),
