@@ -16,6 +16,7 @@ enum {
     QUICK_COLUMNS = 8, /* unit of columns in the quick regions */
     QUICK_PARTS = 8,   /* pieces of a row for sums in the quick regions */
     ALIGNMENT = 16,    /* of a part's tensors */
+    LAST_STEP = (1 << MOE_WINDOW_STEP_BITS) - 1,
 };
 
 struct moe_cuda_ep {
@@ -113,16 +114,20 @@ void moe_cuda_ep_destroy(struct moe_cuda_ep *ep)
     free(ep);
 }
 
-/* The step number has used all its bits: flags of the first steps would look new again. All slots
- * come here at the same step, clear their windows between two barriers, and start over. All in
- * stream order, like a step. */
-static struct moe_status wipe_flags(struct moe_session *s)
+/* Before the next step, windows hold no flag and only blanks in quick regions, and steps count from
+ * 1 again. Either the step number has used all its bits, so flags of the first steps would look new
+ * again. Or the session has taken a mask, and a failed step may have left rows in quick regions.
+ * All slots come here at the same step, and clear their windows between two barriers. All in stream
+ * order, like a step. */
+static struct moe_status start_over(struct moe_session *s)
 {
     cudaStream_t stream = s->device->compute;
     const struct moe_window_layout *l = &s->layout;
     uint8_t *own = s->window.base[s->config.slot];
     MOE_TRY(moe_cuda_launch_exchange(s, 0, stream));
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(own + l->head, 0, l->rows - l->head, stream)));
+    if (s->window.comm != NULL) /* else the window has no quick regions */
+        MOE_TRY(moe_cuda_window_lay_blanks(own, l, stream));
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->step, 0, sizeof s->control->step, stream)));
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->refused, 0, sizeof s->control->refused, stream)));
     MOE_TRY(
@@ -136,10 +141,15 @@ static struct moe_status wipe_flags(struct moe_session *s)
 struct moe_status moe_cuda_ep_count_step(struct moe_session *s)
 {
     /* A network has no permanent flags. */
-    if (s->net == NULL && s->step == (UINT32_C(1) << MOE_WINDOW_STEP_BITS) - 1)
-        MOE_TRY(wipe_flags(s));
+    if (s->net == NULL && s->step == LAST_STEP)
+        MOE_TRY(start_over(s));
     s->step++;
     return moe_ok();
+}
+
+void moe_cuda_ep_start_over(struct moe_session *s)
+{
+    s->step = LAST_STEP;
 }
 
 /* ------------------------------------------------------------------ checks */
@@ -158,8 +168,8 @@ struct moe_status moe_cuda_ep_check(const struct moe_session *session, struct mo
 uint32_t moe_cuda_ep_max_rows(const struct moe_session *session, const struct moe_layer *layer,
                               uint32_t bucket)
 {
-    return moe_cuda_max_rows((uint32_t)__builtin_popcountll(session->config.live), bucket,
-                             layer->spec.router.top_k, layer->local_experts);
+    return moe_cuda_max_rows(session->joined_slots, bucket, layer->spec.router.top_k,
+                             layer->local_experts);
 }
 
 /* Bytes of an arrived row. */
@@ -231,7 +241,7 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .experts = layer->spec.experts,
         .local_experts = layer->local_experts,
         .hidden = width,
-        .entries = layer->active.offset[layer->spec.experts],
+        .entries = layer->placement.offset[layer->spec.experts],
         .dtype = b->dtype,
         .row_bytes = (uint32_t)(width * moe_dtype_bytes(b->dtype)),
         .stride = moe_window_row_stride(width, b->dtype),

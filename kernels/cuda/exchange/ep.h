@@ -54,8 +54,12 @@ struct moe_status moe_cuda_ep_create(struct moe_session *session,
 void moe_cuda_ep_destroy(struct moe_cuda_ep *ep); /* NULL is ignored */
 
 /* Call before each step is enqueued on device->compute, and before each launch of a captured one.
- * Every 2^28 steps it enqueues the clearing of flags: their stamps would repeat. */
+ * Every 2^28 steps, and after moe_cuda_ep_start_over, it enqueues the clearing of all windows, with
+ * an exchange before it and one behind. */
 struct moe_status moe_cuda_ep_count_step(struct moe_session *s) MOE_CHECKED;
+/* The next step finds windows without flags and rows of earlier steps, and has number 1. All live
+ * slots call it between the same two steps. */
+void moe_cuda_ep_start_over(struct moe_session *s);
 
 /* Checks that this session can run passes of this shape. Makes the copies on the session's live
  * slots the active ones of the layer. */

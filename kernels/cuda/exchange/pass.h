@@ -35,7 +35,7 @@ struct moe_cuda_pass {
     const struct moe_cuda_step_params *params; /* T, the placement and the head */
     uint32_t slot, slots;
     uint32_t bucket, top_k, experts, local_experts, hidden;
-    uint32_t entries; /* of the placement: one per copy of an expert */
+    uint32_t entries; /* of the placement: one per copy of an expert, on whatever slot */
     enum moe_dtype dtype;
     uint32_t row_bytes; /* H elements */
     size_t stride;      /* bytes between rows and between partials in windows */

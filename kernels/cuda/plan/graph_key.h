@@ -25,7 +25,7 @@ struct moe_cuda_graph_key {
 struct moe_cuda_graph_shape {
     const struct moe_layer_spec *spec;            /* all but the layer's index belongs to the key */
     uint32_t local_experts;                       /* on this slot */
-    uint32_t copies;                              /* of all experts, on live slots */
+    uint32_t copies;                              /* of all experts, on all slots */
     enum moe_dtype matrix[MOE_CUDA_KEY_MATRICES]; /* as stored on the device */
     enum moe_dtype dtype;                         /* of tokens and answers */
     uint32_t bucket;                              /* tokens that one slot may bring */

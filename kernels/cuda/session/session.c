@@ -141,5 +141,6 @@ const char *moe_cuda_session_transport(const struct moe_session *s)
 {
     if (s->net != NULL)
         return s->relay.domains != 0 ? "nvlink and network" : "network";
-    return s->window.comm != NULL ? "nvlink" : "none";
+    const bool alone = (s->config.live & (s->config.live - 1)) == 0;
+    return alone ? "none" : "nvlink";
 }

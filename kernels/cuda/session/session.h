@@ -8,6 +8,7 @@
 #ifndef MOE_CUDA_SESSION_H
 #define MOE_CUDA_SESSION_H
 
+#include "common/masks.h"
 #include "cuda/core/device.h"
 #include "cuda/plan/options.h"
 #include "cuda/session/control.h"
@@ -25,14 +26,17 @@ struct moe_cuda_steps;  /* whole steps: step.h */
 
 struct moe_session {
     struct moe_device *device;
-    struct moe_session_config config;
+    struct moe_session_config config; /* epoch and live: of the present mask */
+    struct moe_masks masks;
+    uint32_t
+        joined_slots; /* slots that have joined: steps are launched for so many under any mask */
     enum moe_cuda_transport transport; /* as asked for */
     struct moe_window_layout layout;
     struct moe_cuda_window window;
     struct moe_cuda_control *control;           /* device memory */
     struct moe_cuda_host_control *host_control; /* host address */
     struct moe_cuda_host_control *host_control_on_device;
-    uint32_t step; /* number of steps the host has enqueued: when to wipe the flags */
+    uint32_t step; /* number of steps the host has enqueued: when they start over */
     bool aborted;  /* atomic */
     uint64_t lost; /* atomic; bit s: slot s did not answer */
     bool failed;   /* atomic */

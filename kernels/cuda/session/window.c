@@ -82,14 +82,20 @@ static struct moe_status share_memory(struct moe_cuda_window *w, struct moe_cuda
     return moe_ok();
 }
 
+struct moe_status moe_cuda_window_lay_blanks(uint8_t *window,
+                                             const struct moe_window_layout *layout,
+                                             cudaStream_t stream)
+{
+    return MOE_CUDA(cudaMemsetAsync(window + layout->quick_rows, (int)(MOE_WINDOW_BLANK & 0xff),
+                                    layout->quick_bytes - layout->quick_rows, stream));
+}
+
 struct moe_status moe_cuda_window_share(struct moe_cuda_window *w,
                                         const struct moe_window_layout *layout,
                                         struct moe_cuda_team *team, uint64_t deadline_ns)
 {
-    const size_t quick = layout->quick_bytes - layout->quick_rows;
     MOE_TRY(take_memory(w, layout->quick_bytes, layout->quick_rows));
-    MOE_TRY(MOE_CUDA(cudaMemsetAsync((uint8_t *)w->memory + layout->quick_rows,
-                                     (int)(MOE_WINDOW_BLANK & 0xff), quick, w->device->compute)));
+    MOE_TRY(moe_cuda_window_lay_blanks(w->memory, layout, w->device->compute));
     return share_memory(w, team, deadline_ns);
 }
 

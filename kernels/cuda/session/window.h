@@ -76,6 +76,10 @@ struct moe_status moe_cuda_window_share(struct moe_cuda_window *w,
 struct moe_status moe_cuda_window_share_memory(struct moe_cuda_window *w, size_t bytes,
                                                size_t cleared, struct moe_cuda_team *team,
                                                uint64_t deadline_ns) MOE_CHECKED;
+/* Fills the quick regions of a window from moe_cuda_window_share with blanks. */
+struct moe_status moe_cuda_window_lay_blanks(uint8_t *window,
+                                             const struct moe_window_layout *layout,
+                                             cudaStream_t stream) MOE_CHECKED;
 /* Ends the sharing on all slots and frees the memory. */
 void moe_cuda_window_unshare(struct moe_cuda_window *w, uint64_t deadline_ns);
 /* Reads the addresses of the team's slots. */

@@ -274,6 +274,8 @@ struct moe_status moe_cuda_session_join(struct moe_device *device,
                          "out of memory for a session");
     s->device = device;
     s->config = *config;
+    s->joined_slots = (uint32_t)__builtin_popcountll(config->live);
+    moe_masks_begin(&s->masks, config->slot, config->epoch, config->live);
     s->transport = (enum moe_cuda_transport)chosen[MOE_CUDA_OPTION_TRANSPORT];
     s->layout = layout;
     s->missing = -1;
@@ -296,12 +298,60 @@ failed:
     return st;
 }
 
+/* Windows take masks. Messages of a network's communicator need all its ranks. */
+uint64_t moe_cuda_session_together(const struct moe_session *s)
+{
+    const bool masks = s->window.comm != NULL && s->net == NULL && !s->config.training;
+    return masks ? UINT64_C(1) << s->config.slot : 0;
+}
+
+/* Nothing of earlier steps, losses and aborts counts any more. */
+static struct moe_status begin_anew(struct moe_session *s)
+{
+    __atomic_store_n(&s->missing, -1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->lost, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->failed, false, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->host_control->abort, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&s->aborted, false, __ATOMIC_SEQ_CST);
+    moe_cuda_ep_start_over(s);
+    struct moe_status st = write_control(s);
+    if (moe_failed(&st))
+        moe_cuda_session_fail(s);
+    return st;
+}
+
+/* As after a join, but for windows, memory and graphs, which stay. Peers may still run the step
+ * that has failed: what they store is cleared at the next step, when all have taken the mask. */
+struct moe_status moe_cuda_session_mask(struct moe_session *s, uint64_t epoch, uint64_t live)
+{
+    struct moe_status busy = moe_cuda_steps_idle(s->steps);
+    if (moe_cuda_session_together(s) == 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING,
+                         "a session that trains, or over a network, takes no mask on GPUs");
+    MOE_TRY(moe_masks_check(&s->masks, epoch, live, !moe_failed(&busy)));
+    MOE_TRY(moe_cuda_device_use(s->device));
+    MOE_TRY(moe_cuda_device_finish(s->device));
+    moe_masks_take(&s->masks, epoch, live);
+    s->config.epoch = epoch;
+    s->config.live = live;
+    for (uint32_t p = 0; p < s->config.slots; p++)
+        if (!(live >> p & 1))
+            s->window.base[p] = NULL;
+    return begin_anew(s);
+}
+
+/* Whether NCCL can still end the group in good order: every slot that has joined leaves now. */
+static bool leave_together(const struct moe_session *s)
+{
+    return !__atomic_load_n(&s->failed, __ATOMIC_ACQUIRE) &&
+           !__atomic_load_n(&s->aborted, __ATOMIC_ACQUIRE) && s->masks.epoch == s->masks.joined;
+}
+
 void moe_cuda_session_leave(struct moe_session *s)
 {
     if (s == NULL)
         return;
-    bool together = !__atomic_load_n(&s->failed, __ATOMIC_ACQUIRE) &&
-                    !__atomic_load_n(&s->aborted, __ATOMIC_ACQUIRE);
+    bool together = leave_together(s);
     if (s->host_control != NULL)
         moe_cuda_session_abort(s); /* ends all waits */
     struct moe_status st = moe_cuda_device_use(s->device);

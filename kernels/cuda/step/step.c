@@ -248,7 +248,7 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
                                     .capacity = moe_cuda_ep_max_rows(s, layer, shape->bucket),
                                     .bucket = shape->bucket,
                                     .began = step->message_on_device->began,
-                                    .slots = (uint32_t)__builtin_popcountll(s->config.live),
+                                    .slots = s->joined_slots,
                                     .scratch = scratch(steps, steps->at.products),
                                     .retains = shape->retains};
     MOE_TRY(fork_shared(shape, step, stream, base));
@@ -296,7 +296,7 @@ static void graph_key_of(const struct moe_step *step, struct moe_cuda_graph_key 
     const struct moe_layer *layer = a->layer;
     struct moe_cuda_graph_shape shape = {.spec = &layer->spec,
                                          .local_experts = layer->local_experts,
-                                         .copies = layer->active.offset[layer->spec.experts],
+                                         .copies = layer->placement.offset[layer->spec.experts],
                                          .dtype = a->dtype,
                                          .bucket = a->bucket,
                                          .retains = step->retains};
