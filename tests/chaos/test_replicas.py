@@ -4,7 +4,7 @@ sequencer), stopped for longer than its lease, or drained. Three callers without
 each survivor, compare every answer. No call of theirs fails, and the group serves again with all
 slots once the worker is back. The survivors keep their session; only a worker that comes back costs
 a new one. So it is if each worker is on another host, too. If two workers of a host are gateways
-for each other, the survivors join a new session.
+for each other, the survivors join a new session. On a machine with two GPUs there are two workers.
 
   test_replicas.py BUILD MODELS [--long]
 
@@ -26,15 +26,17 @@ import unittest
 LONG = "--long" in sys.argv and sys.argv.remove("--long") is None
 
 from watched import Group, Here, wait_until  # noqa: E402
-from group import MOECTL, is_sanitized, moectl  # noqa: E402
+from group import BACKEND, DEVICES, MOECTL, is_sanitized, moectl  # noqa: E402
 import netns  # noqa: E402
 
 import moed  # noqa: E402
 import numpy as np  # noqa: E402
 
-WORKERS = 4
+WORKERS = min(4, DEVICES)
+MEMBER = WORKERS // 2  # not the sequencer
 FORMS_S = 20
-CEILING_S = 1.0  # of a gap, on a busy machine
+# Of a gap, on a busy machine. With its worker back, a group of GPUs forms a communicator.
+CEILING_S = (1.0, 1.0 if BACKEND == "cpu" else 5.0)
 
 
 def gap_after(callers, begin):
@@ -142,15 +144,18 @@ class Scene(unittest.TestCase):
         if not LONG:
             for victim in victims:
                 runs = []  # a busy machine may take the time of one or two
-                while not runs or (len(runs) < 3 and max(runs[-1]) >= CEILING_S):
+                while not runs or (len(runs) < 3 and self.too_long(runs[-1])):
                     runs.append(self.lose(victim, fault))
-                self.assertLess(max(runs[-1]), CEILING_S)
+                self.assertFalse(self.too_long(runs[-1]))
         else:
             runs = [self.lose(victims[n % len(victims)], fault) for n in range(20)]
             for what, gaps in zip(("lost", "back"), zip(*runs)):
                 print("  %s %s: median %.0f ms, worst %.0f ms of %d" % (
                     fault.__name__, what, 1e3 * statistics.median(gaps), 1e3 * max(gaps),
                     len(gaps)))
+
+    def too_long(self, gaps):
+        return any(gap >= ceiling for gap, ceiling in zip(gaps, CEILING_S))
 
     def start_again(self, name):
         slot = int(name[1:])
@@ -177,7 +182,7 @@ class Scene(unittest.TestCase):
 class Replicas(Scene):
     def test_killed(self):
         """A member and the sequencer, by SIGKILL."""
-        self.repeat([2, 0], self.killed)
+        self.repeat([MEMBER, 0], self.killed)
 
     def rehomed(self, layer):
         """The layer's re-homed experts, from the placement and the live slots."""
@@ -213,6 +218,7 @@ class Replicas(Scene):
             self.assertIn(text, moectl(*arguments).stdout)
         return expected
 
+    @unittest.skipIf(BACKEND != "cpu", "sums over fewer GPUs may have other last bits")
     def test_rehomed_experts(self):
         """Clients that ask get the experts that have lost a copy. With a sanitizer the package has
         no extension."""
@@ -242,7 +248,7 @@ class Replicas(Scene):
         coordinator.wait()
         self.group.start_coordinator()
         self.group.await_log("coordinator", "all members of epoch 1 are back")
-        self.repeat([2], self.killed)
+        self.repeat([MEMBER], self.killed)
 
     def test_stopped(self):
         """A member and the sequencer, by SIGSTOP for longer than the lease. Their pulse tells: no
@@ -251,13 +257,15 @@ class Replicas(Scene):
             os.kill(process.pid, signal.SIGSTOP)
             return lambda: os.kill(process.pid, signal.SIGCONT)
         self.repeat([1, 0], stopped)
-        self.assertIn("its process has stopped", self.group.log("w0") + self.group.log("w2"))
+        self.assertIn("its process has stopped",
+                      "".join(self.group.log("w%d" % slot) for slot in range(WORKERS)))
 
     def test_drained(self):
         """A member leaves in peace; another process takes the slot."""
-        self.repeat([3], self.drained)
+        self.repeat([WORKERS - 1], self.drained)
 
 
+@unittest.skipIf(BACKEND != "cpu", "a mask of GPUs needs windows")
 @unittest.skipIf(netns.missing(), netns.missing())
 class OverNetwork(Scene):
     hosts = WORKERS
@@ -269,6 +277,7 @@ class OverNetwork(Scene):
         self.repeat([3], self.drained)
 
 
+@unittest.skipIf(BACKEND != "cpu", "GPUs of one host need no gateways")
 @unittest.skipIf(netns.missing(), netns.missing())
 class WithGateways(Scene):
     hosts = 2

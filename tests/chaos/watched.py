@@ -16,7 +16,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, "..", "integration"))
 sys.path.insert(0, os.path.join(HERE, "..", "support"))
 
-from group import BUILD, MODELS, model_directory, wait_until  # noqa: E402,F401
+from group import BACKEND, BUILD, MODELS, model_directory, wait_until  # noqa: E402,F401
 import moed  # noqa: E402
 import numpy as np  # noqa: E402
 
@@ -159,7 +159,8 @@ class Group:
         self.port += 2
         self.start(name, host, [
             WORKER, "--coordinator", self.net.address(0) + ":7701", "--listen", endpoint,
-            "--model", model_directory(self.family), "--backend", "cpu", "--threads", "1",
+            "--model", model_directory(self.family), "--backend", BACKEND, "--threads", "1",
+            *(["--device", str(slot)] if BACKEND == "cuda" else []),
             "--worker-id", name, "--slot", str(slot), *self.insecure, *self.extra], environment)
         return endpoint
 

@@ -273,10 +273,17 @@ bool run_group(uint32_t slots, int (*fn)(struct member *))
 
 bool survive_a_kill(uint32_t slots, int (*fn)(struct member *), uint32_t after)
 {
+    return survive_a_kill_with(slots, fn, NULL, after, 0);
+}
+
+bool survive_a_kill_with(uint32_t slots, int (*fn)(struct member *), void *ctx, uint32_t after,
+                         uint32_t later_us)
+{
     struct group g;
     int status[MOE_MAX_SLOTS] = {0};
-    group_start(&g, slots, fn, NULL);
+    group_start(&g, slots, fn, ctx);
     bool right = await_flag(g.board, VICTIM, after);
+    usleep(later_us);
     kill(g.pid[VICTIM], SIGKILL);
     (void)group_finish(&g, WATCHDOG_S, status);
     for (uint32_t s = 0; s < slots; s++)

@@ -116,5 +116,8 @@ bool run_group(uint32_t slots, int (*fn)(struct member *));
 /* Runs fn in a group and kills the victim when its flag has reached `after`. True if it was killed
  * and all others returned 0. */
 bool survive_a_kill(uint32_t slots, int (*fn)(struct member *), uint32_t after);
+/* The same with a ctx, and `later_us` microseconds later. */
+bool survive_a_kill_with(uint32_t slots, int (*fn)(struct member *), void *ctx, uint32_t after,
+                         uint32_t later_us);
 
 #endif

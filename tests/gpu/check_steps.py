@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Every step of run.sh names things that exist: programs, tests of tests/integration, scenarios.
+"""Every step of run.sh names things that exist: programs, tests in Python, scenarios.
 
     check_steps.py BUILD_DIRECTORY
 
@@ -16,6 +16,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
+FOLDERS = ("tests/integration", "tests/chaos")  # with test programs
 LOAD = """
 import os, sys, unittest
 script, names = sys.argv[1], sys.argv[4:]
@@ -50,7 +51,7 @@ def main(build):
         names.append(name)
         for at, word in enumerate(words):
             script = os.path.abspath(word)
-            if word.endswith(".py") and os.path.dirname(script).endswith("tests/integration"):
+            if word.endswith(".py") and os.path.dirname(script).endswith(FOLDERS):
                 tests.setdefault((script, *words[at + 1:at + 3]), set()).update(words[at + 3:])
                 break
             if word.endswith(".py") and not os.path.exists(script):

@@ -3,9 +3,9 @@
 # Runs all tests of the CUDA backend that this machine's GPUs allow: the conformance suite (plain,
 # skewed, training) and cases of real sizes, on 1, 2 and 4 GPUs; sessions under fault; golden outputs
 # and gradients through the backend and through real daemons; daemons that train: repeated calls,
-# workers killed between them, checkpoints, concurrent forward clients; torch's AdamW curves; the
-# grouped GEMM against double precision; the calls of a steady step; its progress; cuBLAS instead of
-# Hopper's kernels, and NCCL's network transport instead of windows.
+# workers killed between them, checkpoints, concurrent forward clients; lost workers of groups with
+# copies; torch's AdamW curves; the grouped GEMM against double precision; the calls of a steady step;
+# its progress; cuBLAS instead of Hopper's kernels, and NCCL's network transport instead of windows.
 #
 #   tests/gpu/run.sh BUILD_DIRECTORY [--cases N] [--jobs N] [--logs DIR] [--sanitizer] [--only TEXT]
 #
@@ -61,6 +61,7 @@ done
 here=$(cd "$(dirname "$0")" && pwd)
 models=$here/../golden/models
 suite=$build/tests/conformance
+faults=$suite/faults
 if [ -n "$list" ]; then
     gpus=$list
     hopper=yes
@@ -83,6 +84,7 @@ if [ -n "$same" ]; then
     done
     build=$twin
     suite=$build/tests/conformance
+    faults=$suite/faults_one_gpu
     gpus=$same
 fi
 keep=$logs
@@ -254,8 +256,11 @@ alone() {
         [ "$n" -ne 2 ] || echo "multicast_refused 60 NCCL_NVLS_ENABLE=1" \
             "$suite/faults --backend cuda --slots 2 --only joining_and_leaving 2>&1" \
             "| grep -F 'NCCL_NVLS_ENABLE = 1: a group of GPUs needs it to be 0'"
-        echo "faults_$n 300 $suite/faults --backend cuda --slots $n"
-        echo "network_faults_$n 300 $suite/faults --backend cuda --slots $n --transport network"
+        echo "faults_$n 300 $faults --backend cuda --slots $n"
+        echo "network_faults_$n 300 $faults --backend cuda --slots $n --transport network"
+        # A worker is killed, stopped or drained while others have copies of its experts.
+        echo "replicas_$n 300 MOE_TEST_DEVICES=$n ${MOE_PYTHON:-python3} -B $here/../chaos/test_replicas.py" \
+            "$build $models Replicas"
     done
     # Requests of CUDA streams; alone, because other work on the GPU delays the waits.
     [ -n "$same" ] || echo "streams 600 ${MOE_PYTHON:-python3} -B $here/streams.py $build $models Streams"

@@ -104,16 +104,20 @@ if(MOE_HAVE_CUDA)
   target_include_directories(test_foreign PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
   set_tests_properties(test_foreign PROPERTIES SKIP_RETURN_CODE 77)
 
-  # The backend with a stand-in for NCCL: several slots on one GPU (tests/gpu/run.sh --same-gpu).
-  add_library(backend_cuda_one_gpu MODULE
-    ${PROJECT_SOURCE_DIR}/tests/gpu/one_gpu.c ${PROJECT_SOURCE_DIR}/kernels/cuda/module.c)
-  target_link_libraries(backend_cuda_one_gpu PRIVATE moe_cuda moe_common moe_strict
-    -Wl,--version-script=${PROJECT_SOURCE_DIR}/kernels/cuda/module.map -Wl,-z,defs)
-  target_include_directories(backend_cuda_one_gpu SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  # A stand-in for NCCL: several slots on one GPU (tests/gpu/run.sh --same-gpu).
+  add_library(moe_one_gpu INTERFACE)
+  target_sources(moe_one_gpu INTERFACE ${PROJECT_SOURCE_DIR}/tests/gpu/one_gpu.c)
+  target_include_directories(moe_one_gpu SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
+  target_link_libraries(moe_one_gpu INTERFACE moe_cuda moe_common)
   foreach(call cudaGetDeviceProperties cudaSetDevice cudaGetDeviceCount moe_session_check_gpus
                moe_cuda_window_read_peers)
-    target_link_options(backend_cuda_one_gpu PRIVATE -Wl,--wrap=${call})
+    target_link_options(moe_one_gpu INTERFACE -Wl,--wrap=${call})
   endforeach()
+
+  # The backend with it.
+  add_library(backend_cuda_one_gpu MODULE ${PROJECT_SOURCE_DIR}/kernels/cuda/module.c)
+  target_link_libraries(backend_cuda_one_gpu PRIVATE moe_one_gpu moe_strict
+    -Wl,--version-script=${PROJECT_SOURCE_DIR}/kernels/cuda/module.map -Wl,-z,defs)
   set_target_properties(backend_cuda_one_gpu PROPERTIES PREFIX "" OUTPUT_NAME backend_cuda
     LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/gpu/one_gpu)
 endif()
