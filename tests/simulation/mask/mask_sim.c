@@ -44,15 +44,15 @@ void check(bool holds, const char *promise)
         broken = promise;
 }
 
-void create(uint8_t slots, uint8_t steps, bool bare, bool far, bool lines,
-            const struct limits *limits)
+void create(uint8_t slots, uint8_t steps, struct kind kind, const struct limits *limits)
 {
     memset(&w, 0, sizeof w);
     w.slots = slots;
     w.steps = steps;
-    w.bare = bare;
-    w.far = far;
-    w.lines = lines;
+    w.bare = kind.bare;
+    w.far = kind.far;
+    w.lines = kind.lines;
+    w.quick = kind.quick;
     w.left = *limits;
     broken = NULL;
     for (uint8_t s = 0; s < slots; s++) {
@@ -300,30 +300,42 @@ static void form_first(void)
 static const struct {
     const char *name;
     uint8_t slots, steps;
-    bool bare, far, narrow, lines; /* narrow: from the first view on */
+    bool narrow; /* from the first view on */
+    struct kind kind;
     struct limits limits;
 } worlds[] = {
-    {"two slots, a refused step", 2, 2, 0, 0, 0, 0, {.others = 1}},
-    {"two slots, a death", 2, 2, 0, 0, 0, 0, {.kills = 1}},
-    {"two slots, a death, epochs far apart", 2, 1, 0, 1, 0, 0, {.kills = 1}},
-    {"two slots, an abort", 2, 2, 0, 0, 0, 0, {.others = 1, .timeouts = 1}},
-    {"two slots, a late writer", 2, 1, 0, 0, 0, 0, {.stops = 1, .resumes = 1, .refills = 1}},
-    {"three slots, a death", 3, 1, 0, 0, 0, 0, {.kills = 1}},
-    {"three slots, a death, no commit", 3, 1, 1, 0, 0, 0, {.kills = 1}},
-    {"three slots, a death, epochs far apart", 3, 1, 0, 1, 1, 0, {.kills = 1}},
-    {"three slots, a death and an abort", 3, 1, 0, 0, 1, 0, {.kills = 1, .timeouts = 1}},
-    {"three slots, a death and a stop", 3, 1, 0, 0, 1, 0, {.kills = 1, .stops = 1, .resumes = 1}},
-    {"two slots, a refused step, over lines", 2, 2, 0, 0, 0, 1, {.others = 1}},
-    {"two slots, a death, over lines", 2, 2, 0, 0, 0, 1, {.kills = 1}},
+    {"two slots, a refused step", 2, 2, 0, {0}, {.others = 1}},
+    {"two slots, a death", 2, 2, 0, {0}, {.kills = 1}},
+    {"two slots, a death, epochs far apart", 2, 1, 0, {.far = true}, {.kills = 1}},
+    {"two slots, an abort", 2, 2, 0, {0}, {.others = 1, .timeouts = 1}},
+    {"two slots, a late writer", 2, 1, 0, {0}, {.stops = 1, .resumes = 1, .refills = 1}},
+    {"three slots, a death", 3, 1, 0, {0}, {.kills = 1}},
+    {"three slots, a death, no commit", 3, 1, 0, {.bare = true}, {.kills = 1}},
+    {"three slots, a death, epochs far apart", 3, 1, 1, {.far = true}, {.kills = 1}},
+    {"three slots, a death and an abort", 3, 1, 1, {0}, {.kills = 1, .timeouts = 1}},
+    {"three slots, a death and a stop", 3, 1, 1, {0}, {.kills = 1, .stops = 1, .resumes = 1}},
+    {"two slots, a refused step, over lines", 2, 2, 0, {.lines = true}, {.others = 1}},
+    {"two slots, a death, over lines", 2, 2, 0, {.lines = true}, {.kills = 1}},
     {"two slots, a late writer, over lines",
      2,
      1,
-     0,
-     0,
      1,
-     1,
+     {.lines = true},
      {.stops = 1, .resumes = 1, .refills = 1}},
-    {"three slots, a death, over lines", 3, 1, 0, 0, 1, 1, {.kills = 1}},
+    {"three slots, a death, over lines", 3, 1, 1, {.lines = true}, {.kills = 1}},
+    {"three slots, a death, quick", 3, 1, 1, {.quick = true}, {.kills = 1}},
+    {"three slots, a death, no commit, quick",
+     3,
+     1,
+     1,
+     {.bare = true, .quick = true},
+     {.kills = 1}},
+    {"three slots, a death and a stop, quick",
+     3,
+     1,
+     1,
+     {.quick = true},
+     {.kills = 1, .stops = 1, .resumes = 1}},
 };
 
 static bool run_all(bool quiet)
@@ -332,8 +344,7 @@ static bool run_all(bool quiet)
     for (size_t i = 0; i < sizeof worlds / sizeof worlds[0]; i++) {
         memset(seen, 0, sizeof *seen << SEEN_BITS);
         states = 0;
-        create(worlds[i].slots, worlds[i].steps, worlds[i].bare, worlds[i].far, worlds[i].lines,
-               &worlds[i].limits);
+        create(worlds[i].slots, worlds[i].steps, worlds[i].kind, &worlds[i].limits);
         if (worlds[i].narrow) {
             form_first();
             w.narrow = true;
@@ -370,10 +381,14 @@ static bool run_seed(uint64_t seed)
                             .refills = (uint8_t)rng_below(&r, 2),
                             .others = (uint8_t)rng_below(&r, 3)};
     uint8_t slots = (uint8_t)rng_range(&r, 2, SLOTS), steps = (uint8_t)rng_range(&r, 1, STEPS);
-    bool bare = rng_chance(&r, 40), far = rng_chance(&r, 25), lines = rng_chance(&r, 30);
+    struct kind kind = {.bare = rng_chance(&r, 40), .far = rng_chance(&r, 25)};
+    kind.lines = rng_chance(&r, 30);
+    kind.quick = !kind.lines && seed % 4 == 0;
+    if (kind.quick)
+        limits.others = 0; /* GPUs clear after a refused step, too: not modelled */
     uint32_t often = rng_chance(&r, 50) ? 40 : 8; /* faults, in percent */
     uint32_t last = 0;                            /* the process that acted last */
-    create(slots, steps, bare, far, lines, &limits);
+    create(slots, steps, kind, &limits);
     for (uint32_t n = 0, idle = 0; idle < 400 && n < 4000 && broken == NULL; n++) {
         struct choices choices;
         find_choices(&choices);

@@ -41,14 +41,23 @@ static void notify(const struct process *p, struct notice n)
 static void carry_out(uint8_t slot, const struct process *from, const struct notice *n)
 {
     uint64_t stamp = stamp_of(n->form, n->step);
+    uint32_t row = row_of(n->form, n->step, number_of(from));
     uint8_t parity = moe_guard_is_off(MOE_GUARD_HEADS_HAVE_PARITY) ? 0 : n->step & 1;
     switch ((enum op)n->op) {
     case STORE_ROW:
         w.window[n->session][slot][from->slot].head[parity] = moe_window_flag(stamp, n->other);
-        w.window[n->session][slot][from->slot].row = row_of(n->form, n->step, number_of(from));
+        if (!w.quick)
+            w.window[n->session][slot][from->slot].row = row;
         break;
-    case STORE_SENT: w.window[n->session][slot][from->slot].sent = moe_window_flag(stamp, 1); break;
+    case STORE_SENT:
+        w.window[n->session][slot][from->slot].sent = moe_window_flag(stamp, 1);
+        if (w.quick)
+            w.window[n->session][slot][from->slot].row = row;
+        break;
     case STORE_DONE: w.window[n->session][slot][from->slot].done = moe_window_flag(stamp, 0); break;
+    case STORE_CLEAR:
+        w.window[n->session][slot][from->slot].clear = moe_window_flag(stamp, 0);
+        break;
     default: w.window[n->session][slot][from->slot].met = moe_window_flag(stamp, 0); break;
     }
 }
@@ -93,8 +102,9 @@ static void advance(struct process *p)
 {
     struct run *r = &p->run;
     uint8_t left = (uint8_t)(others(r, p) & ~(bit(r->peer) | (bit(r->peer) - 1)));
-    bool pairs = r->op == STORE_ROW || r->op == READ_SENT; /* the next one is for the same slot */
-    bool second = r->op == STORE_SENT || r->op == READ_ROW;
+    /* The next one is for the same slot. */
+    bool pairs = r->op == STORE_ROW || (!w.quick && r->op == READ_SENT);
+    bool second = r->op == STORE_SENT || (!w.quick && r->op == READ_ROW);
     if (pairs) {
         r->op++;
         return;
@@ -105,6 +115,10 @@ static void advance(struct process *p)
         return;
     }
     r->op++;
+    if (r->op == STORE_CLEAR && moe_guard_is_off(MOE_GUARD_ALL_ARE_CLEAR))
+        r->op = STORE_ROW;
+    if (w.quick && r->op == READ_SENT)
+        r->op++;
     if (r->op == READ_SENT && r->differs) {
         end_step(p, 2);
         return;
@@ -119,7 +133,10 @@ static void advance(struct process *p)
 void begin(struct process *p, bool other)
 {
     check(w.bare || w.committed[p->form], "a step runs in an epoch that was committed");
+    bool clears = p->clears && !moe_guard_is_off(MOE_GUARD_CLEAR_FIRST);
+    p->clears = false;
     p->run = (struct run){.active = true,
+                          .op = clears ? CLEAR : STORE_ROW,
                           .other = other,
                           .step = (uint8_t)(p->steps + 1),
                           .form = p->form,
@@ -141,6 +158,7 @@ static const uint64_t *awaited(const struct process *p)
     case READ_HEAD: return &w.window[r->session][p->slot][r->peer].head[parity];
     case READ_SENT: return &w.window[r->session][p->slot][r->peer].sent;
     case READ_DONE: return &w.window[r->session][p->slot][r->peer].done;
+    case READ_CLEAR: return &w.window[r->session][p->slot][r->peer].clear;
     default: return NULL;
     }
 }
@@ -148,6 +166,8 @@ static const uint64_t *awaited(const struct process *p)
 bool can_go_on(const struct process *p)
 {
     const uint64_t *flag = awaited(p);
+    if (w.quick && p->run.op == READ_ROW)
+        return w.window[p->run.session][p->slot][p->run.peer].row != 0;
     return flag == NULL || moe_window_flag_stamp(*flag) == stamp_of(p->run.form, p->run.step);
 }
 
@@ -165,17 +185,19 @@ void go_on(struct process *p)
     switch ((enum op)r->op) {
     case STORE_ROW:
     case STORE_SENT:
+    case STORE_CLEAR:
     case STORE_DONE: store(p, r->member[r->peer], r->peer, n); break;
+    case CLEAR: w.window[r->session][p->slot][r->peer].row = 0; break;
     case READ_HEAD:
         r->differs = r->differs || moe_window_flag_value(*awaited(p)) != r->other;
         break;
-    case READ_SENT: break;
     case READ_ROW:
         r->wrong = r->wrong || w.window[r->session][p->slot][r->peer].row !=
                                    row_of(r->form, r->step, r->member[r->peer]);
+        if (w.quick)
+            w.window[r->session][p->slot][r->peer].row = 0;
         break;
-    case READ_DONE: break;
-    default: break;
+    default: break; /* a wait that has ended */
     }
     advance(p);
 }
@@ -256,6 +278,7 @@ static void enter(struct process *p, const struct message *m)
     memcpy(p->member, m->member, sizeof p->member);
     p->over = p->met = false;
     p->steps = p->committed = 0;
+    p->clears = w.quick && m->masks;
     const struct notice met = {
         .kind = STORES, .session = p->session, .form = m->form, .op = OPS, .step = 1};
     for (uint8_t s = 0; s < w.slots; s++)

@@ -19,7 +19,19 @@ enum {
 };
 
 /* What a step does next, for each other slot of its view in turn. */
-enum op { STORE_ROW, STORE_SENT, READ_HEAD, READ_SENT, READ_ROW, STORE_DONE, READ_DONE, OPS };
+enum op {
+    CLEAR, /* the first three: of the first step under a mask, in a quick world */
+    STORE_CLEAR,
+    READ_CLEAR,
+    STORE_ROW,
+    STORE_SENT,
+    READ_HEAD,
+    READ_SENT,
+    READ_ROW,
+    STORE_DONE,
+    READ_DONE,
+    OPS
+};
 
 /* A step that runs. Epochs are counted by `form`, from 1. */
 struct run {
@@ -48,7 +60,8 @@ struct process {
     bool joined; /* has a session */
     bool meets;  /* waits for all slots of a new mask */
     bool met;
-    bool over; /* its view has ended here */
+    bool clears; /* its next step does */
+    bool over;   /* its view has ended here */
     uint8_t slot, session, form, live, committed, steps;
     uint8_t member[SLOTS];
     struct run run;
@@ -67,10 +80,11 @@ struct world {
     bool far;             /* the numbers of epochs are far apart */
     bool narrow;          /* faults have one victim for each kind */
     bool lines;           /* stores travel over a network, on the lines of notices */
+    bool quick; /* a row has no flag: it is there if it is not blank, and a read clears it */
     struct limits left;
     struct process process[PROCESSES];
     struct {
-        uint64_t head[2], sent, done, met;
+        uint64_t head[2], sent, done, met, clear;
         uint32_t row;
     } window[SESSIONS][SLOTS][SLOTS]; /* [session][owner][writer] */
     struct {
@@ -127,8 +141,11 @@ struct choices {
     struct choice list[128];
 };
 
-void create(uint8_t slots, uint8_t steps, bool bare, bool far, bool lines,
-            const struct limits *limits);
+/* What a world is like: the fields of struct world. */
+struct kind {
+    bool bare, far, lines, quick;
+};
+void create(uint8_t slots, uint8_t steps, struct kind kind, const struct limits *limits);
 void find_choices(struct choices *to);
 void apply(struct choice c);
 /* Nothing is left to happen but faults. */
