@@ -28,7 +28,7 @@
 enum {
     CYCLES = 8,
     STEPS_BEFORE = 50, /* of a slot, before something happens to it */
-    KILLS = 6,         /* at moments that differ */
+    KILLS = 4,         /* at moments that differ */
     KILL_US = 3000,    /* latest moment: longer than a step, and than capturing one */
 };
 
@@ -292,10 +292,14 @@ static bool a_mask_follows_a_kill_at_any_moment(uint32_t slots)
     uint32_t wide = 32 * BUCKET;
     bool right = true;
     printf("       seed %llu\n", (unsigned long long)seed);
-    fflush(stdout); /* before a fork */
-    for (uint32_t i = 0; i < KILLS && right && backend->session_mask != NULL; i++)
+    for (uint32_t i = 0; i < KILLS && right && backend->session_mask != NULL; i++) {
+        uint32_t after_us = rng_below(&r, KILL_US);
         right = survive_a_kill_with(slots, lose_the_victim, i % 2 == 0 ? NULL : &wide, STEPS_BEFORE,
-                                    rng_below(&r, KILL_US));
+                                    after_us);
+        printf("       a kill %u us after step %d%s: %s\n", after_us, STEPS_BEFORE,
+               i % 2 == 0 ? "" : ", in steps of a new bucket", right ? "right" : "WRONG");
+        fflush(stdout);
+    }
     return right;
 }
 
