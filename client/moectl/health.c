@@ -2,6 +2,7 @@
 /* moectl health: checks with codes, for operators and monitoring. A check looks at one thing of one
  * daemon, or of the group, and never changes anything. */
 #include "commands.h"
+#include "daemon/endpoint.h"
 #include "moectl/group/events.h"
 #include "moectl/group/models.h"
 #include "moectl/group/train_state.h"
@@ -21,6 +22,7 @@
 enum {
     CHECKS_MAX = 32 + 10 * MOE_MAX_SLOTS,
     WORKER_LIMIT_MS = 5000,
+    STANDBY_LIMIT_MS = 2000,
     RECENT_MS = 10 * 60 * 1000,
     CLOCK_MS = 5000, /* leases do not depend on this clock; logs and certificates do */
     EXPIRY_SOON_DAYS = 30,
@@ -42,7 +44,7 @@ struct health {
     struct moectl_common common;
     bool detail;
     uint64_t deadline_ns;
-    struct moectl_link *link;
+    struct moectl_link *link; /* to the coordinator that leads */
     Moe__V1__GetStatusResponse *status;
     Moe__V1__ListEventsResponse *events; /* NULL: not allowed to see them */
     struct check *checks;
@@ -345,6 +347,43 @@ static void check_coordinator(struct health *h)
     moectl_samples_free(&samples);
 }
 
+/* One that does not lead answers with NOT_LEADER and the leader's endpoint. If it names none, it
+ * could not lead now: it does not reach etcd. Also workers may be named: those only have to answer.
+ */
+static void check_standby(struct health *h, const char *endpoint, uint64_t deadline_ns)
+{
+    struct moectl_link *link = NULL;
+    Moe__V1__GetStatusResponse *status = NULL;
+    uint64_t limit = moe_clock_ns() + STANDBY_LIMIT_MS * MOE_NS_PER_MS;
+    struct moe_status st = moectl_link_open(endpoint, &link);
+    if (!moe_failed(&st))
+        st = moectl_link_status(link, moe_earlier(limit, deadline_ns), &status);
+    const char *leader = moe_endpoint_of_leader(&st);
+    bool silent = st.code == MOE_UNAVAILABLE || st.code == MOE_DEADLINE_EXCEEDED;
+    if (leader[0] != '\0')
+        add(h, "STANDBY_ANSWERS", "coordinator", RESULT_OK, "at %s: it waits, and the leader is %s",
+            endpoint, leader);
+    else if (silent)
+        add(h, "STANDBY_ANSWERS", "coordinator", RESULT_WARNING, "at %s: %s", endpoint,
+            st.code == MOE_DEADLINE_EXCEEDED ? "no answer" : st.text);
+    if (status != NULL)
+        moe__v1__get_status_response__free_unpacked(status, NULL);
+    moectl_link_close(link);
+}
+
+/* The coordinators that the command names, besides the one that has answered for the group. */
+static struct moe_status check_standbys(struct health *h)
+{
+    char named[MOECTL_ENDPOINT_MAX];
+    struct moe_endpoints list;
+    MOE_TRY(moectl_state_endpoint(&h->common, named));
+    MOE_TRY(moe_endpoints_parse("--endpoint", named, &list));
+    for (size_t i = 0; list.count > 1 && i < list.count; i++)
+        if (strcmp(list.all[i], moectl_link_endpoint(h->link)) != 0)
+            check_standby(h, list.all[i], moectl_share(h->deadline_ns, list.count - i + 1));
+    return moe_ok();
+}
+
 /* ------------------------------------------------------------------ the command */
 
 static enum result worst(const struct health *h)
@@ -399,6 +438,7 @@ static struct moe_status ask(struct health *h)
     if (moe_failed(&st))
         moectl_say("events: %s", st.text);
     check_coordinator(h);
+    MOE_TRY(check_standbys(h));
     check_group(h);
     check_cordons(h);
     check_models(h);

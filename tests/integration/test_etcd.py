@@ -5,6 +5,7 @@ nothing changes. Links with TLS.
   test_etcd.py BUILD MODELS
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -41,6 +42,7 @@ class Case(unittest.TestCase):
         self.addCleanup(where.cleanup)
         self.where = where.name
         self.started = 0
+        self.processes = []  # of start()
         os.environ["MOED_RUNTIME_DIR"] = os.path.join(self.where, "run")
         os.mkdir(os.environ["MOED_RUNTIME_DIR"], 0o700)
 
@@ -61,6 +63,7 @@ class Case(unittest.TestCase):
         arguments = self.arguments(endpoints, "--log-file", log, *extra, **options)
         process = subprocess.Popen(arguments)
         self.addCleanup(self.end, process)
+        self.processes.append(process)
         return process, log, arguments[2]
 
     def end(self, process):
@@ -306,6 +309,35 @@ class Two(Case):
         self.assertIn("no coordinator leads (etcd ", done.stderr)
         self.assertNotIn("leader %s" % a, done.stderr)
         print("  " + done.stderr.strip().splitlines()[-1])
+
+    def standby_check(self, *at):
+        """(result, text) of the check of the coordinator that waits; None without one"""
+        done = self.moectl("health", "-o", "json", at=",".join(at))
+        self.assertEqual(done.returncode, 3, done.stderr)  # the group has no worker
+        checks = {c["code"]: c for c in json.loads(done.stdout)["checks"]}
+        self.assertEqual(checks["COORDINATOR_ANSWERS"]["result"], "OK")
+        check = checks.get("STANDBY_ANSWERS")
+        print("  %s" % check)
+        return check and (check["subject"], check["result"], check["text"])
+
+    def test_health_names_a_standby_that_does_not_answer(self):
+        _, (a, _), (b, log) = self.two()
+        waits = "at %s: it waits, and the leader is %s" % (b, a)
+        for at in ((a, b), (b, a)):
+            self.assertEqual(self.standby_check(*at), ("coordinator", "OK", waits))
+        self.assertIsNone(self.standby_check(b))  # one that is asked for the leader alone
+        standby = self.processes[1]
+        standby.send_signal(signal.SIGSTOP)
+        for at in ((a, b), (b, a)):
+            subject, result, text = self.standby_check(*at)
+            self.assertEqual((subject, result), ("coordinator", "WARNING"))
+            self.assertEqual("at %s: no answer" % b, text)
+        standby.send_signal(signal.SIGCONT)
+        self.assertEqual(self.standby_check(a, b)[1], "OK")
+        self.end(standby)
+        subject, result, text = self.standby_check(a, b)
+        self.assertEqual((subject, result), ("coordinator", "WARNING"))
+        self.assertIn("at %s: cannot connect: " % b, text)
 
     def test_the_log_level_of_all_coordinators_is_set(self):
         _, (a, log), (b, standby) = self.two()
