@@ -13,7 +13,13 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { CALL_LIMIT_MS = 5000, POLL_MS = 50, PROBE_MS = 2000, NAMES_BYTES = 200, GRACE_MS = 1000 };
+enum {
+    CALL_LIMIT_MS = 5000,
+    POLL_MS = 50,
+    ROUND_MS = 200, /* for one of several daemons to answer, again and again */
+    NAMES_BYTES = 200,
+    GRACE_MS = 1000,
+};
 
 struct down {
     struct moectl_common common;
@@ -96,39 +102,38 @@ static struct moe_status await_members(struct moectl_link *link, uint64_t deadli
 struct watched {
     const char *endpoint;
     const Moe__V1__WorkerStatus *worker; /* NULL: the coordinator */
+    bool gone;
 };
 
-/* The first entry is --endpoint, the coordinator's or a worker's. */
-static size_t list_watched(const struct down *d, const Moe__V1__GetStatusResponse *s,
+/* The first entry is the coordinator. */
+static size_t list_watched(struct moectl_link *link, const Moe__V1__GetStatusResponse *s,
                            struct watched all[MOE_MAX_SLOTS + 1])
 {
     size_t count = 0;
-    all[count++] = (struct watched){d->common.endpoint, NULL};
+    all[count++] = (struct watched){moectl_link_endpoint(link), NULL, false};
     for (size_t i = 0; i < s->n_workers && count <= MOE_MAX_SLOTS; i++) {
         const Moe__V1__WorkerStatus *w = s->workers[i];
         if (w->endpoint[0] == '\0')
             moectl_say("slot %u (worker %s) has not reconnected to its restarted coordinator: if "
                        "its process lives, it keeps running",
                        w->slot, w->worker_id);
-        else if (strcmp(w->endpoint, d->common.endpoint) == 0)
-            all[0].worker = w;
         else if (!is_gone(w))
-            all[count++] = (struct watched){w->endpoint, w};
+            all[count++] = (struct watched){w->endpoint, w, false};
     }
     return count;
 }
 
-/* The error when the time is over: it names the daemons that still answer. */
-static struct moe_status still_answering(const struct watched *all, size_t count)
+/* The error when the time is over. It does not ask again: a daemon that is stopped does not answer.
+ */
+static struct moe_status name_remaining(const struct watched *all, size_t count)
 {
     char text[NAMES_BYTES] = "";
     size_t used = 0;
     for (size_t i = 0; i < count && used < sizeof text; i++) {
-        uint64_t limit = moe_clock_ns() + PROBE_MS * MOE_NS_PER_MS;
-        if (!moectl_link_answers(all[i].endpoint, limit))
-            continue;
         const char *comma = used > 0 ? ", " : "", *endpoint = all[i].endpoint;
         const Moe__V1__WorkerStatus *w = all[i].worker;
+        if (all[i].gone)
+            continue;
         used += (size_t)(w == NULL ? snprintf(text + used, sizeof text - used, "%s%.100s", comma,
                                               endpoint)
                                    : snprintf(text + used, sizeof text - used,
@@ -136,24 +141,28 @@ static struct moe_status still_answering(const struct watched *all, size_t count
                                               w->worker_id, endpoint));
     }
     return moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE,
-                     "the time limit is over; daemons that still answer: %s",
-                     text[0] != '\0' ? text : "none by now");
+                     "the time limit is over; daemons that have not ended: %s", text);
 }
 
-/* Without the state directory, a group has ended when none of its addresses answers. */
-static struct moe_status wait_silent(const struct watched *all, size_t count, uint64_t deadline_ns)
+/* Without the state directory, a group has ended when none of its addresses answers. Each round
+ * asks every daemon for a short time, so one that is stopped hides no other. */
+static struct moe_status wait_silent(struct watched *all, size_t count, uint64_t deadline_ns)
 {
     struct timespec pause = {.tv_nsec = POLL_MS * (long)MOE_NS_PER_MS};
-    for (size_t i = 0; i < count;) {
-        if (!moectl_link_answers(all[i].endpoint, call_deadline(deadline_ns))) {
-            i++;
-            continue;
+    for (size_t left = count;;) {
+        for (size_t i = 0; i < count; i++) {
+            uint64_t limit = moe_earlier(deadline_ns, moe_clock_ns() + ROUND_MS * MOE_NS_PER_MS);
+            if (all[i].gone || moectl_link_answers(all[i].endpoint, limit))
+                continue;
+            all[i].gone = true;
+            left--;
         }
+        if (left == 0)
+            return moe_ok();
         if (moe_clock_ns() >= deadline_ns)
-            return still_answering(all, count);
+            return name_remaining(all, count);
         nanosleep(&pause, NULL);
     }
-    return moe_ok();
 }
 
 static struct moe_status end_by_endpoint(const struct down *d, struct moectl_link *link,
@@ -161,10 +170,10 @@ static struct moe_status end_by_endpoint(const struct down *d, struct moectl_lin
 {
     struct watched all[MOE_MAX_SLOTS + 1];
     MOE_TRY(await_members(link, deadline_ns, status));
-    size_t count = list_watched(d, *status, all);
-    size_t worker = all[0].worker == NULL ? 1 : 0;
-    if (worker < count)
-        moectl_train_report_unsaved(all[worker].endpoint, deadline_ns);
+    size_t count = list_watched(link, *status, all);
+    for (size_t i = 1; i < count; i++)
+        if (moectl_train_report_unsaved(all[i].endpoint, moectl_share(deadline_ns, count - i + 1)))
+            break;
     struct moe_status st = ask(d, link, deadline_ns);
     /* A daemon that ends at once may take its answer with it. */
     if (st.code == MOE_UNAVAILABLE && st.reason == MOE_REASON_NONE)
@@ -232,7 +241,7 @@ static struct moe_status check_orphans(const struct moectl_orphaned_group *r)
     char text[NAMES_BYTES] = "";
     size_t used = 0;
     for (size_t i = 0; i < r->count && used < sizeof text; i++) {
-        uint64_t limit = moe_clock_ns() + PROBE_MS * MOE_NS_PER_MS;
+        uint64_t limit = moe_clock_ns() + ROUND_MS * MOE_NS_PER_MS;
         if (r->answers[i] && moectl_link_answers(r->workers[i], limit))
             used += (size_t)snprintf(text + used, sizeof text - used, "%s%s", used > 0 ? ", " : "",
                                      r->workers[i]);

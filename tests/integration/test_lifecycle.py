@@ -145,13 +145,13 @@ class DownAfterARestart(unittest.TestCase):
         self.assertEqual([g.workers[0].wait(timeout=5), g.coordinator.wait(timeout=5)], [0, 0])
         self.assertIsNone(g.workers[1].poll())
 
-    def test_daemons_that_still_answer_at_the_time_limit_are_named(self):
+    def test_daemons_that_have_not_ended_at_the_time_limit_are_named(self):
         g = self.restarted(30000, 1)
         done = moectl("down", "--endpoint", g.address, "--timeout", "2", check=False)
         print(done.stderr)
         self.assertEqual(done.returncode, 5)
         self.assertIn("slot 1 (worker w1) has not reconnected", done.stderr)
-        self.assertIn("daemons that still answer: " + g.address, done.stderr)
+        self.assertIn("daemons that have not ended: " + g.address, done.stderr)
         for process in [*g.workers, g.coordinator]:  # they would wait for slot 1 and its lease
             process.kill()
 

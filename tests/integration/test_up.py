@@ -647,6 +647,27 @@ class UpAndDown(unittest.TestCase):
             self.assertRegex(done.stderr, r"--force killed .*worker-1 \(process %d\)"
                              % worker["pid"])
 
+    def test_down_of_stopped_workers_keeps_its_time_limit(self):
+        """By an endpoint there is no process to look at. A stopped one adds no time."""
+        with folder() as state:
+            self.assertEqual(self.up(state, "--detach", "--workers", "3").returncode, OK)
+            coordinator, *workers = self.processes(state)
+            try:
+                for worker in workers[1:]:
+                    freeze(worker["pid"])
+                begun = time.monotonic()
+                done = run("down", "--endpoint", coordinator["endpoint"], "--timeout", "2")
+                took = time.monotonic() - begun
+                print("%.1f s: %s" % (took, done.stderr))
+                self.assertEqual(done.returncode, UNREACHABLE)
+                for n, worker in enumerate(workers):
+                    name = "slot %d (worker worker-%d, %s)" % (n, n, worker["endpoint"])
+                    self.assertEqual(name in done.stderr, n > 0 or is_alive(worker["pid"]), name)
+                self.assertLess(took, 2 + 2)  # with 2 s for each stopped worker it would be 6
+            finally:
+                run("down", "--force", "--timeout", "1", "--state-dir", state)
+            self.assertEqual([w["pid"] for w in workers if is_alive(w["pid"])], [])
+
     def test_down_ends_a_worker_that_had_lost_its_slot(self):
         """The coordinator ends without it. It is continued only then, and looks for another."""
         with folder() as state:
