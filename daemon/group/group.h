@@ -150,6 +150,8 @@ struct moe_group_hooks {
     struct moe_status (*serve)(void *ctx);
     /* Ends the view that was formed or served, if any. Its session may be kept for a mask. */
     void (*leave)(void *ctx);
+    /* There has been no view for some leases: a session that was kept for a mask is left. */
+    void (*drop_session)(void *ctx);
 
     /* Called on the group's own thread; must not block. */
 

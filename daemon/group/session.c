@@ -383,6 +383,7 @@ static uint64_t next_deadline(const struct moe_group *g)
         return MOE_NEVER;
     uint64_t at = moe_earlier(moe_earlier(g->heartbeat_ns, g->reconnect_ns), g->give_up_ns);
     at = moe_earlier(moe_earlier(at, g->lease_end_ns), g->silence_ns);
+    at = moe_earlier(at, g->session_end_ns);
     return has_shutdown_timer(g) ? moe_earlier(at, g->shutdown_ns) : at;
 }
 
@@ -403,6 +404,8 @@ static void run_timers(struct moe_group *g)
     }
     if (now >= g->give_up_ns)
         give_up(g);
+    if (now >= g->session_end_ns)
+        moe_group__drop_session(g);
     if (has_shutdown_timer(g) && now >= g->shutdown_ns)
         moe_group__on_shutdown_timer(g);
 }
@@ -459,6 +462,7 @@ struct moe_status moe_group_start(const struct moe_group_config *config, struct 
     g->end = &g->first;
     g->backoff_ms = BACKOFF_MIN_MS;
     g->heartbeat_ns = g->give_up_ns = g->lease_end_ns = g->silence_ns = MOE_NEVER;
+    g->session_end_ns = MOE_NEVER;
     g->reconnect_ns = 0;
     g->loop = moe_progress_add(
         config->progress,

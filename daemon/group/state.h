@@ -90,8 +90,8 @@ struct moe_group {
     struct moe_group_session session;
     struct moe_lease lease;
     bool lease_held; /* as last passed to the hook */
-    /* When due; MOE_NEVER = not. */
-    uint64_t heartbeat_ns, reconnect_ns, give_up_ns, lease_end_ns;
+    /* When due; MOE_NEVER = not. session_end_ns: without a view until then, the session is left. */
+    uint64_t heartbeat_ns, reconnect_ns, give_up_ns, lease_end_ns, session_end_ns;
     uint64_t silence_ns; /* the stream ends unless the coordinator says something before; MOE_NEVER
                             with one coordinator */
     uint32_t backoff_ms;
@@ -150,6 +150,8 @@ void moe_group__on_served(struct moe_group *g, const struct event *e);
 void moe_group__on_lost(struct moe_group *g, const struct event *e);
 /* Ends the view that forms or is in force, if any. */
 void moe_group__end_view(struct moe_group *g, const char *why);
+/* Call at session_end_ns. */
+void moe_group__drop_session(struct moe_group *g);
 /* Posts `leave`; the last one is followed by EVENT_LEFT. */
 void moe_group__post_leave(struct moe_group *g, bool last);
 /* moe_gather_send_fn; on the serial executor. */

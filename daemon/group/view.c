@@ -11,6 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* An attempt to form a view takes at most two leases, and another one may follow. */
+enum { SESSION_LEASES = 4 };
+
 /* ------------------------------------------------------------------------ tasks */
 
 struct moe_status moe_group__send_blob(void *ctx, uint64_t epoch, uint32_t round, const void *data,
@@ -132,6 +135,13 @@ static void run_leave(void *ctx, void *argument)
     g->config.hooks.leave(g->config.hooks.ctx);
 }
 
+static void run_drop_session(void *ctx, void *argument)
+{
+    struct moe_group *g = ctx;
+    (void)argument;
+    g->config.hooks.drop_session(g->config.hooks.ctx);
+}
+
 static void run_last_leave(void *ctx, void *argument)
 {
     run_leave(ctx, argument);
@@ -144,6 +154,22 @@ void moe_group__post_leave(struct moe_group *g, bool last)
 {
     struct moe_status st =
         moe_serial_executor_post(g->executor, last ? run_last_leave : run_leave, g, NULL);
+    if (moe_failed(&st))
+        moe_log_error("group: %s", st.text);
+}
+
+/* The next view may be a mask of the session, but its windows take memory. */
+static void limit_session(struct moe_group *g)
+{
+    g->session_end_ns = moe_clock_ns() + SESSION_LEASES * g->lease_ms * MOE_NS_PER_MS;
+}
+
+/* A mask of it that is asked for later fails, and the next view has a new session. */
+void moe_group__drop_session(struct moe_group *g)
+{
+    g->session_end_ns = MOE_NEVER;
+    g->session = (struct moe_group_session){0};
+    struct moe_status st = moe_serial_executor_post(g->executor, run_drop_session, g, NULL);
     if (moe_failed(&st))
         moe_log_error("group: %s", st.text);
 }
@@ -163,6 +189,7 @@ void moe_group__end_view(struct moe_group *g, const char *why)
         g->give_up_ns = moe_clock_ns(); /* this worker joins no further view */
     g->forming = g->epoch = 0;
     g->committed = false;
+    limit_session(g);
     moe_gather_abort(g->gather, epoch);
     g->config.hooks.allow_next_load(g->config.hooks.ctx, false);
     moe_group__post_leave(g, false);
@@ -264,6 +291,7 @@ void moe_group__on_prepare(struct moe_group *g, Moe__V1__SessionResponse *respon
     MOE_TRY_GOTO(st, moe_serial_executor_post(g->executor, run_form, g, task), refuse);
     if (joins)
         g->session = new_session;
+    g->session_end_ns = MOE_NEVER;
     g->forming = epoch;
     g->floor = epoch + 1;
     return;
@@ -325,6 +353,7 @@ void moe_group__on_formed(struct moe_group *g, const struct event *e)
     if (moe_failed(&e->status)) {
         moe_log_warn("epoch %llu does not form: %s", (unsigned long long)e->number, e->status.text);
         g->forming = 0;
+        limit_session(g);
     } else {
         g->session.together = e->slots;
     }

@@ -484,6 +484,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .form = moe_worker__form,
                 .serve = moe_worker__serve,
                 .leave = moe_worker__leave_view,
+                .drop_session = moe_worker__drop_session,
                 .slot_assigned = slot_assigned,
                 .numbers = numbers,
                 .cancel_load = cancel_load,

@@ -99,7 +99,7 @@ struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
 struct moe_status moe_worker__serve(void *ctx) MOE_CHECKED;
 void moe_worker__leave_view(void *ctx);
 /* After the last view: leaves the session that was kept, if any. */
-void moe_worker__drop_session(struct moe_worker *w);
+void moe_worker__drop_session(void *ctx);
 /* Added models (worker_models.c). The last two are hooks, of the engine and of the group. */
 struct moe_status moe_worker__create_models(struct moe_worker *w) MOE_CHECKED;
 void moe_worker__measure_widths(struct moe_worker *w);

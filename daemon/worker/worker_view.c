@@ -34,8 +34,9 @@ static uint64_t together(const struct moe_worker *w)
     return masks ? backend->session_together(w->session) : 0;
 }
 
-void moe_worker__drop_session(struct moe_worker *w)
+void moe_worker__drop_session(void *ctx)
 {
+    struct moe_worker *w = ctx;
     if (w->session != NULL)
         w->config.backend->session_leave(w->session);
     w->session = NULL;

@@ -111,6 +111,38 @@ class Coordinator(unittest.TestCase):
             thread.join()
 
 
+class KeptSession(unittest.TestCase):
+    """A view that has ended leaves windows behind, for a mask of it."""
+
+    def daemon(self, role, *arguments):
+        process, address = start_daemon(role, *arguments)
+        self.addCleanup(lambda: (process.kill(), process.wait()))
+        return process, address
+
+    def worker(self, address, name):
+        return self.daemon("worker", "--model", model_directory(FAMILY), "--coordinator", address,
+                           "--backend", "cpu", "--worker-id", name)[0]
+
+    def windows(self, process):
+        with open("/proc/%d/maps" % process.pid) as maps:
+            return sum("memfd:moe-window" in line for line in maps)
+
+    def test_a_worker_that_waits_for_a_lost_one_gives_its_windows_back(self):
+        with tempfile.TemporaryDirectory(prefix="moed-test-") as state:
+            _, address = self.daemon("coordinator", "--listen", "127.0.0.1:0", "--workers", "2",
+                                     "--lease-ms", "500", "--state-dir", state)
+            stays, goes = (self.worker(address, name) for name in ("w0", "w1"))
+            serving = ("wait", "--endpoint", address, "--timeout", "60")
+            moectl(*serving)
+            with_view = self.windows(stays)
+            self.assertGreater(with_view, 0)
+            goes.kill()
+            wait_until(lambda: self.windows(stays) == 0)
+            self.worker(address, "w1")
+            moectl(*serving)
+            self.assertEqual(self.windows(stays), with_view)
+
+
 class DownAfterARestart(unittest.TestCase):
     """A restarted coordinator has no address of a worker that has not reconnected."""
 

@@ -275,6 +275,8 @@ static void run_timers(struct world *w, struct process *p)
                 (struct sim_message){
                     .kind = SIM_LOADED, .version = p->load_version, .error = p->broken_loader});
     }
+    if (p->session != 0 && p->committed == 0 && p->preparing == 0 && chance(w, 50))
+        p->session = p->mask = p->together = 0; /* without a view it is not kept for ever */
     if (p->leave_at_ns != 0 && w->now_ns >= p->leave_at_ns && !p->leaving) {
         p->leaving = true;
         send_up(w, p, (struct sim_message){.kind = SIM_LEAVING});

@@ -86,6 +86,12 @@ static void hook_leave(void *ctx)
     note(&w->did, "leave");
 }
 
+static void hook_drop_session(void *ctx)
+{
+    struct fake_worker *w = ctx;
+    note(&w->did, "drop session");
+}
+
 static void hook_slot_assigned(void *ctx, uint32_t slot, uint32_t slots, const char *coordinator,
                                uint32_t admin_port)
 {
@@ -228,10 +234,16 @@ static void start_scene(struct scene *s)
         .gather_ms = WAIT_MS,
         .reform_ms = 50,
         .lease = &s->w.lease,
-        .hooks = {hook_load, hook_digests, hook_form, hook_serve, hook_leave, hook_slot_assigned,
-                  hook_numbers, hook_nothing, hook_allow_next_load, hook_lease, hook_places,
-                  hook_give_up, hook_drain, hook_drained, hook_model_order, hook_models_listed,
-                  NULL, hook_ended, &s->w},
+        .hooks = {hook_load,          hook_digests,
+                  hook_form,          hook_serve,
+                  hook_leave,         hook_drop_session,
+                  hook_slot_assigned, hook_numbers,
+                  hook_nothing,       hook_allow_next_load,
+                  hook_lease,         hook_places,
+                  hook_give_up,       hook_drain,
+                  hook_drained,       hook_model_order,
+                  hook_models_listed, NULL,
+                  hook_ended,         &s->w},
     };
     assert_ok(moe_group_start(&config, &s->w.group));
 }
@@ -329,6 +341,25 @@ static void a_mask_names_the_session_that_it_keeps(void **state)
     close_session(&s.c, moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "the coordinator restarts"));
     await_line(&s.c.received, "register");
     await_line(&s.c.received, "session 4 with 3 of ");
+    end_scene(&s);
+}
+
+/* It keeps memory of windows, so not for ever. A coordinator that comes back gets none. */
+static void a_session_without_a_view_is_left_after_some_leases(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    lead_to_serving(&s, 4);
+    say_abort(&s.c, 4);
+    say_prepare_of(&s.c, 9, INCARNATION, 4);
+    await_line(&s.c.received, "ready 9 ok, can mask");
+    say_abort(&s.c, 9);
+    await_line(&s.w.did, "drop session");
+    assert_true(has_line(&s.w.did, "form 9 live 3 of 4"));
+    close_session(&s.c, moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "the coordinator restarts"));
+    await_line(&s.c.received, "register");
+    assert_false(has_line(&s.c.received, "session 4 with 3 of "));
     end_scene(&s);
 }
 
@@ -650,6 +681,7 @@ int main(void)
         cmocka_unit_test(a_worker_registers_loads_joins_and_serves),
         cmocka_unit_test(an_abort_ends_a_join_at_once_and_the_next_epoch_starts_anew),
         cmocka_unit_test(a_mask_names_the_session_that_it_keeps),
+        cmocka_unit_test(a_session_without_a_view_is_left_after_some_leases),
         cmocka_unit_test(an_epoch_that_falls_is_refused),
         cmocka_unit_test(a_view_outlives_its_coordinator),
         cmocka_unit_test(an_operators_decision_reaches_a_restarted_coordinator),

@@ -30,7 +30,7 @@ static bool verbose; /* prints each act */
 
 const char *const act_names[] = {
     "begin", "go on", "give up", "handle", "meet",    "part",    "deliver", "see",
-    "form",  "kill",  "stop",    "resume", "suspect", "timeout", "refill",
+    "form",  "kill",  "stop",    "resume", "suspect", "timeout", "refill",  "drop",
 };
 
 bool moe_guard_is_off(enum moe_guard guard)
@@ -98,6 +98,8 @@ static void offer_process(struct choices *to, const struct process *p)
         }
     }
     offer(to, w.left.stops > 0 && may_fail(p, 0), STOP, n, 0);
+    bool has_view = !p->over || p->run.active || p->meets;
+    offer(to, w.left.drops > 0 && may_fail(p, 0) && p->joined && !has_view, DROP, n, 0);
 }
 
 static void offer_slot(struct choices *to, uint8_t slot)
@@ -148,6 +150,10 @@ static void apply_fault(struct choice c)
     case REFILL:
         w.left.refills--;
         refill(c.a);
+        break;
+    case DROP:
+        w.left.drops--;
+        drop_session(&w.process[c.a]);
         break;
     default: break;
     }
@@ -336,6 +342,9 @@ static const struct {
      1,
      {.quick = true},
      {.kills = 1, .stops = 1, .resumes = 1}},
+    {"two slots, a death, a dropped session", 2, 2, 0, {0}, {.kills = 1, .drops = 1}},
+    {"three slots, a death, a dropped session", 3, 1, 1, {0}, {.kills = 1, .drops = 1}},
+    {"three slots, the same, over lines", 3, 1, 1, {.lines = true}, {.kills = 1, .drops = 1}},
 };
 
 static bool run_all(bool quiet)
@@ -379,7 +388,8 @@ static bool run_seed(uint64_t seed)
                             .resumes = (uint8_t)rng_below(&r, 4),
                             .timeouts = (uint8_t)rng_below(&r, 3),
                             .refills = (uint8_t)rng_below(&r, 2),
-                            .others = (uint8_t)rng_below(&r, 3)};
+                            .others = (uint8_t)rng_below(&r, 3),
+                            .drops = (uint8_t)rng_below(&r, 3)};
     uint8_t slots = (uint8_t)rng_range(&r, 2, SLOTS), steps = (uint8_t)rng_range(&r, 1, STEPS);
     struct kind kind = {.bare = rng_chance(&r, 40), .far = rng_chance(&r, 25)};
     kind.lines = rng_chance(&r, 30);

@@ -301,6 +301,11 @@ static void leave(struct process *p)
     p->joined = false;
 }
 
+void drop_session(struct process *p)
+{
+    leave(p);
+}
+
 static void forget_notices(const struct process *p)
 {
     memset(w.notices[number_of(p)], 0, sizeof w.notices[0]);

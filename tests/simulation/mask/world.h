@@ -71,7 +71,7 @@ struct process {
 
 /* How often each kind of event may still happen. */
 struct limits {
-    uint8_t kills, stops, resumes, timeouts, refills, others;
+    uint8_t kills, stops, resumes, timeouts, refills, others, drops;
 };
 
 struct world {
@@ -130,6 +130,7 @@ enum act {
     SUSPECT,
     TIMEOUT,
     REFILL,
+    DROP, /* a process without a view leaves the session that it has kept */
 };
 extern const char *const act_names[];
 
@@ -163,6 +164,7 @@ void give_up(struct process *p, bool late);
 bool can_meet(const struct process *p);
 void meet(struct process *p, bool good);
 void handle(struct process *p);
+void drop_session(struct process *p);
 /* `nth`: of what `from` has sent; not 0 only without LINES_KEEP_ORDER. */
 void deliver(struct process *to, uint8_t from, uint8_t nth);
 void die(struct process *p);
