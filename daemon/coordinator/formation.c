@@ -9,6 +9,9 @@
 #include <stdio.h>
 #include <string.h>
 
+enum { ROUND_TRIPS = 4, ANSWERS_PER_LEASE = 5 };
+#define ANSWER_SLACK_NS (20 * MOE_NS_PER_MS)
+
 bool moe_membership__covers(const struct moe_membership *m, uint64_t slots)
 {
     return m->moved ? moe_placement_is_live(m->placement, slots)
@@ -475,6 +478,7 @@ static void prepare(struct moe_membership *m)
 {
     m->phase = PHASE_PREPARE;
     m->announced_epoch = m->epoch;
+    m->prepared_ns = m->now_ns;
     m->ready_mask = 0;
     m->blob_mask = 0;
     m->round = 0;
@@ -662,6 +666,49 @@ void moe_membership__form_timeout(struct moe_membership *m)
         moe_membership__exclude(m, m->live & ~m->ready_mask);
     moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED,
                               m->phase == PHASE_PREPARE ? why : "saving the state took too long");
+}
+
+/* A worker answers PREPARE at once, however long its session takes to form. Several that have
+ * stopped, or are cut off, are so found together, and not one after the other by their leases. */
+static uint64_t find_silent(const struct moe_membership *m, uint64_t *slowest_ns)
+{
+    uint64_t silent = 0;
+    *slowest_ns = 0;
+    for (uint32_t s = 0; m->phase == PHASE_PREPARE && s < m->config.slots; s++) {
+        const struct member *member = &m->members[s];
+        uint64_t round_trip_ns = member->last.round_trip_ns;
+        if ((m->live >> s & 1) == 0 || round_trip_ns == 0 ||
+            member->last_message_ns > m->prepared_ns)
+            continue;
+        silent |= UINT64_C(1) << s;
+        *slowest_ns = round_trip_ns > *slowest_ns ? round_trip_ns : *slowest_ns;
+    }
+    return silent;
+}
+
+uint64_t moe_membership__answer_deadline(const struct moe_membership *m)
+{
+    uint64_t slowest_ns, silent = find_silent(m, &slowest_ns);
+    bool wait = silent == 0 || m->config.answer_ns == 0 || !moe_membership__may_shrink(m) ||
+                !suffice(m, moe_membership__able_slots(m) & ~silent);
+    if (MOE_GUARD(PREPARE_IS_ANSWERED, wait))
+        return MOE_NEVER;
+    /* At most a part of the lease: a link that was away has slow round trips for a while. */
+    uint64_t max_ns = m->config.lease_ns / ANSWERS_PER_LEASE;
+    uint64_t limit_ns = max_ns;
+    if (slowest_ns < max_ns)
+        limit_ns = moe_earlier(max_ns, ROUND_TRIPS * slowest_ns + ANSWER_SLACK_NS);
+    return m->prepared_ns + (limit_ns > m->config.answer_ns ? limit_ns : m->config.answer_ns);
+}
+
+void moe_membership__answer_timeout(struct moe_membership *m)
+{
+    char why[MOE_MEMBERSHIP_REASON_BYTES], slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    uint64_t slowest_ns, silent = find_silent(m, &slowest_ns);
+    moe_membership__list_slots(slots, silent);
+    snprintf(why, sizeof why, "no answer to PREPARE from %s", slots);
+    moe_membership__exclude(m, silent);
+    moe_membership__end_epoch(m, MOE_CAUSE_NOT_FORMED, why);
 }
 
 /* ------------------------------------------------------------------ moves */

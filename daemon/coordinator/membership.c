@@ -663,6 +663,8 @@ void moe_membership_on_tick(struct moe_membership *m, uint64_t now_ns)
     }
     if (m->phase != PHASE_IDLE && now_ns >= m->form_deadline_ns)
         moe_membership__form_timeout(m);
+    else if (now_ns >= moe_membership__answer_deadline(m))
+        moe_membership__answer_timeout(m);
     moe_membership__end_input(m);
 }
 
@@ -678,7 +680,7 @@ uint64_t moe_membership_deadline(const struct moe_membership *m)
     if (moe_membership__fenced(m))
         at = moe_earlier(at, m->past.lease_end_ns);
     if (m->phase != PHASE_IDLE)
-        at = moe_earlier(at, m->form_deadline_ns);
+        at = moe_earlier(moe_earlier(at, m->form_deadline_ns), moe_membership__answer_deadline(m));
     else if (m->next_try_ns > m->now_ns)
         at = moe_earlier(at, m->next_try_ns);
     if (m->shutting_down)

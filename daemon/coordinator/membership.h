@@ -62,6 +62,9 @@ struct moe_membership_config {
     uint64_t group_id; /* a random number above 0; used unless `saved` has one */
     uint64_t form_ns;  /* from the start of an epoch to READY of all; with replicas at most two
                           leases */
+    /* The least time that a member has to answer PREPARE with a heartbeat, if it does so (see
+     * moe_membership_heartbeat). 0 = any time. */
+    uint64_t answer_ns;
     uint64_t shutdown_ns; /* time for a shutdown that names no limit */
     uint64_t backoff_ns;  /* pause after the first failed attempt; doubles up to backoff_max_ns */
     uint64_t backoff_max_ns;
@@ -151,6 +154,8 @@ struct moe_membership_register { /* moe.v1.Register; strings are copied */
 
 struct moe_membership_heartbeat {
     uint64_t epoch, loaded_bytes, total_bytes, tokens, steps, sequence;
+    /* Of the member's heartbeats lately. Not 0: it also sends one as soon as it gets PREPARE. */
+    uint64_t round_trip_ns;
 };
 
 void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint64_t stream,

@@ -111,6 +111,7 @@ struct moe_membership {
     uint64_t epoch;            /* phase != IDLE; == saved.epoch */
     uint64_t live;             /* phase != IDLE: the slots that form it */
     uint64_t form_deadline_ns; /* phase != IDLE */
+    uint64_t prepared_ns;      /* phase == PREPARE: when it was sent */
     uint64_t ready_mask, blob_mask;
     uint32_t round; /* the round that is being collected */
     struct {
@@ -304,6 +305,11 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
 uint32_t moe_membership__least_tokens(const struct moe_membership *m, uint64_t slots);
 /* form_deadline_ns has passed. */
 void moe_membership__form_timeout(struct moe_membership *m);
+/* When members that have given no sign since PREPARE are left out of the attempt; MOE_NEVER = they
+ * are not. */
+uint64_t moe_membership__answer_deadline(const struct moe_membership *m);
+/* That time has passed. */
+void moe_membership__answer_timeout(struct moe_membership *m);
 /* A member of the last view may still complete changes with the others: a group that trains waits
  * until past.lease_end_ns. */
 bool moe_membership__fenced(const struct moe_membership *m);

@@ -14,6 +14,8 @@ void moe_membership__set_time(struct moe_membership *m, uint64_t now_ns)
     if (pause > m->config.lease_ns / 2)
         for (uint32_t s = 0; s < m->config.slots; s++)
             m->members[s].last_message_ns += pause;
+    if (pause > m->config.lease_ns / 2)
+        m->prepared_ns += pause;
     m->now_ns = now_ns;
 }
 

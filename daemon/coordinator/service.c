@@ -24,6 +24,7 @@ enum {
 #define LAST_NS        (30 * MOE_NS_PER_S) /* from the end of the shutdown to that of the process */
 #define STANDBY_NS     MOE_NS_PER_S
 #define BACKOFF_NS     (250 * MOE_NS_PER_MS)
+#define ANSWER_NS      (100 * MOE_NS_PER_MS)
 #define BACKOFF_MAX_NS (8 * MOE_NS_PER_S)
 #define ECHO_NS        (100 * MOE_NS_PER_MS)
 #define GOODBYE_NS     (2 * MOE_NS_PER_S) /* for answers under way when the service ends */
@@ -286,6 +287,7 @@ struct moe_status moe_coordinator_create(const struct moe_coordinator_config *co
         .spare = config->spare,
         .lease_ns = config->lease_ms * MOE_NS_PER_MS,
         .form_ns = config->form_timeout_ms * MOE_NS_PER_MS,
+        .answer_ns = ANSWER_NS,
         .shutdown_ns = SHUTDOWN_NS,
         .backoff_ns = BACKOFF_NS,
         .backoff_max_ns = BACKOFF_MAX_NS,

@@ -603,7 +603,9 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
                                               .total_bytes = h->total_bytes,
                                               .tokens = h->tokens,
                                               .steps = h->steps,
-                                              .sequence = h->sequence};
+                                              .sequence = h->sequence,
+                                              .round_trip_ns =
+                                                  h->round_trip_us * (MOE_NS_PER_MS / 1000)};
         moe_membership_on_heartbeat(machine, now, stream, &in);
         return true;
     }

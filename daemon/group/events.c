@@ -11,6 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* The longest round trip loses a quarter with each later one. */
+enum { ROUND_TRIP_FADES = 4 };
+
 void moe_group__append_event(struct moe_group *g, struct event *e)
 {
     *g->end = e;
@@ -114,7 +117,7 @@ void moe_group__send_heartbeat(struct moe_group *g)
     struct moe_group_numbers numbers = {0};
     g->config.hooks.numbers(g->config.hooks.ctx, &numbers);
     uint64_t sequence = moe_lease_on_sent(&g->lease, g->config.lease->clock());
-    moe_report_heartbeat(g->stream, g->epoch, sequence, &numbers);
+    moe_report_heartbeat(g->stream, g->epoch, sequence, g->round_trip_ns, &numbers);
     g->heartbeat_ns = moe_clock_ns() + g->lease.term_ns / MOE_LEASE_HEARTBEATS;
 }
 
@@ -137,9 +140,14 @@ void moe_group__show_lease(struct moe_group *g)
 void moe_group__on_heartbeat_answer(struct moe_group *g, const Moe__V1__HeartbeatAnswer *a)
 {
     uint64_t sent_ns = moe_lease_sent_ns(&g->lease, a->sequence);
-    if (sent_ns != 0 && g->config.heartbeat_seconds != NULL)
-        moe_histogram_observe(g->config.heartbeat_seconds,
-                              (double)(g->config.lease->clock() - sent_ns) / (double)MOE_NS_PER_S);
+    if (sent_ns != 0) {
+        uint64_t took_ns = g->config.lease->clock() - sent_ns;
+        uint64_t before_ns = g->round_trip_ns - g->round_trip_ns / ROUND_TRIP_FADES;
+        g->round_trip_ns = took_ns > before_ns ? took_ns : before_ns;
+        if (g->config.heartbeat_seconds != NULL)
+            moe_histogram_observe(g->config.heartbeat_seconds,
+                                  (double)took_ns / (double)MOE_NS_PER_S);
+    }
     moe_lease_on_answered(&g->lease, a->sequence, a->oldest_ms * MOE_NS_PER_MS);
     if (g->config.hooks.places_listed != NULL)
         g->config.hooks.places_listed(g->config.hooks.ctx, (const char *const *)a->places,

@@ -93,8 +93,9 @@ void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_i
 }
 
 void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t sequence,
-                          const struct moe_group_numbers *numbers)
+                          uint64_t round_trip_ns, const struct moe_group_numbers *numbers)
 {
+    uint64_t round_trip_us = (round_trip_ns + 999) / 1000;
     Moe__V1__Heartbeat h = MOE__V1__HEARTBEAT__INIT;
     h.epoch = epoch;
     h.sequence = sequence;
@@ -102,6 +103,7 @@ void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch, uint64_
     h.total_bytes = numbers->total_bytes;
     h.tokens = numbers->tokens;
     h.steps = numbers->steps;
+    h.round_trip_us = round_trip_us < UINT32_MAX ? (uint32_t)round_trip_us : UINT32_MAX;
     Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
     q.body_case = MOE__V1__SESSION_REQUEST__BODY_HEARTBEAT;
     q.heartbeat = &h;

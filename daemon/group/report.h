@@ -22,8 +22,9 @@ struct moe_group_session {
 
 void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_identity *id,
                          uint32_t wanted_slot_plus_one, const struct moe_group_session *session);
+/* `round_trip_ns`: 0 = not known. */
 void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t sequence,
-                          const struct moe_group_numbers *numbers);
+                          uint64_t round_trip_ns, const struct moe_group_numbers *numbers);
 /* `part`: at most MOE_GROUP_PART_BYTES. */
 void moe_report_digests(struct moe_rpc_stream *stream, const uint8_t *part, size_t length);
 /* These three only pack: `add` gets each message of the report, digests before it. */

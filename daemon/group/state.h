@@ -89,7 +89,8 @@ struct moe_group {
     /* Of the last view that was formed here, if the session can take masks. */
     struct moe_group_session session;
     struct moe_lease lease;
-    bool lease_held; /* as last passed to the hook */
+    uint64_t round_trip_ns; /* of heartbeats: the longest, less with each later one; 0 = none */
+    bool lease_held;        /* as last passed to the hook */
     /* When due; MOE_NEVER = not. session_end_ns: without a view until then, the session is left. */
     uint64_t heartbeat_ns, reconnect_ns, give_up_ns, lease_end_ns, session_end_ns;
     uint64_t silence_ns; /* the stream ends unless the coordinator says something before; MOE_NEVER

@@ -289,6 +289,7 @@ void moe_group__on_prepare(struct moe_group *g, Moe__V1__SessionResponse *respon
     const struct moe_group_session new_session = {.epoch = epoch,
                                                   .max_tokens = task->view.max_tokens_per_step};
     MOE_TRY_GOTO(st, moe_serial_executor_post(g->executor, run_form, g, task), refuse);
+    moe_group__send_heartbeat(g); /* this worker is there, however long it takes to form */
     if (joins)
         g->session = new_session;
     g->session_end_ns = MOE_NEVER;

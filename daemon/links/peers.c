@@ -515,13 +515,15 @@ void moe_peers_stop(struct moe_peers *p)
 /* ---------------------------------------------------------------------- lifetime */
 
 /* The thread of the pulse. */
-static void peer_stopped(void *ctx, uint64_t epoch, uint32_t slot, const char *why)
+static void peers_stopped(void *ctx, uint64_t epoch, uint64_t slots, const char *why)
 {
     struct moe_peers *p = ctx;
     moe_mutex_lock(&p->lock);
     if (p->phase != IDLE && p->view.epoch == epoch)
-        moe_peers__lose_slot(
-            p, slot, moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST, "slot %u: %s", slot, why));
+        moe_peers__lost(p, slots,
+                        moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST,
+                                  "slot %u%s: its process %s", (uint32_t)__builtin_ctzll(slots),
+                                  (slots & (slots - 1)) != 0 ? ", and others" : "", why));
     moe_mutex_unlock(&p->lock);
 }
 
@@ -536,7 +538,7 @@ struct moe_status moe_peers_create(const struct moe_peers_config *config, struct
     p->config = *config;
     struct moe_status st = moe_sequencer_create(&p->sequencer);
     if (!moe_failed(&st))
-        st = moe_pulse_create(peer_stopped, p, &p->pulse);
+        st = moe_pulse_create(peers_stopped, p, &p->pulse);
     if (moe_failed(&st)) {
         moe_sequencer_destroy(p->sequencer);
         moe_mutex_destroy(&p->lock);

@@ -66,7 +66,7 @@ bool moe_pulse_judge(struct moe_pulse_peer *peer, uint32_t beat,
 /* ------------------------------------------------------------------------ the thread */
 
 struct moe_pulse {
-    void (*stopped)(void *ctx, uint64_t epoch, uint32_t slot, const char *why);
+    void (*stopped)(void *ctx, uint64_t epoch, uint64_t slots, const char *why);
     void *ctx;
     pthread_t thread;
     pthread_cond_t wake;
@@ -87,6 +87,16 @@ static enum moe_pulse_thread look_at(void *ctx)
     return moe_pulse_look(process, thread);
 }
 
+bool moe_pulse_judge_too(struct moe_pulse_peer *peer, enum moe_pulse_thread (*look)(void *ctx),
+                         void *ctx)
+{
+    if (peer->silent == 0 || peer->judged)
+        return false;
+    enum moe_pulse_thread state = look(ctx);
+    peer->judged = state == MOE_PULSE_STOPPED || state == MOE_PULSE_GONE;
+    return peer->judged;
+}
+
 /* The slots that this turn judges, as bits. */
 static uint64_t take_turn(struct moe_pulse *p) MOE_REQUIRES(p->lock)
 {
@@ -98,14 +108,11 @@ static uint64_t take_turn(struct moe_pulse *p) MOE_REQUIRES(p->lock)
             moe_pulse_judge(&p->peers[s], moe_shm_writer_beat(p->watched[s]), look_at,
                             (void *)(uintptr_t)p->watched[s]))
             stopped |= UINT64_C(1) << s;
+    for (uint32_t s = 0; stopped != 0 && s < MOE_MAX_SLOTS; s++)
+        if (p->watched[s] != NULL &&
+            moe_pulse_judge_too(&p->peers[s], look_at, (void *)(uintptr_t)p->watched[s]))
+            stopped |= UINT64_C(1) << s;
     return stopped;
-}
-
-static void say(struct moe_pulse *p, uint64_t epoch, uint64_t stopped)
-{
-    for (; stopped != 0; stopped &= stopped - 1)
-        p->stopped(p->ctx, epoch, (uint32_t)__builtin_ctzll(stopped),
-                   "its process has stopped: it gives no sign of life");
 }
 
 static void *run(void *arg)
@@ -116,7 +123,7 @@ static void *run(void *arg)
         uint64_t stopped = take_turn(p), epoch = p->epoch;
         if (stopped != 0) {
             moe_mutex_unlock(&p->lock);
-            say(p, epoch, stopped);
+            p->stopped(p->ctx, epoch, stopped, "has stopped: it gives no sign of life");
             moe_mutex_lock(&p->lock);
         }
         /* Without a view there is nothing to do: begin and destroy wake the thread. */
@@ -129,7 +136,7 @@ static void *run(void *arg)
     return NULL;
 }
 
-struct moe_status moe_pulse_create(void (*stopped)(void *ctx, uint64_t epoch, uint32_t slot,
+struct moe_status moe_pulse_create(void (*stopped)(void *ctx, uint64_t epoch, uint64_t slots,
                                                    const char *why),
                                    void *ctx, struct moe_pulse **out)
 {

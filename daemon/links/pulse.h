@@ -43,11 +43,16 @@ struct moe_pulse_peer {
 bool moe_pulse_judge(struct moe_pulse_peer *peer, uint32_t beat,
                      enum moe_pulse_thread (*look)(void *ctx), void *ctx);
 
+/* Another peer has stopped in this turn: whether this one has, too, although it has been silent for
+ * less. The view ends once, and the next one should lack both. */
+bool moe_pulse_judge_too(struct moe_pulse_peer *peer, enum moe_pulse_thread (*look)(void *ctx),
+                         void *ctx);
+
 struct moe_pulse;
 
-/* Starts the thread. `stopped`: a watched slot of `epoch` has stopped; `why` says how that was
- * seen. Called by the thread, without a lock of this file; must not call back. */
-struct moe_status moe_pulse_create(void (*stopped)(void *ctx, uint64_t epoch, uint32_t slot,
+/* Starts the thread. `stopped`: watched slots of `epoch` (bit s: slot s) have stopped; `why` says
+ * how that was seen. Called by the thread, without a lock of this file; must not call back. */
+struct moe_status moe_pulse_create(void (*stopped)(void *ctx, uint64_t epoch, uint64_t slots,
                                                    const char *why),
                                    void *ctx, struct moe_pulse **out) MOE_CHECKED;
 /* NULL is ignored. */

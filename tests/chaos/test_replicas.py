@@ -52,6 +52,7 @@ def gap_after(callers, begin):
 class Scene(unittest.TestCase):
     hosts = 0  # network namespaces; 0: all are here
     keeps_session = True
+    ceiling_s = CEILING_S
 
     def setUp(self):
         net = self.enterContext(netns.Network(self.hosts) if self.hosts else Here())
@@ -107,16 +108,16 @@ class Scene(unittest.TestCase):
         self.assertNotEqual(kept, "epoch %d: rows travel over" % epoch in log, log[-2000:])
         return kept
 
-    def lose(self, victim, fault):
-        """Returns the worst gaps (s) when the worker is lost and when it is back. `fault(process)`
-        takes it away, and returns what brings it back."""
-        survivors = [s for s in range(WORKERS) if s != victim]
+    def lose(self, victims, fault):
+        """Returns the worst gaps (s) when the workers are lost and when they are back.
+        `fault(process...)` takes them away, and returns what brings them back."""
+        survivors = [s for s in range(WORKERS) if s not in victims]
         self.callers = [self.group.call(self.host_of(s), self.endpoints[s], "forward", "golden")
                         for s in survivors]
         self.await_answers()
         lost = time.monotonic()
-        bring_back = fault(self.group.processes["w%d" % victim])
-        self.await_view([victim])
+        bring_back = fault(*[self.group.processes["w%d" % v] for v in victims])
+        self.await_view(victims)
         epoch = self.epoch()
         kept = [self.keeps(s, epoch) for s in survivors]
         self.assertEqual(set(kept), {self.keeps_session},
@@ -135,20 +136,22 @@ class Scene(unittest.TestCase):
             self.assertIsNone(caller.process.poll(), "a caller saw a wrong answer")
             caller.stop()
             self.group.callers.remove(caller)
-        print("  %-10s slot %d: %d answers, %d failed, worst gap %.0f ms; when it is back %.0f ms"
-              % (fault.__name__, victim, count, len(refused), 1e3 * gaps[0], 1e3 * gaps[1]))
+        print("  %-10s slot %s: %d answers, %d failed, worst gap %.0f ms; when back %.0f ms" % (
+            fault.__name__, ", ".join(map(str, victims)), count, len(refused), 1e3 * gaps[0],
+            1e3 * gaps[1]))
         self.assertEqual(refused, [], self.group.tail())
         return gaps
 
-    def repeat(self, victims, fault):
+    def repeat(self, cases, fault):
+        """`cases`: the slots that are lost together, of each case."""
         if not LONG:
-            for victim in victims:
+            for victims in cases:
                 runs = []  # a busy machine may take the time of one or two
                 while not runs or (len(runs) < 3 and self.too_long(runs[-1])):
-                    runs.append(self.lose(victim, fault))
+                    runs.append(self.lose(victims, fault))
                 self.assertFalse(self.too_long(runs[-1]))
         else:
-            runs = [self.lose(victims[n % len(victims)], fault) for n in range(20)]
+            runs = [self.lose(cases[n % len(cases)], fault) for n in range(20)]
             for what, gaps in zip(("lost", "back"), zip(*runs)):
                 print("  %s %s: median %.0f ms, worst %.0f ms of %d" % (
                     fault.__name__, what, 1e3 * statistics.median(gaps), 1e3 * max(gaps),
@@ -166,6 +169,11 @@ class Scene(unittest.TestCase):
     def name_of(self, process):
         return next(n for n, p in self.group.processes.items() if p is process)
 
+    def stopped(self, *processes):
+        for process in processes:
+            os.kill(process.pid, signal.SIGSTOP)
+        return lambda: [os.kill(process.pid, signal.SIGCONT) for process in processes]
+
     def killed(self, process):
         name = self.name_of(process)
         process.kill()
@@ -182,7 +190,7 @@ class Scene(unittest.TestCase):
 class Replicas(Scene):
     def test_killed(self):
         """A member and the sequencer, by SIGKILL."""
-        self.repeat([MEMBER, 0], self.killed)
+        self.repeat([[MEMBER], [0]], self.killed)
 
     def rehomed(self, layer):
         """The layer's re-homed experts, from the placement and the live slots."""
@@ -248,21 +256,18 @@ class Replicas(Scene):
         coordinator.wait()
         self.group.start_coordinator()
         self.group.await_log("coordinator", "all members of epoch 1 are back")
-        self.repeat([MEMBER], self.killed)
+        self.repeat([[MEMBER]], self.killed)
 
     def test_stopped(self):
         """A member and the sequencer, by SIGSTOP for longer than the lease. Their pulse tells: no
         call waits for the budget of 2 s. They find themselves fenced when they go on."""
-        def stopped(process):
-            os.kill(process.pid, signal.SIGSTOP)
-            return lambda: os.kill(process.pid, signal.SIGCONT)
-        self.repeat([1, 0], stopped)
+        self.repeat([[1], [0]], self.stopped)
         self.assertIn("its process has stopped",
                       "".join(self.group.log("w%d" % slot) for slot in range(WORKERS)))
 
     def test_drained(self):
         """A member leaves in peace; another process takes the slot."""
-        self.repeat([WORKERS - 1], self.drained)
+        self.repeat([[WORKERS - 1]], self.drained)
 
 
 @unittest.skipIf(BACKEND != "cpu", "a mask of GPUs needs windows")
@@ -271,10 +276,14 @@ class OverNetwork(Scene):
     hosts = WORKERS
 
     def test_killed(self):
-        self.repeat([2, 0], self.killed)
+        self.repeat([[2], [0]], self.killed)
 
     def test_drained(self):
-        self.repeat([3], self.drained)
+        self.repeat([[3]], self.drained)
+
+    def test_stopped(self):
+        """A member, and two at once. No socket closes: their beats over the network end."""
+        self.repeat([[1], [2, 3]], self.stopped)
 
 
 @unittest.skipIf(BACKEND != "cpu", "GPUs of one host need no gateways")
@@ -284,7 +293,41 @@ class WithGateways(Scene):
     keeps_session = False
 
     def test_killed(self):
-        self.repeat([1], self.killed)
+        self.repeat([[1]], self.killed)
+
+
+@unittest.skipIf(netns.missing(), netns.missing())
+class AHost(Scene):
+    """Both workers of a host, which is not the coordinator's, are lost together."""
+    hosts = 2
+    victims = [2, 3]
+
+    def cut_off(self, *processes):
+        self.group.net.cut(1)
+        return lambda: self.group.net.mend(1)
+
+    def test_stopped(self):
+        """The sequencer sees both stop, so the others keep their session."""
+        self.repeat([self.victims], self.stopped)
+
+    def test_cut_off(self):
+        """A step misses one of them after the budget of 2 s; the other does not answer PREPARE."""
+        self.keeps_session = False
+        self.ceiling_s = 4.0  # less than a lease
+        self.repeat([self.victims], self.cut_off)
+
+
+@unittest.skipIf(netns.missing(), netns.missing())
+class TheHostOfTheSequencer(AHost):
+    victims = [0, 1]
+
+    def host_of(self, slot):
+        return 1 - super().host_of(slot)
+
+    def test_stopped(self):
+        """The others watch the sequencer only; slot 1 does not answer PREPARE."""
+        self.keeps_session = False
+        self.repeat([self.victims], self.stopped)
 
 
 if __name__ == "__main__":

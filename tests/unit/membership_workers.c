@@ -140,6 +140,8 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
               "a member has loaded the placement of its view");
         p->highest_epoch = p->preparing = m->epoch;
         p->committed = 0;
+        if (w->round_trip_ns != 0)
+            send_up(w, p, (struct sim_message){.kind = SIM_HEARTBEAT});
         if (m->session != 0) {
             take_mask(w, p, m);
             break;
@@ -224,6 +226,8 @@ static bool misses(struct world *w, const struct process *p, uint64_t *missed)
         *missed = left;
     else if (sequencer && steps && others && rnd(w, 2) == 0)
         *missed = 0; /* it knows only that a step has failed */
+    if (w->round_trip_ns != 0 && w->seed % 2 == 0)
+        *missed &= -*missed; /* the first that it has missed */
     return true;
 }
 

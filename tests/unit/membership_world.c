@@ -497,7 +497,7 @@ void deliver_up(struct world *w, struct process *p, const struct sim_message *m)
     switch (m->kind) {
     case SIM_REGISTER: register_up(w, p); break;
     case SIM_HEARTBEAT: {
-        struct moe_membership_heartbeat h = {.epoch = m->epoch};
+        struct moe_membership_heartbeat h = {.epoch = m->epoch, .round_trip_ns = w->round_trip_ns};
         moe_membership_on_heartbeat(w->machine, w->now_ns, p->stream, &h);
         break;
     }

@@ -96,10 +96,11 @@ struct world {
     bool had_view;      /* since the machine started; in the log counts too */
     uint64_t joined_ns; /* a worker took a slot, or the machine started */
     size_t masked, masks_ended, lacking;
-    uint32_t domain;      /* slots that masks have together; 0: sessions take no masks */
-    size_t kept, unkept;  /* views that kept a session; masks that a worker could not take */
-    size_t learnt;        /* views that kept one that was joined under an earlier coordinator */
-    uint64_t first_epoch; /* lowest epoch of the running machine */
+    uint64_t round_trip_ns; /* of heartbeats, as workers say; 0: they do not answer PREPARE */
+    uint32_t domain;        /* slots that masks have together; 0: sessions take no masks */
+    size_t kept, unkept;    /* views that kept a session; masks that a worker could not take */
+    size_t learnt;          /* views that kept one that was joined under an earlier coordinator */
+    uint64_t first_epoch;   /* lowest epoch of the running machine */
     uint64_t highest_prepared;
     uint32_t tries; /* epochs prepared since a worker came or a view lasted */
     uint64_t commit_ns;

@@ -110,6 +110,24 @@ static void a_fault_is_found_within_its_turns(void **state)
     }
 }
 
+/* Two stop one after the other: when the first is found, the second is looked at, too. */
+static void one_that_is_silent_for_less_is_judged_with_another(void **state)
+{
+    (void)state;
+    struct world w = new_world(1);
+    assert_false(moe_pulse_judge(&w.seen, w.beat, state_of, &w));
+    w.state = MOE_PULSE_STOPPED;
+    assert_false(moe_pulse_judge_too(&w.seen, state_of, &w)); /* it has just beaten */
+    assert_false(moe_pulse_judge(&w.seen, w.beat, state_of, &w));
+    w.state = MOE_PULSE_RUNS;
+    assert_false(moe_pulse_judge_too(&w.seen, state_of, &w));
+    w.state = MOE_PULSE_SLEEPS;
+    assert_false(moe_pulse_judge_too(&w.seen, state_of, &w));
+    w.state = MOE_PULSE_STOPPED;
+    assert_true(moe_pulse_judge_too(&w.seen, state_of, &w));
+    assert_false(moe_pulse_judge_too(&w.seen, state_of, &w)); /* said once */
+}
+
 static void a_peer_that_has_left_is_not_judged(void **state)
 {
     (void)state;
@@ -124,15 +142,17 @@ static void a_peer_that_has_left_is_not_judged(void **state)
 
 struct loss {
     _Atomic uint64_t epoch;
-    atomic_uint slot, calls;
+    _Atomic uint64_t slots;
+    atomic_uint calls;
 };
 
-static void note(void *ctx, uint64_t epoch, uint32_t slot, const char *why)
+static void note(void *ctx, uint64_t epoch, uint64_t slots, const char *why)
 {
     struct loss *v = ctx;
-    print_message("  slot %u of epoch %llu: %s\n", slot, (unsigned long long)epoch, why);
+    print_message("  slots %llx of epoch %llu: %s\n", (unsigned long long)slots,
+                  (unsigned long long)epoch, why);
     atomic_store(&v->epoch, epoch);
-    atomic_store(&v->slot, slot);
+    atomic_store(&v->slots, slots);
     atomic_fetch_add(&v->calls, 1);
 }
 
@@ -209,7 +229,7 @@ static void await_loss(const struct pair *p)
         usleep(1000);
     }
     assert_int_equal(atomic_load(&p->loss.epoch), 7);
-    assert_int_equal(atomic_load(&p->loss.slot), 5);
+    assert_int_equal(atomic_load(&p->loss.slots), 1 << 5);
 }
 
 static void a_stopped_process_is_found(void **state)
@@ -280,6 +300,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_peer_without_a_processor_is_not_judged),
         cmocka_unit_test(a_fault_is_found_within_its_turns),
+        cmocka_unit_test(one_that_is_silent_for_less_is_judged_with_another),
         cmocka_unit_test(a_peer_that_has_left_is_not_judged),
         cmocka_unit_test(the_kernel_tells_threads_apart),
         cmocka_unit_test(a_stopped_process_is_found),
