@@ -99,6 +99,7 @@ static struct moe_status welcome(struct moe_peers *p, struct moe_rpc_call *call,
     moe_log_info("epoch %llu: slot %u receives tickets %s", (unsigned long long)p->view.epoch,
                  hello->slot,
                  p->writers[hello->slot] != NULL ? "through shared memory" : "over gRPC");
+    moe_peers__begin_beats(p, hello->slot, hello->beats != 0);
     return moe_ok();
 }
 
@@ -184,6 +185,10 @@ static struct moe_status on_notice(struct moe_peers *p, uint32_t slot,
     }
     if (q->body_case == MOE__V1__SEQUENCE_REQUEST__BODY_DONE)
         return on_done(p, slot, q->done);
+    if (q->body_case == MOE__V1__SEQUENCE_REQUEST__BODY_BEAT) {
+        moe_peers__receive_beat(p, slot, q->beat);
+        return moe_ok();
+    }
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "unknown kind of message");
 }
 
@@ -455,6 +460,7 @@ struct moe_status moe_peers_expect(struct moe_peers *p, const struct moe_peers_v
         p->reader = reader;
         moe_pulse_begin(p->pulse, view->epoch, reader);
         p->welcome = false;
+        p->beating = 0;
         p->phase = EXPECTED;
     }
     moe_mutex_unlock(&p->lock);
@@ -538,7 +544,7 @@ struct moe_status moe_peers_create(const struct moe_peers_config *config, struct
     p->config = *config;
     struct moe_status st = moe_sequencer_create(&p->sequencer);
     if (!moe_failed(&st))
-        st = moe_pulse_create(peers_stopped, p, &p->pulse);
+        st = moe_pulse_create(peers_stopped, moe_peers__turn, p, &p->pulse);
     if (moe_failed(&st)) {
         moe_sequencer_destroy(p->sequencer);
         moe_mutex_destroy(&p->lock);

@@ -50,6 +50,7 @@ struct moe_peers_config {
 struct moe_peer {
     uint64_t incarnation;
     const char *endpoint; /* "host:port" */
+    bool elsewhere;       /* on another host, whatever this worker can see of its processes */
 };
 
 /* A view that the coordinator has PREPAREd. */
@@ -60,8 +61,8 @@ struct moe_peers_view {
     uint32_t max_bucket;     /* a power of two */
     uint32_t max_bucket_f32; /* of forward steps of F32 tokens: at most max_bucket; 0 = the same */
     uint8_t secret[16];      /* of the epoch; callers of Sequence show it */
-    bool may_shrink; /* the group can go on without some slots: a peer of this host that has stopped
-                        is lost at once (pulse.h). Else its return is awaited in each step */
+    bool may_shrink; /* the group can go on without some slots: a peer that has stopped is lost soon
+                        (pulse.h, beats.h). Else its return is awaited in each step */
     struct moe_peer members[MOE_MAX_SLOTS]; /* of live slots; strings are copied */
 };
 

@@ -2,6 +2,7 @@
 /* Shared by both roles: losses, and rings of peers on this host. */
 #include "links/peers_state.h"
 
+#include "base/clock.h"
 #include "daemon/log.h"
 
 const char moe_peers__path[] = "/moe.v1.WorkerService/Sequence";
@@ -20,7 +21,7 @@ struct moe_shm_writer *moe_peers__open_writer(const struct moe_peers *p, uint32_
                                               const Moe__V1__ShmRings *named)
 {
     struct moe_shm_writer *writer = NULL;
-    if (named == NULL || p->reader == NULL)
+    if (named == NULL || p->reader == NULL || p->view.members[slot].elsewhere)
         return NULL;
     const struct moe_shm_address to = moe_wire_read_rings(named);
     struct moe_status st = moe_shm_writer_open(&to, p->view.slot, &writer);
@@ -46,4 +47,85 @@ void moe_peers__read_ring(struct moe_peers *p, uint32_t slot, moe_peers__read_fn
                                            "slot %u wrote a malformed ring", slot));
             return;
         }
+}
+
+/* ------------------------------------------------------------------- beats */
+
+void moe_peers__begin_beats(struct moe_peers *p, uint32_t slot, bool understands)
+{
+    moe_beats_begin(&p->beats[slot]);
+    if (understands && p->view.may_shrink && p->writers[slot] == NULL)
+        p->beating |= UINT64_C(1) << slot;
+}
+
+void moe_peers__receive_beat(struct moe_peers *p, uint32_t slot, const Moe__V1__Beat *beat)
+{
+    const struct moe_beat in = {beat->number, beat->seen, beat->held_ns};
+    if ((p->beating >> slot & 1) != 0)
+        moe_beats_receive(&p->beats[slot], &in, moe_clock_ns());
+}
+
+static struct moe_status send_beat(struct moe_peers *p, uint32_t slot, const struct moe_beat *beat)
+    MOE_REQUIRES(p->lock)
+{
+    struct moe_control_out packed;
+    Moe__V1__Beat body = MOE__V1__BEAT__INIT;
+    body.number = beat->number;
+    body.seen = beat->seen;
+    body.held_ns = beat->held_ns;
+    Moe__V1__SequenceRequest q = MOE__V1__SEQUENCE_REQUEST__INIT;
+    Moe__V1__SequenceResponse r = MOE__V1__SEQUENCE_RESPONSE__INIT;
+    q.body_case = MOE__V1__SEQUENCE_REQUEST__BODY_BEAT;
+    r.body_case = MOE__V1__SEQUENCE_RESPONSE__BODY_BEAT;
+    q.beat = r.beat = &body;
+    MOE_TRY(moe_control_pack(p->role == MEMBER ? &q.base : &r.base, &packed));
+    struct moe_status st = moe_ok();
+    if (p->role == MEMBER)
+        st = moe_rpc_stream_send(p->stream, &packed.out);
+    else
+        moe_rpc_send(p->calls[slot], &packed.out);
+    moe_control_free(&packed);
+    return st;
+}
+
+/* A stream that is over has its own end: see call_done and stream_closed. */
+static void take_turn(struct moe_peers *p) MOE_REQUIRES(p->lock)
+{
+    uint64_t lost = 0, now = moe_clock_ns();
+    struct moe_beat beat;
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
+        bool open = p->role == MEMBER ? p->stream != NULL : p->calls[s] != NULL;
+        if ((p->beating >> s & 1) == 0 || !open)
+            continue;
+        if (moe_beats_judge(&p->beats[s]))
+            lost |= UINT64_C(1) << s;
+        if (moe_beats_next(&p->beats[s], now, &beat)) {
+            struct moe_status st = send_beat(p, s, &beat);
+            if (moe_failed(&st))
+                moe_log_debug("slot %u gets no beat: %s", s, st.text);
+        }
+    }
+    if (lost == 0)
+        return;
+    uint32_t first = (uint32_t)__builtin_ctzll(lost);
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if ((p->beating >> s & 1) != 0 && moe_beats_is_late(&p->beats[s]))
+            lost |= UINT64_C(1) << s;
+    p->beating = 0; /* said once */
+    moe_peers__lost(p, lost,
+                    moe_error(MOE_UNAVAILABLE, MOE_REASON_PEER_LOST,
+                              "slot %u%s: no sign of life over the network for %u ms", first,
+                              (lost & (lost - 1)) != 0 ? ", and others" : "",
+                              p->beats[first].silent * MOE_BEATS_TURN_MS));
+}
+
+void moe_peers__turn(void *ctx)
+{
+    struct moe_peers *p = ctx;
+    moe_mutex_lock(&p->lock);
+    p->turns++;
+    if (p->phase == STARTED && p->beating != 0 &&
+        p->turns % (MOE_BEATS_TURN_MS / MOE_PULSE_TURN_MS) == 0)
+        take_turn(p);
+    moe_mutex_unlock(&p->lock);
 }

@@ -88,6 +88,7 @@ static void send_hello(struct moe_peers *p) MOE_REQUIRES(p->lock)
     hello.incarnation = p->config.incarnation;
     hello.secret.data = p->view.secret;
     hello.secret.len = sizeof p->view.secret;
+    hello.beats = true;
     Moe__V1__ShmRings rings;
     if (p->reader != NULL)
         hello.rings = moe_wire_rings(p->reader, &rings);
@@ -185,7 +186,10 @@ static void on_response(struct moe_peers *p, const Moe__V1__SequenceResponse *r)
         p->writers[p->sequencer_slot] =
             moe_peers__open_writer(p, p->sequencer_slot, r->welcome->rings);
         p->welcome = true;
+        moe_peers__begin_beats(p, p->sequencer_slot, r->welcome->beats != 0);
         moe_peers__read_tickets(p);
+    } else if (r->body_case == MOE__V1__SEQUENCE_RESPONSE__BODY_BEAT) {
+        moe_peers__receive_beat(p, p->sequencer_slot, r->beat);
     } else if (!moe_wire_read_ticket(r, &t)) {
         moe_peers__lose_slot(p, p->sequencer_slot, not_a_ticket());
     } else if (t.epoch == p->view.epoch) {

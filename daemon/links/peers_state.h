@@ -5,6 +5,7 @@
 #define MOE_LINKS_PEERS_STATE_H
 
 #include "base/mutex.h"
+#include "links/beats.h"
 #include "links/peers.h"
 #include "links/pulse.h"
 #include "links/shm_ring.h"
@@ -59,6 +60,10 @@ struct moe_peers {
         struct moe_shm_reader *reader; /* of this view; NULL: all messages come by the streams */
         /* SEQUENCER: to members; MEMBER: to the sequencer. NULL: messages go by the stream. */
         struct moe_shm_writer *writers[MOE_MAX_SLOTS];
+        /* Of the same peers, those without a writer that understand beats. */
+        uint64_t beating; /* bit s: slot s */
+        struct moe_beats beats[MOE_MAX_SLOTS];
+        uint32_t turns; /* of the pulse's thread */
 
         /* MEMBER */
         struct moe_rpc_channel *channel;
@@ -89,6 +94,15 @@ typedef void (*moe_peers__read_fn)(struct moe_peers *p, uint32_t slot, const uin
                                    size_t length, struct moe_rpc_arena *arena);
 void moe_peers__read_ring(struct moe_peers *p, uint32_t slot, moe_peers__read_fn read,
                           struct moe_rpc_arena *arena) MOE_REQUIRES(p->lock);
+
+/* The peer in `slot` has answered hello, or has said it: beats go there from now on if it is on
+ * another host and understands them, and if the group may do without it. */
+void moe_peers__begin_beats(struct moe_peers *p, uint32_t slot, bool understands)
+    MOE_REQUIRES(p->lock);
+void moe_peers__receive_beat(struct moe_peers *p, uint32_t slot, const Moe__V1__Beat *beat)
+    MOE_REQUIRES(p->lock);
+/* For moe_pulse_create. */
+void moe_peers__turn(void *ctx);
 
 /* From peers_member.c. */
 /* Opens the stream and says hello. A failure leaves nothing open. */

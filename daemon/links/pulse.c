@@ -67,11 +67,13 @@ bool moe_pulse_judge(struct moe_pulse_peer *peer, uint32_t beat,
 
 struct moe_pulse {
     void (*stopped)(void *ctx, uint64_t epoch, uint64_t slots, const char *why);
+    void (*turn)(void *ctx);
     void *ctx;
     pthread_t thread;
     pthread_cond_t wake;
     struct moe_mutex lock;
     MOE_GUARDED_BY(lock) struct {
+        bool view; /* there is one */
         uint64_t epoch;
         struct moe_shm_reader *reader;                       /* NULL: no view, or no memory */
         const struct moe_shm_writer *watched[MOE_MAX_SLOTS]; /* NULL: not watched */
@@ -121,14 +123,16 @@ static void *run(void *arg)
     moe_mutex_lock(&p->lock);
     while (!p->quit) {
         uint64_t stopped = take_turn(p), epoch = p->epoch;
-        if (stopped != 0) {
+        if (p->view) {
             moe_mutex_unlock(&p->lock);
-            p->stopped(p->ctx, epoch, stopped, "has stopped: it gives no sign of life");
+            if (stopped != 0)
+                p->stopped(p->ctx, epoch, stopped, "has stopped: it gives no sign of life");
+            if (p->turn != NULL)
+                p->turn(p->ctx);
             moe_mutex_lock(&p->lock);
         }
         /* Without a view there is nothing to do: begin and destroy wake the thread. */
-        uint64_t until =
-            p->reader != NULL ? moe_clock_ns() + MOE_PULSE_TURN_MS * MOE_NS_PER_MS : MOE_NEVER;
+        uint64_t until = p->view ? moe_clock_ns() + MOE_PULSE_TURN_MS * MOE_NS_PER_MS : MOE_NEVER;
         if (!p->quit)
             (void)moe_wait_until(&p->wake, &p->lock, until);
     }
@@ -138,13 +142,14 @@ static void *run(void *arg)
 
 struct moe_status moe_pulse_create(void (*stopped)(void *ctx, uint64_t epoch, uint64_t slots,
                                                    const char *why),
-                                   void *ctx, struct moe_pulse **out)
+                                   void (*turn)(void *ctx), void *ctx, struct moe_pulse **out)
 {
     struct moe_pulse *p = calloc(1, sizeof *p);
     if (p == NULL)
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
                          "no memory for the peers");
     p->stopped = stopped;
+    p->turn = turn;
     p->ctx = ctx;
     moe_mutex_init(&p->lock);
     moe_wait_init(&p->wake);
@@ -176,6 +181,7 @@ void moe_pulse_destroy(struct moe_pulse *p)
 void moe_pulse_begin(struct moe_pulse *p, uint64_t epoch, struct moe_shm_reader *reader)
 {
     moe_mutex_lock(&p->lock);
+    p->view = true;
     p->epoch = epoch;
     p->reader = reader;
     if (reader != NULL)
@@ -199,6 +205,7 @@ void moe_pulse_end(struct moe_pulse *p)
     if (p->reader != NULL)
         moe_shm_reader_end_beats(p->reader);
     p->reader = NULL;
+    p->view = false;
     memset(p->watched, 0, sizeof p->watched);
     moe_mutex_unlock(&p->lock);
 }

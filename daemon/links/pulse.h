@@ -51,10 +51,11 @@ bool moe_pulse_judge_too(struct moe_pulse_peer *peer, enum moe_pulse_thread (*lo
 struct moe_pulse;
 
 /* Starts the thread. `stopped`: watched slots of `epoch` (bit s: slot s) have stopped; `why` says
- * how that was seen. Called by the thread, without a lock of this file; must not call back. */
-struct moe_status moe_pulse_create(void (*stopped)(void *ctx, uint64_t epoch, uint64_t slots,
-                                                   const char *why),
-                                   void *ctx, struct moe_pulse **out) MOE_CHECKED;
+ * how that was seen. `turn`: called in each turn of a view, or NULL. Both are called by the thread,
+ * without a lock of this file; they must not end the view. */
+struct moe_status
+moe_pulse_create(void (*stopped)(void *ctx, uint64_t epoch, uint64_t slots, const char *why),
+                 void (*turn)(void *ctx), void *ctx, struct moe_pulse **out) MOE_CHECKED;
 /* NULL is ignored. */
 void moe_pulse_destroy(struct moe_pulse *p);
 

@@ -73,6 +73,7 @@ struct moe_status moe_wire_pack_welcome(const struct moe_shm_reader *reader,
 {
     Moe__V1__ShmRings named;
     Moe__V1__SequenceWelcome welcome = MOE__V1__SEQUENCE_WELCOME__INIT;
+    welcome.beats = true;
     if (reader != NULL)
         welcome.rings = moe_wire_rings(reader, &named);
     Moe__V1__SequenceResponse response = MOE__V1__SEQUENCE_RESPONSE__INIT;

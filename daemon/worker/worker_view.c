@@ -375,9 +375,13 @@ static struct moe_status expect_peers(struct moe_worker *w, const struct moe_gro
         .may_shrink = v->may_shrink,
     };
     memcpy(expected.secret, v->secret, sizeof expected.secret);
-    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-        expected.members[s] =
-            (struct moe_peer){v->members[s].incarnation, v->members[s].control_endpoint};
+    const char *own = v->members[v->slot].host_id;
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
+        const struct moe_group_member *m = &v->members[s];
+        bool known = own != NULL && own[0] != '\0' && m->host_id != NULL && m->host_id[0] != '\0';
+        expected.members[s] = (struct moe_peer){m->incarnation, m->control_endpoint,
+                                                known && strcmp(own, m->host_id) != 0};
+    }
     return moe_peers_expect(w->peers, &expected);
 }
 

@@ -194,7 +194,7 @@ static void expect(struct node *nodes, uint32_t self, uint64_t epoch)
         .epoch = epoch, .live = (1u << SLOTS) - 1, .slot = self, .max_bucket = 16};
     memcpy(view.secret, secret_text, sizeof view.secret);
     for (uint32_t s = 0; s < SLOTS; s++)
-        view.members[s] = (struct moe_peer){nodes[s].incarnation, nodes[s].endpoint};
+        view.members[s] = (struct moe_peer){nodes[s].incarnation, nodes[s].endpoint, false};
     assert_ok(moe_peers_expect(nodes[self].peers, &view));
 }
 
@@ -443,8 +443,8 @@ static void a_missing_sequencer_is_reported(void **state)
     static struct node nodes[SLOTS];
     start_group(nodes);
     struct moe_peers_view view = {.epoch = EPOCH + 1, .live = 0x3, .slot = 1, .max_bucket = 16};
-    view.members[0] = (struct moe_peer){1, "127.0.0.1:1"}; /* no server listens */
-    view.members[1] = (struct moe_peer){nodes[1].incarnation, nodes[1].endpoint};
+    view.members[0] = (struct moe_peer){1, "127.0.0.1:1", false}; /* no server listens */
+    view.members[1] = (struct moe_peer){nodes[1].incarnation, nodes[1].endpoint, false};
     assert_ok(moe_peers_expect(nodes[1].peers, &view));
     assert_ok(moe_peers_start(nodes[1].peers));
     await_lost(&nodes[1], 1 << 0);

@@ -165,7 +165,7 @@ static _Noreturn void beat_forever(int to)
     struct loss none = {0};
     assert_ok(moe_eventcount_create(&eventcount));
     assert_ok(moe_shm_reader_create(eventcount, &reader));
-    assert_ok(moe_pulse_create(note, &none, &pulse));
+    assert_ok(moe_pulse_create(note, NULL, &none, &pulse));
     moe_pulse_begin(pulse, 7, reader);
     struct moe_shm_address address = moe_shm_reader_address(reader);
     if (write(to, &address, sizeof address) != (ssize_t)sizeof address)
@@ -197,7 +197,7 @@ static void start_pair(struct pair *p)
     assert_ok(moe_eventcount_create(&p->eventcount));
     assert_ok(moe_shm_reader_create(p->eventcount, &p->own));
     assert_ok(moe_shm_writer_open(&address, 3, &p->writer));
-    assert_ok(moe_pulse_create(note, &p->loss, &p->pulse));
+    assert_ok(moe_pulse_create(note, NULL, &p->loss, &p->pulse));
     moe_pulse_begin(p->pulse, 7, p->own);
     moe_pulse_watch(p->pulse, 5, p->writer);
 }

@@ -2,6 +2,7 @@
 moe_test(test_sequencer SOURCES test_sequencer.c USES moe_schedule)
 moe_test(test_shm_ring SOURCES test_shm_ring.c USES moe_links)
 moe_test(test_pulse SOURCES test_pulse.c USES moe_links)
+moe_test(test_beats SOURCES test_beats.c USES moe_links)
 moe_test(test_peers SOURCES test_peers.c USES moe_links moe_rpc moe_proto moe_daemon_base)
 moe_test(test_group SOURCES test_group.c scripted_coordinator.c
   USES moe_group moe_rpc moe_proto moe_daemon_base)

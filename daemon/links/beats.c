@@ -1,0 +1,65 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* See beats.h. */
+#include "links/beats.h"
+
+#include "base/clock.h"
+
+#define TURN_NS (MOE_BEATS_TURN_MS * MOE_NS_PER_MS)
+
+void moe_beats_begin(struct moe_beats *b)
+{
+    *b = (struct moe_beats){.slow_ns = MOE_BEATS_FIRST_MS * MOE_NS_PER_MS};
+}
+
+bool moe_beats_next(struct moe_beats *b, uint64_t now_ns, struct moe_beat *out)
+{
+    if (b->sent - b->answered >= MOE_BEATS_REMEMBERED)
+        return false;
+    b->sent++;
+    b->sent_ns[b->sent % MOE_BEATS_REMEMBERED] = now_ns;
+    *out = (struct moe_beat){
+        .number = b->sent, .seen = b->seen, .held_ns = b->seen != 0 ? now_ns - b->seen_ns : 0};
+    return true;
+}
+
+static void note_time(struct moe_beats *b, uint64_t ns)
+{
+    uint64_t before_ns = b->slow_ns - b->slow_ns / MOE_BEATS_FADES;
+    b->slow_ns = ns > before_ns ? ns : before_ns;
+}
+
+void moe_beats_receive(struct moe_beats *b, const struct moe_beat *beat, uint64_t now_ns)
+{
+    if (beat->number <= b->seen || beat->seen > b->sent)
+        return; /* no beat of a worker that keeps to the rules */
+    if (beat->seen > b->answered) {
+        uint64_t total_ns = now_ns - b->sent_ns[beat->seen % MOE_BEATS_REMEMBERED];
+        b->answered = beat->seen;
+        note_time(b, total_ns > beat->held_ns ? total_ns - beat->held_ns : 0);
+    }
+    uint64_t pause_ns = b->seen != 0 ? now_ns - b->seen_ns : 0;
+    note_time(b, pause_ns > TURN_NS ? pause_ns - TURN_NS : 0);
+    b->seen = beat->number;
+    b->seen_ns = now_ns;
+    b->silent = 0;
+}
+
+static uint64_t limit_ns(const struct moe_beats *b)
+{
+    uint64_t least_ns = MOE_BEATS_LEAST_MS * MOE_NS_PER_MS;
+    uint64_t ns = b->slow_ns < MOE_NS_PER_S * 60 ? MOE_BEATS_TIMES * b->slow_ns : 60 * MOE_NS_PER_S;
+    ns += MOE_BEATS_SLACK_MS * MOE_NS_PER_MS;
+    return ns > least_ns ? ns : least_ns;
+}
+
+bool moe_beats_judge(struct moe_beats *b)
+{
+    if (b->silent < UINT32_MAX)
+        b->silent++;
+    return b->seen >= MOE_BEATS_KNOWN && b->silent * TURN_NS > limit_ns(b) + TURN_NS;
+}
+
+bool moe_beats_is_late(const struct moe_beats *b)
+{
+    return b->seen >= MOE_BEATS_KNOWN && b->silent * TURN_NS > limit_ns(b) / 2;
+}
