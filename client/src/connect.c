@@ -298,6 +298,9 @@ static struct moe_status check_config(const struct moe_client_config *config)
     MOE_TRY(moe_endpoint_check("endpoint", config->endpoint));
     if (MOE_CLIENT_HAS(config, way) && config->way > MOE_CLIENT_WAY_UNIX)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID, "there is no such way");
+    if (MOE_CLIENT_HAS(config, attempt_ms) && config->attempt_ms != 0 && !config->hedge)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "attempt_ms is for clients with hedge");
     if (config->connections > MOE_CLIENT_MAX_CONNECTIONS)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "at most %d connections per worker", MOE_CLIENT_MAX_CONNECTIONS);

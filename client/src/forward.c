@@ -33,6 +33,7 @@ struct piece {
     size_t connection;
     uint32_t attempt; /* 1, 2, ... */
     uint32_t refused; /* by so many workers since the last pause */
+    bool limited;     /* the attempt ends before the call's time does */
     struct moe_client_timer pause;
     struct moe_status status; /* of the last attempt */
     struct moe_client_answer answer;
@@ -205,10 +206,31 @@ static void retry_or_conclude(struct piece *p, struct moe_status st)
 static void on_reply(void *ctx, struct moe_status st, struct moe_rpc_msg *reply)
 {
     struct piece *p = ctx;
+    if (st.code == MOE_DEADLINE_EXCEEDED && p->limited)
+        st = moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "no answer within attempt_ms");
     if (st.code == MOE_OK)
         st = moe_client_wire_unpack(&p->rows, reply, &p->answer);
     moe_rpc_msg_free(reply);
     retry_or_conclude(p, st);
+}
+
+/* The end of the attempt that begins now. A worker that is stopped keeps its connection, and
+ * nothing else tells it from a slow one. */
+static uint64_t attempt_end_ns(const struct piece *p)
+{
+    const struct call *call = p->call;
+    const struct moe_client_config *config = &call->client->config;
+    size_t workers = call->client->worker_count;
+    if (config->attempt_ms == 0 || workers < 2 || call->f->retain_session != NULL)
+        return call->deadline_ns;
+    uint64_t limit_ns = moe_client_deadline(call->client, config->attempt_ms) - moe_clock_ns();
+    for (size_t round = (p->attempt - 1) / workers; round > 0; round--)
+        limit_ns = limit_ns < call->deadline_ns / 2 ? 2 * limit_ns : call->deadline_ns;
+    uint64_t now = moe_clock_ns();
+    bool last = config->retry_ms == 0 && p->attempt >= config->max_attempts;
+    if (last || now >= call->retry_end_ns || limit_ns >= call->retry_end_ns - now)
+        return call->deadline_ns;
+    return now + limit_ns;
 }
 
 static void send_piece(struct piece *p)
@@ -219,7 +241,8 @@ static void send_piece(struct piece *p)
     moe_client_wire_pack(&p->rows, 0, &call->client->wanted, head, part_released, call, &out);
     atomic_fetch_add_explicit(&call->refs, (uint32_t)out.part_count, memory_order_relaxed);
     p->attempt++;
-    struct moe_rpc_call_options options = {.deadline_ns = call->deadline_ns};
+    struct moe_rpc_call_options options = {.deadline_ns = attempt_end_ns(p)};
+    p->limited = options.deadline_ns != call->deadline_ns;
     moe_rpc_call_unary(call->client->connections[p->connection].channel,
                        "/moe.v1.ExpertService/Forward", &options, &out, on_reply, p);
 }

@@ -264,6 +264,25 @@ class Replicas(Scene):
         self.assertIn("its process has stopped",
                       "".join(self.group.log("w%d" % slot) for slot in range(WORKERS)))
 
+    def test_a_call_to_a_stopped_worker(self):
+        """A client that hedges asks another one when its time for an attempt is over."""
+        for transport in ("native", "grpc")[is_sanitized():]:
+            with moed.Client(self.endpoints[1], hedge=True, attempt_time=0.3,
+                             transport=transport) as client:
+                layer = client.layers[0]
+                x = np.random.default_rng(7).standard_normal((4, layer.hidden), np.float32)
+                full = client.forward(layer, x)
+                bring_back = self.stopped(self.group.processes["w1"])
+                begun = time.monotonic()
+                try:
+                    np.testing.assert_array_equal(client.forward(layer, x), full)
+                finally:
+                    bring_back()
+                took = time.monotonic() - begun
+                print("  %s: answered after %.0f ms" % (transport, 1e3 * took))
+                self.assertLess(took, 20)  # its timeout is a minute
+            self.await_view([])
+
     def test_drained(self):
         """A member leaves in peace; another process takes the slot."""
         self.repeat([[WORKERS - 1]], self.drained)

@@ -44,6 +44,7 @@ class Fake(grpc.GenericRpcHandler):
         self.rehomed = None  # the list for requests that ask; None: it does not know the field
         self.held = threading.Event()  # with `hold`, Forward answers wait for it
         self.hold = False
+        self.silent = False  # Forward waits for `held`, too
         self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(threads))
         self.server.add_generic_rpc_handlers((self,))
         self.endpoint = "127.0.0.1:%d" % self.server.add_insecure_port("127.0.0.1:0")
@@ -111,6 +112,8 @@ class Fake(grpc.GenericRpcHandler):
         return answer
 
     def forward(self, request, context):
+        if self.silent:
+            self.held.wait(30)
         try:
             return self.compute(request, expert_pb2.ForwardResponse())
         except Failure as failure:

@@ -268,6 +268,16 @@ class Errors(unittest.TestCase):
             self.expect(grpc.StatusCode.UNAVAILABLE, "REFORMING", client.forward, LAYER, rows(1))
             self.assertEqual([len(fake.requests) for fake in group], [3, 2])
 
+    def test_a_worker_that_says_nothing_counts_as_one_that_refuses(self):
+        with fakes(2) as group, moed.Client(group[0].endpoint, hedge=True, timeout=30,
+                                            attempt_time=0.2) as client:
+            group[0].silent = True
+            client.forward(LAYER, rows(1))
+            self.assertEqual(len(group[1].requests), 1)
+            group[0].held.set()
+        with fakes() as fake, self.assertRaises(ValueError):
+            moed.Client(fake.endpoint, attempt_time=1)
+
     def test_retries_end_with_their_budget(self):
         refused = Failure(grpc.StatusCode.UNAVAILABLE, "DRAINING")
         with fakes() as fake, moed.Client(fake.endpoint, retry_time=20) as client:

@@ -13,7 +13,7 @@ enum { WORLDS = 300, RUN_MS = 20000, WAY = 4096, LONG_MS = 60000 };
 
 /* What the hosts and the network do. */
 struct rough {
-    uint32_t way_ms, jitter_ms;         /* of each message */
+    uint32_t way_ms, jitter_ms;              /* of each message */
     uint32_t stall_in, stall_min, stall_max; /* once in so many turns, a thread gets no processor */
 };
 

@@ -338,6 +338,68 @@ static void another_worker_is_asked_at_once(void **state)
     moe_client_close(c);
 }
 
+/* It keeps its connection, so only its silence tells. */
+static void a_worker_that_says_nothing_counts_as_one_that_refuses(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.size = sizeof with,
+                                     .hedge = true,
+                                     .retry_ms = 30000,
+                                     .timeout_ms = 30000,
+                                     .attempt_ms = 100};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(5, MOE_DTYPE_F32, false);
+    fake_script(&fakes[0], FAKE_SILENT, 0, NULL);
+    for (int w = 1; w < 3; w++)
+        fake_script(&fakes[w], FAKE_GOOD, 0, NULL);
+    assert_ok(forward(c, r));
+    assert_answer(r);
+    for (int w = 0; w < 3; w++)
+        assert_int_equal(fake_calls(&fakes[w]), w < 2 ? 1 : 0);
+    const enum fake_mood script[] = {FAKE_SILENT, FAKE_SILENT};
+    for (int w = 0; w < 3; w++) /* all are slow: 100, 200, 400 ms each */
+        fake_script(&fakes[w], FAKE_GOOD, 2, script);
+    poison_answer(r);
+    uint64_t begin = moe_clock_ns();
+    assert_ok(forward(c, r));
+    assert_answer(r);
+    assert_true(moe_clock_ns() - begin >= 900 * MOE_NS_PER_MS);
+    assert_int_equal(fake_calls(&fakes[0]), 3);
+    assert_int_equal(fake_calls(&fakes[1]) + fake_calls(&fakes[2]), 4);
+    moe_client_close(c);
+    free_request(r);
+}
+
+/* The last attempt has the rest of the call's time; a retained pass has one worker. */
+static void the_last_attempt_is_not_cut_short(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {.size = sizeof with,
+                                     .hedge = true,
+                                     .max_attempts = 2,
+                                     .timeout_ms = 1000,
+                                     .attempt_ms = 50};
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(5, MOE_DTYPE_F32, false);
+    for (int retained = 0; retained < 2; retained++) {
+        for (int w = 0; w < 3; w++)
+            fake_script(&fakes[w], FAKE_SILENT, 0, NULL);
+        r->f.retain_session = retained ? "s" : NULL;
+        r->f.retain_micro_batch_id = retained ? 1 : 0;
+        uint64_t begin = moe_clock_ns();
+        struct moe_status st = forward(c, r);
+        assert_int_equal(st.code, MOE_DEADLINE_EXCEEDED);
+        assert_true(moe_clock_ns() - begin >= 900 * MOE_NS_PER_MS);
+        assert_int_equal(fake_calls(&fakes[0]), 1);
+        assert_int_equal(fake_calls(&fakes[1]), retained ? 0 : 1);
+    }
+    free_request(r);
+    moe_client_close(c);
+    with.hedge = false;
+    with.endpoint = "127.0.0.1:1";
+    assert_refused(moe_client_connect(&with, &c), MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID);
+}
+
 /* A pass that is retained stays with its worker. */
 static void a_retained_pass_goes_to_no_other_worker(void **state)
 {
@@ -851,6 +913,8 @@ int main(void)
         TEST(attempts_are_bounded),
         TEST(retries_end_with_their_budget),
         TEST(another_worker_is_asked_at_once),
+        TEST(a_worker_that_says_nothing_counts_as_one_that_refuses),
+        TEST(the_last_attempt_is_not_cut_short),
         TEST(a_retained_pass_goes_to_no_other_worker),
         TEST(the_servers_wish_for_a_pause_is_heeded),
         TEST(no_pause_outlasts_the_deadline),

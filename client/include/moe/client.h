@@ -18,7 +18,8 @@
  *
  * Retries. Only a forward that fails with UNAVAILABLE is retried: up to max_attempts times, or for
  * retry_ms, on another worker if there is one, after a growing pause or the server's hint. With
- * `hedge` there is no pause until all workers have refused. If the pass is to be
+ * `hedge` there is no pause until all workers have refused, and attempt_ms limits how long each may
+ * take. If the pass is to be
  * retained for Backward, the library retries until the call's time is over. Training calls have
  * their own rule (moe/client_training.h). UNAVAILABLE/MODEL_LOADING is retried likewise: a slot has
  * not loaded the model yet.
@@ -101,6 +102,12 @@ struct moe_client_config {
      * it named when the client connected; each has a connection with a thread. Training calls, and
      * passes that are retained, stay with their worker. */
     bool hedge;
+    /* With `hedge`: a worker that has not answered such a forward after this long, as one that is
+     * stopped, counts as one that refuses it, and the attempt is cancelled. The time doubles each
+     * time all have been asked, and the last attempt that may begin has the rest of the call's.
+     * Choose more than a call takes. Bytes of x that the connection to a stopped worker has taken
+     * half keep the call until that connection ends, up to 40 s later. 0 = no limit. */
+    uint64_t attempt_ms;
 };
 
 /* Connects, and asks the server for its limits and model. */

@@ -118,6 +118,10 @@ class Client(TrainingCalls):
     hedge     True: after UNAVAILABLE, a forward pass goes to the next worker at once, also without
               `spread`, and pauses only when all have refused it. Passes with `retain`, and training
               calls, stay with their worker
+    attempt_time
+              with `hedge`: a worker that has not answered after so many seconds, as one that is
+              stopped, counts as one that refuses; twice as long each time all have been asked. The
+              last attempt has the rest of the call's time. Choose more than a call takes
     float16   "refuse": a TypeError for x of float16, which workers do not have. "convert": x goes
               as float32, and y is rounded to float16
 
@@ -141,11 +145,14 @@ class Client(TrainingCalls):
     def __init__(self, endpoint, spread=False, timeout=60.0, *, model=None, model_digest=None,
                  tls_ca=None, tls_certificate=None, tls_key=None, tls_server_name=None,
                  token_file=None, insecure=None, transport=None, spin_us=0, float16="refuse",
-                 retry_time=None, hedge=False):
+                 retry_time=None, hedge=False, attempt_time=None):
         if float16 not in ("refuse", "convert"):
             raise ValueError('float16 is "refuse" or "convert", not %r' % (float16,))
         _errors.check_limit(timeout)
         _errors.check_limit(retry_time)
+        _errors.check_limit(attempt_time)
+        if attempt_time is not None and not hedge:
+            raise ValueError("attempt_time is for clients with hedge")
         native = _native_calls.choose(transport)
         _check_endpoint(endpoint)
         _check_digest(model_digest)
@@ -156,6 +163,7 @@ class Client(TrainingCalls):
                             insecure).completed()
         self._timeout = timeout
         self._retry_time, self._hedge = retry_time, bool(hedge)
+        self._attempt_time = attempt_time
         self._is_closed = False
         self._process = os.getpid()
         self._convert_half = float16 == "convert"
@@ -198,7 +206,7 @@ class Client(TrainingCalls):
             try:
                 self._connection = _native_calls.Connection(
                     native, endpoint, spread, timeout, spin_us, self._trust, model, model_digest,
-                    retry_time, self._hedge)
+                    retry_time, self._hedge, attempt_time)
             except BaseException:
                 self.close()
                 raise
@@ -399,13 +407,14 @@ class Client(TrainingCalls):
         retry = RetryPolicy(self, "Forward", self._timeout if timeout is None else timeout,
                             None if by_time else _ATTEMPTS,
                             None if patient else self._retry_time,
-                            len(self._workers) - 1 if self._hedge and not home else 0)
+                            len(self._workers) - 1 if self._hedge and not home else 0,
+                            self._attempt_time)
         for number in itertools.count(next(self._next_worker) if self._spread else 0):
             worker = self._workers[0 if home else number % len(self._workers)]
             try:
                 return worker.forward(request, timeout=retry.left())
             except grpc.RpcError as error:
-                failure = _errors.from_dropped_call(error, worker.endpoint)
+                failure = retry.judge(_errors.from_dropped_call(error, worker.endpoint))
             except ValueError:  # gRPC raises it for a closed channel
                 if not self._is_closed:
                     raise

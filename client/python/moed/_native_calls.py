@@ -276,14 +276,14 @@ class Connection:
     """A client of libmoeclient and its lane."""
 
     def __init__(self, native, endpoint, spread, timeout, spin_us, trust, model, model_digest,
-                 retry_time, hedge):
+                 retry_time, hedge, attempt_time):
         self._module, self._timeout = native, timeout
         try:
             self.client = native.Client(
                 dispatcher_queue(), endpoint, spread, milliseconds(timeout), spin_us,
                 trust.tls_ca, trust.tls_key, trust.tls_certificate, trust.token_file,
                 trust.tls_server_name, model_digest or None, model or None, trust.insecure,
-                milliseconds(retry_time), hedge)
+                milliseconds(retry_time), hedge, milliseconds(attempt_time))
         except RuntimeError as error:
             raise _errors.from_native(error.args) from None
         self.lane = Lane(self.client, timeout)

@@ -52,12 +52,15 @@ class RetryPolicy:
     attempts  limit on their number; None: none
     budget    no attempt begins later than so many seconds after the call; None: no such limit
     others    so many further workers are tried without a pause
+    each      with `others`: seconds for an attempt that is not the last one, twice as many each
+              time all workers have been asked; None: no such limit
     """
 
-    def __init__(self, client, what, limit, attempts=None, budget=None, others=0):
+    def __init__(self, client, what, limit, attempts=None, budget=None, others=0, each=None):
         _errors.check_limit(limit)
         self._client, self._what, self._limit, self._attempts = client, what, limit, attempts
         self._budget, self._others, self._refused = budget, others, 0
+        self._each, self._limited = each if others else None, False
         self._begun = self._tried = self._alone = time.monotonic()
         self._say_at = self._begun + _SILENCE
         self._pauses = 0
@@ -67,7 +70,24 @@ class RetryPolicy:
     def left(self):
         """Seconds for the attempt that begins now; None: no limit."""
         self._tried = time.monotonic()
-        return None if self._limit is None else max(self._begun + self._limit - self._tried, 0)
+        left = None if self._limit is None else max(self._begun + self._limit - self._tried, 0)
+        self._limited = False
+        if self._each is not None:
+            each = self._each * 2**min(self._pauses // (self._others + 1), 30)
+            end = self._tried + each
+            last = (self._pauses + 1 == self._attempts
+                    or left is not None and each >= left
+                    or self._budget is not None and end >= self._begun + self._budget)
+            self._limited = not last
+        return each if self._limited else left
+
+    def judge(self, failure):
+        """The failure of an attempt: a worker that has not answered in the attempt's time counts as
+        one that refuses."""
+        if self._limited and failure.code == grpc.StatusCode.DEADLINE_EXCEEDED:
+            return _errors.MoeError(grpc.StatusCode.UNAVAILABLE, "",
+                                    "no answer within attempt_time", worker=failure.worker)
+        return failure
 
     def wait_or_raise(self, failure, endpoint, once=False):
         """An attempt at the worker `endpoint` has failed with this MoeError. Returns when it is

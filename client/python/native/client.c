@@ -309,16 +309,17 @@ static PyObject *client_make(PyTypeObject *type, PyObject *args, PyObject *kwarg
     static char *names[] = {"queue",      "endpoint",        "spread",       "timeout_ms",
                             "spin_us",    "tls_ca",          "tls_key",      "tls_certificate",
                             "token_file", "tls_server_name", "model_digest", "model",
-                            "insecure",   "retry_ms",        "hedge",        NULL};
+                            "insecure",   "retry_ms",        "hedge",        "attempt_ms",
+                            NULL};
     struct moe_client_config config = {.size = sizeof config};
     PyObject *queue;
     int spread = 0, insecure = 0, hedge = 0;
-    unsigned long long timeout_ms = 0, retry_ms = 0;
+    unsigned long long timeout_ms = 0, retry_ms = 0, attempt_ms = 0;
     if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "O!spKIzzzzzzzp|Kp", names, moe_native_queue_type, &queue,
+            args, kwargs, "O!spKIzzzzzzzp|KpK", names, moe_native_queue_type, &queue,
             &config.endpoint, &spread, &timeout_ms, &config.spin_us, &config.tls_ca,
             &config.tls_key, &config.tls_certificate, &config.token_file, &config.tls_server_name,
-            &config.model_digest, &config.model, &insecure, &retry_ms, &hedge))
+            &config.model_digest, &config.model, &insecure, &retry_ms, &hedge, &attempt_ms))
         return NULL;
     config.spread = spread != 0;
     config.spread_tokens = UINT32_MAX; /* a batch goes to one worker */
@@ -326,6 +327,7 @@ static PyObject *client_make(PyTypeObject *type, PyObject *args, PyObject *kwarg
     config.insecure = insecure != 0;
     config.retry_ms = retry_ms;
     config.hedge = hedge != 0;
+    config.attempt_ms = attempt_ms;
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     struct client *c = (struct client *)alloc(type, 0);
     if (c == NULL)
@@ -360,7 +362,8 @@ static PyMethodDef client_methods[] = {
 PyDoc_STRVAR(client_doc,
              "Client(queue, endpoint, spread, timeout_ms, spin_us, tls_ca, tls_key, "
              "tls_certificate,\n       token_file, tls_server_name, model_digest, model, "
-             "insecure, retry_ms=0, hedge=False)\n\nA client of libmoeclient. `queue` gets calls "
+             "insecure, retry_ms=0, hedge=False,\n       attempt_ms=0)\n\nA client of "
+             "libmoeclient. `queue` gets calls "
              "that nothing waits for any "
              "more, with the token None.\nRaises RuntimeError(code, reason, text, "
              "retry_after_ms).");
