@@ -364,7 +364,7 @@ static void assign(struct moe_membership *m)
         if (a == NULL)
             continue;
         a->version = moe_placement_version(m->placement);
-        member->assigned = true;
+        member->assigned = member->reports = true;
     }
 }
 

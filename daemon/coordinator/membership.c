@@ -388,6 +388,8 @@ void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_
     bool ours = awaited && placement_version == moe_placement_version(m->placement);
     if (awaited && !ours)
         moe_membership__next_loaded(m, slot, error);
+    if (ours)
+        member->reports = false;
     if (ours && error->code == MOE_OK) {
         member->loaded = true;
         member->load_failed = false;

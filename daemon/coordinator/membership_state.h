@@ -37,6 +37,7 @@ struct member {
     uint64_t last_message_ns;
     uint32_t max_tokens;
     bool assigned; /* ASSIGN was sent to this process */
+    bool reports;  /* and is not answered yet; `loaded` may still be true from before */
     bool loaded;
     bool load_failed;    /* this process cannot take part; see `error` */
     bool draining;       /* DRAIN was sent */

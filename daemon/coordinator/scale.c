@@ -101,6 +101,7 @@ static void activate(struct moe_membership *m, uint64_t loaded)
     for (uint32_t s = 0; s < m->config.slots; s++) {
         struct member *member = &m->members[s];
         member->assigned = member->loaded = (loaded >> s & 1) != 0;
+        member->reports = false;
         member->load_failed = false;
         if ((lost >> s & 1) != 0 && member->state == SLOT_TAKEN)
             m->removed |= UINT64_C(1) << s;
@@ -202,7 +203,7 @@ static bool is_settled(const struct moe_membership *m, uint32_t slot)
     const struct member *member = &m->members[slot];
     if ((m->view_live >> slot & 1) != 0)
         return member->assigned && member->loaded;
-    return !member->assigned || member->loaded || member->load_failed;
+    return !member->assigned || (!member->reports && (member->loaded || member->load_failed));
 }
 
 /* A process that reconnects is asked again. */

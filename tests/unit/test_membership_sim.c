@@ -23,7 +23,7 @@
 /* Where members answer PREPARE, leases are too long to help. */
 static uint64_t lease_ms(const struct world *w)
 {
-    return w->round_trip_ns != 0 && !w->elastic ? 5 * LEASE_MS : LEASE_MS;
+    return w->round_trip_ns != 0 ? 5 * LEASE_MS : LEASE_MS;
 }
 
 /* An operator's change of a cordon. It is certain when it is saved. */
