@@ -621,7 +621,7 @@ static void quantise_item(void *ctx, uint32_t item)
     uint32_t t = item * job->per_item, end = moe_cpu_min(job->tokens, t + job->per_item);
     for (; t < end; t++) {
         uint8_t *row = job->to + t * job->format.bytes;
-        memset(row + width, 0, job->format.scales_at - width);
+        memset(row + width, 0, job->format.bytes - width);
         moe_cpu_device_isa(job->layer->device)
             ->quantise_bytes(job->dtype, spec->routed_format.activations == MOE_ACTIVATIONS_F8_POW2,
                              job->format.group, width, job->x + t * from_bytes, row,

@@ -8,8 +8,11 @@
  *
  * A quantised row:
  *   0          W values q of F8E4M3, one byte each; W = moe_expert_width
- *   scales_at  [groups] F32, the scales s; scales_at is W rounded up to a multiple of 16
- *   bytes      a multiple of 4 */
+ *   scales_at  [groups] F32, the scales s
+ *   bytes
+ *
+ * Both offsets are the end of what lies before, rounded up to a multiple of 16. The padding is
+ * zero. */
 #ifndef MOE_ROW_FORMAT_H
 #define MOE_ROW_FORMAT_H
 
@@ -30,14 +33,14 @@ static inline struct moe_row_format moe_row_format(const struct moe_layer_spec *
 {
     const struct moe_weight_format *f = &spec->routed_format;
     const uint32_t width = moe_expert_width(spec);
-    const struct moe_row_format plain = {.bytes = width * moe_dtype_bytes(dtype)};
+    const struct moe_row_format plain = {false, 0, 0, 0, width * moe_dtype_bytes(dtype)};
     if (f->encoding == MOE_ENC_NONE || f->activations == MOE_ACTIVATIONS_PLAIN ||
         spec->weighting == MOE_WEIGHT_INPUT || width == 0)
         return plain;
-    struct moe_row_format r = {.quantised = true, .group = moe_activation_group(f, width)};
+    struct moe_row_format r = {true, moe_activation_group(f, width), 0, 0, 0};
     r.groups = (width - 1) / r.group + 1;
     r.scales_at = ((size_t)width + 15) / 16 * 16;
-    r.bytes = r.scales_at + r.groups * sizeof(float);
+    r.bytes = (r.scales_at + r.groups * sizeof(float) + 15) / 16 * 16;
     return r.bytes <= plain.bytes ? r : plain;
 }
 

@@ -51,8 +51,8 @@
  * the sum's index; the same holds for `returned`. The gateway stores its domain's sum into the
  * source's window as its own partial. Each region still has one writer.
  *
- * Quantised rows   Experts in W8A8 quantise their rows. On CPUs such rows travel quantised, as
- * moe/row_format.h says, at the same addresses. Sums do not.
+ * Quantised rows   Rows for experts in W8A8 travel quantised, as moe/row_format.h says, at the same
+ * addresses. Sums do not.
  *
  * Quick regions   On CUDA, rows and partials of small buckets go to separate regions, where the
  * data carry their validity. Between steps these regions hold only blanks, and a writer never
@@ -75,7 +75,7 @@
 #endif
 
 enum {
-    MOE_WINDOW_VERSION = 5,
+    MOE_WINDOW_VERSION = 6,
     MOE_WINDOW_PAGE = 4096,
     MOE_WINDOW_LINE = 64, /* data of two writers never share a line */
     MOE_WINDOW_VALUE_BITS = 24,
