@@ -30,6 +30,7 @@ typedef const char *text;
     X(pointer, count)                                                                              \
     X(pointer, x)                                                                                  \
     X(uint32_t, x_stride)                                                                          \
+    X(pointer, x_scales)                                                                           \
     X(pointer, weights)                                                                            \
     X(bool, has_bias)                                                                              \
     X(pointer, row_weight)                                                                         \
@@ -74,6 +75,7 @@ typedef const char *text;
     X(bool, whole_rows)                                                                            \
     X(bool, pow2)                                                                                  \
     X(pointer, quantised)                                                                          \
+    X(uint32_t, row_bytes)                                                                         \
     X(pointer, values)                                                                             \
     X(pointer, began)                                                                              \
     X(uint32_t, processors)

@@ -42,6 +42,7 @@ static struct moe_status record_ggemm(const struct moe_cuda_ggemm *g, const void
     at = add_pointer(at, "count", g->count);
     at = add_pointer(at, "x", g->x);
     at = add_number(at, "x_stride", g->x_stride);
+    at = add_pointer(at, "x_scales", g->x_scales);
     at = add_pointer(at, "weights", g->weights);
     at = add_number(at, "has_bias", g->has_bias);
     at = add_pointer(at, "row_weight", g->row_weight);
@@ -123,6 +124,7 @@ struct moe_status moe_cuda_quantise_enqueue(const struct moe_cuda_quantise *q,
     at = add_number(at, "whole_rows", q->whole_rows);
     at = add_number(at, "pow2", q->pow2);
     at = add_pointer(at, "quantised", q->quantised);
+    at = add_number(at, "row_bytes", q->row_bytes);
     at = add_pointer(at, "values", q->values);
     at = add_pointer(at, "began", q->began);
     at = add_number(at, "processors", q->processors);

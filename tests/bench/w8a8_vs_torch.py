@@ -38,8 +38,9 @@ class W8A8Case(PackedCase):
         self.lib.quantise(dtype=self.lib.constant("BF16"), x=self.bf16[s].data_ptr(), weight=None,
                           experts=self.experts, row_capacity=self.capacity, columns=self.k,
                           start=self.start.data_ptr(), count=self.count.data_ptr(),
-                          whole_rows=False, pow2=False, quantised=self.x[s].data_ptr(), values=None,
-                          began=None, processors=0, stream=torch.cuda.current_stream().cuda_stream)
+                          whole_rows=False, pow2=False, quantised=self.x[s].data_ptr(), row_bytes=0,
+                          values=None, began=None, processors=0,
+                          stream=torch.cuda.current_stream().cuda_stream)
 
     def expected(self, rows, values):
         at = self.lib.quantised_offset(rows=self.capacity, columns=self.k)

@@ -254,6 +254,31 @@ static const struct moe_cuda_ggemm_weights *const *describe(struct problem *p,
     return own(p, to_device(&there, sizeof there));
 }
 
+/* Lets the product read rows of moe/row_format.h, quantised as `q` says. All others stay NaN. */
+static void quantise_as_they_travel(struct problem *p, struct moe_cuda_quantise q)
+{
+    struct moe_cuda_ggemm *g = &p->g;
+    uint32_t groups = q.whole_rows ? 1 : moe_cuda_quantised_steps(q.columns);
+    size_t scales = (size_t)moe_cuda_quantised_steps(q.columns) *
+                    moe_cuda_quantised_scales(q.row_capacity) * sizeof(float);
+    q.row_bytes = (q.columns + 15) / 16 * 16 + (groups * 4 + 15) / 16 * 16;
+    q.quantised = own(p, device_alloc((size_t)q.row_capacity * q.row_bytes, 0xff));
+    struct moe_cuda_unpack u = {.rows = q.quantised,
+                                .row_bytes = q.row_bytes,
+                                .experts = q.experts,
+                                .row_capacity = q.row_capacity,
+                                .columns = q.columns,
+                                .start = q.start,
+                                .count = q.count,
+                                .whole_rows = q.whole_rows,
+                                .scales = own(p, device_alloc(scales, 0xff))};
+    ok(moe_cuda_quantise_enqueue(&q, NULL));
+    ok(moe_cuda_unpack_enqueue(&u, NULL));
+    g->x = q.quantised;
+    g->x_stride = q.row_bytes;
+    g->x_scales = u.scales;
+}
+
 /* W8A8: quantises the rows, and finds their values on the host. All other rows stay NaN. */
 static void quantise_rows(struct problem *p)
 {
@@ -272,7 +297,11 @@ static void quantise_rows(struct problem *p)
                                   .whole_rows = p->format->block_columns == 0,
                                   .pow2 = p->format->activations == MOE_ACTIVATIONS_F8_POW2,
                                   .quantised = buffer};
-    ok(moe_cuda_quantise_enqueue(&q, NULL));
+    g->x = buffer;
+    if (random_below(2) == 0)
+        quantise_as_they_travel(p, q);
+    else
+        ok(moe_cuda_quantise_enqueue(&q, NULL));
     finish();
     uint16_t *x = malloc(n * sizeof *x);
     float *values = malloc(n * sizeof *values), *weight = malloc(g->row_capacity * sizeof *weight);
@@ -287,7 +316,6 @@ static void quantise_rows(struct problem *p)
             v[c] = moe_bf16_to_f32(x[(size_t)row * g->k + c]) * (weighs ? weight[row] : 1.0f);
         quantise_row(p->format, g->k, v, NULL, NULL);
     }
-    g->x = buffer;
     if (weighs)
         g->row_weight = NULL;
     p->alike = own(p, to_device(values, n * sizeof *values));

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of kernels/cuda/gemm/quantise.h: rows get the codes and scales that moe/numbers.h gives
  * them on the host, bit for bit, whatever their dtype, length and groups are; padding is zero;
- * other rows are not written. Without a Hopper GPU the tests are skipped, with a message. */
+ * other rows are not written; rows of moe/row_format.h unpack to the same. Without a Hopper GPU the
+ * tests are skipped, with a message. */
 #include "ggemm_fixture.h"
 
 #include "cuda/gemm/quantise.h"
@@ -214,14 +215,97 @@ static void rows_get_the_codes_and_scales_of_the_definition(void **state)
     assert_true(checked > 0);
 }
 
+/* Rows of moe/row_format.h, and what they unpack to: the layout of the buffer, and values. */
+struct travelled {
+    uint8_t *rows, *scales, *values; /* on the host */
+    size_t row_bytes;
+};
+
+static struct travelled travel(struct rows *r)
+{
+    const struct moe_cuda_quantise *q = &r->q;
+    size_t steps = moe_cuda_quantised_steps(q->columns), groups = q->whole_rows ? 1 : steps;
+    size_t scale_bytes = steps * moe_cuda_quantised_scales(q->row_capacity) * sizeof(float);
+    size_t value_bytes = (size_t)q->row_capacity * q->columns * sizeof(float);
+    struct travelled t = {.row_bytes = (q->columns + 15) / 16 * 16 +
+                                       (groups * sizeof(float) + 15) / 16 * 16};
+    size_t bytes = q->row_capacity * t.row_bytes;
+    void *rows = device_alloc(bytes, 0xff), *scales = device_alloc(scale_bytes, 0xff);
+    void *values = device_alloc(value_bytes, 0xff);
+    r->q.row_bytes = (uint32_t)t.row_bytes;
+    r->q.quantised = rows;
+    r->q.values = NULL;
+    struct moe_cuda_unpack u = {.rows = rows,
+                                .row_bytes = r->q.row_bytes,
+                                .experts = q->experts,
+                                .row_capacity = q->row_capacity,
+                                .columns = q->columns,
+                                .start = q->start,
+                                .count = q->count,
+                                .whole_rows = q->whole_rows,
+                                .scales = scales};
+    ok(moe_cuda_quantise_enqueue(q, NULL));
+    ok(moe_cuda_unpack_enqueue(&u, NULL));
+    u.scales = NULL;
+    u.values = values;
+    ok(moe_cuda_unpack_enqueue(&u, NULL));
+    finish();
+    t.rows = to_host(rows, bytes);
+    t.scales = to_host(scales, scale_bytes);
+    t.values = to_host(values, value_bytes);
+    for (int i = 0; i < 3; i++)
+        assert_int_equal(cudaFree(i == 0 ? rows : i == 1 ? scales : values), cudaSuccess);
+    return t;
+}
+
+static void check_travelled(const struct rows *r, const struct results *want,
+                            const struct travelled *t)
+{
+    uint32_t columns = r->q.columns, stride = moe_cuda_quantised_stride(columns);
+    size_t steps = moe_cuda_quantised_steps(columns), groups = r->q.whole_rows ? 1 : steps;
+    assert_memory_equal(t->scales,
+                        want->bytes + moe_cuda_quantised_offset(r->q.row_capacity, columns),
+                        steps * moe_cuda_quantised_scales(r->q.row_capacity) * sizeof(float));
+    assert_memory_equal(t->values, want->values, want->value_bytes);
+    for (uint32_t row = 0; row < r->q.row_capacity; row++) {
+        const uint8_t *at = t->rows + row * t->row_bytes;
+        assert_memory_equal(at, want->bytes + (size_t)row * stride, stride);
+        for (size_t i = 0; i < groups; i++) {
+            float scale = scale_at(r, want, row, (uint32_t)i);
+            assert_memory_equal(at + stride + i * sizeof scale, &scale, sizeof scale);
+        }
+        for (size_t i = stride + groups * sizeof(float); i < t->row_bytes; i++)
+            assert_int_equal(at[i], has_row(r, row) ? 0 : 0xff);
+    }
+}
+
+static void rows_with_their_scales_unpack_to_the_same(void **state)
+{
+    (void)state;
+    for (uint32_t c = 0; c < 160; c++) {
+        struct rows r = random_rows((c & 1) != 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16, (c & 2) != 0,
+                                    (c & 4) != 0, (c & 8) != 0);
+        struct results out = quantise(&r);
+        struct travelled t = travel(&r);
+        check_travelled(&r, &out, &t);
+        free(out.bytes);
+        free(out.values);
+        free(t.rows);
+        free(t.scales);
+        free(t.values);
+        release(&r);
+    }
+}
+
 static void impossible_arguments_are_refused(void **state)
 {
     (void)state;
     struct rows r = random_rows(MOE_DTYPE_BF16, false, false, false);
-    struct moe_cuda_quantise wrong[] = {r.q, r.q, r.q};
+    struct moe_cuda_quantise wrong[] = {r.q, r.q, r.q, r.q};
     wrong[0].dtype = MOE_DTYPE_NONE;
     wrong[1].columns = 0;
     wrong[2].experts = 0;
+    wrong[3].row_bytes = 8;
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         struct moe_status st = moe_cuda_quantise_enqueue(&wrong[i], NULL);
         assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
@@ -235,6 +319,7 @@ int main(int argc, char **argv)
         return SKIP_CODE;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(rows_get_the_codes_and_scales_of_the_definition),
+        cmocka_unit_test(rows_with_their_scales_unpack_to_the_same),
         cmocka_unit_test(impossible_arguments_are_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

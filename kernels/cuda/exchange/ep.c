@@ -9,6 +9,7 @@
 #include "cuda/layer/ffn.h"
 #include "cuda/plan/limits.h"
 #include "cuda/plan/rows.h"
+#include "moe/row_format.h"
 
 #include <stdlib.h>
 
@@ -38,6 +39,7 @@ struct moe_cuda_ep {
     uint64_t *share_ready;
     uint32_t *start, *count, *row_of;
     struct moe_cuda_buffer rows, row_weight;
+    struct moe_cuda_buffer outgoing; /* this slot's rows, if they are quantised */
 };
 
 /* ------------------------------------------------------------------ tables */
@@ -111,6 +113,7 @@ void moe_cuda_ep_destroy(struct moe_cuda_ep *ep)
         moe_cuda_mem_free(device, MOE_MEM_DEVICE, *tables[i].at, tables[i].bytes);
     moe_cuda_buffer_free(device, &ep->rows);
     moe_cuda_buffer_free(device, &ep->row_weight);
+    moe_cuda_buffer_free(device, &ep->outgoing);
     free(ep);
 }
 
@@ -172,12 +175,27 @@ uint32_t moe_cuda_ep_max_rows(const struct moe_session *session, const struct mo
                              layer->local_experts);
 }
 
-/* Bytes of an arrived row. */
-static size_t row_bytes_of(const struct moe_layer *layer, enum moe_dtype dtype, bool x_dy_rows)
+size_t moe_cuda_ep_row_bytes(const struct moe_layer *layer, enum moe_dtype dtype, bool x_dy_rows)
+{
+    if (x_dy_rows)
+        return 2 * layer->spec.hidden * moe_dtype_bytes(dtype);
+    return moe_row_format(&layer->spec, dtype).bytes;
+}
+
+/* Bytes of the place of an arrived row. */
+static size_t row_room_of(const struct moe_layer *layer, enum moe_dtype dtype, bool x_dy_rows)
 {
     if (x_dy_rows)
         return 2 * layer->spec.hidden * moe_dtype_bytes(dtype);
     return moe_cuda_row_bytes(layer->spec.hidden, dtype, moe_cuda_ffn_out_dtype(layer, dtype));
+}
+
+/* Bytes of this slot's rows, if they are quantised. */
+static size_t outgoing_bytes_of(const struct moe_layer *layer, enum moe_dtype dtype,
+                                uint32_t bucket, bool x_dy_rows)
+{
+    const struct moe_row_format format = moe_row_format(&layer->spec, dtype);
+    return format.quantised && !x_dy_rows ? bucket * format.bytes : 0;
 }
 
 struct moe_status moe_cuda_ep_reserve(struct moe_session *session, struct moe_layer *layer,
@@ -188,8 +206,10 @@ struct moe_status moe_cuda_ep_reserve(struct moe_session *session, struct moe_la
     MOE_TRY(moe_cuda_ep_check(session, layer, dtype, bucket, tokens));
     size_t rows = moe_cuda_ep_max_rows(session, layer, bucket);
     MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->rows,
-                                    rows * row_bytes_of(layer, dtype, x_dy_rows)));
+                                    rows * row_room_of(layer, dtype, x_dy_rows)));
     MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->row_weight, rows * sizeof(float)));
+    MOE_TRY(moe_cuda_buffer_reserve(session->device, &ep->outgoing,
+                                    outgoing_bytes_of(layer, dtype, bucket, x_dy_rows)));
     if (session->net == NULL)
         return moe_ok();
     return moe_cuda_ep_net_reserve(session->ep_net, layer, dtype, bucket, x_dy_rows);
@@ -200,7 +220,8 @@ bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer 
 {
     const struct moe_cuda_ep *ep = session->ep;
     size_t rows = moe_cuda_ep_max_rows(session, layer, bucket);
-    return rows * row_bytes_of(layer, dtype, false) <= ep->rows.bytes &&
+    return rows * row_room_of(layer, dtype, false) <= ep->rows.bytes &&
+           outgoing_bytes_of(layer, dtype, bucket, false) <= ep->outgoing.bytes &&
            rows * sizeof(float) <= ep->row_weight.bytes &&
            (session->net == NULL || moe_cuda_ep_net_fits(session->ep_net, layer, dtype, bucket));
 }
@@ -229,6 +250,7 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
     const struct moe_layer *layer = b->layer;
     struct moe_cuda_pass *p = &ep->pass;
     uint32_t width = layer->spec.hidden * (b->x_dy_rows ? 2 : 1);
+    bool quantised = outgoing_bytes_of(layer, b->dtype, b->bucket, b->x_dy_rows) != 0;
     *p = (struct moe_cuda_pass){
         .layout = s->layout,
         .control = s->control,
@@ -243,9 +265,10 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .hidden = width,
         .entries = layer->placement.offset[layer->spec.experts],
         .dtype = b->dtype,
-        .row_bytes = (uint32_t)(width * moe_dtype_bytes(b->dtype)),
+        .row_bytes = (uint32_t)moe_cuda_ep_row_bytes(layer, b->dtype, b->x_dy_rows),
         .stride = moe_window_row_stride(width, b->dtype),
         .x = b->x,
+        .outgoing = quantised ? ep->outgoing.data : b->x,
         .ids = b->ids,
         .weights = b->weights,
         .token_state = b->token_state,
@@ -265,6 +288,15 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
         .row_capacity = moe_cuda_ep_max_rows(s, layer, b->bucket),
     };
     p->parts = parts_of(p);
+}
+
+struct moe_status moe_cuda_ep_quantise(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b,
+                                       cudaStream_t stream)
+{
+    if (outgoing_bytes_of(b->layer, b->dtype, b->bucket, b->x_dy_rows) == 0)
+        return moe_ok();
+    return moe_cuda_ffn_quantise_tokens(b->layer, b->dtype, b->params, b->bucket, b->x,
+                                        ep->outgoing.data, stream);
 }
 
 struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch)
@@ -330,6 +362,7 @@ struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *
                              .start = ep->start,
                              .count = ep->count,
                              .x = ep->pass.rows,
+                             .quantised = ep->pass.outgoing != ep->pass.x,
                              .weight = ep->pass.row_weight};
     if (ep->session->net != NULL)
         return ep->x_dy_rows ? moe_cuda_session_run(ep->session, dispatch_x_dy_rows, ep)
@@ -360,7 +393,6 @@ struct moe_status moe_cuda_ep_combine_gradients(struct moe_cuda_ep *ep, const fl
     struct moe_cuda_pass *p = &ep->pass;
     p->hidden = p->hidden / 2 + MOE_COMMON_TOP_K;
     p->dtype = MOE_DTYPE_F32;
-    p->row_bytes = p->hidden * (uint32_t)sizeof(float);
     p->stride = moe_window_row_stride(p->hidden, MOE_DTYPE_F32);
     struct moe_cuda_results results = {.expert_out = gradients, .dtype = MOE_DTYPE_F32};
     return moe_cuda_ep_combine(ep, &results, y, outcome, stream);
@@ -416,6 +448,7 @@ static struct moe_status enqueue_dispatch(void *ctx)
     moe_cuda_step_params_fill(batch->layer, batch->dtype, batch->bucket, part->tokens, &params);
     MOE_TRY(moe_cuda_mem_copy(s->device, s->ep->params, &params, sizeof params));
     MOE_TRY(moe_cuda_ep_count_step(s));
+    MOE_TRY(moe_cuda_ep_quantise(s->ep, batch, stream));
     MOE_TRY(moe_cuda_ep_prepare(s->ep, batch));
     return moe_cuda_ep_dispatch(s->ep, part->out, stream);
 }

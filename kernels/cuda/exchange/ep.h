@@ -83,6 +83,11 @@ bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer 
 uint32_t moe_cuda_ep_max_rows(const struct moe_session *session, const struct moe_layer *layer,
                               uint32_t bucket);
 
+/* Enqueues: quantises the rows of x, if they travel so (moe/row_format.h). Call it for each pass,
+ * after moe_cuda_ep_reserve. It needs no routing; dispatch must come after it in stream order, and
+ * over a network prepare too. The next one must come after dispatch. */
+struct moe_status moe_cuda_ep_quantise(struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch,
+                                       cudaStream_t stream) MOE_CHECKED;
 /* Sets up the pass; through windows, enqueues nothing yet. Call after moe_cuda_ep_reserve for this
  * shape, and after moe_cuda_ep_count_step. */
 struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep,

@@ -466,7 +466,7 @@ template <typename K> static uint32_t returners_of(const struct moe_cuda_pass *p
         const uint32_t all = 800 / ctas, fewest = 6, limit = 12;
         return all < fewest ? fewest : all < limit ? all : limit;
     }
-    return pass->row_bytes > 12000 ? 6 : 10;
+    return pass->hidden * sizeof(typename K::Element) > 12000 ? 6 : 10;
 }
 
 template <typename K>

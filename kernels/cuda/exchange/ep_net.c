@@ -148,21 +148,24 @@ void moe_cuda_ep_net_destroy(struct moe_cuda_ep_net *n)
     free(n);
 }
 
-/* Sizes of messages for passes of this shape. False if they exceed size_t. */
-static bool lay_out_regions(const struct moe_session *s, size_t hidden, size_t top_k,
-                            enum moe_dtype dtype, uint32_t bucket, bool x_dy_rows,
-                            struct moe_cuda_net_pass *p)
+/* Bytes of a token's sum on its way home. */
+static size_t sum_bytes(size_t hidden, enum moe_dtype dtype, bool x_dy_rows)
 {
-    size_t row = hidden * moe_dtype_bytes(dtype);
+    return x_dy_rows ? (hidden + MOE_COMMON_TOP_K) * sizeof(float)
+                     : hidden * moe_dtype_bytes(dtype);
+}
+
+/* Sizes of messages for passes with rows of `row` bytes and sums of `sum` bytes. False if they
+ * exceed size_t. */
+static bool lay_out_regions(const struct moe_session *s, size_t row, size_t sum, size_t top_k,
+                            uint32_t bucket, struct moe_cuda_net_pass *p)
+{
     size_t head = round_up(sizeof(struct moe_cuda_record) + top_k * sizeof(struct moe_cuda_route) +
                                s->relay.size * sizeof(uint32_t),
                            MOE_CUDA_TRAILER_BYTES);
-    size_t gradients = (hidden + (size_t)MOE_COMMON_TOP_K) * sizeof(float);
-    size_t partial = round_up(x_dy_rows ? gradients : row, MOE_CUDA_TRAILER_BYTES);
-    row = round_up(x_dy_rows ? 2 * row : row, MOE_CUDA_TRAILER_BYTES);
     p->record_head = (uint32_t)head;
-    p->partial = (uint32_t)partial;
-    p->record = (uint32_t)(head + row);
+    p->partial = (uint32_t)round_up(sum, MOE_CUDA_TRAILER_BYTES);
+    p->record = (uint32_t)(head + round_up(row, MOE_CUDA_TRAILER_BYTES));
     return moe_size_mul(bucket, p->record > p->partial ? p->record : p->partial, &p->region) &&
            moe_size_add(p->region, MOE_CUDA_TRAILER_BYTES, &p->region) &&
            moe_size_round_up(p->region, LINE, &p->region);
@@ -174,12 +177,13 @@ static bool lay_out_messages(const struct moe_session *s, const struct moe_layer
                              struct moe_cuda_net_pass *p, size_t *bytes)
 {
     size_t messages = s->relay.domains != 0 ? s->relay.domains : s->config.slots;
-    return lay_out_regions(s, layer->spec.hidden, layer->spec.router.top_k, dtype, bucket,
-                           x_dy_rows, p) &&
+    return lay_out_regions(s, moe_cuda_ep_row_bytes(layer, dtype, x_dy_rows),
+                           sum_bytes(layer->spec.hidden, dtype, x_dy_rows),
+                           layer->spec.router.top_k, bucket, p) &&
            moe_size_mul(p->region, 2 * messages, bytes);
 }
 
-/* Sizes only grow with those of the shape, so all passes fit. */
+/* Sizes only grow with those of the shape, and quantised rows are not longer, so all passes fit. */
 size_t moe_cuda_ep_net_shared_bytes(const struct moe_session *s)
 {
     const struct moe_session_config *c = &s->config;
@@ -187,8 +191,10 @@ size_t moe_cuda_ep_net_shared_bytes(const struct moe_session *s)
     size_t region = 0, bytes;
     for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++) {
         struct moe_cuda_net_pass p;
-        if (!lay_out_regions(s, c->max_hidden, c->max_top_k, dtypes[i],
-                             moe_session_max_tokens(c, dtypes[i]), c->training, &p))
+        size_t row = c->max_hidden * moe_dtype_bytes(dtypes[i]);
+        if (!lay_out_regions(s, c->training ? 2 * row : row,
+                             sum_bytes(c->max_hidden, dtypes[i], c->training), c->max_top_k,
+                             moe_session_max_tokens(c, dtypes[i]), &p))
             return SIZE_MAX; /* no device has it */
         region = p.region > region ? p.region : region;
     }

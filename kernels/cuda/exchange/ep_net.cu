@@ -212,8 +212,7 @@ __device__ static void pack_record(const struct moe_cuda_pass &p, const struct m
             static_cast<uint32_t>(id), n.position[pair], p.weights[pair]};
     if (lane == 0)
         *head = {t, choices, {0, 0}};
-    const uint8_t *x = static_cast<const uint8_t *>(p.x) + static_cast<size_t>(t) * p.row_bytes;
-    copy_row<Unit>(p, x, 1, record + n.record_head);
+    copy_row<Unit>(p, own_row(p, t), 1, record + n.record_head);
 }
 
 template <typename Unit>
@@ -281,8 +280,7 @@ __device__ static bool expand_own(const struct moe_cuda_pass &p, const struct mo
     struct moe_cuda_route route = {};
     if (here)
         route = {static_cast<uint32_t>(id), n.position[pair], p.weights[pair]};
-    const uint8_t *x = static_cast<const uint8_t *>(p.x) + static_cast<size_t>(t) * p.row_bytes;
-    return expand_row<Unit>(p, n, p.slot, t, here, route, x);
+    return expand_row<Unit>(p, n, p.slot, t, here, route, own_row(p, t));
 }
 
 template <typename Unit>

@@ -93,11 +93,6 @@ __device__ static void *target_row(const struct moe_cuda_pass &p, const struct a
                  : moe_window_row_of(&p.layout, window, p.slot, t, p.stride);
 }
 
-__device__ inline const void *own_row(const struct moe_cuda_pass &p, uint32_t t)
-{
-    return static_cast<const uint8_t *>(p.x) + static_cast<size_t>(t) * p.row_bytes;
-}
-
 /* -------------------------------------------------------------------- send */
 
 /* A lane's view of the last step's `done` flag of the slot with its number: rows of that step must

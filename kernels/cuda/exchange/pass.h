@@ -37,9 +37,10 @@ struct moe_cuda_pass {
     uint32_t bucket, top_k, experts, local_experts, hidden;
     uint32_t entries; /* of the placement: one per copy of an expert, on whatever slot */
     enum moe_dtype dtype;
-    uint32_t row_bytes; /* H elements */
-    size_t stride;      /* bytes between rows and between partials in windows */
-    const void *x;
+    uint32_t row_bytes;   /* of a row on its way to the experts */
+    size_t stride;        /* bytes between rows and between partials in windows */
+    const void *x;        /* [T, H] */
+    const void *outgoing; /* [T, row_bytes]: x, or its rows quantised */
     const int32_t *ids;
     const float *weights;
     const uint8_t *token_state;
@@ -56,7 +57,7 @@ struct moe_cuda_pass {
     uint32_t *start;   /* [local + 1] as in struct moe_rows */
     uint32_t *count;   /* [local] */
     uint32_t *row_of;  /* [slots][max_tokens][max_top_k] local row of each (source, t, k) */
-    void *rows;        /* [row_capacity, H] of the pass's dtype */
+    void *rows;        /* [row_capacity, row_bytes] */
     float *row_weight; /* [row_capacity] */
     uint32_t row_capacity;
 
@@ -71,6 +72,10 @@ struct moe_cuda_pass {
         *outcome; /* pinned: copy of the outcome at the end of combine, or NULL */
     struct moe_cuda_step_counts *counts; /* as in struct moe_cuda_batch */
 };
+
+/* Bytes of a row on its way to the experts: of the dtype, or as moe/row_format.h says. The only
+ * rule for it; whatever moves rows moves so many bytes. */
+size_t moe_cuda_ep_row_bytes(const struct moe_layer *layer, enum moe_dtype dtype, bool x_dy_rows);
 
 /* Each CTA uses a whole multiprocessor. At least two, and no more than the device has: all CTAs
  * must be resident in the end, or some would wait for rows that others cannot send. */

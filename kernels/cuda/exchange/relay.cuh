@@ -119,7 +119,7 @@ __device__ inline uint32_t *places_of(const struct moe_cuda_pass &p, struct moe_
 /* The widest unit that fits rows of this shape. */
 static inline uint32_t unit_bytes(const struct moe_cuda_pass *pass)
 {
-    uintptr_t all = pass->row_bytes | reinterpret_cast<uintptr_t>(pass->x) |
+    uintptr_t all = pass->row_bytes | reinterpret_cast<uintptr_t>(pass->outgoing) |
                     reinterpret_cast<uintptr_t>(pass->rows);
     return all % 16 == 0 ? 16 : all % 4 == 0 ? 4 : 2;
 }

@@ -35,6 +35,12 @@ __device__ inline bool token_counts(const struct moe_cuda_pass &p, uint32_t t)
     return p.token_state == nullptr || p.token_state[t] == MOE_TOKEN_OK;
 }
 
+/* The row of token t of this slot on its way to the experts. */
+__device__ inline const void *own_row(const struct moe_cuda_pass &p, uint32_t t)
+{
+    return static_cast<const uint8_t *>(p.outgoing) + static_cast<size_t>(t) * p.row_bytes;
+}
+
 /* Whether the sum of token t of this slot begins with its row of `base`. */
 __device__ inline bool has_base(const struct moe_cuda_pass &p, uint32_t t)
 {

@@ -91,10 +91,11 @@ moe_status check_shape(const moe_cuda_ggemm &g)
         (g.packing != MOE_CUDA_PACKING_NONE && (g.back || g.pre != nullptr)))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: packed weights have only products with W^T");
-    if (moe_cuda_packing_is_w8a8(g.packing) ? g.x_stride != 0
-                                            : g.out_activations != MOE_ACTIVATIONS_PLAIN)
+    if (moe_cuda_packing_is_w8a8(g.packing)
+            ? g.x_stride % 16 != 0
+            : g.x_scales != nullptr || g.out_activations != MOE_ACTIVATIONS_PLAIN)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
-                         "grouped GEMM: quantised rows have one layout, and W8A8 weights");
+                         "grouped GEMM: quantised rows are whole units, and for W8A8 weights");
     if (g.out_activations != MOE_ACTIVATIONS_PLAIN && (!g.gated || g.out_stride != 0))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: only gate and up leave quantised rows");

@@ -70,7 +70,9 @@ struct moe_cuda_ggemm {
     const uint32_t *start; /* [experts], at any row; W8A8: at multiples of 4 */
     const uint32_t *count; /* [experts] */
     const void *x;     /* bf16 [row_capacity, k]; W8A8: quantised, in the buffer of quantise.h */
-    uint32_t x_stride; /* elements from row to row, a multiple of 8; 0 = k. W8A8: 0 */
+    uint32_t x_stride; /* elements from row to row, a multiple of 8; 0 = k. W8A8: bytes, a multiple
+                          of 16; 0 = as in that buffer */
+    const float *x_scales; /* W8A8: the rows' scales, as in that buffer; NULL = behind x */
     /* Pointer in device memory to the weights' address; read when the kernel runs. */
     const struct moe_cuda_ggemm_weights *const *weights;
     bool has_bias;           /* the weights have biases */

@@ -16,16 +16,18 @@ enum result { PLAIN, GATED, QUANTISED, RESULTS };
 const kernel kernels[RESULTS] = {ggemm::w8a8_kernel<false, false>, ggemm::w8a8_kernel<true, false>,
                                  ggemm::w8a8_kernel<true, true>};
 
-moe_status describe_rows(const void *quantised, uint32_t row_capacity, ggemm::w8a8_params *p)
+moe_status describe_rows(const moe_cuda_ggemm &g, ggemm::w8a8_params *p)
 {
+    const uint32_t stride = g.x_stride != 0 ? g.x_stride : moe_cuda_quantised_stride(g.k);
+    const float *scales = g.x_scales;
+    if (scales == nullptr)
+        scales = reinterpret_cast<const float *>(static_cast<const uint8_t *>(g.x) +
+                                                 moe_cuda_quantised_offset(g.row_capacity, g.k));
     for (uint32_t i = 0; i < ggemm::W8A8_ROWS / ggemm::W8A8_ROW_STEP; i++)
-        MOE_TRY(tensor_map::of_bytes(&p->rows[i], quantised, row_capacity, p->k,
-                                     moe_cuda_quantised_stride(p->k),
+        MOE_TRY(tensor_map::of_bytes(&p->rows[i], g.x, g.row_capacity, g.k, stride,
                                      (i + 1) * ggemm::W8A8_ROW_STEP));
-    const auto *scales = reinterpret_cast<const float *>(
-        static_cast<const uint8_t *>(quantised) + moe_cuda_quantised_offset(row_capacity, p->k));
-    return tensor_map::of_pieces(&p->row_scales, scales, moe_cuda_quantised_steps(p->k),
-                                 moe_cuda_quantised_scales(row_capacity), ggemm::W8A8_ROWS);
+    return tensor_map::of_pieces(&p->row_scales, scales, moe_cuda_quantised_steps(g.k),
+                                 moe_cuda_quantised_scales(g.row_capacity), ggemm::W8A8_ROWS);
 }
 
 /* Where the codes and scales of hidden rows go. */
@@ -51,7 +53,7 @@ moe_status ggemm::launch_w8a8(const params &common, const moe_cuda_ggemm &g, uin
     p.packed_row_shift = packed::row_shift(g.packing);
     if (quantises)
         describe_hidden(g, &p);
-    MOE_TRY(describe_rows(g.x, g.row_capacity, &p));
+    MOE_TRY(describe_rows(g, &p));
     MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           int(sizeof(w8a8_shared)))));

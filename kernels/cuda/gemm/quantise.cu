@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Quantises rows; see quantise.h.
+/* Quantises rows, and unpacks rows that came quantised; see quantise.h.
  *
- * Blocks   256 threads, walk over the experts' rows. A thread has 8 columns at once, so 16 threads
- *          have a group of 128.
+ * Blocks   256 threads, walk over the experts' rows. A thread that quantises has 8 columns at once,
+ *          so 16 threads have a group of 128. A warp that unpacks scales has 32 rows.
  * Shared   4 KB: the experts' first tiles.
  *
  * Reading rows decides the time, so each thread loads all that it has of a tile first. */
@@ -32,7 +32,10 @@ struct quantise_params : ggemm::row_groups {
     moe_cuda_quantise q;
     uint8_t *codes;
     float *scales;
-    uint32_t code_stride, scale_stride;
+    size_t row_stride;            /* of codes, in bytes */
+    uint32_t code_end;            /* columns of codes, with padding */
+    uint32_t groups, scale_end;   /* scales of a row, and with padding */
+    size_t row_scale, step_scale; /* scales from row to row, and from step to step */
 };
 
 __device__ void load_wide(const __nv_bfloat16 *from, float (&v)[EACH])
@@ -90,8 +93,8 @@ __device__ void store_codes(const quantise_params &p, uint32_t row, uint32_t col
     for (uint32_t i = 0; i < 2; i++)
         word[i] = codes_of(v[4 * i], v[4 * i + 1], s) | codes_of(v[4 * i + 2], v[4 * i + 3], s)
                                                             << 16;
-    if (column < p.code_stride)
-        *reinterpret_cast<uint2 *>(p.codes + size_t(row) * p.code_stride + column) =
+    if (column < p.code_end)
+        *reinterpret_cast<uint2 *>(p.codes + row * p.row_stride + column) =
             make_uint2(word[0], word[1]);
 }
 
@@ -115,10 +118,10 @@ __device__ void store(const quantise_params &p, uint32_t row, uint32_t column,
         store_codes(p, row, column, v, s);
 }
 
-__device__ void store_scale(const quantise_params &p, uint32_t row, uint32_t step, group_scale s)
+__device__ void store_scale(const quantise_params &p, uint32_t row, uint32_t step, float scale)
 {
-    if (p.q.values == nullptr)
-        p.scales[size_t(step) * p.scale_stride + row] = s.scale;
+    if (p.q.values == nullptr && step < p.scale_end)
+        p.scales[row * p.row_scale + step * p.step_scale] = scale;
 }
 
 /* The largest of `width` neighbouring threads. */
@@ -158,8 +161,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_PROCESSOR)
             const group_scale s = scale_of(largest_of<GROUP_THREADS>(largest[i]), p.q.pow2);
             if (columns > 0)
                 store(p, row, at, v[i], s);
-            if (threadIdx.x % GROUP_THREADS == 0 && at < columns)
-                store_scale(p, row, at / GROUP, s);
+            if (threadIdx.x % GROUP_THREADS == 0 && columns > 0)
+                store_scale(p, row, at / GROUP, at < columns ? s.scale : 0.0f);
         }
     }
 }
@@ -184,8 +187,8 @@ __device__ void quantise_row(const quantise_params &p, uint32_t row, float weigh
         load<T>(p.q, row, first + threadIdx.x * EACH, p.q.columns, weight, v);
         store(p, row, first + threadIdx.x * EACH, v, s);
     }
-    for (uint32_t step = threadIdx.x; step * GROUP < p.q.columns; step += THREADS)
-        store_scale(p, row, step, s);
+    for (uint32_t step = threadIdx.x; step < p.scale_end; step += THREADS)
+        store_scale(p, row, step, step < p.groups ? s.scale : 0.0f);
 }
 
 /* Whole rows, one after the other. */
@@ -205,21 +208,118 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_PROCESSOR)
                         warps);
 }
 
+/* --------------------------------------------------------------------- unpacking */
+
+constexpr uint32_t UNPACK_ROWS = ggemm::WARP, UNPACK_STEPS = THREADS / ggemm::WARP * 4;
+
+struct unpack_params : ggemm::row_groups {
+    moe_cuda_unpack u;
+    uint32_t scales_at;  /* bytes of a row before its scales */
+    uint32_t step_scale; /* scales of the result from step to step */
+};
+
+__device__ const float *scales_of(const unpack_params &p, uint32_t row)
+{
+    return reinterpret_cast<const float *>(static_cast<const uint8_t *>(p.u.rows) +
+                                           size_t(row) * p.u.row_bytes + p.scales_at);
+}
+
+/* Lanes have 32 rows, warps four steps each. */
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_PROCESSOR)
+    unpack_scales(const __grid_constant__ unpack_params p)
+{
+    __shared__ uint32_t first[MOE_CUDA_MAX_EXPERTS + 1];
+    stamp_begin(p.u.began);
+    if (threadIdx.x < ggemm::WARP)
+        ggemm::list_tiles<UNPACK_ROWS, UNPACK_STEPS>(p, first);
+    __syncthreads();
+    const uint32_t r = threadIdx.x % ggemm::WARP, warp = threadIdx.x / ggemm::WARP;
+    ggemm::tile_walk<UNPACK_ROWS, UNPACK_STEPS> tile(p, first);
+    while (tile.next()) {
+        const uint32_t row = tile.row + r, step = tile.weight_row + warp * 4;
+        if (r >= tile.rows || step >= p.n)
+            continue;
+        const float4 four =
+            *reinterpret_cast<const float4 *>(scales_of(p, row) + (p.u.whole_rows ? 0 : step));
+        const float scale[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++)
+            if (step + i < p.n)
+                p.u.scales[size_t(step + i) * p.step_scale + row] =
+                    p.u.whole_rows ? scale[0] : scale[i];
+    }
+}
+
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_PROCESSOR)
+    unpack_values(const __grid_constant__ unpack_params p)
+{
+    __shared__ uint32_t first[MOE_CUDA_MAX_EXPERTS + 1];
+    stamp_begin(p.u.began);
+    if (threadIdx.x < ggemm::WARP)
+        ggemm::list_tiles<1, UNPACK_STEPS>(p, first);
+    __syncthreads();
+    ggemm::tile_walk<1, UNPACK_STEPS> tile(p, first);
+    while (tile.next()) {
+        const uint8_t *codes =
+            static_cast<const uint8_t *>(p.u.rows) + size_t(tile.row) * p.u.row_bytes;
+        const float *scales = scales_of(p, tile.row);
+        const uint32_t end = min(p.u.columns, (tile.weight_row + UNPACK_STEPS) * GROUP);
+        for (uint32_t c = tile.weight_row * GROUP + threadIdx.x; c < end; c += THREADS)
+            p.u.values[size_t(tile.row) * p.u.columns + c] =
+                value_of(codes[c]) * scales[p.u.whole_rows ? 0 : c / GROUP];
+    }
+}
+
+/* --------------------------------------------------------------------- launches */
+
 typedef void (*kernel)(const quantise_params);
 
 /* [of F32][whole rows] */
 const kernel kernels[2][2] = {{quantise_groups<__nv_bfloat16>, quantise_rows<__nv_bfloat16>},
                               {quantise_groups<float>, quantise_rows<float>}};
 
-moe_status check(const moe_cuda_quantise &q)
+/* Where codes and scales go: into the buffer, or each row's together. */
+void place_codes(const moe_cuda_quantise &q, quantise_params *p)
 {
-    if ((q.dtype != MOE_DTYPE_BF16 && q.dtype != MOE_DTYPE_F32) || q.experts == 0 ||
-        q.experts > MOE_CUDA_MAX_EXPERTS || q.row_capacity == 0 || q.columns == 0 ||
-        q.columns > UINT32_MAX / 4)
+    const bool rows = q.row_bytes != 0;
+    p->codes = static_cast<uint8_t *>(q.quantised);
+    p->code_end = moe_cuda_quantised_stride(q.columns);
+    p->row_stride = rows ? q.row_bytes : p->code_end;
+    p->groups = rows && q.whole_rows ? 1 : moe_cuda_quantised_steps(q.columns);
+    p->scale_end = rows ? (q.row_bytes - p->code_end) / uint32_t(sizeof(float)) : p->groups;
+    p->row_scale = rows ? q.row_bytes / sizeof(float) : 1;
+    p->step_scale = rows ? 1 : moe_cuda_quantised_scales(q.row_capacity);
+    if (p->codes != nullptr)
+        p->scales = reinterpret_cast<float *>(
+            p->codes + (rows ? p->code_end : moe_cuda_quantised_offset(q.row_capacity, q.columns)));
+}
+
+moe_status check_range(uint32_t experts, uint32_t row_capacity, uint32_t columns)
+{
+    if (experts == 0 || experts > MOE_CUDA_MAX_EXPERTS || row_capacity == 0 || columns == 0 ||
+        columns > UINT32_MAX / 4)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
-                         "quantising %u rows of %u columns, %u experts: out of range",
-                         q.row_capacity, q.columns, q.experts);
+                         "quantised: %u rows of %u columns, %u experts: out of range", row_capacity,
+                         columns, experts);
     return moe_ok();
+}
+
+/* Rows of moe/row_format.h have these bytes. */
+moe_status check_row_bytes(uint32_t row_bytes, uint32_t columns, bool whole_rows)
+{
+    const uint32_t groups = whole_rows ? 1 : moe_cuda_quantised_steps(columns);
+    const uint32_t want = moe_cuda_quantised_stride(columns) +
+                          moe_cuda_quantised_stride(groups * uint32_t(sizeof(float)));
+    if (row_bytes != want)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "quantised rows of %u columns have %u bytes, not %u", columns, want,
+                         row_bytes);
+    return moe_ok();
+}
+
+uint32_t blocks_on(uint32_t processors, uint32_t all)
+{
+    return (processors == 0 || processors > all ? all : processors) * BLOCKS_PER_PROCESSOR;
 }
 
 } // namespace
@@ -227,7 +327,12 @@ moe_status check(const moe_cuda_quantise &q)
 extern "C" moe_status moe_cuda_quantise_enqueue(const moe_cuda_quantise *q, CUstream_st *stream)
 {
     int major, processors;
-    MOE_TRY(check(*q));
+    if (q->dtype != MOE_DTYPE_BF16 && q->dtype != MOE_DTYPE_F32)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_DTYPE_UNSUPPORTED,
+                         "quantising rows of dtype %d", int(q->dtype));
+    MOE_TRY(check_range(q->experts, q->row_capacity, q->columns));
+    if (q->row_bytes != 0)
+        MOE_TRY(check_row_bytes(q->row_bytes, q->columns, q->whole_rows));
     MOE_TRY(tensor_map::read_device(&major, &processors));
     quantise_params p = {};
     p.start = q->start;
@@ -235,20 +340,36 @@ extern "C" moe_status moe_cuda_quantise_enqueue(const moe_cuda_quantise *q, CUst
     p.experts = q->experts;
     p.n = q->whole_rows ? 1 : moe_cuda_quantised_steps(q->columns);
     p.q = *q;
-    p.codes = static_cast<uint8_t *>(q->quantised);
-    p.code_stride = moe_cuda_quantised_stride(q->columns);
-    p.scale_stride = moe_cuda_quantised_scales(q->row_capacity);
-    if (p.codes != nullptr)
-        p.scales = reinterpret_cast<float *>(
-            p.codes + moe_cuda_quantised_offset(q->row_capacity, q->columns));
-    const uint32_t all = uint32_t(processors);
-    const uint32_t used = q->processors == 0 || q->processors > all ? all : q->processors;
+    place_codes(*q, &p);
     const kernel run = kernels[q->dtype == MOE_DTYPE_F32][q->whole_rows];
-    run<<<used * BLOCKS_PER_PROCESSOR, THREADS, 0, stream>>>(p);
+    run<<<blocks_on(q->processors, uint32_t(processors)), THREADS, 0, stream>>>(p);
     return MOE_LAUNCHED("quantising rows");
+}
+
+extern "C" moe_status moe_cuda_unpack_enqueue(const moe_cuda_unpack *u, CUstream_st *stream)
+{
+    int major, processors;
+    MOE_TRY(check_range(u->experts, u->row_capacity, u->columns));
+    MOE_TRY(check_row_bytes(u->row_bytes, u->columns, u->whole_rows));
+    MOE_TRY(tensor_map::read_device(&major, &processors));
+    unpack_params p = {};
+    p.start = u->start;
+    p.count = u->count;
+    p.experts = u->experts;
+    p.n = moe_cuda_quantised_steps(u->columns);
+    p.u = *u;
+    p.scales_at = moe_cuda_quantised_stride(u->columns);
+    p.step_scale = moe_cuda_quantised_scales(u->row_capacity);
+    const uint32_t blocks = blocks_on(0, uint32_t(processors));
+    if (u->values != nullptr)
+        unpack_values<<<blocks, THREADS, 0, stream>>>(p);
+    else
+        unpack_scales<<<blocks, THREADS, 0, stream>>>(p);
+    return MOE_LAUNCHED("unpacking rows");
 }
 
 extern "C" moe_status moe_cuda_load_quantise(void)
 {
-    return moe_cuda_load(kernels[0][0], kernels[0][1], kernels[1][0], kernels[1][1]);
+    return moe_cuda_load(kernels[0][0], kernels[0][1], kernels[1][0], kernels[1][1], unpack_scales,
+                         unpack_values);
 }

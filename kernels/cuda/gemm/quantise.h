@@ -3,7 +3,10 @@
  *
  * Quantised rows lie in one buffer: E4M3 [row_capacity, columns], with rows at multiples of 16
  * bytes, and then fp32 scales [steps of 128 columns, row_capacity rounded up to 4]. The scale of a
- * whole row is stored for each of its steps, so that products know one layout. */
+ * whole row is stored for each of its steps, so that products know one layout.
+ *
+ * Rows on their way to experts have another layout (moe/row_format.h): the scales of a row follow
+ * its codes. Products read such codes where they are, and a copy of the scales in this layout. */
 #ifndef MOE_CUDA_QUANTISE_H
 #define MOE_CUDA_QUANTISE_H
 
@@ -63,6 +66,7 @@ struct moe_cuda_quantise {
     bool whole_rows;               /* one group is a row, not 128 columns of it */
     bool pow2;                     /* scales are rounded up to powers of two */
     void *quantised;               /* the buffer, or NULL */
+    uint32_t row_bytes; /* not 0: `quantised` are rows of moe/row_format.h with so many bytes */
     float *values;   /* instead of it: [row_capacity, columns] quantised value * scale, for products
                         in fp32 */
     uint64_t *began; /* receives the kernel's start time (stamp.cuh), or NULL */
@@ -73,6 +77,24 @@ struct moe_cuda_quantise {
  * MOE_INVALID_ARGUMENT (dtype, or a size of 0), MOE_INTERNAL (the launch was refused). */
 struct moe_status moe_cuda_quantise_enqueue(const struct moe_cuda_quantise *q,
                                             struct CUstream_st *stream) MOE_CHECKED;
+
+/* Rows of moe/row_format.h, for products. Pointers as above. */
+struct moe_cuda_unpack {
+    const void *rows;   /* [row_capacity, row_bytes] */
+    uint32_t row_bytes; /* a multiple of 16 */
+    uint32_t experts;   /* 1.. MOE_CUDA_MAX_EXPERTS */
+    uint32_t row_capacity, columns;
+    const uint32_t *start, *count; /* [experts] rows to unpack */
+    bool whole_rows;               /* a row has one scale */
+    float *scales;                 /* as in the buffer above, or NULL */
+    float *values;   /* instead of them: [row_capacity, columns] value * scale, for products in
+                        fp32 */
+    uint64_t *began; /* receives the kernel's start time (stamp.cuh), or NULL */
+};
+
+/* Enqueues one kernel; capturable. Other rows of the result are not written. Errors as above. */
+struct moe_status moe_cuda_unpack_enqueue(const struct moe_cuda_unpack *u,
+                                          struct CUstream_st *stream) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

@@ -6,6 +6,7 @@
 #include "cuda/gemm/ggemm_cublas.h"
 #include "cuda/gemm/quantise.h"
 #include "cuda/layer/ffn_exact.h"
+#include "moe/row_format.h"
 
 /* ---------------------------------------------------------------------- choice */
 
@@ -105,14 +106,24 @@ static struct moe_status multiply(const struct moe_layer *layer, const struct mo
                           : moe_cuda_ggemm_enqueue(g, stream);
 }
 
+/* Whether the routed experts' rows come quantised: gate and up need only room for their scales. */
+static bool rows_come_quantised(const struct moe_layer *layer, enum moe_dtype dtype)
+{
+    return moe_row_format(&layer->spec, dtype).quantised;
+}
+
 /* Scratch of one product with a result of this dtype, for tokens of `dtype`. */
 static size_t product_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
                             enum moe_cuda_matrices which, enum moe_dtype out_dtype, uint32_t rows)
 {
     uint32_t columns = layer->desc.matrix[which].columns;
+    if (is_w8a8(layer, which) && !on_tensor_cores(layer, dtype, which))
+        return (size_t)rows * columns * sizeof(float);
     if (is_w8a8(layer, which))
-        return on_tensor_cores(layer, dtype, which) ? moe_cuda_quantised_bytes(rows, columns)
-                                                    : (size_t)rows * columns * sizeof(float);
+        return moe_cuda_quantised_bytes(rows, columns) -
+               (which == MOE_CUDA_GATE_UP && rows_come_quantised(layer, dtype)
+                    ? moe_cuda_quantised_offset(rows, columns)
+                    : 0);
     if (dtype != MOE_DTYPE_BF16 || layer->device->cublas == NULL || !layer->desc.served[which] ||
         rows == 0)
         return 0;
@@ -129,6 +140,8 @@ static size_t larger(size_t a, size_t b)
 /* What a product multiplies. */
 struct product_rows {
     const void *x;
+    uint32_t stride;     /* of quantised rows, in bytes, or 0 */
+    const float *scales; /* of rows with that stride */
     enum moe_dtype dtype;
     const float *weight; /* of the rows, or NULL */
     uint64_t *began;     /* for the first kernel */
@@ -180,6 +193,53 @@ static struct moe_cuda_quantise shared_rows(const struct moe_cuda_shared *s)
                                       .processors = s->processors};
 }
 
+struct moe_status moe_cuda_ffn_quantise_tokens(const struct moe_layer *layer, enum moe_dtype dtype,
+                                               const struct moe_cuda_step_params *params,
+                                               uint32_t capacity, const void *x, void *to,
+                                               cudaStream_t stream)
+{
+    const struct moe_weight_format *f = &layer->spec.routed_format;
+    const struct moe_row_format format = moe_row_format(&layer->spec, dtype);
+    struct moe_cuda_quantise q = {.dtype = dtype,
+                                  .x = x,
+                                  .experts = 1,
+                                  .row_capacity = capacity,
+                                  .columns = moe_expert_width(&layer->spec),
+                                  .start = &params->first,
+                                  .count = &params->tokens,
+                                  .whole_rows = f->block_columns == 0,
+                                  .pow2 = f->activations == MOE_ACTIVATIONS_F8_POW2,
+                                  .quantised = to,
+                                  .row_bytes = (uint32_t)format.bytes};
+    return moe_cuda_quantise_enqueue(&q, stream);
+}
+
+/* The same for rows that were quantised on their tokens' slots. */
+static struct moe_status unpack_rows(const struct moe_layer *layer, bool tensor_cores,
+                                     const struct moe_cuda_batch_rows *b, struct product_rows *in,
+                                     cudaStream_t stream)
+{
+    const struct moe_row_format format = moe_row_format(&layer->spec, in->dtype);
+    struct moe_cuda_unpack u = {.rows = in->x,
+                                .row_bytes = (uint32_t)format.bytes,
+                                .experts = b->rows.local_experts,
+                                .row_capacity = b->capacity,
+                                .columns = layer->desc.matrix[MOE_CUDA_GATE_UP].columns,
+                                .start = b->rows.start,
+                                .count = b->rows.count,
+                                .whole_rows = layer->spec.routed_format.block_columns == 0,
+                                .began = in->began};
+    in->began = NULL;
+    if (tensor_cores) {
+        in->stride = u.row_bytes;
+        in->scales = u.scales = b->scratch;
+    } else {
+        in->x = u.values = b->scratch;
+        in->dtype = MOE_DTYPE_F32;
+    }
+    return moe_cuda_unpack_enqueue(&u, stream);
+}
+
 /* Common arguments of the routed experts' two products. */
 static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
                                       const struct moe_cuda_batch_rows *b,
@@ -196,6 +256,8 @@ static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
                                    .start = b->rows.start,
                                    .count = b->rows.count,
                                    .x = in->x,
+                                   .x_stride = in->stride,
+                                   .x_scales = in->scales,
                                    .weights = &b->params->weights[which],
                                    .row_weight = in->weight,
                                    .began = in->began,
@@ -224,9 +286,17 @@ struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_d
     if (b->rows.local_experts == 0 || b->capacity == 0)
         return moe_ok();
     bool tensor_cores = on_tensor_cores(layer, dtype, MOE_CUDA_GATE_UP);
-    struct product_rows in = {b->rows.x, dtype, b->rows.weight, began_of(b, MOE_STAGE_GEMM1)};
-    MOE_TRY(quantise_rows(layer, MOE_CUDA_GATE_UP, tensor_cores, routed_rows(b), b->scratch, &in,
-                          stream));
+    if (b->rows.quantised != rows_come_quantised(layer, dtype))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "rows for layer %u are %squantised", layer->spec.layer,
+                         b->rows.quantised ? "" : "not ");
+    struct product_rows in = {.x = b->rows.x,
+                              .dtype = dtype,
+                              .weight = b->rows.weight,
+                              .began = began_of(b, MOE_STAGE_GEMM1)};
+    MOE_TRY(b->rows.quantised ? unpack_rows(layer, tensor_cores, b, &in, stream)
+                              : quantise_rows(layer, MOE_CUDA_GATE_UP, tensor_cores, routed_rows(b),
+                                              b->scratch, &in, stream));
     if (!tensor_cores) {
         struct moe_cuda_exact exact = {.layer = layer,
                                        .params = b->params,
@@ -257,8 +327,10 @@ struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer, enum moe_dtyp
     if (b->rows.local_experts == 0 || b->capacity == 0)
         return moe_ok();
     bool tensor_cores = on_tensor_cores(layer, dtype, MOE_CUDA_DOWN);
-    struct product_rows in = {hidden, hidden_dtype(layer, dtype, MOE_CUDA_DOWN), b->rows.weight,
-                              began_of(b, MOE_STAGE_GEMM2)};
+    struct product_rows in = {.x = hidden,
+                              .dtype = hidden_dtype(layer, dtype, MOE_CUDA_DOWN),
+                              .weight = b->rows.weight,
+                              .began = began_of(b, MOE_STAGE_GEMM2)};
     if (b->part || !quantises_hidden(layer, dtype, MOE_CUDA_DOWN))
         MOE_TRY(quantise_rows(layer, MOE_CUDA_DOWN, tensor_cores, routed_rows(b), b->scratch, &in,
                               stream));
@@ -374,7 +446,7 @@ static struct moe_status shared_exactly(const struct moe_layer *layer,
                                         const struct shared_scratch *at, struct product_rows in,
                                         cudaStream_t stream)
 {
-    struct product_rows hidden = {at->hidden, MOE_DTYPE_F32, in.weight, NULL};
+    struct product_rows hidden = {.x = at->hidden, .dtype = MOE_DTYPE_F32, .weight = in.weight};
     MOE_TRY(quantise_rows(layer, MOE_CUDA_SHARED_GATE_UP, false, shared_rows(s), at->product, &in,
                           stream));
     struct moe_cuda_exact up = {.layer = layer,
@@ -400,7 +472,7 @@ struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
                                       const struct moe_cuda_shared *s, cudaStream_t stream)
 {
     struct shared_scratch at = lay_out_shared(layer, s);
-    struct product_rows x = {s->x, s->dtype, NULL, s->began};
+    struct product_rows x = {.x = s->x, .dtype = s->dtype, .began = s->began};
     if (layer->spec.shared_gated) {
         MOE_TRY(moe_cuda_shared_weights(layer, s->params, s->dtype, s->capacity, s->x, at.weight,
                                         x.began, stream));
@@ -409,8 +481,9 @@ struct moe_status moe_cuda_ffn_shared(const struct moe_layer *layer,
     }
     if (!shared_on_tensor_cores(layer, s->dtype))
         return shared_exactly(layer, s, &at, x, stream);
-    struct product_rows hidden = {at.hidden, hidden_dtype(layer, s->dtype, MOE_CUDA_SHARED_DOWN),
-                                  x.weight, NULL};
+    struct product_rows hidden = {.x = at.hidden,
+                                  .dtype = hidden_dtype(layer, s->dtype, MOE_CUDA_SHARED_DOWN),
+                                  .weight = x.weight};
     MOE_TRY(
         shared_product(layer, s, &at, MOE_CUDA_SHARED_GATE_UP, x, hidden.dtype, at.hidden, stream));
     return shared_product(layer, s, &at, MOE_CUDA_SHARED_DOWN, hidden, MOE_DTYPE_F32, s->out,

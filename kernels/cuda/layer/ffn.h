@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The experts' feed-forward networks on a GPU. Calls enqueue and never wait; counts are in device
  * memory only. They use the tensor-core grouped GEMM (ggemm.h) if dtype, shape and device allow,
- * and exact fp32 (ffn_exact.h) otherwise. Weights in W8A8 multiply rows that
- * are quantised first (quantise.h), in both cases. */
+ * and exact fp32 (ffn_exact.h) otherwise. Weights in W8A8 multiply quantised
+ * rows (quantise.h) in both cases; those for gate and up come so (moe/row_format.h), except with
+ * input weighting. */
 #ifndef MOE_CUDA_FFN_H
 #define MOE_CUDA_FFN_H
 
@@ -29,7 +30,8 @@ struct moe_cuda_batch_rows {
 };
 
 /* Scratch bytes of one product of the routed experts for `capacity` rows. Successive products may
- * share it. With Hopper's kernels only W8A8 needs some: the quantised rows. */
+ * share it. With Hopper's kernels only W8A8 needs some: for rows that it quantises, or for the
+ * scales of rows that come quantised. */
 size_t moe_cuda_ffn_scratch_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
                                   uint32_t capacity);
 
@@ -37,6 +39,13 @@ size_t moe_cuda_ffn_scratch_bytes(const struct moe_layer *layer, enum moe_dtype 
  * quantised if down multiplies groups of 128 quantised columns, else F32. */
 size_t moe_cuda_ffn_hidden_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
                                  uint32_t capacity);
+
+/* Quantises the step's tokens x [T, W] for their way to the routed experts, to rows of
+ * moe/row_format.h at `to`. Only if the layer's rows travel so. `capacity` is at least T. */
+struct moe_status moe_cuda_ffn_quantise_tokens(const struct moe_layer *layer, enum moe_dtype dtype,
+                                               const struct moe_cuda_step_params *params,
+                                               uint32_t capacity, const void *x, void *to,
+                                               cudaStream_t stream) MOE_CHECKED;
 
 /* hidden [capacity, I], by the formulas of moe_backend.gemm_gate_up. */
 struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_dtype dtype,

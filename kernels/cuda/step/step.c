@@ -26,6 +26,7 @@
 #include "cuda/router/router.h"
 #include "cuda/step/retain.h"
 #include "cuda/step/step_slots.h"
+#include "moe/row_format.h"
 
 #include <time.h>
 
@@ -201,17 +202,43 @@ static struct moe_status capture_shared(const struct shape *shape, struct moe_st
     return moe_cuda_ffn_shared(shape->layer, &shared, stream);
 }
 
-/* The same on the side stream, which forks from `stream` here. */
-static struct moe_status fork_shared(const struct shape *shape, struct moe_step *step,
-                                     cudaStream_t stream, float *base)
+/* Whether the rows for the experts are quantised while the router works, which does not need them.
+ * Not if a step is not captured. */
+static bool quantises_on_side_stream(const struct shape *shape)
+{
+    return moe_row_format(&shape->layer->spec, shape->dtype).quantised &&
+           shape->steps->session->net == NULL;
+}
+
+/* The side stream forks from `stream` here. It quantises the rows, and runs the shared expert. */
+static struct moe_status fork_side_stream(const struct shape *shape, struct moe_step *step,
+                                          const struct moe_cuda_batch *batch, cudaStream_t stream,
+                                          float *base)
 {
     const struct moe_cuda_steps *steps = shape->steps;
-    if (!runs_on_side_stream(shape))
+    const bool quantises = quantises_on_side_stream(shape), shared = runs_on_side_stream(shape);
+    if (!quantises)
+        MOE_TRY(moe_cuda_ep_quantise(steps->session->ep, batch, stream));
+    if (!quantises && !shared)
         return moe_ok();
     MOE_TRY(MOE_CUDA(cudaEventRecord(steps->fork_event, stream)));
     MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(steps->side_stream, steps->fork_event, 0)));
+    if (quantises) {
+        MOE_TRY(moe_cuda_ep_quantise(steps->session->ep, batch, steps->side_stream));
+        MOE_TRY(MOE_CUDA(cudaEventRecord(steps->rows_event, steps->side_stream)));
+    }
+    if (!shared)
+        return moe_ok();
     MOE_TRY(capture_shared(shape, step, steps->side_stream, base));
     return MOE_CUDA(cudaEventRecord(steps->join_event, steps->side_stream));
+}
+
+/* Makes dispatch wait for quantised rows. */
+static struct moe_status join_rows(const struct shape *shape, cudaStream_t stream)
+{
+    return quantises_on_side_stream(shape)
+               ? MOE_CUDA(cudaStreamWaitEvent(stream, shape->steps->rows_event, 0))
+               : moe_ok();
 }
 
 /* Makes work that follows on `stream` wait for `base`. */
@@ -251,8 +278,9 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
                                     .slots = s->joined_slots,
                                     .scratch = scratch(steps, steps->at.products),
                                     .retains = shape->retains};
-    MOE_TRY(fork_shared(shape, step, stream, base));
+    MOE_TRY(fork_side_stream(shape, step, &batch, stream, base));
     MOE_TRY(capture_router(shape, step, stream));
+    MOE_TRY(join_rows(shape, stream));
     next_range("prepare");
     MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
     next_range("dispatch");

@@ -41,6 +41,7 @@ static struct moe_status create_side_stream(struct moe_cuda_steps *steps)
 {
     MOE_TRY(MOE_CUDA(cudaStreamCreateWithFlags(&steps->side_stream, cudaStreamNonBlocking)));
     MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&steps->fork_event, cudaEventDisableTiming)));
+    MOE_TRY(MOE_CUDA(cudaEventCreateWithFlags(&steps->rows_event, cudaEventDisableTiming)));
     return MOE_CUDA(cudaEventCreateWithFlags(&steps->join_event, cudaEventDisableTiming));
 }
 
@@ -110,6 +111,7 @@ void moe_cuda_steps_destroy(struct moe_cuda_steps *steps)
     moe_cuda_step_slots_wait(device);
     moe_cuda_graphs_close(&steps->graphs);
     destroy_event(steps->fork_event);
+    destroy_event(steps->rows_event);
     destroy_event(steps->join_event);
     if (steps->side_stream != NULL)
         (void)cudaStreamDestroy(steps->side_stream);

@@ -85,9 +85,10 @@ struct moe_cuda_steps {
     struct moe_cuda_step_scratch at; /* of the step that is being enqueued */
     struct moe_cuda_graphs graphs;
     uint64_t buffers_moved; /* the device's figure when the graphs were made */
-    /* While capturing: the stream of the shared expert's kernels, and where it forks and joins. */
+    /* While capturing: the stream of kernels that need no routing, where it forks, where it has
+     * quantised the rows, and where it joins with the shared expert's result. */
     cudaStream_t side_stream;
-    cudaEvent_t fork_event, join_event;
+    cudaEvent_t fork_event, rows_event, join_event;
 };
 
 /* Takes a free step slot, the caller's until moe_cuda_step_slot_give.
