@@ -2,13 +2,15 @@
 /* Speed of dispatch and combine between GPUs with given routing: the cost of the links and the row
  * moves of one layer, without router and experts.
  *
- *   ep_bench [SLOTS [TRANSPORT [PROCESSORS]]]
+ *   ep_bench [SLOTS [TRANSPORT [PROCESSORS [ROWS [SHAPES]]]]]
  *
  * Forks one process per GPU. It first checks each shape: each expert multiplies by a different
  * number, so y must be x * sum of weight * number. Then it captures ten passes into a graph and
- * replays it. It prints the median replay of the slowest slot, divided by ten, for whole passes and
- * without combine. PROCESSORS: limit of multiprocessors for either kernel; one number for all
- * slots, or several with commas, for slots in turn (0 = all). */
+ * replays it. It prints the median replay of the slowest slot, divided by ten, for dispatch alone,
+ * with quantising the rows before it, and for whole passes. PROCESSORS: limit of multiprocessors
+ * for either kernel; one number for all slots, or several with commas, for slots in turn (0 = all).
+ * ROWS: bf16, or fp8: experts are in W8A8, and rows travel as moe/row_format.h says. SHAPES: only
+ * those with names that begin so. */
 extern "C" {
 #include "group.h"
 }
@@ -19,6 +21,8 @@ extern "C" {
 #include "cuda/step/join.h"
 #include "cuda/step/open.h"
 #include "cuda/step/step.h"
+#include "moe/numbers.h"
+#include "moe/row_format.h"
 
 #include <algorithm>
 #include <cmath>
@@ -26,12 +30,15 @@ extern "C" {
 #include <cstdlib>
 #include <cstring>
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 #include <vector>
 
 namespace
 {
 
 const char *processors = "0"; /* as in the argument */
+bool fp8 = false;
+const char *only = "";
 
 constexpr uint32_t PASSES = 10, REPLAYS = 25, WARM_UP = 5, INNER = 8;
 
@@ -42,8 +49,9 @@ struct shape {
 
 const shape shapes[] = {
     {"H7168 K8 E256", 7168, 8, 256, 4096}, {"H7168 K8 E256", 7168, 8, 256, 512},
-    {"H7168 K8 E256", 7168, 8, 256, 128},  {"H2048 K8 E128", 2048, 8, 128, 4096},
-    {"H2048 K8 E128", 2048, 8, 128, 128},  {"H4096 K2 E8", 4096, 2, 8, 4096},
+    {"H7168 K8 E256", 7168, 8, 256, 128},  {"H7168 K8 E256", 7168, 8, 256, 32},
+    {"H2048 K8 E128", 2048, 8, 128, 4096}, {"H2048 K8 E128", 2048, 8, 128, 128},
+    {"H2048 K8 E128", 2048, 8, 128, 32},   {"H4096 K2 E8", 4096, 2, 8, 4096},
 };
 
 void require(struct moe_status st)
@@ -68,17 +76,29 @@ float number_of(uint32_t expert)
     return 0.5f + static_cast<float>(expert % 13) / 16.0f;
 }
 
-__global__ void expert_kernel(const struct moe_rows rows, uint32_t hidden, __nv_bfloat16 *out)
+/* Column h of an arrived row. */
+__device__ float value_at(const struct moe_rows &rows, const struct moe_row_format &format,
+                          size_t row, uint32_t h)
+{
+    const uint8_t *at = static_cast<const uint8_t *>(rows.x) + row * format.bytes;
+    if (!rows.quantised)
+        return __bfloat162float(reinterpret_cast<const __nv_bfloat16 *>(at)[h]);
+    const float *scale = reinterpret_cast<const float *>(at + format.scales_at);
+    const __half value = __half(__nv_cvt_fp8_to_halfraw(at[h], __NV_E4M3));
+    return __half2float(value) * scale[h / format.group];
+}
+
+__global__ void expert_kernel(const struct moe_rows rows, const struct moe_row_format format,
+                              uint32_t hidden, __nv_bfloat16 *out)
 {
     for (uint32_t l = 0; l < rows.local_experts; l++) {
         uint32_t e = rows.expert[l];
         float number = 0.5f + static_cast<float>(e % 13) / 16.0f;
         for (uint32_t i = blockIdx.x; i < rows.count[l]; i += gridDim.x) {
             size_t row = rows.start[l] + i;
-            const unsigned short *x = static_cast<const unsigned short *>(rows.x) + row * hidden;
             for (uint32_t h = threadIdx.x; h < hidden; h += blockDim.x)
-                out[row * hidden + h] = __float2bfloat16_rn(
-                    rows.weight[row] * number * __uint_as_float(static_cast<uint32_t>(x[h]) << 16));
+                out[row * hidden + h] =
+                    __float2bfloat16_rn(rows.weight[row] * number * value_at(rows, format, row, h));
         }
     }
 }
@@ -90,7 +110,9 @@ struct bench {
     struct moe_session *session;
     struct moe_layer *layer;
     shape s;
+    struct moe_row_format format;
     std::vector<uint16_t> x;
+    std::vector<float> arrives; /* the values of x that experts get */
     std::vector<int32_t> ids;
     std::vector<float> weights;
     void *dev_x, *dev_y;
@@ -122,6 +144,10 @@ void make_layer(bench &b)
     spec.router.top_k = b.s.top_k;
     spec.router.groups = spec.router.topk_group = spec.router.group_best = 1;
     spec.router.scale = 1;
+    if (fp8)
+        spec.routed_format = {MOE_ENC_F8E4M3,    128, 128, MOE_SCALE_E8M0, false, false,
+                              MOE_ACTIVATIONS_F8};
+    b.format = moe_row_format(&spec, MOE_DTYPE_BF16);
     std::vector<uint32_t> offset(b.s.experts + 1);
     std::vector<uint16_t> slot(b.s.experts);
     for (uint32_t e = 0; e < b.s.experts; e++) {
@@ -139,12 +165,34 @@ void make_layer(bench &b)
     for (uint32_t w : {MOE_WEIGHT_ROUTER, MOE_WEIGHT_GATE, MOE_WEIGHT_UP, MOE_WEIGHT_DOWN})
         for (uint32_t e = 0; e < (w == MOE_WEIGHT_ROUTER ? 1 : b.s.experts); e++) {
             size_t rows, columns;
+            const struct moe_packed_matrix packed = {zeros.data(), zeros.data(), nullptr, 0};
             moe_weight_shape(&spec, static_cast<enum moe_weight>(w), &rows, &columns);
-            if (w == MOE_WEIGHT_ROUTER || slot[e] == b.member->slot)
-                require(moe_cuda_layer_upload(b.layer, static_cast<enum moe_weight>(w), e,
-                                              MOE_DTYPE_BF16, zeros.data(), rows * columns * 2));
+            if (w != MOE_WEIGHT_ROUTER && slot[e] != b.member->slot)
+                continue;
+            require(fp8 && w != MOE_WEIGHT_ROUTER
+                        ? moe_cuda_layer_upload_packed(b.layer, static_cast<enum moe_weight>(w), e,
+                                                       &packed)
+                        : moe_cuda_layer_upload(b.layer, static_cast<enum moe_weight>(w), e,
+                                                MOE_DTYPE_BF16, zeros.data(), rows * columns * 2));
         }
     require(moe_cuda_layer_finish(b.layer));
+}
+
+/* What the experts get of x, by the definition of W8A8. */
+void find_arrives(bench &b)
+{
+    const uint32_t group = fp8 ? b.format.group : b.s.hidden;
+    b.arrives.resize(b.x.size());
+    for (size_t i = 0; i < b.x.size(); i++)
+        b.arrives[i] = moe_bf16_to_f32(b.x[i]);
+    for (size_t first = 0; fp8 && first < b.x.size(); first += group) {
+        float largest = 0;
+        for (size_t i = first; i < first + group; i++)
+            largest = std::max(largest, std::fabs(b.arrives[i]));
+        const float scale = moe_e4m3_scale(largest, false);
+        for (size_t i = first; i < first + group; i++)
+            b.arrives[i] = moe_round_to_e4m3(b.arrives[i] / scale) * scale;
+    }
 }
 
 /* Random rows; K different experts per token, uniformly. */
@@ -169,6 +217,7 @@ void make_inputs(bench &b)
             b.ids.push_back(e);
             b.weights.push_back(0.5f + 0.5f * rng_float(&r));
         }
+    find_arrives(b);
     b.dev_x = on_device(b, b.x.data(), n * 2);
     b.dev_y = on_device(b, nullptr, n * 2);
     struct moe_cuda_step_params params;
@@ -178,7 +227,12 @@ void make_inputs(bench &b)
     b.dev_weights = static_cast<float *>(on_device(b, b.weights.data(), b.weights.size() * 4));
 }
 
-void pass(bench &b, bool combine, bool compute)
+/* What a pass does besides dispatch. */
+struct stages {
+    bool quantise, compute, combine;
+};
+
+void pass(bench &b, const stages &with)
 {
     struct moe_cuda_batch batch = {};
     batch.layer = b.layer;
@@ -192,11 +246,13 @@ void pass(bench &b, bool combine, bool compute)
     struct moe_rows rows;
     struct moe_cuda_results results = {b.out, MOE_DTYPE_BF16, nullptr};
     cudaStream_t stream = b.device->compute;
+    if (with.quantise)
+        require(moe_cuda_ep_quantise(b.session->ep, &batch, stream));
     require(moe_cuda_ep_prepare(b.session->ep, &batch));
     require(moe_cuda_ep_dispatch(b.session->ep, &rows, stream));
-    if (compute)
-        expert_kernel<<<1024, 256, 0, stream>>>(rows, b.s.hidden, b.out);
-    if (combine)
+    if (with.compute)
+        expert_kernel<<<1024, 256, 0, stream>>>(rows, b.format, b.s.hidden, b.out);
+    if (with.combine)
         require(moe_cuda_ep_combine(b.session->ep, &results, b.dev_y, nullptr, stream));
 }
 
@@ -204,7 +260,7 @@ void pass(bench &b, bool combine, bool compute)
 struct passes {
     bench *b;
     uint32_t count;
-    bool combine, compute;
+    stages with;
 };
 
 struct moe_status make_passes(void *ctx)
@@ -212,7 +268,7 @@ struct moe_status make_passes(void *ctx)
     const passes *p = static_cast<const passes *>(ctx);
     for (uint32_t i = 0; i < p->count; i++) {
         MOE_TRY(moe_cuda_ep_count_step(p->b->session));
-        pass(*p->b, p->combine, p->compute);
+        pass(*p->b, p->with);
     }
     return moe_ok();
 }
@@ -221,7 +277,7 @@ struct moe_status make_passes(void *ctx)
 double check(bench &b, std::vector<uint16_t> &y)
 {
     y.resize(b.x.size());
-    passes one = {&b, 1, true, true};
+    passes one = {&b, 1, {true, true, true}};
     require(MOE_CUDA(cudaMemset(b.dev_y, 0xff, y.size() * 2)));
     require(moe_cuda_session_run(b.session, make_passes, &one));
     require(moe_cuda_session_finish(b.session));
@@ -233,7 +289,7 @@ double check(bench &b, std::vector<uint16_t> &y)
             scale += static_cast<double>(b.weights[i]) * number_of(static_cast<uint32_t>(b.ids[i]));
         for (size_t i = static_cast<size_t>(t) * b.s.hidden;
              i < static_cast<size_t>(t + 1) * b.s.hidden; i++) {
-            double want = scale * moe_bf16_to_f32(b.x[i]), got = moe_bf16_to_f32(y[i]);
+            double want = scale * b.arrives[i], got = moe_bf16_to_f32(y[i]);
             difference += (got - want) * (got - want);
             norm += want * want;
         }
@@ -242,9 +298,9 @@ double check(bench &b, std::vector<uint16_t> &y)
 }
 
 /* The same by the host's clock: passes over a network cannot be captured. */
-double time_network_passes(bench &b, bool combine)
+double time_network_passes(bench &b, const stages &with)
 {
-    passes some = {&b, PASSES, combine, false};
+    passes some = {&b, PASSES, with};
     std::vector<double> us;
     for (uint32_t i = 0; i < WARM_UP + REPLAYS; i++) {
         uint64_t start = moe_clock_ns();
@@ -258,10 +314,10 @@ double time_network_passes(bench &b, bool combine)
 }
 
 /* Median time of a pass in microseconds. */
-double time_passes(bench &b, bool combine)
+double time_passes(bench &b, const stages &with)
 {
     if (b.session->net != nullptr)
-        return time_network_passes(b, combine);
+        return time_network_passes(b, with);
     cudaStream_t stream = b.device->compute;
     cudaGraph_t graph;
     cudaGraphExec_t exec;
@@ -270,7 +326,7 @@ double time_passes(bench &b, bool combine)
     require(MOE_CUDA(cudaEventCreate(&end)));
     require(MOE_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal)));
     for (uint32_t i = 0; i < PASSES; i++)
-        pass(b, combine, false);
+        pass(b, with);
     require(MOE_CUDA(cudaStreamEndCapture(stream, &graph)));
     require(MOE_CUDA(cudaGraphInstantiate(&exec, graph, 0)));
     std::vector<float> us;
@@ -306,7 +362,7 @@ double wire_megabytes(const bench &b)
         rows +=
             static_cast<size_t>(__builtin_popcountll(wanted & ~(UINT64_C(1) << b.member->slot)));
     }
-    return static_cast<double>(rows * b.s.hidden * 2) / 1e6;
+    return static_cast<double>(rows * b.format.bytes) / 1e6;
 }
 
 /* Replaces each value by the largest of all slots. */
@@ -343,21 +399,22 @@ void run_shape(struct member *m, struct moe_device *device, const shape &s)
     b.out = static_cast<__nv_bfloat16 *>(on_device(b, nullptr, b.out_bytes));
     std::vector<uint16_t> on_all, before, after;
     b.processors = 0;
-    double v[5] = {check(b, on_all)};
+    double v[6] = {check(b, on_all)};
     b.processors = processors_of(m->slot);
     v[0] = std::max(v[0], check(b, before));
     v[1] = wire_megabytes(b);
-    v[2] = time_passes(b, false);
-    v[3] = time_passes(b, true);
+    v[2] = time_passes(b, {false, false, false});
+    v[3] = time_passes(b, {true, false, false});
+    v[4] = time_passes(b, {true, false, true});
     v[0] = std::max(v[0], check(b, after));
-    v[4] = before != on_all || after != on_all;
-    slowest(b, v, 5);
+    v[5] = before != on_all || after != on_all;
+    slowest(b, v, 6);
     if (m->slot == 0)
         printf("%-14s T %4u: error %.1e, wire %6.2f MB, prepare + dispatch %7.1f us (%5.1f GB/s), "
-               "with combine %7.1f us (%5.1f GB/s both ways)\n",
-               s.name, s.tokens, v[0], v[1], v[2], v[1] / v[2] * 1e3, v[3], 2 * v[1] / v[3] * 1e3);
+               "with quantising %7.1f us, and combine %7.1f us\n",
+               s.name, s.tokens, v[0], v[1], v[2], v[1] / v[2] * 1e3, v[3], v[4]);
     fflush(stdout);
-    if (!(v[0] < 5e-3) || v[4] != 0) {
+    if (!(v[0] < 5e-3) || v[5] != 0) {
         fprintf(stderr, "ep_bench: y is wrong, or other bits than on all multiprocessors\n");
         exit(1);
     }
@@ -377,7 +434,8 @@ int run(struct member *m)
     struct moe_device *device;
     require(moe_cuda_device_open(&config, &device));
     for (const shape &s : shapes)
-        run_shape(m, device, s);
+        if (strncmp(s.name, only, strlen(only)) == 0)
+            run_shape(m, device, s);
     moe_cuda_device_close(device);
     return 0;
 }
@@ -394,6 +452,9 @@ int main(int argc, char **argv)
     group_set(&moe_backend_cuda, "transport", argc > 2 ? argv[2] : "auto");
     if (argc > 3)
         processors = argv[3];
+    fp8 = argc > 4 && strcmp(argv[4], "fp8") == 0;
+    if (argc > 5)
+        only = argv[5];
     group_start(&group, slots, run, nullptr);
     return group_finish(&group, 300, status) ? 0 : 1;
 }

@@ -4,7 +4,7 @@
 #
 #   tests/bench/layer.sh BUILD_DIRECTORY [GPUS] [OUTPUT_DIRECTORY]
 #
-# SHAPES, TOKENS, ROUTINGS and REPEATS in the environment select the runs (moe_bench --help).
+# SHAPES, TOKENS, ROUTINGS, REPEATS and WEIGHTS in the environment select the runs (moe_bench --help).
 # LIKE=4 gives each GPU the experts that it would have in a group of four.
 # Writes moed.json and torch.json (one object per line) to the output directory. Fails if a result is
 # wrong. Needs a python3 with torch. Multicast is off because shared hosts forbid it.
@@ -21,7 +21,7 @@ export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 rm -f "$out/moed.json" "$out/torch.json"
 "$build/tests/bench/moe_bench" --backend cuda --slots "$gpus" --shapes "$shapes" \
     --tokens "$tokens" --repeats "${REPEATS:-50}" --like-slots "${LIKE:-0}" \
-    --routings "${ROUTINGS:-router}" --json "$out/moed.json"
+    --routings "${ROUTINGS:-router}" --weights "${WEIGHTS:-bf16}" --json "$out/moed.json"
 python3 "$here/torch_baseline.py" --gpus "$gpus" --shapes "$shapes" --tokens "$tokens" \
     --repeats "${REPEATS:-50}" --like-gpus "${LIKE:-0}" --json "$out/torch.json" \
     --moed "$out/moed.json"

@@ -149,6 +149,7 @@ static int run_member(struct member *m)
             shape.spec.experts = (uint32_t)plan->experts;
         else if (plan->like_slots != 0)
             shape.spec.experts = (uint32_t)(shape.spec.experts * plan->slots / plan->like_slots);
+        bench_set_format(plan, &shape.spec);
         b.shape = &shape;
         good = run_shape(&b, json);
     }
@@ -191,6 +192,7 @@ int main(int argc, char **argv)
     const char *backend = "cuda", *transport = "auto", *lengths = "1,32,128,512,4096";
     struct bench_plan plan = {.shapes = "all",
                               .routings = "router",
+                              .weights = "bf16",
                               .slots = 2,
                               .sources = MOE_MAX_SLOTS,
                               .repeats = 50,
@@ -218,6 +220,8 @@ int main(int argc, char **argv)
          "timed steps per line"},
         {"oracle-tokens", 'o', MOE_OPTION_UINT, &plan.oracle_tokens, 0, BENCH_SAMPLES, "M",
          "sampled tokens that slot 0 also computes in double precision, on the first line"},
+        {"weights", 0, MOE_OPTION_CHOICE, &plan.weights, 0, 0, "bf16|fp8|w8a8",
+         "experts in BF16, in FP8 blocks of 128 x 128, or those with FP8 activations"},
         {"backward", 0, MOE_OPTION_BOOL, &plan.backward, 0, 0, NULL, "backward passes as well"},
         {"json", 'j', MOE_OPTION_STRING, &plan.json, 0, 0, "FILE", "appends one object a line"},
         {"timeout", 0, MOE_OPTION_UINT, &plan.timeout_s, 1, 86400, "SECONDS", "watchdog"},
@@ -239,7 +243,8 @@ int main(int argc, char **argv)
     group_domain_size = (uint32_t)domain_size;
     size_t bytes = MOE_MAX_SLOTS * sizeof *plan.report;
     plan.report = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (plan.report == MAP_FAILED || !bench_pool_make(&plan.pool)) {
+    const bool quantised = strcmp(plan.weights, "bf16") != 0;
+    if (plan.report == MAP_FAILED || !bench_pool_make(quantised, &plan.pool)) {
         fprintf(stderr, "no memory for weights\n");
         return 1;
     }

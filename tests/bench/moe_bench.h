@@ -41,8 +41,10 @@ enum bench_routing {
  * by all slots. */
 struct bench_pool {
     const uint16_t *values;
+    const uint8_t *codes; /* the same, over BENCH_SCALE and rounded to FP8; or NULL */
     size_t count;
 };
+#define BENCH_SCALE 0x1p-13f
 
 /* Kinds of backward passes, added up. ADDS: gradients add to others; else they begin as zeros, and
  * a backend may overwrite them. FROM_RETAINED: uses a forward step's retained values; else only
@@ -87,6 +89,7 @@ struct bench_plan {
     const struct moe_backend *backend;
     const char *shapes, *routings; /* comma-separated names, or "all" */
     const char *json;              /* NULL: none */
+    const char *weights;           /* of experts: bf16, fp8 or w8a8 */
     uint64_t slots;
     uint64_t experts;    /* overrides the preset's when not 0 */
     uint64_t like_slots; /* not 0: experts per slot as in a group of that many slots */
@@ -119,9 +122,15 @@ void bench_meet(struct bench *b);
 /* ------------------------------------------------------------------ shape */
 
 /* The pool for all presets; false without memory for it. */
-bool bench_pool_make(struct bench_pool *out);
+bool bench_pool_make(bool quantised, struct bench_pool *out);
+/* Gives the experts of a spec the weights of the plan. */
+void bench_set_format(const struct bench_plan *plan, struct moe_layer_spec *spec);
+/* Whether a weight of the shape is quantised. */
+bool bench_is_quantised(const struct bench *b, enum moe_weight w);
 /* Start of a weight's values: rows x columns of them. */
 const uint16_t *bench_weight(const struct bench *b, enum moe_weight w, uint32_t expert);
+/* The same of a quantised one. */
+struct moe_packed_matrix bench_matrix(const struct bench *b, enum moe_weight w, uint32_t expert);
 /* Fills b->layer with all weights of this slot, and both upload figures in the report. */
 void bench_make_layer(struct bench *b);
 

@@ -110,16 +110,18 @@ static void write_json(const struct bench *b, uint32_t tokens, enum bench_routin
     uint32_t slots = b->member->slots;
     uint32_t sources = b->plan->sources < slots ? (uint32_t)b->plan->sources : slots;
     fprintf(to,
-            "{\"who\": \"moed\", \"backend\": \"%s\", \"shape\": \"%s\", \"hidden\": %u, "
+            "{\"who\": \"moed\", \"backend\": \"%s\", \"shape\": \"%s\", \"weights\": \"%s\", "
+            "\"hidden\": %u, "
             "\"intermediate\": %u, \"experts\": %u, \"top_k\": %u, \"slots\": %u, \"sources\": %u, "
             "\"tokens\": %u, "
             "\"routing\": \"%s\", \"repeats\": %llu, \"layer_us\": %.2f, \"wall_us\": %.2f, "
             "\"alone_us\": %.2f, \"alone_layer_us\": %.2f, \"gemm_us\": %.2f, \"overhead\": %.4f, "
             "\"enqueue_us\": %.2f, \"slot\": [",
-            b->plan->backend->name, b->shape->name, spec->hidden, spec->intermediate, spec->experts,
-            spec->router.top_k, slots, sources, tokens, bench_routing_name(routing),
-            (unsigned long long)b->plan->repeats, layer, LARGEST(b, wall_us), LARGEST(b, alone_us),
-            LARGEST(b, alone_layer_us), gemm, layer / gemm, LARGEST(b, enqueue_us));
+            b->plan->backend->name, b->shape->name, b->plan->weights, spec->hidden,
+            spec->intermediate, spec->experts, spec->router.top_k, slots, sources, tokens,
+            bench_routing_name(routing), (unsigned long long)b->plan->repeats, layer,
+            LARGEST(b, wall_us), LARGEST(b, alone_us), LARGEST(b, alone_layer_us), gemm,
+            layer / gemm, LARGEST(b, enqueue_us));
     for (uint32_t s = 0; s < slots; s++) {
         fprintf(to, "%s", s > 0 ? ", " : "");
         write_slot(&b->plan->report[s], to);

@@ -5,15 +5,30 @@
 #include "base/clock.h"
 
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 
 enum {
     POOL_VALUES = 96 << 20, /* more than the largest matrix: 14336 x 4096 */
+    BLOCK = 128,            /* rows and columns that share a scale */
+    MAX_BLOCKS = POOL_VALUES / BLOCK / BLOCK,
     PINNED_BYTES = 256 << 20,
     PINNED_COPIES = 4,
 };
 
-bool bench_pool_make(struct bench_pool *out)
+/* The values over BENCH_SCALE, rounded to FP8. */
+static const uint8_t *quantise_pool(const uint16_t *values)
+{
+    uint8_t *codes =
+        mmap(NULL, POOL_VALUES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (codes == MAP_FAILED)
+        return NULL;
+    for (size_t i = 0; i < POOL_VALUES; i++)
+        codes[i] = moe_e4m3_byte(moe_round_to_e4m3(moe_bf16_to_f32(values[i]) / BENCH_SCALE));
+    return codes;
+}
+
+bool bench_pool_make(bool quantised, struct bench_pool *out)
 {
     size_t bytes = (size_t)POOL_VALUES * sizeof(uint16_t);
     uint16_t *values = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -25,17 +40,53 @@ bool bench_pool_make(struct bench_pool *out)
         for (size_t j = 0; j < 4; j++) /* uniform in +-1/32: outputs have the size of the inputs */
             values[i + j] = moe_f32_to_bf16((float)(int16_t)(bits >> (16 * j)) * 0x1p-20f);
     }
-    *out = (struct bench_pool){values, POOL_VALUES};
-    return true;
+    *out = (struct bench_pool){.values = values, .count = POOL_VALUES};
+    out->codes = quantised ? quantise_pool(values) : NULL;
+    return !quantised || out->codes != NULL;
 }
 
-const uint16_t *bench_weight(const struct bench *b, enum moe_weight w, uint32_t expert)
+void bench_set_format(const struct bench_plan *plan, struct moe_layer_spec *spec)
+{
+    if (plan->pool.codes == NULL)
+        return;
+    spec->routed_format = (struct moe_weight_format){
+        .encoding = MOE_ENC_F8E4M3,
+        .block_rows = BLOCK,
+        .block_columns = BLOCK,
+        .scale = MOE_SCALE_F32,
+        .activations =
+            strcmp(plan->weights, "w8a8") == 0 ? MOE_ACTIVATIONS_F8 : MOE_ACTIVATIONS_PLAIN};
+    if (spec->shared_intermediate != 0)
+        spec->shared_format = spec->routed_format;
+}
+
+bool bench_is_quantised(const struct bench *b, enum moe_weight w)
+{
+    return moe_weight_format_of(&b->shape->spec, w) != NULL;
+}
+
+/* Where a weight begins in the pool. */
+static size_t place_of(const struct bench *b, enum moe_weight w, uint32_t expert)
 {
     size_t rows, columns;
     moe_weight_shape(&b->shape->spec, w, &rows, &columns);
     struct rng r = {.state = (uint64_t)w * 4096 + expert};
     size_t room = b->plan->pool.count - rows * columns;
-    return b->plan->pool.values + rng_next(&r) % room / 8 * 8;
+    return rng_next(&r) % room / 8 * 8;
+}
+
+const uint16_t *bench_weight(const struct bench *b, enum moe_weight w, uint32_t expert)
+{
+    return b->plan->pool.values + place_of(b, w, expert);
+}
+
+struct moe_packed_matrix bench_matrix(const struct bench *b, enum moe_weight w, uint32_t expert)
+{
+    static float scales[MAX_BLOCKS];
+    for (size_t i = 0; scales[MAX_BLOCKS - 1] == 0 && i < MAX_BLOCKS; i++)
+        scales[i] = BENCH_SCALE;
+    return (struct moe_packed_matrix){.elements = b->plan->pool.codes + place_of(b, w, expert),
+                                      .scales = scales};
 }
 
 /* A large selection bias would make some experts too popular, so it is small. */
@@ -63,6 +114,10 @@ static struct moe_status read_pool(const void *pool, uint64_t at, size_t bytes, 
 static struct moe_status upload(struct bench *b, enum moe_weight w, uint32_t expert, size_t bytes)
 {
     const struct moe_backend *k = b->plan->backend;
+    if (bench_is_quantised(b, w)) {
+        const struct moe_packed_matrix m = bench_matrix(b, w, expert);
+        return k->layer_upload_packed(b->layer, w, expert, &m);
+    }
     const uint16_t *values = bench_weight(b, w, expert);
     struct moe_weight_source source = {.read = read_pool, .ctx = values};
     return k->layer_fetch != NULL
@@ -74,7 +129,7 @@ static size_t upload_one(struct bench *b, enum moe_weight w)
 {
     size_t rows, columns, sent = 0;
     moe_weight_shape(&b->shape->spec, w, &rows, &columns);
-    size_t bytes = rows * columns * sizeof(uint16_t);
+    size_t bytes = rows * columns * (bench_is_quantised(b, w) ? 1 : sizeof(uint16_t));
     uint32_t entries = moe_weight_is_expert(w) ? b->shape->spec.experts : 1;
     for (uint32_t e = 0; e < entries && rows > 0; e++) {
         if (moe_weight_is_expert(w) && b->homes.slot[e] != b->member->slot)

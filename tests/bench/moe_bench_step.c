@@ -246,7 +246,10 @@ static void upload_to_oracle(struct bench *b, struct moe_oracle_layer *oracle, e
 {
     size_t rows, columns;
     moe_weight_shape(&b->shape->spec, w, &rows, &columns);
-    if (rows > 0)
+    if (rows > 0 && bench_is_quantised(b, w)) {
+        const struct moe_packed_matrix m = bench_matrix(b, w, expert);
+        bench_require(b, "oracle", moe_oracle_upload_packed(oracle, w, expert, &m));
+    } else if (rows > 0)
         bench_require(b, "oracle",
                       moe_oracle_upload(oracle, w, expert, MOE_DTYPE_BF16,
                                         bench_weight(b, w, expert), rows * columns * 2));

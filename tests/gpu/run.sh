@@ -184,6 +184,8 @@ jobs_at_once() {
         over="--transport network --slots $n --seed $n"
         # Dispatch and combine on a part of the device, different on every slot; checks y and its bits.
         echo "part_of_device_$n 120 $build/tests/bench/ep_bench $n nvlink 24,1,0,64"
+        [ "$hopper" = no ] ||
+            echo "part_of_device_fp8_$n 120 $build/tests/bench/ep_bench $n nvlink 24,1,0,64 fp8"
         echo "network_$n 300 $suite/conformance --backend cuda $over --cases $cases"
         echo "domains_$n 300 $suite/conformance --backend cuda --domain-size 1 --slots $n --seed $n --cases 40"
         if [ "$n" -ge 4 ]; then
