@@ -246,8 +246,9 @@ void pass(bench &b, const stages &with)
     struct moe_rows rows;
     struct moe_cuda_results results = {b.out, MOE_DTYPE_BF16, nullptr};
     cudaStream_t stream = b.device->compute;
+    const void *unused;
     if (with.quantise)
-        require(moe_cuda_ep_quantise(b.session->ep, &batch, stream));
+        require(moe_cuda_ep_quantise(b.session->ep, &batch, stream, &unused));
     require(moe_cuda_ep_prepare(b.session->ep, &batch));
     require(moe_cuda_ep_dispatch(b.session->ep, &rows, stream));
     if (with.compute)

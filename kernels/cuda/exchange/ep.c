@@ -291,10 +291,12 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
 }
 
 struct moe_status moe_cuda_ep_quantise(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b,
-                                       cudaStream_t stream)
+                                       cudaStream_t stream, const void **rows)
 {
+    *rows = NULL;
     if (outgoing_bytes_of(b->layer, b->dtype, b->bucket, b->x_dy_rows) == 0)
         return moe_ok();
+    *rows = ep->outgoing.data;
     return moe_cuda_ffn_quantise_tokens(b->layer, b->dtype, b->params, b->bucket, b->x,
                                         ep->outgoing.data, stream);
 }
@@ -448,7 +450,8 @@ static struct moe_status enqueue_dispatch(void *ctx)
     moe_cuda_step_params_fill(batch->layer, batch->dtype, batch->bucket, part->tokens, &params);
     MOE_TRY(moe_cuda_mem_copy(s->device, s->ep->params, &params, sizeof params));
     MOE_TRY(moe_cuda_ep_count_step(s));
-    MOE_TRY(moe_cuda_ep_quantise(s->ep, batch, stream));
+    const void *unused;
+    MOE_TRY(moe_cuda_ep_quantise(s->ep, batch, stream, &unused));
     MOE_TRY(moe_cuda_ep_prepare(s->ep, batch));
     return moe_cuda_ep_dispatch(s->ep, part->out, stream);
 }

@@ -85,9 +85,10 @@ uint32_t moe_cuda_ep_max_rows(const struct moe_session *session, const struct mo
 
 /* Enqueues: quantises the rows of x, if they travel so (moe/row_format.h). Call it for each pass,
  * after moe_cuda_ep_reserve. It needs no routing; dispatch must come after it in stream order, and
- * over a network prepare too. The next one must come after dispatch. */
+ * over a network prepare too. The next one must come after dispatch. `rows` receives the quantised
+ * rows [T], valid until then, or NULL. */
 struct moe_status moe_cuda_ep_quantise(struct moe_cuda_ep *ep, const struct moe_cuda_batch *batch,
-                                       cudaStream_t stream) MOE_CHECKED;
+                                       cudaStream_t stream, const void **rows) MOE_CHECKED;
 /* Sets up the pass; through windows, enqueues nothing yet. Call after moe_cuda_ep_reserve for this
  * shape, and after moe_cuda_ep_count_step. */
 struct moe_status moe_cuda_ep_prepare(struct moe_cuda_ep *ep,

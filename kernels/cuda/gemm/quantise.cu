@@ -15,6 +15,7 @@
 #include "cuda/gemm/tensor_map.cuh"
 #include "cuda/plan/limits.h"
 
+#include <algorithm>
 #include <cuda_bf16.h>
 
 namespace
@@ -317,9 +318,12 @@ moe_status check_row_bytes(uint32_t row_bytes, uint32_t columns, bool whole_rows
     return moe_ok();
 }
 
-uint32_t blocks_on(uint32_t processors, uint32_t all)
+/* Blocks for `row_capacity` rows in tiles of `tile_rows`, each in `columns` tiles. */
+uint32_t blocks_for(const ggemm::row_groups &p, uint32_t row_capacity, uint32_t tile_rows,
+                    uint32_t columns, uint32_t processors)
 {
-    return (processors == 0 || processors > all ? all : processors) * BLOCKS_PER_PROCESSOR;
+    const uint64_t tiles = (uint64_t(row_capacity) / tile_rows + p.experts) * columns;
+    return uint32_t(std::min<uint64_t>(tiles, processors * BLOCKS_PER_PROCESSOR));
 }
 
 } // namespace
@@ -342,7 +346,11 @@ extern "C" moe_status moe_cuda_quantise_enqueue(const moe_cuda_quantise *q, CUst
     p.q = *q;
     place_codes(*q, &p);
     const kernel run = kernels[q->dtype == MOE_DTYPE_F32][q->whole_rows];
-    run<<<blocks_on(q->processors, uint32_t(processors)), THREADS, 0, stream>>>(p);
+    const uint32_t all = uint32_t(processors);
+    const uint32_t used = q->processors == 0 || q->processors > all ? all : q->processors;
+    run<<<blocks_for(p, q->row_capacity, q->whole_rows ? 1 : TILE_ROWS,
+                     (p.n + TILE_GROUPS - 1) / TILE_GROUPS, used),
+          THREADS, 0, stream>>>(p);
     return MOE_LAUNCHED("quantising rows");
 }
 
@@ -360,7 +368,9 @@ extern "C" moe_status moe_cuda_unpack_enqueue(const moe_cuda_unpack *u, CUstream
     p.u = *u;
     p.scales_at = moe_cuda_quantised_stride(u->columns);
     p.step_scale = moe_cuda_quantised_scales(u->row_capacity);
-    const uint32_t blocks = blocks_on(0, uint32_t(processors));
+    const uint32_t blocks =
+        blocks_for(p, u->row_capacity, u->values != nullptr ? 1 : UNPACK_ROWS,
+                   (p.n + UNPACK_STEPS - 1) / UNPACK_STEPS, uint32_t(processors));
     if (u->values != nullptr)
         unpack_values<<<blocks, THREADS, 0, stream>>>(p);
     else

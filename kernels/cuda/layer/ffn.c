@@ -214,27 +214,27 @@ struct moe_status moe_cuda_ffn_quantise_tokens(const struct moe_layer *layer, en
     return moe_cuda_quantise_enqueue(&q, stream);
 }
 
-/* The same for rows that were quantised on their tokens' slots. */
+/* The same for rows `in` of moe/row_format.h. */
 static struct moe_status unpack_rows(const struct moe_layer *layer, bool tensor_cores,
-                                     const struct moe_cuda_batch_rows *b, struct product_rows *in,
-                                     cudaStream_t stream)
+                                     struct moe_cuda_quantise q, void *scratch,
+                                     struct product_rows *in, cudaStream_t stream)
 {
     const struct moe_row_format format = moe_row_format(&layer->spec, in->dtype);
     struct moe_cuda_unpack u = {.rows = in->x,
                                 .row_bytes = (uint32_t)format.bytes,
-                                .experts = b->rows.local_experts,
-                                .row_capacity = b->capacity,
-                                .columns = layer->desc.matrix[MOE_CUDA_GATE_UP].columns,
-                                .start = b->rows.start,
-                                .count = b->rows.count,
+                                .experts = q.experts,
+                                .row_capacity = q.row_capacity,
+                                .columns = moe_expert_width(&layer->spec),
+                                .start = q.start,
+                                .count = q.count,
                                 .whole_rows = layer->spec.routed_format.block_columns == 0,
                                 .began = in->began};
     in->began = NULL;
     if (tensor_cores) {
         in->stride = u.row_bytes;
-        in->scales = u.scales = b->scratch;
+        in->scales = u.scales = scratch;
     } else {
-        in->x = u.values = b->scratch;
+        in->x = u.values = scratch;
         in->dtype = MOE_DTYPE_F32;
     }
     return moe_cuda_unpack_enqueue(&u, stream);
@@ -294,9 +294,10 @@ struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_d
                               .dtype = dtype,
                               .weight = b->rows.weight,
                               .began = began_of(b, MOE_STAGE_GEMM1)};
-    MOE_TRY(b->rows.quantised ? unpack_rows(layer, tensor_cores, b, &in, stream)
-                              : quantise_rows(layer, MOE_CUDA_GATE_UP, tensor_cores, routed_rows(b),
-                                              b->scratch, &in, stream));
+    MOE_TRY(b->rows.quantised
+                ? unpack_rows(layer, tensor_cores, routed_rows(b), b->scratch, &in, stream)
+                : quantise_rows(layer, MOE_CUDA_GATE_UP, tensor_cores, routed_rows(b), b->scratch,
+                                &in, stream));
     if (!tensor_cores) {
         struct moe_cuda_exact exact = {.layer = layer,
                                        .params = b->params,
@@ -402,6 +403,28 @@ static struct shared_scratch lay_out_shared(const struct moe_layer *layer,
         .weight = s->scratch, .hidden = base + weights, .product = base + weights + hidden};
 }
 
+/* Whether the shared expert multiplies rows with the bits of those for the routed experts. */
+static bool shares_rows(const struct moe_layer *layer, const struct moe_cuda_shared *s)
+{
+    const struct moe_weight_format *f = &layer->spec.shared_format, *r = &layer->spec.routed_format;
+    return s->rows != NULL && is_w8a8(layer, MOE_CUDA_SHARED_GATE_UP) &&
+           f->activations == r->activations && f->block_columns == r->block_columns &&
+           moe_expert_width(&layer->spec) == layer->spec.hidden;
+}
+
+/* Quantises the tokens for gate and up, if they multiply quantised rows. */
+static struct moe_status quantise_shared(const struct moe_layer *layer,
+                                         const struct moe_cuda_shared *s, bool tensor_cores,
+                                         void *scratch, struct product_rows *in,
+                                         cudaStream_t stream)
+{
+    if (!shares_rows(layer, s))
+        return quantise_rows(layer, MOE_CUDA_SHARED_GATE_UP, tensor_cores, shared_rows(s), scratch,
+                             in, stream);
+    in->x = s->rows;
+    return unpack_rows(layer, tensor_cores, shared_rows(s), scratch, in, stream);
+}
+
 static struct moe_status shared_product(const struct moe_layer *layer,
                                         const struct moe_cuda_shared *s,
                                         const struct shared_scratch *at,
@@ -410,7 +433,9 @@ static struct moe_status shared_product(const struct moe_layer *layer,
 {
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
     bool quantises = quantises_hidden(layer, s->dtype, MOE_CUDA_SHARED_DOWN);
-    if (is_gated(which) || !quantises)
+    if (is_gated(which))
+        MOE_TRY(quantise_shared(layer, s, true, at->product, &in, stream));
+    else if (!quantises)
         MOE_TRY(quantise_rows(layer, which, true, shared_rows(s), at->product, &in, stream));
     struct moe_cuda_gemm_params params = {
         .bucket = s->bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
@@ -424,6 +449,8 @@ static struct moe_status shared_product(const struct moe_layer *layer,
                                .start = &s->params->first,
                                .count = &s->params->tokens,
                                .x = in.x,
+                               .x_stride = in.stride,
+                               .x_scales = in.scales,
                                .weights = &s->params->weights[which],
                                .row_weight = in.weight,
                                .weighting = MOE_WEIGHT_OUTPUT_LATE,
@@ -447,8 +474,7 @@ static struct moe_status shared_exactly(const struct moe_layer *layer,
                                         cudaStream_t stream)
 {
     struct product_rows hidden = {.x = at->hidden, .dtype = MOE_DTYPE_F32, .weight = in.weight};
-    MOE_TRY(quantise_rows(layer, MOE_CUDA_SHARED_GATE_UP, false, shared_rows(s), at->product, &in,
-                          stream));
+    MOE_TRY(quantise_shared(layer, s, false, at->product, &in, stream));
     struct moe_cuda_exact up = {.layer = layer,
                                 .params = s->params,
                                 .in_dtype = in.dtype,

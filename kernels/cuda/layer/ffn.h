@@ -73,6 +73,7 @@ struct moe_cuda_shared {
     uint32_t bucket;   /* = T; determines the tile */
     uint32_t capacity; /* = T: rows that fit into x and out */
     const void *x;     /* [T, H] */
+    const void *rows;  /* the same, quantised for the routed experts (moe/row_format.h), or NULL */
     void *scratch;     /* moe_cuda_ffn_shared_bytes(capacity) */
     float *out;
     uint64_t *began;     /* receives the first kernel's start time, or NULL */

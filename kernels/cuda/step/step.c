@@ -177,9 +177,10 @@ static bool runs_on_side_stream(const struct shape *shape)
            s->net == NULL && s->device->cublas == NULL;
 }
 
-/* Captures the shared expert's output, if there is one, as `base` of combine. */
+/* Captures the shared expert's output, if there is one, as `base` of combine. `rows`: the tokens,
+ * quantised for the routed experts, or NULL. */
 static struct moe_status capture_shared(const struct shape *shape, struct moe_step *step,
-                                        cudaStream_t stream, float *base)
+                                        cudaStream_t stream, const void *rows, float *base)
 {
     const struct moe_cuda_steps *steps = shape->steps;
     const bool side_stream = runs_on_side_stream(shape);
@@ -190,6 +191,7 @@ static struct moe_status capture_shared(const struct shape *shape, struct moe_st
                                      .bucket = shape->bucket,
                                      .capacity = shape->bucket,
                                      .x = tensor(step, shape->at.x),
+                                     .rows = rows,
                                      .scratch = scratch(steps, steps->at.shared),
                                      .out = base,
                                      .retains = shape->retains};
@@ -210,26 +212,27 @@ static bool quantises_on_side_stream(const struct shape *shape)
            shape->steps->session->net == NULL;
 }
 
-/* The side stream forks from `stream` here. It quantises the rows, and runs the shared expert. */
+/* The side stream forks from `stream` here. It quantises the rows, and runs the shared expert.
+ * `rows` as in moe_cuda_ep_quantise. */
 static struct moe_status fork_side_stream(const struct shape *shape, struct moe_step *step,
                                           const struct moe_cuda_batch *batch, cudaStream_t stream,
-                                          float *base)
+                                          const void **rows, float *base)
 {
     const struct moe_cuda_steps *steps = shape->steps;
     const bool quantises = quantises_on_side_stream(shape), shared = runs_on_side_stream(shape);
     if (!quantises)
-        MOE_TRY(moe_cuda_ep_quantise(steps->session->ep, batch, stream));
+        MOE_TRY(moe_cuda_ep_quantise(steps->session->ep, batch, stream, rows));
     if (!quantises && !shared)
         return moe_ok();
     MOE_TRY(MOE_CUDA(cudaEventRecord(steps->fork_event, stream)));
     MOE_TRY(MOE_CUDA(cudaStreamWaitEvent(steps->side_stream, steps->fork_event, 0)));
     if (quantises) {
-        MOE_TRY(moe_cuda_ep_quantise(steps->session->ep, batch, steps->side_stream));
+        MOE_TRY(moe_cuda_ep_quantise(steps->session->ep, batch, steps->side_stream, rows));
         MOE_TRY(MOE_CUDA(cudaEventRecord(steps->rows_event, steps->side_stream)));
     }
     if (!shared)
         return moe_ok();
-    MOE_TRY(capture_shared(shape, step, steps->side_stream, base));
+    MOE_TRY(capture_shared(shape, step, steps->side_stream, *rows, base));
     return MOE_CUDA(cudaEventRecord(steps->join_event, steps->side_stream));
 }
 
@@ -243,11 +246,11 @@ static struct moe_status join_rows(const struct shape *shape, cudaStream_t strea
 
 /* Makes work that follows on `stream` wait for `base`. */
 static struct moe_status join_shared(const struct shape *shape, struct moe_step *step,
-                                     cudaStream_t stream, float *base)
+                                     cudaStream_t stream, const void *rows, float *base)
 {
     if (runs_on_side_stream(shape))
         return MOE_CUDA(cudaStreamWaitEvent(stream, shape->steps->join_event, 0));
-    return capture_shared(shape, step, stream, base);
+    return capture_shared(shape, step, stream, rows, base);
 }
 
 static struct moe_status capture_stages(const struct shape *shape, struct moe_step *step,
@@ -278,7 +281,8 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
                                     .slots = s->joined_slots,
                                     .scratch = scratch(steps, steps->at.products),
                                     .retains = shape->retains};
-    MOE_TRY(fork_side_stream(shape, step, &batch, stream, base));
+    const void *rows;
+    MOE_TRY(fork_side_stream(shape, step, &batch, stream, &rows, base));
     MOE_TRY(capture_router(shape, step, stream));
     MOE_TRY(join_rows(shape, stream));
     next_range("prepare");
@@ -295,7 +299,7 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
     void *out = b.rows.x; /* nothing reads the rows any more */
     MOE_TRY(moe_cuda_ffn_down(layer, shape->dtype, &b, hidden, out, results.dtype, stream));
     next_range("shared expert");
-    MOE_TRY(join_shared(shape, step, stream, base));
+    MOE_TRY(join_shared(shape, step, stream, rows, base));
     next_range("combine");
     results.expert_out = out;
     results.base = base;
