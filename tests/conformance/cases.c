@@ -184,15 +184,27 @@ static void quantise(struct rng *r, struct test_case *c, enum moe_weight w)
     }
 }
 
+/* The format with quantised rows; if the backend does not compute that, blocks that GPUs do. */
+static struct moe_weight_format with_quantised_rows(struct rng *r, moe_computes_fn computes,
+                                                    const struct moe_device *device,
+                                                    const struct moe_weight_format *f)
+{
+    struct moe_weight_format q = *f;
+    q.activations = rng_chance(r, 50) ? MOE_ACTIVATIONS_F8 : MOE_ACTIVATIONS_F8_POW2;
+    if (computes == NULL || computes(device, &q))
+        return computes == NULL ? *f : q;
+    q.block_rows = 128;
+    q.block_columns = rng_chance(r, 70) ? 128 : 0;
+    q.scale = MOE_SCALE_F32;
+    return computes(device, &q) ? q : *f;
+}
+
 static void draw_format(struct rng *r, moe_computes_fn computes, const struct moe_device *device,
                         bool w8a8, struct moe_weight_format *out)
 {
-    struct moe_weight_format f = random_format(r, MOE_ENC_F8E4M3 + rng_below(r, 3)), quantising = f;
-    if (w8a8 && f.encoding == MOE_ENC_F8E4M3 && rng_chance(r, 50)) {
-        quantising.activations = rng_chance(r, 50) ? MOE_ACTIVATIONS_F8 : MOE_ACTIVATIONS_F8_POW2;
-        if (computes != NULL && computes(device, &quantising))
-            f = quantising;
-    }
+    struct moe_weight_format f = random_format(r, MOE_ENC_F8E4M3 + rng_below(r, 3));
+    if (w8a8 && f.encoding == MOE_ENC_F8E4M3 && rng_chance(r, 50))
+        f = with_quantised_rows(r, computes, device, &f);
     if (computes != NULL && computes(device, &f) && rng_chance(r, 70))
         *out = f;
 }
