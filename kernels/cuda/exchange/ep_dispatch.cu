@@ -284,7 +284,8 @@ static uint32_t senders_of(const struct moe_cuda_pass *pass)
  * the more CTAs the receiving group needs. */
 static uint32_t sending_of(const struct moe_cuda_pass *pass, uint32_t rings, uint32_t ctas)
 {
-    const uint32_t bytes_on_their_way = pass->top_k > 4 ? 3000000 : 4500000;
+    const bool quantised = pass->outgoing != pass->x; /* half the bytes for the links */
+    const uint32_t bytes_on_their_way = pass->top_k <= 4 ? 4500000 : quantised ? 2200000 : 3000000;
     const uint32_t each = rings * pass->row_bytes;
     const uint32_t enough = (bytes_on_their_way + each - 1) / each;
     return pass->slots == 1 ? 0 : enough < ctas / 2 ? enough : ctas / 2;
