@@ -8,8 +8,10 @@ to bf16. Weights rotate over at least 512 MB, so that nothing of them is left in
 case is checked first: against the values in double precision for sampled experts, and for equal
 bits in both tiles. `few` and `many` are the two tiles, `*` is what the product would choose.
 
+With --back, the gradients of rows instead: products with W, not W^T.
+
     packed_vs_bf16.py path/to/libmoe_ggemm.so [--rounds 30] [--only TEXT] [--formats fp8,mxfp4]
-                      [--markdown FILE]
+                      [--back] [--markdown FILE]
 """
 import argparse
 import sys
@@ -139,6 +141,34 @@ class PackedCase(Case):
             self.lib.ggemm(**tasks[i % self.sets])
         return run
 
+    def back(self, packing, cells):
+        """Gradients of the rows, to self.dx. `packing` 0: bf16."""
+        tile = self.chosen(back=True)
+        tasks = [self.plain(tile=tile, back=True, packing=packing, n=self.k, k=self.n,
+                            x=self.dy[i].data_ptr(), weights=cells[i].data_ptr(),
+                            out=self.dx.data_ptr()) for i in range(self.sets)]
+
+        def run(i):
+            self.lib.ggemm(**tasks[i % self.sets])
+        return run
+
+    def check_back(self):
+        """The worst relative error of a sampled expert."""
+        gpu = {"device": "cuda", "dtype": torch.bfloat16}
+        self.dy = [torch.randn(self.capacity, self.n, **gpu) for _ in range(self.sets)]
+        self.dx = torch.full((self.capacity, self.k), float("nan"), **gpu)
+        self.back(self.fmt.packing, self.packed_cells)(0)
+        worst = 0.0
+        for e, values in self.samples.items():
+            start = self.start[e].item()
+            rows = slice(start, start + self.counts[e])
+            want = self.dy[0][rows].double() @ values
+            error = ((self.dx[rows].double() - want).norm() / want.norm()).item()
+            if self.counts[e] > 0 and not error < 5e-3:
+                sys.exit(f"WRONG: {self.name}, {self.fmt.name}, back: error {error:.2e}")
+            worst = max(worst, error) if self.counts[e] > 0 else worst
+        return worst
+
     def expected(self, rows, values):
         """The product of rows of the first set in double precision."""
         return self.x[0][rows].double() @ values.t()
@@ -202,12 +232,35 @@ def measure(case, rounds):
             case.flops / best / 1e6, times["bf16"], times["bf16"] / best, times["torch bf16"]]
 
 
+def measure_back(case, rounds):
+    worst = case.check_back()
+    compact = [dy[case.index] for dy in case.dy]
+    times = time_all({"torch bf16": lambda i: torch._grouped_mm(
+                          compact[i % case.sets], case.weights[i % case.sets], case.ends),
+                      "bf16": case.back(0, case.cells),
+                      "packed": case.back(case.fmt.packing, case.packed_cells)},
+                     case.sets, rounds)
+    own = times["packed"]
+    print(f"{case.name:26s} {case.fmt.name:8s} back {own:8.1f} us {case.flops / own / 1e6:6.0f} "
+          f"TF | bf16 {times['bf16']:8.1f} us x{times['bf16'] / own:.2f} | torch bf16 "
+          f"{times['torch bf16']:8.1f} us | sets {case.sets} error {worst:.1e}", flush=True)
+    return [case.name, case.fmt.name, own, case.flops / own / 1e6, times["bf16"],
+            times["bf16"] / own, times["torch bf16"]]
+
+
+FORWARD = ("experts x rows, K -> N", "format", "few, us", "many, us", "TB/s of file bytes",
+           "TFLOP/s", "bf16, us", "bf16 / chosen", "torch bf16, us")
+BACK = ("experts x rows, K -> N of the weights", "format", "us", "TFLOP/s", "bf16, us",
+        "bf16 / packed", "torch bf16, us")
+
+
 def main():
     args = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     args.add_argument("library")
     args.add_argument("--rounds", type=int, default=30)
     args.add_argument("--only", default="", help="shapes with a name that contains this")
     args.add_argument("--formats", default="fp8,mxfp4,nvfp4,int4g32,int4g128")
+    args.add_argument("--back", action="store_true", help="gradients of rows")
     args.add_argument("--markdown", help="settings and table")
     args.set_defaults(sustained=0)
     args = args.parse_args()
@@ -225,12 +278,13 @@ def main():
         for short in args.formats.split(","):
             if args.only in name:
                 fmt = Format(lib, short, *formats[short])
-                rows.append(measure(PackedCase(lib, name, counts, k, n, fmt), args.rounds))
+                case = PackedCase(lib, name, counts, k, n, fmt)
+                rows.append((measure_back if args.back else measure)(case, args.rounds))
+                del case
                 torch.cuda.empty_cache()
     if args.markdown:
-        lines = ["| experts x rows, K -> N | format | few, us | many, us | TB/s of file bytes | "
-                 "TFLOP/s | bf16, us | bf16 / chosen | torch bf16, us |",
-                 "|" + "---|" * 9]
+        names = BACK if args.back else FORWARD
+        lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
         lines += ["| " + " | ".join(v if isinstance(v, str) else f"{v:.2f}" if v < 100 else
                                     f"{v:.0f}" for v in row) + " |" for row in rows]
         with open(args.markdown, "w", encoding="utf-8") as f:

@@ -65,11 +65,15 @@ __device__ double dot(const moe_cuda_ggemm &g, uint32_t row, size_t weight_row)
 __device__ double dot_back(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint32_t column)
 {
     const auto *x = static_cast<const __nv_bfloat16 *>(g.x) + row * x_stride(g);
-    const auto *w = static_cast<const __nv_bfloat16 *>((*g.weights)->data) + size_t(e) * g.k * g.n;
+    const size_t first = size_t(e) * g.k * g.n + column;
+    const auto *w = static_cast<const __nv_bfloat16 *>((*g.weights)->data) + first;
+    const auto *values = static_cast<const float *>((*g.weights)->data) + first;
     double sum = 0;
-    for (uint32_t i = 0; i < g.k; i++)
-        sum +=
-            double(__bfloat162float(x[i])) * double(__bfloat162float(w[size_t(i) * g.n + column]));
+    for (uint32_t i = 0; i < g.k; i++) {
+        const size_t at = size_t(i) * g.n;
+        sum += double(__bfloat162float(x[i])) *
+               double(g.packing != MOE_CUDA_PACKING_NONE ? values[at] : __bfloat162float(w[at]));
+    }
     return sum;
 }
 

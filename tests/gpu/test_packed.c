@@ -2,9 +2,9 @@
 /* Promises of products with weights that stay quantised (kernels/cuda/gemm/packed.h), for every
  * packing: each element has its value, results as in double precision with the values that
  * daemon/quant's interface defines, equal bits for a row alone, among 64 and among thousands, no
- * writes outside the experts' rows. The layer's parts are checked the same way, also with F32
- * tokens. W8A8 is compared with rows that are quantised alike, on the host. Without a Hopper GPU
- * the tests are skipped, with a message. */
+ * writes outside the experts' rows. The same for the gradient of rows, with W instead of W^T. The
+ * layer's parts are checked the same way, also with F32 tokens. W8A8 is compared with rows that are
+ * quantised alike, on the host. Without a Hopper GPU the tests are skipped, with a message. */
 #include "ggemm_fixture.h"
 #include "ggemm_reference.h"
 
@@ -144,12 +144,13 @@ static float value_of(const struct moe_weight_format *f, const struct quantised 
     return moe_packed_value(f, &q->sizes, &q->m, row, column);
 }
 
-/* What tensor cores multiply by: INT4 is rounded to bf16, after its scale. */
+/* What tensor cores multiply by: INT4 is rounded to bf16, after its scale. So is everything in a
+ * product with W. */
 static float operand_of(const struct moe_weight_format *f, const struct quantised *q, size_t row,
-                        size_t column)
+                        size_t column, bool back)
 {
     if (f->encoding != MOE_ENC_INT4)
-        return value_of(f, q, row, column);
+        return back ? round_to_bf16(value_of(f, q, row, column)) : value_of(f, q, row, column);
     size_t block = moe_packed_block(f, q->sizes.scale_columns, row, column);
     float scale = moe_scale_to_f32(f, q->m.scales, block, 1);
     uint8_t byte = q->bytes[row * q->sizes.row_bytes + column / 2];
@@ -207,9 +208,10 @@ static void put_matrix(const struct moe_cuda_packed_weight *w, const struct moe_
     assert_int_equal(cudaFree(zeros), cudaSuccess);
 }
 
-static void place(struct problem *p, char *entry, float *values, bool interleaved, uint32_t offset)
+/* n x k weights: all rows of an entry, or one of two matrices with alternating rows. */
+static void place(struct problem *p, char *entry, float *values, uint32_t n, uint32_t k,
+                  bool interleaved, uint32_t offset)
 {
-    uint32_t n = p->g.n, k = p->g.k;
     struct quantised q = random_matrix(p->format, n, k);
     struct moe_cuda_packed_weight w = {.packing = p->g.packing,
                                        .entry = entry,
@@ -224,23 +226,26 @@ static void place(struct problem *p, char *entry, float *values, bool interleave
     for (uint32_t r = 0; r < n; r++)
         for (uint32_t c = 0; c < k; c++)
             values[(size_t)(interleaved ? r / 8 * 16 + r % 8 + offset : r) * k + c] =
-                operand_of(p->format, &q, r, c);
+                operand_of(p->format, &q, r, c, p->g.back);
     free(q.bytes);
 }
 
 /* Packed weights, and their values as fp32 behind `plain`. */
 static void make_weights(struct problem *p)
 {
-    uint32_t stored = p->g.gated ? 2 * p->g.n : p->g.n, k = p->g.k, experts = p->g.experts;
+    uint32_t k = p->g.back ? p->g.n : p->g.k, experts = p->g.experts;
+    uint32_t stored = p->g.back ? p->g.k : p->g.gated ? 2 * p->g.n : p->g.n;
+    bool two = p->g.gated || (p->g.back && stored % 16 == 0);
+    uint32_t rows = two ? stored / 2 : stored;
     size_t entry = moe_cuda_packed_bytes(p->g.packing, stored, k);
     size_t each = (size_t)stored * k;
     char *packed = own(p, device_alloc(experts * entry, 0));
     float *values = calloc(experts * each, sizeof *values);
     assert_non_null(values);
     for (uint32_t e = 0; e < experts; e++) {
-        place(p, packed + e * entry, values + e * each, p->g.gated, 0);
-        if (p->g.gated)
-            place(p, packed + e * entry, values + e * each, true, 8);
+        place(p, packed + e * entry, values + e * each, rows, k, two, 0);
+        if (two)
+            place(p, packed + e * entry, values + e * each, rows, k, true, 8);
     }
     p->weights.data = packed;
     p->plain.data = own(p, to_device(values, experts * each * sizeof *values));
@@ -408,11 +413,15 @@ static uint32_t align_groups(struct problem *p)
     return end > 0 ? end : 1;
 }
 
-static void random_case(const struct moe_weight_format *f, bool gated, enum moe_dtype out,
+enum form { PLAIN, GATED, BACK, FORMS };
+static const char *const form_name[FORMS] = {"plain", "gated", "back"};
+
+static void random_case(const struct moe_weight_format *f, enum form form, enum moe_dtype out,
                         double *worst)
 {
     struct problem p = {.format = f,
-                        .g = {.gated = gated,
+                        .g = {.gated = form == GATED,
+                              .back = form == BACK,
                               .experts = 1 + random_below(5),
                               .n = 8 * (1 + random_below(40)),
                               .k = 8 * (1 + random_below(60)),
@@ -437,9 +446,9 @@ static void random_case(const struct moe_weight_format *f, bool gated, enum moe_
     if (p.alike != NULL)
         bound += 5e-3; /* sums inside the instructions have about 14 bits */
     if (few > bound || many > bound)
-        fail_msg("%s, gated %d, %u experts, %u rows, n %u, k %u, fp32 %d: errors %g, %g",
-                 name_of(f), gated, p.g.experts, p.g.row_capacity, p.g.n, p.g.k,
-                 out == MOE_DTYPE_F32, few, many);
+        fail_msg("%s, %s, %u experts, %u rows, n %u, k %u, fp32 %d: errors %g, %g", name_of(f),
+                 form_name[form], p.g.experts, p.g.row_capacity, p.g.n, p.g.k, out == MOE_DTYPE_F32,
+                 few, many);
     *worst = fmax(*worst, fmax(few, many));
     assert_int_equal(cudaFree(want), cudaSuccess);
     free(first);
@@ -452,15 +461,74 @@ static void any_shape_matches_double_precision(void **state)
     (void)state;
     enum { CASES = 5 };
     for (int i = 0; i < FORMATS; i++)
-        for (int gated = 0; gated < 2; gated++) {
+        for (enum form form = PLAIN; form < FORMS; form++) {
             double bf16 = 0, fp32 = 0;
+            if (form == BACK && formats[i].activations != MOE_ACTIVATIONS_PLAIN)
+                continue;
             for (int c = 0; c < CASES; c++) {
-                random_case(&formats[i], gated != 0, MOE_DTYPE_BF16, &bf16);
-                random_case(&formats[i], gated != 0, MOE_DTYPE_F32, &fp32);
+                random_case(&formats[i], form, MOE_DTYPE_BF16, &bf16);
+                random_case(&formats[i], form, MOE_DTYPE_F32, &fp32);
             }
             printf("  %-28s %s: worst element of %d shapes, bf16 %.2e, fp32 %.2e\n",
-                   name_of(&formats[i]), gated ? "gated" : "plain", CASES, bf16, fp32);
+                   name_of(&formats[i]), form_name[form], CASES, bf16, fp32);
         }
+}
+
+/* Stored gate and up are the results of the plain product, bit for bit, and change no result. */
+static void gate_and_up_can_be_stored(void **state)
+{
+    (void)state;
+    for (int i = 0; i < FORMATS; i++) {
+        struct problem p = {.format = &formats[i],
+                            .count = {40, 150},
+                            .start = {0, 128},
+                            .g = {.gated = true,
+                                  .experts = 2,
+                                  .row_capacity = 278,
+                                  .n = 200,
+                                  .k = 264,
+                                  .weighting = MOE_WEIGHT_INPUT,
+                                  .activation = MOE_ACT_SWIGLU,
+                                  .out_dtype = MOE_DTYPE_BF16}};
+        if (formats[i].activations != MOE_ACTIVATIONS_PLAIN)
+            continue;
+        (void)make(&p);
+        size_t bytes = (size_t)p.g.row_capacity * 2 * p.g.n * sizeof(float);
+        struct moe_cuda_ggemm_pre pre = {.data = own(&p, device_alloc(bytes, 0xff)),
+                                         .rows = p.g.row_capacity - 20};
+        const struct moe_cuda_ggemm_pre *there = own(&p, to_device(&pre, sizeof pre));
+        struct problem plain = p;
+        plain.g.gated = plain.g.has_bias = false;
+        plain.g.row_weight = NULL;
+        plain.g.n *= 2;
+        plain.g.out_dtype = MOE_DTYPE_F32;
+        plain.out_bytes = bytes;
+        plain.g.out = own(&p, device_alloc(bytes + GUARD, 0xff));
+        multiply(&plain, MOE_CUDA_TILE_EVEN);
+        char *want = result(&plain), *stored = malloc(bytes);
+        assert_non_null(stored);
+        size_t room = (size_t)pre.rows * 2 * p.g.n * sizeof(float);
+        memset(want + room, 0xff, bytes - room);
+        for (int tile = 0; tile < 2; tile++) {
+            enum moe_cuda_gemm_tile t = tile == 0 ? MOE_CUDA_TILE_DECODE : MOE_CUDA_TILE_EVEN;
+            p.g.pre = NULL;
+            multiply(&p, t);
+            char *without = result(&p);
+            assert_int_equal(cudaMemset(pre.data, 0xff, bytes), cudaSuccess);
+            p.g.pre = there;
+            multiply(&p, t);
+            char *with = result(&p);
+            assert_memory_equal(without, with, p.out_bytes);
+            assert_int_equal(cudaMemcpy(stored, pre.data, bytes, cudaMemcpyDeviceToHost), 0);
+            if (memcmp(stored, want, bytes) != 0)
+                fail_msg("%s, tile %d: stored gate and up differ", name_of(&formats[i]), tile);
+            free(without);
+            free(with);
+        }
+        free(want);
+        free(stored);
+        release(&p);
+    }
 }
 
 static void check_hidden(const struct problem *p, const uint8_t *got, const float *fp32)
@@ -538,10 +606,15 @@ static void a_row_has_the_same_bits_in_any_number_of_rows(void **state)
     (void)state;
     enum { ROWS = 4096 };
     static const uint32_t fewer[] = {1, 3, 8, 17, 33, 64, 65, 128, 200, 1000};
-    for (int i = 0; i < FORMATS; i++) {
-        struct problem p = {.format = &formats[i],
+    for (int c = 0; c < 2 * FORMATS; c++) {
+        const struct moe_weight_format *f = &formats[c / 2];
+        const bool back = c % 2 != 0;
+        if (back && f->activations != MOE_ACTIVATIONS_PLAIN)
+            continue;
+        struct problem p = {.format = f,
                             .count = {ROWS},
-                            .g = {.gated = i % 2 == 0,
+                            .g = {.gated = !back && c / 2 % 2 == 0,
+                                  .back = back,
                                   .experts = 1,
                                   .row_capacity = ROWS,
                                   .n = 264,
@@ -552,16 +625,16 @@ static void a_row_has_the_same_bits_in_any_number_of_rows(void **state)
         (void)make(&p);
         multiply(&p, MOE_CUDA_TILE_EVEN);
         char *all = result(&p);
-        for (size_t c = 0; c < sizeof fewer / sizeof *fewer; c++) {
-            uint32_t start = (ROWS - fewer[c]) / 4 * 4;
+        for (size_t j = 0; j < sizeof fewer / sizeof *fewer; j++) {
+            uint32_t start = (ROWS - fewer[j]) / 4 * 4;
             assert_int_equal(cudaMemcpy((void *)p.g.start, &start, 4, cudaMemcpyHostToDevice), 0);
-            assert_int_equal(cudaMemcpy((void *)p.g.count, &fewer[c], 4, cudaMemcpyHostToDevice),
+            assert_int_equal(cudaMemcpy((void *)p.g.count, &fewer[j], 4, cudaMemcpyHostToDevice),
                              0);
             for (int tile = 0; tile < 2; tile++) {
                 multiply(&p, tile == 0 ? MOE_CUDA_TILE_DECODE : MOE_CUDA_TILE_EVEN);
                 char *part = result(&p);
                 size_t from = (size_t)start * p.g.n * 2;
-                assert_memory_equal(all + from, part + from, (size_t)fewer[c] * p.g.n * 2);
+                assert_memory_equal(all + from, part + from, (size_t)fewer[j] * p.g.n * 2);
                 free(part);
             }
         }
@@ -575,10 +648,15 @@ static void each_element_has_its_value(void **state)
 {
     (void)state;
     enum { N = 136, K = 328 };
-    for (int i = 0; i < FORMATS; i++) {
-        struct problem p = {.format = &formats[i],
+    for (int i = 0; i < 2 * FORMATS; i++) {
+        const struct moe_weight_format *f = &formats[i / 2];
+        const bool back = i % 2 != 0;
+        if (back && f->activations != MOE_ACTIVATIONS_PLAIN)
+            continue;
+        struct problem p = {.format = f,
                             .count = {K},
-                            .g = {.experts = 1,
+                            .g = {.back = back,
+                                  .experts = 1,
                                   .row_capacity = K,
                                   .n = N,
                                   .k = K,
@@ -603,16 +681,18 @@ static void each_element_has_its_value(void **state)
             const float *got = (const float *)bytes;
             for (size_t r = 0; r < N; r++)
                 for (size_t c = 0; c < K; c++) {
-                    float w = want[r * K + c], off = fabsf(got[c * N + r] - w) / fabsf(w);
+                    float w = want[back ? c * N + r : r * K + c];
+                    float off = fabsf(got[c * N + r] - w) / fabsf(w);
                     if (w == 0 ? got[c * N + r] != 0 : !(off < 2e-6f))
-                        fail_msg("%s, tile %d, row %zu, column %zu: %.9g instead of %.9g",
-                                 name_of(&formats[i]), tile, r, c, (double)got[c * N + r],
-                                 (double)w);
+                        fail_msg("%s, tile %d, %s, column %zu of row %zu: %.9g instead of %.9g",
+                                 name_of(f), tile, form_name[p.g.back ? BACK : PLAIN], r, c,
+                                 (double)got[c * N + r], (double)w);
                     worst = w == 0 ? worst : fmaxf(worst, off);
                 }
             free(bytes);
         }
-        printf("  %-28s worst element, relative: %.1e\n", name_of(&formats[i]), (double)worst);
+        printf("  %-28s %s: worst element, relative: %.1e\n", name_of(f),
+               form_name[back ? BACK : PLAIN], (double)worst);
         free(unit);
         free(want);
         release(&p);
@@ -903,6 +983,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(each_element_has_its_value),
         cmocka_unit_test(any_shape_matches_double_precision),
+        cmocka_unit_test(gate_and_up_can_be_stored),
         cmocka_unit_test(gate_and_up_leave_quantised_hidden_rows),
         cmocka_unit_test(a_row_has_the_same_bits_in_any_number_of_rows),
         cmocka_unit_test(a_row_with_a_nan_keeps_it_to_itself),

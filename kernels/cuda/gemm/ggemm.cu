@@ -88,9 +88,9 @@ moe_status check_shape(const moe_cuda_ggemm &g)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: gate and up have no product with W");
     if (g.packing >= MOE_CUDA_PACKING_COUNT ||
-        (g.packing != MOE_CUDA_PACKING_NONE && (g.back || g.pre != nullptr)))
+        (moe_cuda_packing_is_w8a8(g.packing) && (g.back || g.pre != nullptr)))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
-                         "grouped GEMM: packed weights have only products with W^T");
+                         "grouped GEMM: W8A8 weights have only products with W^T");
     if (moe_cuda_packing_is_w8a8(g.packing)
             ? g.x_stride % 16 != 0
             : g.x_scales != nullptr || g.out_activations != MOE_ACTIVATIONS_PLAIN)
@@ -125,7 +125,9 @@ void set_weighting(const moe_cuda_ggemm &g, ggemm::params *p)
 moe_status describe_rows(const moe_cuda_ggemm &g, moe_cuda_gemm_tile tile, ggemm::params *p)
 {
     const bool packed = g.packing != MOE_CUDA_PACKING_NONE;
-    const uint32_t height = packed ? ggemm::packed_tile_rows(tile) : moe_cuda_tile_shape(tile).rows;
+    const uint32_t height = packed && g.back ? ggemm::PACKED_MANY
+                            : packed         ? ggemm::packed_tile_rows(tile)
+                                             : moe_cuda_tile_shape(tile).rows;
     const uint32_t step = packed ? ggemm::packed_row_step(height) : instances[tile].row_step;
     const tensor_map::matrix x = {g.x, g.row_capacity, g.k, 1, g.x_stride};
     for (uint32_t i = 0; i < height / step; i++)
@@ -209,6 +211,8 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
     const uint32_t ctas = g->processors == 0 || g->processors > all ? all : g->processors;
     if (moe_cuda_packing_is_w8a8(g->packing))
         return ggemm::launch_w8a8(p, *g, ctas, stream);
+    if (g->packing != MOE_CUDA_PACKING_NONE && g->back)
+        return ggemm::launch_packed_back(p, g->packing, ctas, stream);
     if (g->packing != MOE_CUDA_PACKING_NONE)
         return ggemm::launch_packed(p, g->packing, g->tile, g->gated, ctas, stream);
     const instance &use = instances[g->tile];

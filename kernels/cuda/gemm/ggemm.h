@@ -56,9 +56,9 @@ struct moe_cuda_ggemm {
     bool gated;                   /* gate and up with activation, or plain */
     bool back; /* plain only: x W[e] instead of x W[e]^T, for the gradient of the rows; the weights
                   are then [experts, k, n], as stored */
-    enum moe_cuda_packing packing; /* of the weights. Packed ones: no `back`, no `pre`, and a tile
-                                      for few rows or for many, which give the same bits; W8A8
-                                      has one for both */
+    enum moe_cuda_packing packing; /* of the weights. Packed ones have a tile for few rows and one
+                                      for many, which give the same bits. `back` and W8A8 have
+                                      one for both. W8A8: no `back`, no `pre` */
     uint32_t experts;              /* local ones, 1.. the most of the tile */
     uint32_t row_capacity;         /* rows of x and out */
     uint32_t n; /* columns of out, a multiple of 8; the weights have n rows, gated: 2n */

@@ -72,5 +72,5 @@ extern "C" moe_status moe_cuda_load_ggemm_packed(void)
         if (both.few.run[0] != nullptr)
             MOE_TRY(moe_cuda_load(both.few.run[0], both.few.run[1], both.many.run[0],
                                   both.many.run[1]));
-    return moe_ok();
+    return ggemm::load_packed_back();
 }

@@ -219,6 +219,9 @@ __device__ __forceinline__ void packed_consume(const params &p, packed_shared<F>
         if (p.out_f32)
             store_transposed_tile<GATED, true, false, F::CHUNK, F::ROWS>(p, tile, weight_row, sum,
                                                                          chunk, own);
+        else if (GATED && p.pre != nullptr)
+            store_transposed_tile<GATED, false, GATED, F::CHUNK, F::ROWS>(p, tile, weight_row, sum,
+                                                                          chunk, own);
         else
             store_transposed_tile<GATED, false, false, F::CHUNK, F::ROWS>(p, tile, weight_row, sum,
                                                                           chunk, own);

@@ -87,13 +87,13 @@ __device__ __forceinline__ void stage_rows(const float *x, uint32_t chunk, uint3
 }
 
 /* Writes the chunk's first `rows` rows to memory, 16 bytes per thread. Called by one warpgroup. */
-template <bool GATED>
+template <bool GATED, uint32_t APART>
 __device__ __forceinline__ void store_chunk(const params &p, uint32_t chunk, uint32_t row,
                                             uint32_t rows, uint32_t column)
 {
     constexpr uint32_t PARTS = GATED ? 4 : 8, TOGETHER = WARPGROUP / PARTS;
     const uint32_t thread = threadIdx.x % WARPGROUP, part = thread % PARTS;
-    const uint32_t at = column + part * 8;
+    const uint32_t at = column + (GATED ? part * 8 : part / 2 * APART + part % 2 * 8);
     auto *out = static_cast<__nv_bfloat16 *>(p.out_rows) + size_t(row) * p.out_stride + at;
     if (at >= p.out_n)
         return;
@@ -134,14 +134,16 @@ __device__ __forceinline__ void store_pair_pre(const params &p, uint32_t column,
 }
 
 /* Finishes and stores one warpgroup's 64 weight rows from `weight_row` of a tile, CHUNK rows of the
- * expert at a time. `barrier`: a named barrier that only this warpgroup uses. */
-template <bool GATED, bool F32, bool SAVE, uint32_t CHUNK, uint32_t ROWS, class walk>
+ * expert at a time. `barrier`: a named barrier that only this warpgroup uses. APART: weight rows
+ * from a warp's 16 to those of the next warp; more than 16 only for plain products. */
+template <bool GATED, bool F32, bool SAVE, uint32_t CHUNK, uint32_t ROWS,
+          uint32_t APART = STORE_ROWS, class walk>
 __device__ __forceinline__ void store_transposed_tile(const params &p, const walk &tile,
                                                       uint32_t weight_row, float (&acc)[ROWS / 2],
                                                       uint32_t chunk, int barrier)
 {
     const uint32_t warp = threadIdx.x % WARPGROUP / WARP, pair = threadIdx.x % 4 * 2;
-    const thread_columns c = load_columns<GATED>(p, tile.expert, weight_row + warp * STORE_ROWS);
+    const thread_columns c = load_columns<GATED>(p, tile.expert, weight_row + warp * APART);
 #pragma unroll
     for (uint32_t done = 0; done < ROWS; done += CHUNK) {
         if (done >= tile.rows)
@@ -169,8 +171,8 @@ __device__ __forceinline__ void store_transposed_tile(const params &p, const wal
         }
         if (!F32) {
             hopper::named_wait(barrier, WARPGROUP);
-            store_chunk<GATED>(p, chunk, tile.row + done, min(CHUNK, tile.rows - done),
-                               GATED ? weight_row / 2 : weight_row);
+            store_chunk<GATED, APART>(p, chunk, tile.row + done, min(CHUNK, tile.rows - done),
+                                      GATED ? weight_row / 2 : weight_row);
         }
     }
 }

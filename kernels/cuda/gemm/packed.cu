@@ -216,6 +216,18 @@ __global__ void scale_kernel(const moe_cuda_packed_weight w, const moe_weight_fo
         *w.wrong = 1;
 }
 
+template <typename T>
+__global__ void read_kernel(const moe_cuda_packed_weight w, size_t first, size_t n, T *to)
+{
+    const size_t stride = size_t(gridDim.x) * THREADS;
+    for (size_t i = size_t(blockIdx.x) * THREADS + threadIdx.x; i < n; i += stride) {
+        const uint32_t row = uint32_t((first + i) / w.columns),
+                       c = uint32_t((first + i) % w.columns);
+        to[i] = T(packed::value(w.packing, static_cast<const uint8_t *>(w.entry),
+                                stored_row(w, row), c, w.columns));
+    }
+}
+
 /* Enqueues scale_kernel for `count` rows of blocks. */
 template <bool ZEROS>
 moe_status place_by_block(const moe_cuda_packed_weight &w, const moe_weight_format &format,
@@ -257,7 +269,21 @@ extern "C" moe_status moe_cuda_packed_zeros(const moe_cuda_packed_weight *w,
     return place_by_block<true>(*w, *format, src, first, count, stream);
 }
 
+extern "C" moe_status moe_cuda_packed_read(const moe_cuda_packed_weight *w, size_t first, size_t n,
+                                           moe_dtype dtype, void *to, CUstream_st *stream)
+{
+    if (n == 0)
+        return moe_ok();
+    if (dtype == MOE_DTYPE_BF16)
+        read_kernel<<<blocks_for(n), THREADS, 0, stream>>>(*w, first, n,
+                                                           static_cast<__nv_bfloat16 *>(to));
+    else
+        read_kernel<<<blocks_for(n), THREADS, 0, stream>>>(*w, first, n, static_cast<float *>(to));
+    return MOE_LAUNCHED("decoding weights");
+}
+
 extern "C" moe_status moe_cuda_load_packed(void)
 {
-    return moe_cuda_load(place_kernel, scale_kernel<false>, scale_kernel<true>);
+    return moe_cuda_load(place_kernel, scale_kernel<false>, scale_kernel<true>, read_kernel<float>,
+                         read_kernel<__nv_bfloat16>);
 }

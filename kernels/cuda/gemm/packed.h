@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "cuda/plan/packing.h"
 #include "moe/packed_matrix.h"
+#include "moe/types.h"
 
 #include <stddef.h>
 
@@ -52,6 +53,12 @@ struct moe_status moe_cuda_packed_zeros(const struct moe_cuda_packed_weight *w,
                                         const struct moe_weight_format *format, const void *src,
                                         uint32_t first, uint32_t count,
                                         struct CUstream_st *stream) MOE_CHECKED;
+
+/* Enqueues: the values of elements [first, first + n) of a weight, counted along its rows, to `to`
+ * on the device, as F32 or rounded once to BF16. `global` and `wrong` are unused. */
+struct moe_status moe_cuda_packed_read(const struct moe_cuda_packed_weight *w, size_t first,
+                                       size_t n, enum moe_dtype dtype, void *to,
+                                       struct CUstream_st *stream) MOE_CHECKED;
 
 #ifdef __cplusplus
 }
