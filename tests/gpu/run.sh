@@ -217,7 +217,8 @@ jobs_at_once() {
     echo "quantised_fp8 300 $(integration test_quantised Fp8)"
     echo "quantised_mx 300 $(integration test_quantised Mx)"
     echo "quantised_4_bits 300 $(integration test_quantised FourBits)"
-    echo "quantised_decoded 300 $(integration test_quantised Decoded Training)"
+    echo "quantised_decoded 300 $(integration test_quantised Decoded)"
+    echo "quantised_training 300 $(integration test_quantised Training)"
     echo "latent_refused 120 $(integration test_latent Refusals)"
     echo "uncommon_refused 120 $(integration test_uncommon Refusals)"
     [ "$hopper" = no ] || {

@@ -20,6 +20,7 @@ from group import to_bf16
 from test_checkpoints import LORA, Client
 from training import WORKER, refusal, training_group
 import moed
+import wire
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(MODELS)), "quantised")
 # Beginnings of models that the backend computes with as they are. GPUs have no kernels for fp32
@@ -133,6 +134,8 @@ class Training(unittest.TestCase):
         with training_group(folder(scheme), 2, "--training-dir", self.root, *LORA,
                             "--freeze", "router,shared", *extra) as g:
             client = QuantisedClient(g, scheme)
+            layer = wire.get_model(client.channel).layers[0]
+            self.assertEqual(layer.routed_encoding != 0, scheme.startswith(KEPT))
             before = client.forward(client.layer, client.x).y_data
             first = client.train(1)
             self.assertNotEqual(first[-1], before)

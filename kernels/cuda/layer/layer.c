@@ -551,6 +551,15 @@ struct moe_status moe_cuda_layer_finish(struct moe_layer *layer)
     return moe_ok();
 }
 
+struct moe_status moe_cuda_layer_replace(struct moe_layer *layer, enum moe_cuda_matrices which,
+                                         const struct moe_cuda_matrix *matrix)
+{
+    layer->desc.matrix[which] = *matrix;
+    MOE_TRY(moe_cuda_device_use(layer->device));
+    MOE_TRY(describe_products(layer));
+    return copy_tables(layer);
+}
+
 struct moe_status moe_cuda_layer_activate(struct moe_layer *layer, uint64_t live)
 {
     if (layer->live == live)

@@ -107,6 +107,10 @@ struct moe_status moe_cuda_layer_activate(struct moe_layer *layer, uint64_t live
 
 /* For the trainer. The matrix that holds a weight (not a bias), and its rows there. */
 enum moe_cuda_matrices moe_cuda_layer_matrix(enum moe_weight weight, enum moe_cuda_rows *order);
+/* Puts another matrix in place of one of a finished layer, of the same shape: packed or not. The
+ * caller owns the memory of both. No step may run. */
+struct moe_status moe_cuda_layer_replace(struct moe_layer *layer, enum moe_cuda_matrices which,
+                                         const struct moe_cuda_matrix *matrix) MOE_CHECKED;
 /* Enqueues: updates the router's bf16 parts, if the layer has them. */
 struct moe_status moe_cuda_layer_split_router(struct moe_layer *layer,
                                               cudaStream_t stream) MOE_CHECKED;

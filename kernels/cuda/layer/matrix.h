@@ -11,7 +11,7 @@
 
 enum { MOE_CUDA_INTERLEAVE = 8 };
 
-/* [entries][rows][columns] row-major in device memory, 4096-aligned; or packed. Expert matrices
+/* [entries][rows][columns] row-major in device memory, 256-aligned; or packed. Expert matrices
  * have one entry per local expert, the others one entry. */
 struct moe_cuda_matrix {
     void *data;           /* NULL before the first upload, and for matrices that the layer lacks */

@@ -163,13 +163,28 @@ static struct moe_status copy_back(const struct job *o, size_t first, size_t n, 
                                     rest, cudaMemcpyDeviceToHost, stream));
 }
 
+/* The same for a packed weight. Its values go through `landing`. */
+static struct moe_status copy_values(const struct job *o, size_t first, size_t n, void *landing,
+                                     void *pinned, cudaStream_t stream)
+{
+    MOE_TRY(moe_cuda_packed_read(o->w.packed, first, n, MOE_DTYPE_F32, landing, stream));
+    return MOE_CUDA(
+        cudaMemcpyAsync(pinned, landing, n * sizeof(float), cudaMemcpyDeviceToHost, stream));
+}
+
+static enum moe_dtype read_dtype(const struct moe_cuda_weight *w)
+{
+    return w->packed != NULL ? MOE_DTYPE_F32 : w->to;
+}
+
 static void put_away(const struct job *o, const void *pinned, size_t first, size_t n)
 {
     const uint16_t *half = pinned;
-    if (o->w.to == MOE_DTYPE_F32)
+    if (read_dtype(&o->w) == MOE_DTYPE_F32)
         memcpy(o->data + first, pinned, n * sizeof *o->data);
-    for (size_t i = 0; o->w.to == MOE_DTYPE_BF16 && i < n; i++)
-        o->data[first + i] = moe_bf16_to_f32(half[i]);
+    else
+        for (size_t i = 0; i < n; i++)
+            o->data[first + i] = moe_bf16_to_f32(half[i]);
 }
 
 static struct moe_status bring(const struct moe_cuda_uploads *u, const struct hand *hand,
@@ -179,8 +194,12 @@ static struct moe_status bring(const struct moe_cuda_uploads *u, const struct ha
     size_t n = total - first < o->piece ? total - first : o->piece;
     void *pinned = hand->pinned[0];
     MOE_TRY(moe_cuda_device_use(u->device));
-    MOE_TRY(MOE_CUDA(cudaEventSynchronize(hand->left[0]))); /* an upload may still read this half */
-    struct moe_status st = copy_back(o, first, n, pinned, u->back);
+    /* An upload may still use the first half, and the landing buffer. */
+    for (int i = 0; i < HALVES; i++)
+        MOE_TRY(MOE_CUDA(cudaEventSynchronize(hand->left[i])));
+    struct moe_status st = o->w.packed != NULL
+                               ? copy_values(o, first, n, hand->landing, pinned, u->back)
+                               : copy_back(o, first, n, pinned, u->back);
     struct moe_status recorded = MOE_CUDA(cudaEventRecord(hand->came, u->back));
     struct moe_status came = MOE_CUDA(cudaEventSynchronize(hand->came));
     MOE_TRY(st);
@@ -266,11 +285,12 @@ struct moe_status moe_cuda_weights_read(struct moe_device *device, const struct 
                    "a piece holds a block of rows");
     struct moe_thread_pool_batch batch = {0};
     struct job o = {.w = *w, .data = data};
-    size_t unit = w->order == MOE_CUDA_ROWS_PLAIN ? 1 : block_elements(w);
+    bool plain = w->packed != NULL || w->order == MOE_CUDA_ROWS_PLAIN;
+    size_t unit = plain ? 1 : block_elements(w);
     size_t total = w->rows * w->columns;
     if (total == 0)
         return moe_ok();
-    o.piece = MOE_CUDA_READ_BYTES / (unit * moe_dtype_bytes(w->to)) * unit;
+    o.piece = MOE_CUDA_READ_BYTES / (unit * moe_dtype_bytes(read_dtype(w))) * unit;
     size_t items = ratio_up(total, o.piece);
     if (items > UINT32_MAX)
         return moe_error(MOE_OUT_OF_RANGE, MOE_REASON_TOO_LARGE, "a tensor is too large");

@@ -36,8 +36,9 @@ struct moe_cuda_weight {
     enum moe_dtype from, to;
     enum moe_cuda_rows order;
     size_t rows, columns;
-    /* Not NULL: `rows` of `columns` bytes are this part of a packed weight; dst, from, to and order
-     * are unused. Elements need no format. Both must stay until the weight is in place. */
+    /* Not NULL: a packed weight; dst, from, to and order are unused. `rows` of `columns` bytes are
+     * this part of it. Elements need no format. Both must stay until the weight is in place.
+     * Reading: rows and columns are the weight's; part and format are unused. */
     const struct moe_cuda_packed_weight *packed;
     enum moe_cuda_packed_part part;
     const struct moe_weight_format *format;
@@ -60,8 +61,8 @@ struct moe_status moe_cuda_weights_finish(struct moe_device *device,
                                           struct moe_thread_pool_batch *batch) MOE_CHECKED;
 
 /* Reads a weight back, widened to fp32, into `data` [rows, columns]; complete on return. Uses dst,
- * to, order, rows and columns of `w`; `from` is ignored. It does not wait for enqueued work: the
- * caller has waited for the writer of the weight. Any thread, also while steps run. */
+ * to, order, rows and columns of `w`, or `packed`; `from` is ignored. It does not wait for enqueued
+ * work: the caller has waited for the writer of the weight. Any thread, also while steps run. */
 struct moe_status moe_cuda_weights_read(struct moe_device *device, const struct moe_cuda_weight *w,
                                         float *data) MOE_CHECKED;
 

@@ -225,7 +225,7 @@ static uint64_t retained_bytes(struct moe_device *device)
 }
 
 const struct moe_training moe_cuda_training = {
-    .quantised_base = false,
+    .quantised_base = true,
     .trainer_create = moe_cuda_trainer_create,
     .trainer_destroy = moe_cuda_trainer_destroy,
     .trainer_bytes = moe_cuda_trainer_bytes,

@@ -3,7 +3,7 @@
  * a backward pass, enqueued on the device's compute stream (train_stages.h). The part of the shared
  * expert that changes no gradient may be enqueued on another stream.
  *
- * BF16 tokens and BF16 weights use tensor cores if Hopper's grouped GEMM serves the shape
+ * BF16 tokens with BF16 or packed weights use tensor cores if Hopper's kernels serve the shape
  * (train_ffn_tensor.c): pre and sums in fp32; dh, dgu and the weighted activation in bf16, each
  * rounded once. Everything else is exact fp32 (train_gemm.h). Both ways do the same in the same
  * order:

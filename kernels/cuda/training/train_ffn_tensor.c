@@ -10,6 +10,7 @@ static struct moe_cuda_ggemm product_of(const struct moe_cuda_train_ffn *f,
                                         enum moe_cuda_matrices which, uint32_t n, uint32_t k)
 {
     const struct moe_layer_spec *spec = &f->t->layer->spec;
+    const enum moe_cuda_packing packing = f->t->layer->desc.matrix[which].packing;
     struct moe_cuda_gemm_params params = {.bucket = f->bucket,
                                           .slots = f->slots,
                                           .top_k = f->shared ? 1 : spec->router.top_k,
@@ -17,7 +18,9 @@ static struct moe_cuda_ggemm product_of(const struct moe_cuda_train_ffn *f,
                                           .n = n,
                                           .k = k};
     return (struct moe_cuda_ggemm){
-        .tile = moe_cuda_choose_tile(&params),
+        .tile = packing != MOE_CUDA_PACKING_NONE ? moe_cuda_choose_packed_tile(&params)
+                                                 : moe_cuda_choose_tile(&params),
+        .packing = packing,
         .experts = f->rows.groups,
         .row_capacity = f->rows.rows,
         .n = n,

@@ -93,9 +93,32 @@ __device__ void store_dgrad(const struct moe_cuda_exact_dx &g, const moe_simt::t
     }
 }
 
+/* g.w, as rows of n. */
+template <class Product> moe_cuda_matrix matrix_of(const Product &g)
+{
+    moe_cuda_matrix m = {};
+    m.data = const_cast<void *>(g.w);
+    m.dtype = g.w_dtype;
+    m.packing = g.packing;
+    m.entries = g.rows.groups;
+    m.rows = g.n;
+    m.columns = g.k;
+    return m;
+}
+
+/* to[d][i] = w[first + d][column + i]; zeros from `rows` and `columns` on. */
+template <typename W>
+__device__ void load_weights(const moe_simt::matrix_rows<W> &w, uint32_t first, uint32_t rows,
+                             uint32_t column, uint32_t columns, float (*to)[moe_simt::PITCH])
+{
+    const uint32_t row = first + threadIdx.x / 16, i = threadIdx.x % 16 * 4;
+    w.load(row < rows ? row : 0, column + i, row < rows ? columns : 0, &to[threadIdx.x / 16][i]);
+}
+
 template <typename Y, typename W>
 __global__ void __launch_bounds__(THREADS)
-    dgrad_kernel(const struct moe_cuda_exact_dx g, const moe_simt::groups groups)
+    dgrad_kernel(const struct moe_cuda_exact_dx g, const moe_simt::groups groups,
+                 const moe_cuda_matrix m)
 {
     __shared__ moe_simt::shared s;
     const uint32_t row_tiles = (moe_simt::rows_in_use(groups) + TILE - 1) / TILE;
@@ -104,14 +127,15 @@ __global__ void __launch_bounds__(THREADS)
         moe_simt::tile t;
         if (!moe_simt::find_rows(groups, static_cast<uint32_t>(i % row_tiles), &t))
             continue;
+        t.column = 0; /* of the weights: all of their rows */
+        const auto w = moe_simt::weight_rows<W>(m, t);
         t.column = static_cast<uint32_t>(i / row_tiles) * TILE;
         const Y *y = static_cast<const Y *>(g.y) + t.row * g.n;
-        const W *w = static_cast<const W *>(g.w) + static_cast<size_t>(t.entry) * g.n * g.k;
         float acc[PER_THREAD][PER_THREAD] = {};
         for (uint32_t n = 0; n < g.n; n += DEPTH) {
             __syncthreads();
             load_along(y, g.n, t.rows, n, g.n, s.x);
-            load_down(w, g.k, n, g.n, t.column, g.k, nullptr, s.w);
+            load_weights<W>(w, n, g.n, t.column, g.k, s.w);
             __syncthreads();
             multiply_slice(s, acc);
         }
@@ -129,8 +153,8 @@ unsigned blocks_for(uint32_t rows, uint32_t columns, uint32_t entries)
 template <typename Y, typename W>
 void launch_dgrad(const struct moe_cuda_exact_dx &g, cudaStream_t stream)
 {
-    dgrad_kernel<Y, W>
-        <<<blocks_for(g.rows.rows, g.k, 1), THREADS, 0, stream>>>(g, groups_of(g.rows));
+    dgrad_kernel<Y, W><<<blocks_for(g.rows.rows, g.k, 1), THREADS, 0, stream>>>(
+        g, groups_of(g.rows), matrix_of(g));
 }
 
 /* ------------------------------------------------------------------- wgrad */
@@ -196,14 +220,8 @@ __global__ void __launch_bounds__(THREADS)
 template <typename X, typename W>
 void launch_product(const struct moe_cuda_exact_xw &g, cudaStream_t stream)
 {
-    struct moe_cuda_matrix m = {};
-    m.data = const_cast<void *>(g.w);
-    m.dtype = g.w_dtype;
-    m.entries = g.rows.groups;
-    m.rows = g.n;
-    m.columns = g.k;
-    product_kernel<X, W>
-        <<<blocks_for(g.rows.rows, g.n, 1), THREADS, 0, stream>>>(g, groups_of(g.rows), m);
+    product_kernel<X, W><<<blocks_for(g.rows.rows, g.n, 1), THREADS, 0, stream>>>(
+        g, groups_of(g.rows), matrix_of(g));
 }
 
 /* -------------------------------------------------------------- column sum */
@@ -233,7 +251,10 @@ struct moe_status moe_cuda_exact_dgrad(const struct moe_cuda_exact_dx *g, cudaSt
 {
     if (g->rows.rows == 0 || g->rows.groups == 0 || g->k == 0)
         return moe_ok();
-    MOE_SIMT_DISPATCH(g->y_dtype, g->w_dtype, launch_dgrad, *g, stream);
+    if (g->packing != MOE_CUDA_PACKING_NONE)
+        MOE_SIMT_DISPATCH_PACKED(g->y_dtype, launch_dgrad, *g, stream);
+    else
+        MOE_SIMT_DISPATCH(g->y_dtype, g->w_dtype, launch_dgrad, *g, stream);
     return MOE_LAUNCHED("dgrad");
 }
 
@@ -249,7 +270,10 @@ struct moe_status moe_cuda_exact_product(const struct moe_cuda_exact_xw *g, cuda
 {
     if (g->rows.rows == 0 || g->rows.groups == 0 || g->n == 0)
         return moe_ok();
-    MOE_SIMT_DISPATCH(g->x_dtype, g->w_dtype, launch_product, *g, stream);
+    if (g->packing != MOE_CUDA_PACKING_NONE)
+        MOE_SIMT_DISPATCH_PACKED(g->x_dtype, launch_product, *g, stream);
+    else
+        MOE_SIMT_DISPATCH(g->x_dtype, g->w_dtype, launch_product, *g, stream);
     return MOE_LAUNCHED("a product");
 }
 
@@ -271,11 +295,19 @@ template <typename A, typename B> static struct moe_status load_pair()
     return moe_cuda_load(dgrad_kernel<A, B>, wgrad_kernel<A, B>, product_kernel<A, B>);
 }
 
+template <typename A> static struct moe_status load_packed()
+{
+    return moe_cuda_load(dgrad_kernel<A, moe_simt::packed_weights>,
+                         product_kernel<A, moe_simt::packed_weights>);
+}
+
 struct moe_status moe_cuda_load_train_gemm(void)
 {
     MOE_TRY((load_pair<float, float>()));
     MOE_TRY((load_pair<float, __nv_bfloat16>()));
     MOE_TRY((load_pair<__nv_bfloat16, float>()));
     MOE_TRY((load_pair<__nv_bfloat16, __nv_bfloat16>()));
+    MOE_TRY((load_packed<float>()));
+    MOE_TRY((load_packed<__nv_bfloat16>()));
     return moe_cuda_load(column_sum_kernel<float>, column_sum_kernel<__nv_bfloat16>);
 }

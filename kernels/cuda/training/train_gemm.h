@@ -25,8 +25,9 @@ struct moe_cuda_row_groups {
 struct moe_cuda_exact_dx {
     struct moe_cuda_row_groups rows;
     enum moe_dtype y_dtype, w_dtype;
-    const void *y; /* [rows, N] */
-    const void *w; /* [groups][N][K] */
+    enum moe_cuda_packing packing; /* of w; not NONE: w_dtype is unused */
+    const void *y;                 /* [rows, N] */
+    const void *w;                 /* [groups][N][K] */
     uint32_t n, k;
     float *out; /* [rows, out_stride], columns 0 .. K-1 */
     uint32_t out_stride;
@@ -54,6 +55,7 @@ struct moe_status moe_cuda_exact_wgrad(const struct moe_cuda_exact_dw *g,
 struct moe_cuda_exact_xw {
     struct moe_cuda_row_groups rows;
     enum moe_dtype x_dtype, w_dtype;
+    enum moe_cuda_packing packing; /* as above */
     const void *x, *w;
     uint32_t n, k;
     float *out; /* [rows, N] */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Kernels over a trainer's blocks; see trainer.h. */
 #include "cuda/core/load.h"
+#include "cuda/gemm/packed_layout.cuh"
 #include "cuda/plan/limits.h"
 #include "cuda/training/trainer.h"
 
@@ -193,7 +194,18 @@ __device__ size_t row_of(enum moe_cuda_rows order, size_t row)
     return MOE_CUDA_GATE_ROW(row) + (order == MOE_CUDA_ROWS_UP ? MOE_CUDA_INTERLEAVE : 0);
 }
 
-template <typename T> __global__ void merge_kernel(const struct moe_cuda_merge m)
+/* Element `column` of stored row `row` of an entry of W0. */
+template <typename T, bool PACKED>
+__device__ float base_of(const struct moe_cuda_merge &m, size_t entry, size_t row, size_t column)
+{
+    if (PACKED)
+        return packed::value(m.packing, static_cast<const uint8_t *>(m.base) + entry * m.base_bytes,
+                             static_cast<uint32_t>(row), static_cast<uint32_t>(column), m.in);
+    return static_cast<float>(
+        static_cast<const T *>(m.base)[(entry * m.stored_rows + row) * m.in + column]);
+}
+
+template <typename T, bool PACKED> __global__ void merge_kernel(const struct moe_cuda_merge m)
 {
     const size_t each = static_cast<size_t>(m.out) * m.in, n = each * m.entries;
     for (size_t i = first_index(); i < n; i += index_step()) {
@@ -203,9 +215,10 @@ template <typename T> __global__ void merge_kernel(const struct moe_cuda_merge m
         float sum = 0;
         for (uint32_t r = 0; r < m.rank; r++)
             sum = fmaf(b[r], a[static_cast<size_t>(r) * m.in], sum);
-        const size_t at = (entry * m.stored_rows + row_of(m.order, row)) * m.in + column;
-        float w = static_cast<float>(static_cast<const T *>(m.base)[at]);
-        static_cast<T *>(m.resident)[at] = static_cast<T>(fmaf(m.scale, sum, w));
+        const size_t stored = row_of(m.order, row);
+        const float w = base_of<T, PACKED>(m, entry, stored, column);
+        static_cast<T *>(m.resident)[(entry * m.stored_rows + stored) * m.in + column] =
+            static_cast<T>(fmaf(m.scale, sum, w));
     }
 }
 
@@ -288,19 +301,21 @@ struct moe_status moe_cuda_merge_adapter(const struct moe_cuda_merge *m, cudaStr
     const size_t n = static_cast<size_t>(m->entries) * m->out * m->in;
     if (n == 0)
         return moe_ok();
-    if (m->dtype == MOE_DTYPE_BF16)
-        merge_kernel<__nv_bfloat16><<<blocks_of(n), THREADS, 0, stream>>>(*m);
+    if (m->packing != MOE_CUDA_PACKING_NONE)
+        merge_kernel<__nv_bfloat16, true><<<blocks_of(n), THREADS, 0, stream>>>(*m);
+    else if (m->dtype == MOE_DTYPE_BF16)
+        merge_kernel<__nv_bfloat16, false><<<blocks_of(n), THREADS, 0, stream>>>(*m);
     else
-        merge_kernel<float><<<blocks_of(n), THREADS, 0, stream>>>(*m);
+        merge_kernel<float, false><<<blocks_of(n), THREADS, 0, stream>>>(*m);
     return MOE_LAUNCHED("merging adapters");
 }
 
 struct moe_status moe_cuda_load_train_state(void)
 {
     MOE_TRY(moe_cuda_load(store_kernel<float>, update_kernel<float, true>,
-                          update_kernel<float, false>, merge_kernel<float>));
+                          update_kernel<float, false>, merge_kernel<float, false>));
     MOE_TRY(moe_cuda_load(store_kernel<__nv_bfloat16>, update_kernel<__nv_bfloat16, true>,
-                          update_kernel<__nv_bfloat16, false>, merge_kernel<__nv_bfloat16>));
-    return moe_cuda_load(squares_kernel, finish_squares_kernel, sum_sources_kernel,
-                         add_loads_kernel);
+                          update_kernel<__nv_bfloat16, false>, merge_kernel<__nv_bfloat16, false>));
+    return moe_cuda_load(merge_kernel<__nv_bfloat16, true>, squares_kernel, finish_squares_kernel,
+                         sum_sources_kernel, add_loads_kernel);
 }

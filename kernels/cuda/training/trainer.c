@@ -50,7 +50,9 @@ static void describe_block(const struct moe_layer *layer, const struct moe_train
 struct plan {
     uint32_t blocks;
     struct moe_cuda_block block[MOE_TRAIN_MAX_PARAMS];
-    size_t base[MOE_CUDA_ADAPTED_MATRICES], loads, counted, sums, bytes;
+    struct moe_cuda_matrix
+        base[MOE_CUDA_ADAPTED_MATRICES]; /* their memory, as pointers from NULL */
+    size_t loads, counted, sums, bytes;
 };
 
 static bool take(size_t *at, size_t bytes, size_t *offset)
@@ -79,9 +81,28 @@ static const enum moe_cuda_matrices adapted[MOE_CUDA_ADAPTED_MATRICES] = {MOE_CU
 
 static bool is_adapted(const struct moe_trainer_config *c, enum moe_cuda_matrices m)
 {
+    if (c->frozen >> MOE_PARAMS_EXPERTS & 1)
+        return false;
     return m == MOE_CUDA_DOWN
                ? moe_train_is_adapted(c, MOE_WEIGHT_DOWN)
                : moe_train_is_adapted(c, MOE_WEIGHT_GATE) || moe_train_is_adapted(c, MOE_WEIGHT_UP);
+}
+
+/* Room for another matrix like this one, in BF16 if it is packed. */
+static bool plan_base(const struct moe_cuda_matrix *like, size_t *at, struct moe_cuda_matrix *base)
+{
+    size_t offset;
+    *base = *like;
+    if (like->packing != MOE_CUDA_PACKING_NONE) {
+        base->packing = MOE_CUDA_PACKING_NONE;
+        base->dtype = MOE_DTYPE_BF16;
+        /* layer_create checked that fp32 would not overflow. */
+        base->bytes = (size_t)like->entries * like->rows * like->columns * sizeof(uint16_t);
+    }
+    if (!take(at, base->bytes, &offset))
+        return false;
+    base->data = (void *)offset;
+    return true;
 }
 
 static struct moe_status make_plan(const struct moe_layer *layer,
@@ -102,7 +123,7 @@ static struct moe_status make_plan(const struct moe_layer *layer,
     }
     for (uint32_t i = 0; i < MOE_CUDA_ADAPTED_MATRICES; i++)
         if (is_adapted(c, adapted[i]))
-            fits = fits && take(&at, layer->desc.matrix[adapted[i]].bytes, &p->base[i]);
+            fits = fits && plan_base(&layer->desc.matrix[adapted[i]], &at, &p->base[i]);
     size_t experts = layer->spec.experts;
     fits = fits && take(&at, experts * sizeof(uint64_t), &p->loads) &&
            take(&at, (experts + 1) * sizeof(uint32_t), &p->counted) &&
@@ -139,8 +160,10 @@ static void set_pointers(struct moe_trainer *t, const struct plan *p)
                          : NULL;
     }
     for (uint32_t i = 0; i < MOE_CUDA_ADAPTED_MATRICES; i++)
-        if (is_adapted(&t->config, adapted[i]))
-            t->base[i] = memory + p->base[i];
+        if (is_adapted(&t->config, adapted[i])) {
+            t->base[i] = p->base[i];
+            t->base[i].data = memory + (size_t)p->base[i].data;
+        }
     t->loads = (void *)(memory + p->loads);
     t->counted = (void *)(memory + p->counted);
     t->sums = (void *)(memory + p->sums);
@@ -190,9 +213,12 @@ static struct moe_status merge(struct moe_trainer *t, enum moe_weight weight, cu
     m.entries = layer->local_experts;
     m.out = (uint32_t)(b->n / m.rank);
     m.in = (uint32_t)(a->n / m.rank);
+    const struct moe_cuda_matrix *base = &t->base[which == MOE_CUDA_DOWN];
     m.stored_rows = matrix->rows;
     m.dtype = matrix->dtype;
-    m.base = t->base[which == MOE_CUDA_DOWN];
+    m.packing = base->packing;
+    m.base_bytes = moe_cuda_packed_bytes(base->packing, base->rows, base->columns);
+    m.base = base->data;
     m.resident = matrix->data;
     return moe_cuda_merge_adapter(&m, stream);
 }
@@ -257,14 +283,58 @@ static struct moe_status start_adapter(struct moe_trainer *t, const struct moe_c
     return st;
 }
 
+/* Entry number `entry` of a packed matrix, with all of its rows as they are stored. */
+static struct moe_cuda_packed_weight packed_entry(const struct moe_cuda_matrix *m, uint32_t entry)
+{
+    return (struct moe_cuda_packed_weight){
+        .packing = m->packing,
+        .entry = (char *)m->data + entry * moe_cuda_packed_bytes(m->packing, m->rows, m->columns),
+        .rows = m->rows,
+        .columns = m->columns};
+}
+
+/* Puts the decoded weights in the place of packed ones, which become W0. */
+static struct moe_status decode_resident(struct moe_trainer *t, uint32_t i)
+{
+    struct moe_layer *layer = t->layer;
+    struct moe_cuda_matrix merged = t->base[i];
+    const struct moe_cuda_matrix packed = layer->desc.matrix[adapted[i]];
+    size_t each = (size_t)packed.rows * packed.columns;
+    for (uint32_t e = 0; e < packed.entries; e++) {
+        struct moe_cuda_packed_weight w = packed_entry(&packed, e);
+        MOE_TRY(moe_cuda_packed_read(&w, 0, each, MOE_DTYPE_BF16,
+                                     (uint16_t *)merged.data + e * each, layer->device->compute));
+    }
+    t->base[i] = packed;
+    return moe_cuda_layer_replace(layer, adapted[i], &merged);
+}
+
+/* The layer gets its packed weights back. */
+static void give_back_base(struct moe_trainer *t)
+{
+    for (uint32_t i = 0; i < MOE_CUDA_ADAPTED_MATRICES; i++)
+        if (t->base[i].packing != MOE_CUDA_PACKING_NONE) {
+            struct moe_status st = moe_cuda_layer_replace(t->layer, adapted[i], &t->base[i]);
+            (void)st; /* a device that fails here fails in the layer's next step */
+        }
+}
+
+static struct moe_status fill_base(struct moe_trainer *t, uint32_t i)
+{
+    const struct moe_cuda_matrix *resident = &t->layer->desc.matrix[adapted[i]];
+    if (t->base[i].data == NULL || t->base[i].bytes == 0)
+        return moe_ok();
+    if (resident->packing != MOE_CUDA_PACKING_NONE)
+        return decode_resident(t, i);
+    return MOE_CUDA(cudaMemcpyAsync(t->base[i].data, resident->data, resident->bytes,
+                                    cudaMemcpyDeviceToDevice, t->layer->device->compute));
+}
+
 static struct moe_status fill(struct moe_trainer *t)
 {
     struct moe_device *device = t->layer->device;
     for (uint32_t i = 0; i < MOE_CUDA_ADAPTED_MATRICES; i++)
-        if (t->base[i] != NULL)
-            MOE_TRY(MOE_CUDA(cudaMemcpyAsync(t->base[i], t->layer->desc.matrix[adapted[i]].data,
-                                             t->layer->desc.matrix[adapted[i]].bytes,
-                                             cudaMemcpyDeviceToDevice, device->compute)));
+        MOE_TRY(fill_base(t, i));
     for (uint32_t i = 0; i < t->blocks; i++) {
         MOE_TRY(fill_block(t, &t->block[i], device->compute));
         MOE_TRY(start_adapter(t, &t->block[i]));
@@ -280,11 +350,6 @@ struct moe_status moe_cuda_trainer_create(struct moe_layer *layer,
     if (!layer->finished || layer->trained)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
                          "layer %u is not finished, or has a trainer already", layer->spec.layer);
-    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
-        if (moe_weight_format_of(&layer->spec, w) != NULL)
-            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                             "layer %u: quantised experts do not train on GPUs as they are",
-                             layer->spec.layer);
     MOE_TRY(make_plan(layer, config, &p));
     MOE_TRY(moe_cuda_device_use(layer->device));
     struct moe_trainer *t = calloc(1, sizeof *t);
@@ -303,6 +368,7 @@ struct moe_status moe_cuda_trainer_create(struct moe_layer *layer,
     *out = t;
     return st;
 fail:
+    give_back_base(t);
     moe_cuda_mem_free(layer->device, MOE_MEM_DEVICE, t->memory, t->bytes);
     free(t);
     return st;
@@ -313,6 +379,7 @@ void moe_cuda_trainer_destroy(struct moe_trainer *t)
     if (t == NULL)
         return;
     t->layer->trained = false;
+    give_back_base(t);
     moe_activation_cache_drop(t->layer->device->activation_cache, t->layer, 0);
     moe_cuda_mem_free(t->layer->device, MOE_MEM_DEVICE, t->memory, t->bytes);
     free(t);
@@ -358,9 +425,60 @@ static struct moe_cuda_weight resident_place(const struct moe_trainer *t, enum m
     if (moe_weight_is_bias(weight))
         return place_of(layer, weight, entry, layer->desc.bias[weight], MOE_DTYPE_F32);
     enum moe_cuda_matrices which = moe_cuda_layer_matrix(weight, &order);
-    const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
-    return place_of(layer, weight, entry, base ? t->base[which == MOE_CUDA_DOWN] : m->data,
-                    m->dtype);
+    const struct moe_cuda_matrix *m =
+        base ? &t->base[which == MOE_CUDA_DOWN] : &layer->desc.matrix[which];
+    return place_of(layer, weight, entry, m->data, m->dtype);
+}
+
+/* Reads the layer's weight, or, with `base`, W0. */
+static struct moe_status read_resident(const struct moe_trainer *t, enum moe_weight weight,
+                                       uint32_t entry, bool base, float *data)
+{
+    struct moe_cuda_weight w = {.order = MOE_CUDA_ROWS_PLAIN};
+    enum moe_cuda_rows order;
+    enum moe_cuda_matrices which = moe_cuda_layer_matrix(weight, &order);
+    const struct moe_cuda_matrix *m =
+        base ? &t->base[which == MOE_CUDA_DOWN] : &t->layer->desc.matrix[which];
+    if (moe_weight_is_bias(weight) || m->packing == MOE_CUDA_PACKING_NONE) {
+        w = resident_place(t, weight, entry, base);
+        return moe_cuda_weights_read(t->layer->device, &w, data);
+    }
+    struct moe_cuda_packed_weight packed = packed_entry(m, entry);
+    packed.interleaved = order != MOE_CUDA_ROWS_PLAIN;
+    packed.offset = order == MOE_CUDA_ROWS_UP ? MOE_CUDA_INTERLEAVE : 0;
+    moe_weight_shape(&t->layer->spec, weight, &w.rows, &w.columns);
+    w.packed = &packed;
+    return moe_cuda_weights_read(t->layer->device, &w, data);
+}
+
+/* Backends may differ in the last bit of a value with the scale of a whole matrix. */
+static bool is_same(float own, float given)
+{
+    return moe_f32_to_bf16(own) == moe_f32_to_bf16(given) ||
+           fabsf(own - given) <= 0x1p-22f * fabsf(own);
+}
+
+/* A quantised weight does not change: only what it has can be written. */
+static struct moe_status check_same(const struct moe_trainer *t, const struct moe_train_key *key,
+                                    uint32_t entry, const float *data, size_t bytes)
+{
+    enum moe_cuda_rows order;
+    enum moe_cuda_matrices which = moe_cuda_layer_matrix(key->weight, &order);
+    bool base = moe_weight_is_expert(key->weight) && t->base[which == MOE_CUDA_DOWN].data != NULL;
+    float *own = malloc(bytes + 1);
+    if (own == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                         "no memory to compare weights");
+    struct moe_status st = read_resident(t, key->weight, entry, base, own);
+    size_t same = 0, count = bytes / sizeof *data;
+    while (!moe_failed(&st) && same < count && is_same(own[same], data[same]))
+        same++;
+    free(own);
+    if (moe_failed(&st) || same == count)
+        return st;
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH,
+                     "%s of expert %u is quantised, and cannot become other values",
+                     moe_weight_name(key->weight), key->expert);
 }
 
 /* Enqueued in order with the kernels before and after it. A plain cudaMemcpy returns when the
@@ -472,9 +590,9 @@ struct moe_status moe_cuda_trainer_read(struct moe_trainer *t, const struct moe_
     MOE_TRY(find(t, key, bytes, &b, &entry));
     if (b != NULL && key->tensor == MOE_TRAIN_GRAD)
         MOE_TRY(settle_grad(t, b));
-    struct moe_cuda_weight w =
-        b != NULL ? place_in(t->layer, b, key->weight, entry, tensor_of(b, key->tensor))
-                  : resident_place(t, key->weight, entry, key->tensor == MOE_TRAIN_BASE);
+    if (b == NULL)
+        return read_resident(t, key->weight, entry, key->tensor == MOE_TRAIN_BASE, data);
+    struct moe_cuda_weight w = place_in(t->layer, b, key->weight, entry, tensor_of(b, key->tensor));
     return moe_cuda_weights_read(t->layer->device, &w, data);
 }
 
@@ -488,6 +606,8 @@ struct moe_status moe_cuda_trainer_write(struct moe_trainer *t, const struct moe
     MOE_TRY(moe_train_check_writable(key));
     MOE_TRY(moe_cuda_device_use(device));
     MOE_TRY(moe_cuda_device_finish(device));
+    if (b == NULL && moe_weight_format_of(&t->layer->spec, key->weight) != NULL)
+        return check_same(t, key, entry, data, bytes);
     if (key->tensor == MOE_TRAIN_VALUE)
         moe_activation_cache_drop(device->activation_cache, t->layer, 0);
     if (b == NULL)

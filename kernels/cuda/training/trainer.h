@@ -55,10 +55,13 @@ struct moe_trainer {
     uint32_t frozen;                  /* now */
     uint32_t blocks;
     struct moe_cuda_block block[MOE_TRAIN_MAX_PARAMS];
-    void *base[MOE_CUDA_ADAPTED_MATRICES]; /* W0 of adapted matrices, in their dtype; else NULL */
-    uint64_t *loads;                       /* device [E] since the last optimizer step */
-    uint32_t *counted;                     /* device [E + 1]: loads and routed tokens of one pass */
-    double *sums;                          /* device [MOE_CUDA_SQUARES][MOE_CUDA_SUM_PARTS + 1] */
+    /* W0 of adapted matrices; no data: not adapted. One of W0 and the resident matrix has its
+     * memory here: W0; or, if W0 is quantised, the resident matrix, in BF16. W0 keeps the layer's
+     * memory then, and gets its place back at the end. */
+    struct moe_cuda_matrix base[MOE_CUDA_ADAPTED_MATRICES];
+    uint64_t *loads;   /* device [E] since the last optimizer step */
+    uint32_t *counted; /* device [E + 1]: loads and routed tokens of one pass */
+    double *sums;      /* device [MOE_CUDA_SQUARES][MOE_CUDA_SUM_PARTS + 1] */
     void *memory;
     size_t bytes;
 };
@@ -132,8 +135,10 @@ struct moe_cuda_merge {
     uint32_t stored_rows;            /* of the resident matrix of an entry */
     enum moe_cuda_rows order;        /* where row i of W lies in it */
     float scale;
-    const float *a, *b; /* [entries][rank, in], [entries][out, rank] */
-    enum moe_dtype dtype;
+    const float *a, *b;            /* [entries][rank, in], [entries][out, rank] */
+    enum moe_dtype dtype;          /* of both; BF16 if W0 is packed */
+    enum moe_cuda_packing packing; /* of W0 */
+    size_t base_bytes;             /* of an entry of a packed W0 */
     const void *base;
     void *resident;
 };
