@@ -170,11 +170,39 @@ static __device__ int32_t choose(const choose_args &a, const row_slot &s)
     return id;
 }
 
+/* SparseMixer's weight of lane k's id, before renormalisation; the scores are logits. It divides as
+ * the vendor's code, so bounds round alike. */
+static __device__ float mix(const choose_args &a, const row_slot &s, int32_t id)
+{
+    float weight = 0.0f;
+    int32_t earlier = -1;
+    for (uint32_t k = 0; k < a.spec.top_k; k++) {
+        const int32_t chosen = __shfl_sync(ALL, id, (int)k);
+        if (chosen < 0)
+            continue;
+        const float z = s.score[chosen];
+        float sum = 0.0f;
+        for (uint32_t i = s.lane; i < a.choices; i += 32) {
+            const float other = s.score[i];
+            const bool far = (z - other) / fmaxf(fabsf(other), z) > 2 * a.spec.jitter;
+            if ((int32_t)i == chosen || !((int32_t)i == earlier || far))
+                sum += expf(other - z);
+        }
+        sum = warp_sum(sum);
+        if (s.lane == k)
+            weight = 1.0f / sum;
+        earlier = chosen;
+    }
+    return weight;
+}
+
 /* The weight of lane k's id from the unbiased scores; 0 for id -1. Lanes from K on have id -1. */
 static __device__ float weigh(const choose_args &a, const row_slot &s, int32_t id)
 {
     bool live = id >= 0;
     float score = live ? s.score[id] : 0.0f;
+    if (a.spec.score == MOE_SCORE_SPARSEMIXER)
+        score = mix(a, s, id);
     if (a.spec.score == MOE_SCORE_SOFTMAX_TOPK && __any_sync(ALL, live)) {
         float largest = warp_max(live ? score : -INFINITY);
         score = live ? expf(score - largest) : 0.0f;
