@@ -12,7 +12,7 @@
  * alpha = 1 and shift = 0 too: backward passes and fast forward passes on GPUs.
  *
  * SiTU and RELU2 are other formulas, in separate functions. They have no derivatives here, because
- * layers with them do not train. GPUs do not compute them.
+ * layers with them do not train.
  *
  * In CUDA the type is float. In C the user defines MOE_ACTIVATION_REAL, a vector of floats, and
  * MOE_ACTIVATION_AT_MOST(x, bound), MOE_ACTIVATION_WITHIN(x, bound), MOE_ACTIVATION_SIGMOID(x),
@@ -31,6 +31,8 @@
 #define MOE_ACTIVATION_AT_MOST(x, bound) ((x) > (bound) ? (bound) : (x))
 #define MOE_ACTIVATION_WITHIN(x, bound)  ((x) > (bound) ? (bound) : (x) < -(bound) ? -(bound) : (x))
 #define MOE_ACTIVATION_SIGMOID(x)        (1.0f / (1.0f + expf(-(x))))
+#define MOE_ACTIVATION_TANH(x)           tanhf(x)
+#define MOE_ACTIVATION_POSITIVE(x)       ((x) < 0.0f ? 0.0f : (x))
 #else
 #define MOE_ACTIVATION_BOTH   static inline
 #define MOE_ACTIVATION_INLINE static inline
@@ -122,6 +124,21 @@ moe_activation_shape_of(enum moe_activation activation, float alpha)
 MOE_ACTIVATION_INLINE float moe_activate_fast(struct moe_activation_shape shape, float g, float u)
 {
     return __fdividef(g, 1.0f + __expf(-shape.alpha * g)) * (u + shape.shift);
+}
+
+/* The same for tanh: a polynomial near zero, where the quotient would lose digits. */
+MOE_ACTIVATION_INLINE float moe_tanh_fast(float x)
+{
+    const float t = __expf(-2.0f * fabsf(x)), square = x * x;
+    const float near = x * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15)));
+    return fabsf(x) < 0.05f ? near : copysignf(__fdividef(1.0f - t, 1.0f + t), x);
+}
+
+MOE_ACTIVATION_INLINE float moe_activate_situ_fast(float beta, float linear_beta, float g, float u)
+{
+    const float gate = beta * moe_tanh_fast(__fdividef(g, beta));
+    const float up = linear_beta * moe_tanh_fast(__fdividef(u, linear_beta));
+    return __fdividef(gate, 1.0f + __expf(-g)) * up;
 }
 
 struct moe_activation_slopes {

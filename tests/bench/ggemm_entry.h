@@ -20,6 +20,7 @@ typedef const char *text;
 #define MOE_GGEMM_FIELDS(X)                                                                        \
     X(int, tile)                                                                                   \
     X(bool, gated)                                                                                 \
+    X(bool, relu2)                                                                                 \
     X(bool, back)                                                                                  \
     X(int, packing)                                                                                \
     X(uint32_t, experts)                                                                           \

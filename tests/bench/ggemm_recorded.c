@@ -32,6 +32,7 @@ static struct moe_status record_ggemm(const struct moe_cuda_ggemm *g, const void
 {
     int at = add_number(0, "tile", g->tile);
     at = add_number(at, "gated", g->gated);
+    at = add_number(at, "relu2", g->relu2);
     at = add_number(at, "back", g->back);
     at = add_number(at, "packing", g->packing);
     at = add_number(at, "experts", g->experts);

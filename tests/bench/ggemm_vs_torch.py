@@ -72,8 +72,8 @@ class Case:
     def plain(self, **changes):
         """Arguments of a plain product of the first set. `changes` replaces some of them."""
         stream = torch.cuda.current_stream().cuda_stream
-        return {"tile": 0, "gated": False, "back": False, "packing": 0, "experts": self.experts,
-                "row_capacity": self.capacity, "n": self.n, "k": self.k,
+        return {"tile": 0, "gated": False, "relu2": False, "back": False, "packing": 0,
+                "experts": self.experts, "row_capacity": self.capacity, "n": self.n, "k": self.k,
                 "start": self.start.data_ptr(), "count": self.count.data_ptr(),
                 "x": self.x[0].data_ptr(), "x_stride": 0, "x_scales": None,
                 "weights": self.cells[0].data_ptr(), "has_bias": False,

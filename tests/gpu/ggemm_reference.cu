@@ -84,6 +84,8 @@ __device__ double keep_nan_min(double a, double b)
 
 __device__ double act(const moe_cuda_ggemm &g, double gate, double up)
 {
+    if (g.activation == MOE_ACT_SITU)
+        return g.alpha * tanh(gate / g.alpha) / (1 + exp(-gate)) * g.limit * tanh(up / g.limit);
     if (g.activation != MOE_ACT_SWIGLU) {
         gate = keep_nan_min(gate, g.limit);
         up = up < -g.limit ? -double(g.limit) : keep_nan_min(up, g.limit);
@@ -112,6 +114,10 @@ __device__ double plain(const moe_cuda_ggemm &g, uint32_t e, uint32_t row, uint3
         g.back ? dot_back(g, e, row, column) : dot(g, row, size_t(e) * g.n + column);
     const double bias = g.has_bias ? double((*g.weights)->bias[size_t(e) * g.n + column]) : 0.0;
     const double weight = g.row_weight != nullptr ? double(g.row_weight[row]) : 1.0;
+    if (g.relu2) {
+        const double up = (g.weighting == MOE_WEIGHT_INPUT ? weight : 1.0) * product + bias;
+        return up < 0 ? 0.0 : up * up;
+    }
     return g.weighting == MOE_WEIGHT_INPUT ? product + bias : weight * (product + bias);
 }
 

@@ -14,9 +14,9 @@
 
 enum { MAX_EXPERTS = MOE_CUDA_MAX_EXPERTS };
 
-/* Products with W^T, with gate and up, with W. */
-enum form { PLAIN, GATED, BACK, FORMS };
-static const char *const form_name[FORMS] = {"plain", "gated", "back"};
+/* Products with W^T, with gate and up, with W, with up alone. */
+enum form { PLAIN, GATED, BACK, UP, FORMS };
+static const char *const form_name[FORMS] = {"plain", "gated", "back", "up"};
 static const char *const tile_name[MOE_CUDA_TILE_COUNT] = {"decode", "even", "pingpong"};
 
 static void *device_copy(const void *data, size_t bytes)
@@ -138,9 +138,10 @@ static double check(struct problem *p)
         fail_msg("tile %s, %s, %u experts, %u rows, n %u, k %u, activation %d, weighting %d, bias "
                  "%d, fp32 %d: worst error %g, %llu strays",
                  tile_name[p->g.tile],
-                 form_name[p->g.gated  ? GATED
-                           : p->g.back ? BACK
-                                       : PLAIN],
+                 form_name[p->g.gated   ? GATED
+                           : p->g.back  ? BACK
+                           : p->g.relu2 ? UP
+                                        : PLAIN],
                  p->g.experts, p->g.row_capacity, p->g.n, p->g.k, (int)p->g.activation,
                  (int)p->g.weighting, p->g.has_bias, p->g.out_dtype == MOE_DTYPE_F32, d.worst,
                  d.stray);
@@ -155,11 +156,12 @@ static struct moe_cuda_ggemm random_task(enum moe_cuda_gemm_tile tile, enum form
         .tile = tile,
         .gated = form == GATED,
         .back = form == BACK,
+        .relu2 = form == UP,
         .experts = random_below(5) == 0 ? 1 + random_below(300) : 1 + random_below(24),
         .n = 8 * (1 + random_below(80)),
         .k = 8 * (1 + random_below(100)),
         .weighting = (enum moe_weighting)random_below(3),
-        .activation = (enum moe_activation)random_below(MOE_ACT_COMMON_COUNT),
+        .activation = (enum moe_activation)random_below(MOE_ACT_RELU2),
         .limit = 1.5f,
         .alpha = 1.702f,
         .out_dtype = dtype,
@@ -224,6 +226,7 @@ static struct problem large_problem(enum moe_cuda_gemm_tile tile, enum form form
     struct problem p = {.g = {.tile = tile,
                               .gated = form == GATED,
                               .back = form == BACK,
+                              .relu2 = form == UP,
                               .experts = 48,
                               .n = 1032,
                               .k = 520,
@@ -421,7 +424,7 @@ static void impossible_shapes_are_refused(void **state)
 {
     (void)state;
     struct problem p = large_problem(MOE_CUDA_TILE_DECODE, PLAIN);
-    struct moe_cuda_ggemm wrong[] = {p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g};
+    struct moe_cuda_ggemm wrong[] = {p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g, p.g};
     wrong[0].n = 12;
     wrong[1].k = 4;
     wrong[2].experts = MOE_CUDA_MAX_EXPERTS + 1;
@@ -433,6 +436,9 @@ static void impossible_shapes_are_refused(void **state)
     wrong[8].pre = (const struct moe_cuda_ggemm_pre *)p.g.x; /* not gated */
     wrong[9].tile = MOE_CUDA_TILE_PINGPONG;
     wrong[9].experts = MOE_CUDA_PINGPONG_EXPERTS + 1;
+    wrong[10].gated = wrong[10].relu2 = true;
+    wrong[11].gated = true;
+    wrong[11].activation = MOE_ACT_RELU2;
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
         struct moe_status st = moe_cuda_ggemm_enqueue(&wrong[i], NULL);
         assert_int_equal(st.code, MOE_INVALID_ARGUMENT);

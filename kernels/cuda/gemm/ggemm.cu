@@ -24,8 +24,10 @@ constexpr uint64_t MAX_TILES = UINT64_C(1) << 31; /* tile numbers are 32 bits; o
 
 typedef void (*kernel)(const ggemm::params);
 
-/* RETAINED: GATED, and also stores gate and up. */
-enum form { PLAIN, GATED, BACK, RETAINED, FORMS };
+using ggemm::finish;
+
+/* Products with W^T by their finish; with W; with gate and up, which are also stored. */
+enum form { BACK = int(finish::UP) + 1, RETAINED, FORMS };
 
 struct instance {
     kernel run[FORMS][2]; /* [form][fp32 output] */
@@ -34,35 +36,26 @@ struct instance {
     size_t shared_bytes;
 };
 
+/* The kernels of one tile. */
+#define KERNELS(name)                                                                              \
+    {                                                                                              \
+        {name<finish::PLAIN, false, false, false>, name<finish::PLAIN, true, false, false>},       \
+            {name<finish::GATED, false, false, false>, name<finish::GATED, true, false, false>},   \
+            {name<finish::SITU, false, false, false>, name<finish::SITU, true, false, false>},     \
+            {name<finish::UP, false, false, false>, name<finish::UP, true, false, false>},         \
+            {name<finish::PLAIN, false, true, false>, name<finish::PLAIN, true, true, false>},     \
+        {                                                                                          \
+            name<finish::GATED, false, false, true>, nullptr                                       \
+        }                                                                                          \
+    }
+
 /* Indexed by enum moe_cuda_gemm_tile. */
 const instance instances[] = {
-    {{{ggemm::stream_kernel<false, false, false, false>,
-       ggemm::stream_kernel<false, true, false, false>},
-      {ggemm::stream_kernel<true, false, false, false>,
-       ggemm::stream_kernel<true, true, false, false>},
-      {ggemm::stream_kernel<false, false, true, false>,
-       ggemm::stream_kernel<false, true, true, false>},
-      {ggemm::stream_kernel<true, false, false, true>, nullptr}},
-     ggemm::STREAM_THREADS,
-     ggemm::STREAM_ROW_STEP,
+    {KERNELS(ggemm::stream_kernel), ggemm::STREAM_THREADS, ggemm::STREAM_ROW_STEP,
      sizeof(ggemm::stream_shared)},
-    {{{ggemm::even_kernel<false, false, false, false>,
-       ggemm::even_kernel<false, true, false, false>},
-      {ggemm::even_kernel<true, false, false, false>, ggemm::even_kernel<true, true, false, false>},
-      {ggemm::even_kernel<false, false, true, false>, ggemm::even_kernel<false, true, true, false>},
-      {ggemm::even_kernel<true, false, false, true>, nullptr}},
-     ggemm::EVEN_THREADS,
-     ggemm::EVEN_ROW_STEP,
+    {KERNELS(ggemm::even_kernel), ggemm::EVEN_THREADS, ggemm::EVEN_ROW_STEP,
      sizeof(ggemm::even_shared)},
-    {{{ggemm::pingpong_kernel<false, false, false, false>,
-       ggemm::pingpong_kernel<false, true, false, false>},
-      {ggemm::pingpong_kernel<true, false, false, false>,
-       ggemm::pingpong_kernel<true, true, false, false>},
-      {ggemm::pingpong_kernel<false, false, true, false>,
-       ggemm::pingpong_kernel<false, true, true, false>},
-      {ggemm::pingpong_kernel<true, false, false, true>, nullptr}},
-     ggemm::PINGPONG_THREADS,
-     ggemm::PINGPONG_ROW_STEP,
+    {KERNELS(ggemm::pingpong_kernel), ggemm::PINGPONG_THREADS, ggemm::PINGPONG_ROW_STEP,
      sizeof(ggemm::pingpong_shared)},
 };
 static_assert(sizeof instances / sizeof *instances == MOE_CUDA_TILE_COUNT, "one instance per tile");
@@ -70,6 +63,13 @@ static_assert(sizeof(ggemm::stream_shared) <= 227 * 1024 &&
                   sizeof(ggemm::even_shared) <= 227 * 1024 &&
                   sizeof(ggemm::pingpong_shared) <= 227 * 1024,
               "a CTA of sm_90 can have no more");
+
+finish finish_of(const moe_cuda_ggemm &g)
+{
+    if (!g.gated)
+        return g.relu2 ? finish::UP : finish::PLAIN;
+    return g.activation == MOE_ACT_SITU ? finish::SITU : finish::GATED;
+}
 
 moe_status check_shape(const moe_cuda_ggemm &g)
 {
@@ -84,9 +84,13 @@ moe_status check_shape(const moe_cuda_ggemm &g)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: %u experts, %u rows, %u x %u is out of range", g.experts,
                          g.row_capacity, g.n, g.k);
-    if (g.gated && g.back)
+    if (int(g.gated) + int(g.relu2) + int(g.back) > 1)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
-                         "grouped GEMM: gate and up have no product with W");
+                         "grouped GEMM: gate and up, up alone and a product with W exclude each "
+                         "other");
+    if (g.gated && !moe_activation_has_gate(g.activation))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
+                         "grouped GEMM: this activation has no gate");
     if (g.packing >= MOE_CUDA_PACKING_COUNT ||
         (moe_cuda_packing_is_w8a8(g.packing) && (g.back || g.pre != nullptr)))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
@@ -96,10 +100,10 @@ moe_status check_shape(const moe_cuda_ggemm &g)
             : g.x_scales != nullptr || g.out_activations != MOE_ACTIVATIONS_PLAIN)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: quantised rows are whole units, and for W8A8 weights");
-    if (g.out_activations != MOE_ACTIVATIONS_PLAIN && (!g.gated || g.out_stride != 0))
+    if (g.out_activations != MOE_ACTIVATIONS_PLAIN && (!(g.gated || g.relu2) || g.out_stride != 0))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: only gate and up leave quantised rows");
-    if (g.pre != nullptr && (!g.gated || g.out_dtype != MOE_DTYPE_BF16))
+    if (g.pre != nullptr && (finish_of(g) != finish::GATED || g.out_dtype != MOE_DTYPE_BF16))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_SHAPE_MISMATCH,
                          "grouped GEMM: only gate and up with bf16 results can be left");
     if (g.out_dtype != MOE_DTYPE_BF16 && g.out_dtype != MOE_DTYPE_F32)
@@ -110,15 +114,18 @@ moe_status check_shape(const moe_cuda_ggemm &g)
 
 void set_activation(const moe_cuda_ggemm &g, ggemm::params *p)
 {
-    p->limit =
-        moe_activation_clamps(g.activation) ? g.limit : std::numeric_limits<float>::infinity();
+    const bool situ = g.activation == MOE_ACT_SITU;
+    p->limit = situ || moe_activation_clamps(g.activation) ? g.limit
+                                                           : std::numeric_limits<float>::infinity();
     p->activation = moe_activation_shape_of(g.activation, g.alpha);
+    if (situ)
+        p->activation.alpha = g.alpha;
 }
 
 void set_weighting(const moe_cuda_ggemm &g, ggemm::params *p)
 {
     const bool on_input = g.weighting == MOE_WEIGHT_INPUT;
-    p->row_weight = on_input == g.gated ? g.row_weight : nullptr;
+    p->row_weight = on_input == (g.gated || g.relu2) ? g.row_weight : nullptr;
 }
 
 /* Maps of bf16 rows, for the boxes of a tile. */
@@ -207,16 +214,17 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
     MOE_TRY(check_shape(*g));
     ggemm::params p = {};
     MOE_TRY(make_params(*g, g->tile, &p));
+    const finish end = finish_of(*g);
     const uint32_t all = uint32_t(processors);
     const uint32_t ctas = g->processors == 0 || g->processors > all ? all : g->processors;
     if (moe_cuda_packing_is_w8a8(g->packing))
-        return ggemm::launch_w8a8(p, *g, ctas, stream);
+        return ggemm::launch_w8a8(p, *g, end, ctas, stream);
     if (g->packing != MOE_CUDA_PACKING_NONE && g->back)
         return ggemm::launch_packed_back(p, g->packing, ctas, stream);
     if (g->packing != MOE_CUDA_PACKING_NONE)
-        return ggemm::launch_packed(p, g->packing, g->tile, g->gated, ctas, stream);
+        return ggemm::launch_packed(p, g->packing, g->tile, end, ctas, stream);
     const instance &use = instances[g->tile];
-    const form form = g->pre != nullptr ? RETAINED : g->gated ? GATED : g->back ? BACK : PLAIN;
+    const int form = g->pre != nullptr ? int(RETAINED) : g->back ? int(BACK) : int(end);
     const kernel run = use.run[form][g->out_dtype == MOE_DTYPE_F32];
     MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Grouped GEMM on Hopper's tensor cores. For every local expert e and each of its rows r it
- * computes one of two products of struct moe_layer_spec:
+ * computes one of three products of struct moe_layer_spec:
  *
  *   gate and up   act(x Wg[e]^T + gate_bias[e], x Wu[e]^T + up_bias[e]); for input weighting
  *                 weight[r] multiplies both products before the bias
+ *   up alone      max(x W[e]^T + bias[e], 0)^2, weighted as gate and up
  *   plain         weight[r] (x W[e]^T + bias[e]), for input weighting without the weight
  *
  * bf16 in (W8A8: quantised rows), fp32 accumulate and epilogue, bf16 or fp32 out. The kernel reads
@@ -54,6 +55,7 @@ struct moe_cuda_ggemm_pre {
 struct moe_cuda_ggemm {
     enum moe_cuda_gemm_tile tile; /* from moe_cuda_choose_tile */
     bool gated;                   /* gate and up with activation, or plain */
+    bool relu2;                   /* not gated: up alone, instead of plain */
     bool back; /* plain only: x W[e] instead of x W[e]^T, for the gradient of the rows; the weights
                   are then [experts, k, n], as stored */
     enum moe_cuda_packing packing; /* of the weights. Packed ones have a tile for few rows and one
@@ -78,10 +80,10 @@ struct moe_cuda_ggemm {
     bool has_bias;           /* the weights have biases */
     const float *row_weight; /* [row_capacity], or NULL = 1 */
     enum moe_weighting weighting;
-    enum moe_activation activation; /* gated only; uses limit and alpha */
+    enum moe_activation activation; /* gated only: any with a gate; uses limit and alpha */
     float limit, alpha;
     enum moe_dtype out_dtype; /* BF16 or F32 */
-    /* W8A8, gated: not PLAIN quantises the results in groups of 128 columns. */
+    /* W8A8, gated or relu2: not PLAIN quantises the results in groups of 128 columns. */
     enum moe_activation_format out_activations;
     void *out;           /* [row_capacity, n], or the buffer of quantise.h, for n columns */
     uint32_t out_stride; /* elements from row to row, a multiple of 8; 0 = n */

@@ -234,6 +234,12 @@ __device__ void store(const moe_cuda_ggemm &g, size_t at, float v)
         static_cast<float *>(g.out)[at] = v;
 }
 
+__device__ float activate(const moe_cuda_ggemm &g, float gate, float up)
+{
+    return g.activation == MOE_ACT_SITU ? moe_activate_situ(g.alpha, g.limit, gate, up)
+                                        : moe_activate(g.activation, g.limit, g.alpha, gate, up);
+}
+
 /* Finishes one row: product -> row of out. */
 __device__ void finish_gated(const task &t, size_t expert, const float *product, size_t row,
                              float w)
@@ -248,7 +254,7 @@ __device__ void finish_gated(const task &t, size_t expert, const float *product,
             gate += bias[c];
             up += up_bias[c];
         }
-        store(g, row * g.n + c, moe_activate(g.activation, g.limit, g.alpha, gate, up));
+        store(g, row * g.n + c, activate(g, gate, up));
     }
 }
 
@@ -261,6 +267,15 @@ __device__ void finish_plain(const task &t, size_t expert, const float *product,
         store(g, row * g.n + c, w * (product[c] + (bias != nullptr ? bias[c] : 0.0f)));
 }
 
+__device__ void finish_up(const task &t, size_t expert, const float *product, size_t row, float w)
+{
+    const moe_cuda_ggemm &g = t.g;
+    const float *bias = g.has_bias ? (*g.weights)->bias + expert * g.n : nullptr;
+    for (uint32_t c = threadIdx.x; c < g.n; c += THREADS)
+        store(g, row * g.n + c,
+              moe_activate_relu2(w * product[c] + (bias != nullptr ? bias[c] : 0.0f)));
+}
+
 /* One CTA per row of a wave that begins at `first_row`. */
 __global__ void __launch_bounds__(THREADS) finish_rows(const task t, uint32_t first_row)
 {
@@ -269,11 +284,14 @@ __global__ void __launch_bounds__(THREADS) finish_rows(const task t, uint32_t fi
     const int32_t expert = t.at.owner[row / BLOCK_ROWS];
     if (expert == NOBODY || row - g.start[expert] >= g.count[expert])
         return;
-    const bool weighs = g.row_weight != nullptr && (g.weighting == MOE_WEIGHT_INPUT) == g.gated;
+    const bool weighs =
+        g.row_weight != nullptr && (g.weighting == MOE_WEIGHT_INPUT) == (g.gated || g.relu2);
     const float w = weighs ? g.row_weight[row] : 1.0f;
     const float *product = t.products + size_t(t.in_place ? row : row - first_row) * t.weight_rows;
     if (g.gated)
         finish_gated(t, size_t(expert), product, row, w);
+    else if (g.relu2)
+        finish_up(t, size_t(expert), product, row, w);
     else
         finish_plain(t, size_t(expert), product, row, w);
 }
@@ -316,7 +334,7 @@ moe_status multiply(moe_cuda_cublas *c, const task &t, uint32_t first, uint32_t 
 
 bool needs_finish(const task &t)
 {
-    return !t.in_place || t.g.has_bias ||
+    return !t.in_place || t.g.has_bias || t.g.relu2 ||
            (t.g.row_weight != nullptr && t.g.weighting != MOE_WEIGHT_INPUT);
 }
 

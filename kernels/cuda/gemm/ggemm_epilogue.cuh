@@ -56,6 +56,17 @@ __device__ __forceinline__ float activate(const params &p, float gate, float up)
     return moe_activate_fast(p.activation, gate, up);
 }
 
+__device__ __forceinline__ float activate_situ(const params &p, float gate, float up)
+{
+    return moe_activate_situ_fast(p.activation.alpha, p.limit, gate, up);
+}
+
+__device__ __forceinline__ float activate_up(float up)
+{
+    const float positive = max_keep_nan(up, 0.0f);
+    return positive * positive;
+}
+
 /* The bias of this thread's two columns of the 8 output columns at `column`; zero beyond the
  * edge. */
 __device__ __forceinline__ float2 bias_pair(const params &p, const float *bias, uint32_t expert,
@@ -77,10 +88,9 @@ __device__ __forceinline__ void weigh(const params &p, float (&acc)[N], row_weig
         acc[i] *= i % 4 < 2 ? w.upper : w.lower;
 }
 
-/* acc = weight * (acc + bias) */
 template <uint32_t N>
-__device__ __forceinline__ void finish_plain(const params &p, float (&acc)[N], uint32_t expert,
-                                             uint32_t column, row_weights w)
+__device__ __forceinline__ void add_bias(const params &p, float (&acc)[N], uint32_t expert,
+                                         uint32_t column)
 {
     if (p.has_bias) {
         const float *bias = (*p.weights)->bias;
@@ -93,12 +103,26 @@ __device__ __forceinline__ void finish_plain(const params &p, float (&acc)[N], u
             acc[4 * j + 3] += b.y;
         }
     }
-    weigh(p, acc, w);
+}
+
+/* acc = weight * (acc + bias), or ACTIVATES: squared ReLU of weight * acc + bias */
+template <bool ACTIVATES, uint32_t N>
+__device__ __forceinline__ void finish_plain(const params &p, float (&acc)[N], uint32_t expert,
+                                             uint32_t column, row_weights w)
+{
+    if constexpr (ACTIVATES)
+        weigh(p, acc, w);
+    add_bias(p, acc, expert, column);
+    if constexpr (!ACTIVATES)
+        weigh(p, acc, w);
+#pragma unroll
+    for (uint32_t i = 0; ACTIVATES && i < N; i++)
+        acc[i] = activate_up(acc[i]);
 }
 
 /* Applies the activation to gate (8 columns) and up (the next 8). Results fill the first half of
  * acc. */
-template <uint32_t N>
+template <bool SITU, uint32_t N>
 __device__ __forceinline__ void finish_gated(const params &p, float (&acc)[N], uint32_t expert,
                                              uint32_t column, row_weights w)
 {
@@ -119,7 +143,8 @@ __device__ __forceinline__ void finish_gated(const params &p, float (&acc)[N], u
     for (uint32_t j = 0; j < N / 8; j++)
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++)
-            acc[4 * j + i] = activate(p, acc[8 * j + i], acc[8 * j + 4 + i]);
+            acc[4 * j + i] = SITU ? activate_situ(p, acc[8 * j + i], acc[8 * j + 4 + i])
+                                  : activate(p, acc[8 * j + i], acc[8 * j + 4 + i]);
 }
 
 __device__ __forceinline__ uint32_t pack(float x, float y)
@@ -218,11 +243,12 @@ __device__ __forceinline__ uint32_t rows_with_room(const params &p, uint32_t row
 
 /* Stores one warp's 16 rows of a tile. Only `rows` of them exist; with none or fewer, nothing
  * happens. `weight_row` is the tile's first weight row; gate and up count separately. */
-template <bool GATED, bool F32, bool SAVE, uint32_t N>
+template <finish FINISH, bool F32, bool SAVE, uint32_t N>
 __device__ __forceinline__ void store_tile(const params &p, float (&acc)[N], staging &stage,
                                            uint32_t expert, uint32_t row, int rows,
                                            uint32_t weight_row, row_weights w)
 {
+    constexpr bool GATED = has_gates(FINISH);
     constexpr uint32_t COLUMNS = GATED ? N : 2 * N;
     const uint32_t exist = rows < int(STORE_ROWS) ? uint32_t(rows) : STORE_ROWS;
     const uint32_t column = GATED ? weight_row / 2 : weight_row;
@@ -232,9 +258,9 @@ __device__ __forceinline__ void store_tile(const params &p, float (&acc)[N], sta
         store_f32<2 * N>(p.pre->data, p.n, p.n, acc, row, rows_with_room(p, row, exist),
                          weight_row);
     if constexpr (GATED)
-        finish_gated(p, acc, expert, column, w);
+        finish_gated<FINISH == finish::SITU>(p, acc, expert, column, w);
     else
-        finish_plain(p, acc, expert, column, w);
+        finish_plain<FINISH == finish::UP>(p, acc, expert, column, w);
     if constexpr (F32)
         store_f32<COLUMNS>(static_cast<float *>(p.out_rows), p.out_n, p.out_stride, acc, row, exist,
                            column);

@@ -87,7 +87,7 @@ __device__ __forceinline__ uint32_t even_multiply_rows(even_shared &s, ring<EVEN
     return even_multiply<N, BACK>(s, at, steps, acc);
 }
 
-template <bool GATED, bool F32, bool BACK, bool SAVE>
+template <finish FINISH, bool F32, bool BACK, bool SAVE>
 __device__ __forceinline__ void even_consume(const params &p, even_shared &s, uint32_t group)
 {
     const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
@@ -112,13 +112,13 @@ __device__ __forceinline__ void even_consume(const params &p, even_shared &s, ui
             hopper::multiply_done(acc[slab]);
 #pragma unroll
         for (uint32_t slab = 0; slab < EVEN_SLABS; slab++)
-            store_transposed_tile<GATED, F32, SAVE, EVEN_CHUNK, EVEN_ROWS>(
+            store_transposed_tile<FINISH, F32, SAVE, EVEN_CHUNK, EVEN_ROWS>(
                 p, tile, tile.weight_row + slab * MMA_ROWS, acc[slab], chunk,
                 EVEN_OWN + int(group));
     }
 }
 
-template <bool GATED, bool F32, bool BACK, bool SAVE>
+template <finish FINISH, bool F32, bool BACK, bool SAVE>
 __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_constant__ params p)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_cons
             produce<EVEN_ROW_STEP, true, BACK>(p, s);
     } else {
         hopper::registers_take<240>();
-        even_consume<GATED, F32, BACK, SAVE>(p, s, group);
+        even_consume<FINISH, F32, BACK, SAVE>(p, s, group);
     }
 #endif
 }

@@ -11,7 +11,7 @@ namespace
 typedef void (*kernel)(const ggemm::params);
 
 struct instance {
-    kernel run[2]; /* [gated] */
+    kernel run[4]; /* by enum class finish */
     uint32_t threads;
     size_t shared_bytes;
 };
@@ -20,7 +20,9 @@ template <class F> constexpr instance make()
 {
     static_assert(sizeof(ggemm::packed_shared<F>) <= 227 * 1024 && F::STAGES >= 3,
                   "a CTA of sm_90 can have no more");
-    return {{ggemm::packed_kernel<F, false>, ggemm::packed_kernel<F, true>},
+    using ggemm::finish;
+    return {{ggemm::packed_kernel<F, finish::PLAIN>, ggemm::packed_kernel<F, finish::GATED>,
+             ggemm::packed_kernel<F, finish::SITU>, ggemm::packed_kernel<F, finish::UP>},
             F::THREADS,
             sizeof(ggemm::packed_shared<F>)};
 }
@@ -52,11 +54,11 @@ const heights instances[MOE_CUDA_PACKING_COUNT] = {
 } // namespace
 
 moe_status ggemm::launch_packed(params &p, moe_cuda_packing packing, moe_cuda_gemm_tile tile,
-                                bool gated, uint32_t blocks, CUstream_st *stream)
+                                finish end, uint32_t blocks, CUstream_st *stream)
 {
     const heights &both = instances[packing];
     const instance &use = packed_tile_rows(tile) == PACKED_FEW ? both.few : both.many;
-    const kernel run = use.run[gated];
+    const kernel run = use.run[int(end)];
     p.packed_scale_bytes = packed::scale_bytes(packing);
     p.packed_row_shift = packed::row_shift(packing);
     MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),
@@ -69,8 +71,7 @@ moe_status ggemm::launch_packed(params &p, moe_cuda_packing packing, moe_cuda_ge
 extern "C" moe_status moe_cuda_load_ggemm_packed(void)
 {
     for (const heights &both : instances)
-        if (both.few.run[0] != nullptr)
-            MOE_TRY(moe_cuda_load(both.few.run[0], both.few.run[1], both.many.run[0],
-                                  both.many.run[1]));
+        for (int i = 0; i < 4 && both.few.run[i] != nullptr; i++)
+            MOE_TRY(moe_cuda_load(both.few.run[i], both.many.run[i]));
     return ggemm::load_packed_back();
 }

@@ -204,7 +204,7 @@ packed_multiply_rows(packed_shared<F> &s, ring<F::STAGES> &at, uint32_t steps, u
     packed_multiply<N, F>(s, at, steps, row_shift, group, sum);
 }
 
-template <class F, bool GATED>
+template <class F, finish FINISH>
 __device__ __forceinline__ void packed_consume(const params &p, packed_shared<F> &s, uint32_t group)
 {
     const uint32_t steps = (p.k + packed::COLUMNS - 1) / packed::COLUMNS;
@@ -217,18 +217,18 @@ __device__ __forceinline__ void packed_consume(const params &p, packed_shared<F>
         packed_multiply_rows<F>(s, at, steps, p.packed_row_shift, group, tile.rows, sum);
         const uint32_t weight_row = tile.weight_row + group * MMA_ROWS;
         if (p.out_f32)
-            store_transposed_tile<GATED, true, false, F::CHUNK, F::ROWS>(p, tile, weight_row, sum,
-                                                                         chunk, own);
-        else if (GATED && p.pre != nullptr)
-            store_transposed_tile<GATED, false, GATED, F::CHUNK, F::ROWS>(p, tile, weight_row, sum,
+            store_transposed_tile<FINISH, true, false, F::CHUNK, F::ROWS>(p, tile, weight_row, sum,
                                                                           chunk, own);
+        else if (FINISH == finish::GATED && p.pre != nullptr)
+            store_transposed_tile<FINISH, false, FINISH == finish::GATED, F::CHUNK, F::ROWS>(
+                p, tile, weight_row, sum, chunk, own);
         else
-            store_transposed_tile<GATED, false, false, F::CHUNK, F::ROWS>(p, tile, weight_row, sum,
-                                                                          chunk, own);
+            store_transposed_tile<FINISH, false, false, F::CHUNK, F::ROWS>(p, tile, weight_row, sum,
+                                                                           chunk, own);
     }
 }
 
-template <class F, bool GATED>
+template <class F, finish FINISH>
 __global__ void __launch_bounds__(F::THREADS, 1) packed_kernel(const __grid_constant__ params p)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(F::THREADS, 1) packed_kernel(const __grid_cons
             packed_produce<F>(p, s);
     } else {
         hopper::registers_take<F::REGISTERS>();
-        packed_consume<F, GATED>(p, s, group);
+        packed_consume<F, FINISH>(p, s, group);
     }
 #endif
 }

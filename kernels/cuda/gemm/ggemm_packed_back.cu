@@ -365,10 +365,10 @@ __device__ __forceinline__ void back_consume(const params &p, packed_shared<F> &
 #pragma unroll
         for (uint32_t i = 0; i < back::TILES; i++)
             if (p.out_f32)
-                store_transposed_tile<false, true, false, F::CHUNK, F::ROWS, back::APART>(
+                store_transposed_tile<finish::PLAIN, true, false, F::CHUNK, F::ROWS, back::APART>(
                     p, tile, column + i * STORE_ROWS, sum[i], chunk, own);
             else
-                store_transposed_tile<false, false, false, F::CHUNK, F::ROWS, back::APART>(
+                store_transposed_tile<finish::PLAIN, false, false, F::CHUNK, F::ROWS, back::APART>(
                     p, tile, column + i * STORE_ROWS, sum[i], chunk, own);
     }
 }

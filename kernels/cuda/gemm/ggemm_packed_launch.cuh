@@ -29,7 +29,7 @@ constexpr uint32_t packed_boxes(uint32_t rows)
 }
 
 /* Fills the packed fields of `p`. */
-moe_status launch_packed(params &p, moe_cuda_packing packing, moe_cuda_gemm_tile tile, bool gated,
+moe_status launch_packed(params &p, moe_cuda_packing packing, moe_cuda_gemm_tile tile, finish end,
                          uint32_t blocks, CUstream_st *stream);
 
 /* The same for the product with W. */
@@ -38,7 +38,7 @@ moe_status launch_packed_back(params &p, moe_cuda_packing packing, uint32_t bloc
 moe_status load_packed_back(); /* its kernels, for moe_cuda_load_ggemm_packed */
 
 /* The same for W8A8. `common` lacks maps of rows. */
-moe_status launch_w8a8(const params &common, const moe_cuda_ggemm &g, uint32_t blocks,
+moe_status launch_w8a8(const params &common, const moe_cuda_ggemm &g, finish end, uint32_t blocks,
                        CUstream_st *stream);
 
 } // namespace ggemm

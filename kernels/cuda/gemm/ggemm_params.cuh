@@ -28,6 +28,15 @@ constexpr uint32_t WARP_STAGING = 2 * STORE_BYTES; /* one fills while the other 
 
 constexpr uint32_t ROW_BOXES = 8; /* maps in params.rows: one per box height */
 
+/* What becomes of the sums: they are weighted; or an activation follows, with gate and up, SiTU
+ * with gate and up, or squared ReLU with up alone. */
+enum class finish { PLAIN, GATED, SITU, UP };
+
+__host__ __device__ constexpr bool has_gates(finish f)
+{
+    return f == finish::GATED || f == finish::SITU;
+}
+
 /* The rows of each expert, and the width of what is cut into tiles. */
 struct row_groups {
     const uint32_t *start, *count; /* [experts] */
@@ -55,7 +64,7 @@ struct params : row_groups {
     const moe_cuda_ggemm_pre *pre;                 /* only for kernels that store gate and up */
     uint64_t *began;                               /* receives the kernel's start time, or NULL */
     float limit;                                   /* of the activation; see ggemm_epilogue.cuh */
-    struct moe_activation_shape activation;
+    struct moe_activation_shape activation;        /* SiTU: alpha */
 };
 
 /* Row tiles of an expert that pass over its weights together, before the next columns. */

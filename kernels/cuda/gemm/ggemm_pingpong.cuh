@@ -29,7 +29,7 @@ constexpr int RING_BARRIER = 1;
 using pingpong_shared = shared<PINGPONG_ROWS, PINGPONG_COLUMNS, PINGPONG_STAGES,
                                2 * WARPGROUP / WARP * WARP_STAGING, MOE_CUDA_PINGPONG_EXPERTS>;
 
-template <bool GATED, bool F32, bool BACK, bool SAVE>
+template <finish FINISH, bool F32, bool BACK, bool SAVE>
 __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_shared &s,
                                                  uint32_t group)
 {
@@ -60,14 +60,14 @@ __device__ __forceinline__ void pingpong_consume(const params &p, pingpong_share
         finish_product(s, last, acc);
 #pragma unroll
         for (uint32_t slab = 0; slab < SLABS; slab++)
-            store_tile<GATED, F32, SAVE>(p, acc[slab], stage, tile.expert, row + slab * MMA_ROWS,
-                                         rows - int(slab * MMA_ROWS), tile.weight_row, w[slab]);
+            store_tile<FINISH, F32, SAVE>(p, acc[slab], stage, tile.expert, row + slab * MMA_ROWS,
+                                          rows - int(slab * MMA_ROWS), tile.weight_row, w[slab]);
     }
     if (threadIdx.x % WARP == 0)
         hopper::store_wait_all();
 }
 
-template <bool GATED, bool F32, bool BACK, bool SAVE>
+template <finish FINISH, bool F32, bool BACK, bool SAVE>
 __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
     pingpong_kernel(const __grid_constant__ params p)
 {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(PINGPONG_THREADS, 1)
             produce<PINGPONG_ROW_STEP, false, BACK>(p, s);
     } else {
         hopper::registers_take<232>();
-        pingpong_consume<GATED, F32, BACK, SAVE>(p, s, group);
+        pingpong_consume<FINISH, F32, BACK, SAVE>(p, s, group);
     }
 #endif
 }

@@ -20,7 +20,7 @@ constexpr uint32_t STREAM_THREADS = WARPGROUP + WARP, STREAM_ROW_STEP = 16;
 using stream_shared = shared<MMA_ROWS, STREAM_COLUMNS, STREAM_STAGES,
                              WARPGROUP / WARP * WARP_STAGING, MOE_CUDA_MAX_EXPERTS>;
 
-template <bool GATED, bool F32, bool BACK, bool SAVE>
+template <finish FINISH, bool F32, bool BACK, bool SAVE>
 __device__ __forceinline__ void stream_consume(const params &p, stream_shared &s)
 {
     const uint32_t warp = threadIdx.x / WARP;
@@ -35,13 +35,13 @@ __device__ __forceinline__ void stream_consume(const params &p, stream_shared &s
         const row_weights w = load_row_weights(p, row, rows > 0 ? uint32_t(rows) : 0);
         const uint32_t last = multiply_tile<BACK>(s, at, steps, acc);
         finish_product(s, last, acc);
-        store_tile<GATED, F32, SAVE>(p, acc[0], stage, tile.expert, row, rows, tile.weight_row, w);
+        store_tile<FINISH, F32, SAVE>(p, acc[0], stage, tile.expert, row, rows, tile.weight_row, w);
     }
     if (threadIdx.x % WARP == 0)
         hopper::store_wait_all();
 }
 
-template <bool GATED, bool F32, bool BACK, bool SAVE>
+template <finish FINISH, bool F32, bool BACK, bool SAVE>
 __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_kernel(const __grid_constant__ params p)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1) stream_kernel(const __grid_
         list_tiles<MMA_ROWS, STREAM_COLUMNS>(p, s.first);
     __syncthreads();
     if (warp < WARPGROUP / WARP)
-        stream_consume<GATED, F32, BACK, SAVE>(p, s);
+        stream_consume<FINISH, F32, BACK, SAVE>(p, s);
     else if (threadIdx.x == WARPGROUP)
         produce<STREAM_ROW_STEP, false, BACK>(p, s);
 #endif

@@ -43,8 +43,8 @@ __device__ __forceinline__ thread_columns load_columns(const params &p, uint32_t
 }
 
 /* Finishes one thread's 8-row block in place, for its two rows, `left` of which exist: x[0], x[1]
- * are column `first`; x[2], x[3] are column first + 8. Gated: only x[0], x[1]. */
-template <bool GATED>
+ * are column `first`; x[2], x[3] are column first + 8. With gates: only x[0], x[1]. */
+template <finish FINISH>
 __device__ __forceinline__ void finish_pair(const params &p, const thread_columns &c, float *x,
                                             uint32_t row, int left)
 {
@@ -55,8 +55,13 @@ __device__ __forceinline__ void finish_pair(const params &p, const thread_column
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        if constexpr (GATED) {
+        if constexpr (FINISH == finish::SITU) {
+            x[i] = activate_situ(p, x[i] * w[i] + c.bias, x[2 + i] * w[i] + c.bias_8);
+        } else if constexpr (FINISH == finish::GATED) {
             x[i] = activate(p, x[i] * w[i] + c.bias, x[2 + i] * w[i] + c.bias_8);
+        } else if constexpr (FINISH == finish::UP) {
+            x[i] = activate_up(x[i] * w[i] + c.bias);
+            x[2 + i] = activate_up(x[2 + i] * w[i] + c.bias_8);
         } else {
             x[i] = w[i] * (x[i] + c.bias);
             x[2 + i] = w[i] * (x[2 + i] + c.bias_8);
@@ -136,12 +141,13 @@ __device__ __forceinline__ void store_pair_pre(const params &p, uint32_t column,
 /* Finishes and stores one warpgroup's 64 weight rows from `weight_row` of a tile, CHUNK rows of the
  * expert at a time. `barrier`: a named barrier that only this warpgroup uses. APART: weight rows
  * from a warp's 16 to those of the next warp; more than 16 only for plain products. */
-template <bool GATED, bool F32, bool SAVE, uint32_t CHUNK, uint32_t ROWS,
+template <finish FINISH, bool F32, bool SAVE, uint32_t CHUNK, uint32_t ROWS,
           uint32_t APART = STORE_ROWS, class walk>
 __device__ __forceinline__ void store_transposed_tile(const params &p, const walk &tile,
                                                       uint32_t weight_row, float (&acc)[ROWS / 2],
                                                       uint32_t chunk, int barrier)
 {
+    constexpr bool GATED = has_gates(FINISH);
     const uint32_t warp = threadIdx.x % WARPGROUP / WARP, pair = threadIdx.x % 4 * 2;
     const thread_columns c = load_columns<GATED>(p, tile.expert, weight_row + warp * APART);
 #pragma unroll
@@ -162,7 +168,7 @@ __device__ __forceinline__ void store_transposed_tile(const params &p, const wal
                 if constexpr (SAVE)
                     store_pair_pre(p, weight_row + warp * STORE_ROWS + threadIdx.x % WARP / 4,
                                    x + 4 * j, tile.row + at, left);
-                finish_pair<GATED>(p, c, x + 4 * j, tile.row + at, left);
+                finish_pair<FINISH>(p, c, x + 4 * j, tile.row + at, left);
                 if (F32)
                     store_pair_f32<GATED>(p, c, x + 4 * j, tile.row + at, left);
             }

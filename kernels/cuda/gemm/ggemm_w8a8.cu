@@ -11,10 +11,14 @@ namespace
 
 typedef void (*kernel)(const ggemm::w8a8_params);
 
-enum result { PLAIN, GATED, QUANTISED, RESULTS };
-
-const kernel kernels[RESULTS] = {ggemm::w8a8_kernel<false, false>, ggemm::w8a8_kernel<true, false>,
-                                 ggemm::w8a8_kernel<true, true>};
+/* [by enum class finish][quantises the results] */
+const kernel kernels[4][2] = {
+    {ggemm::w8a8_kernel<ggemm::finish::PLAIN, false>, nullptr},
+    {ggemm::w8a8_kernel<ggemm::finish::GATED, false>,
+     ggemm::w8a8_kernel<ggemm::finish::GATED, true>},
+    {ggemm::w8a8_kernel<ggemm::finish::SITU, false>, ggemm::w8a8_kernel<ggemm::finish::SITU, true>},
+    {ggemm::w8a8_kernel<ggemm::finish::UP, false>, ggemm::w8a8_kernel<ggemm::finish::UP, true>},
+};
 
 moe_status describe_rows(const moe_cuda_ggemm &g, ggemm::w8a8_params *p)
 {
@@ -42,11 +46,11 @@ void describe_hidden(const moe_cuda_ggemm &g, ggemm::w8a8_params *p)
 
 } // namespace
 
-moe_status ggemm::launch_w8a8(const params &common, const moe_cuda_ggemm &g, uint32_t blocks,
-                              CUstream_st *stream)
+moe_status ggemm::launch_w8a8(const params &common, const moe_cuda_ggemm &g, finish end,
+                              uint32_t blocks, CUstream_st *stream)
 {
     const bool quantises = g.out_activations != MOE_ACTIVATIONS_PLAIN;
-    const kernel run = kernels[quantises ? QUANTISED : g.gated ? GATED : PLAIN];
+    const kernel run = kernels[int(end)][quantises];
     w8a8_params p = {};
     static_cast<params &>(p) = common;
     p.packed_scale_bytes = packed::scale_bytes(g.packing);
@@ -63,5 +67,9 @@ moe_status ggemm::launch_w8a8(const params &common, const moe_cuda_ggemm &g, uin
 
 extern "C" moe_status moe_cuda_load_ggemm_w8a8(void)
 {
-    return moe_cuda_load(kernels[PLAIN], kernels[GATED], kernels[QUANTISED]);
+    for (const auto &both : kernels)
+        for (const kernel run : both)
+            if (run != nullptr)
+                MOE_TRY(moe_cuda_load(run));
+    return moe_ok();
 }

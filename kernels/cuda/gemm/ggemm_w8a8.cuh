@@ -9,6 +9,7 @@
  *
  * Gate and up can leave quantised hidden rows (ggemm_w8a8_hidden.cuh). A group of 128 hidden
  * columns comes from two blocks of 128 weight rows, so a tile has both, one after the other.
+ * Without a gate it comes from one block.
  *
  * Tile      up to 192 rows x 128 weight rows x 128, 4 stages in flight. An expert's rows are cut
  *           evenly, in multiples of 64.
@@ -53,9 +54,8 @@ struct w8a8_shared {
 };
 static_assert(sizeof(w8a8_shared) <= 227 * 1024, "a CTA of sm_90 can have no more");
 
-/* QUANTISES: the results are quantised hidden rows, and a tile has two blocks of weights. */
-template <bool QUANTISES>
-using w8a8_walk = tile_walk<W8A8_ROWS, (QUANTISES ? 2 : 1) * packed::ROWS, MMA_ROWS>;
+/* BLOCKS of weights in a tile: two if gate and up become quantised hidden rows. */
+template <uint32_t BLOCKS> using w8a8_walk = tile_walk<W8A8_ROWS, BLOCKS * packed::ROWS, MMA_ROWS>;
 
 __device__ __forceinline__ uint32_t w8a8_steps(const params &p)
 {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void w8a8_load(const w8a8_params &p, w8a8_shared &s, 
 }
 
 /* One thread keeps the ring full. */
-template <bool QUANTISES>
+template <uint32_t BLOCKS>
 __device__ __forceinline__ void w8a8_produce(const w8a8_params &p, w8a8_shared &s)
 {
     const uint32_t block_bytes = packed::ROWS * packed::COLUMNS + p.packed_scale_bytes;
@@ -98,11 +98,11 @@ __device__ __forceinline__ void w8a8_produce(const w8a8_params &p, w8a8_shared &
     const size_t apart = size_t(w8a8_steps(p)) * block_bytes;
     const uint64_t once = hopper::policy_evict_first();
     const auto *weights = static_cast<const uint8_t *>((*p.weights)->data);
-    w8a8_walk<QUANTISES> tile(p, s.first);
+    w8a8_walk<BLOCKS> tile(p, s.first);
     ring<W8A8_STAGES> at;
     while (tile.next()) {
         const uint32_t first = tile.weight_row / packed::ROWS;
-        for (uint32_t b = first; b < blocks && b < first + (QUANTISES ? 2 : 1); b++)
+        for (uint32_t b = first; b < blocks && b < first + BLOCKS; b++)
             w8a8_load(p, s, tile, weights + (size_t(tile.expert) * blocks + b) * apart, once, at);
     }
 }
@@ -173,12 +173,12 @@ __device__ __forceinline__ void w8a8_multiply(w8a8_shared &s, ring<W8A8_STAGES> 
     }
 }
 
-template <bool GATED>
+template <finish FINISH>
 __device__ __forceinline__ void w8a8_consume(const w8a8_params &p, w8a8_shared &s, uint32_t group)
 {
     const uint32_t steps = w8a8_steps(p), warp = threadIdx.x / WARP;
     staging stage{hopper::shared_address(s.staging[warp])};
-    w8a8_walk<false> tile(p, s.first);
+    w8a8_walk<1> tile(p, s.first);
     ring<W8A8_STAGES> at;
     while (tile.next()) {
         if (group * MMA_ROWS >= tile.rows) {
@@ -191,22 +191,23 @@ __device__ __forceinline__ void w8a8_consume(const w8a8_params &p, w8a8_shared &
         const row_weights w = load_row_weights(p, row, rows > 0 ? uint32_t(rows) : 0);
         w8a8_multiply(s, at, steps, p.packed_row_shift == 0, group, sum);
         if (p.out_f32)
-            store_tile<GATED, true, false>(p, sum, stage, tile.expert, row, rows, tile.weight_row,
-                                           w);
-        else
-            store_tile<GATED, false, false>(p, sum, stage, tile.expert, row, rows, tile.weight_row,
+            store_tile<FINISH, true, false>(p, sum, stage, tile.expert, row, rows, tile.weight_row,
                                             w);
+        else
+            store_tile<FINISH, false, false>(p, sum, stage, tile.expert, row, rows, tile.weight_row,
+                                             w);
     }
     if (threadIdx.x % WARP == 0)
         hopper::store_wait_all();
 }
 
 /* Gate and up, to quantised hidden rows. */
+template <bool SITU>
 __device__ __forceinline__ void w8a8_consume_hidden(const w8a8_params &p, w8a8_shared &s,
                                                     uint32_t group)
 {
     const uint32_t steps = w8a8_steps(p), warp = threadIdx.x / WARP;
-    w8a8_walk<true> tile(p, s.first);
+    w8a8_walk<2> tile(p, s.first);
     ring<W8A8_STAGES> at;
     while (tile.next()) {
         const bool two = tile.weight_row + packed::ROWS < p.n;
@@ -218,8 +219,8 @@ __device__ __forceinline__ void w8a8_consume_hidden(const w8a8_params &p, w8a8_s
 #pragma unroll 1
         for (uint32_t half = 0; half <= uint32_t(two); half++) {
             w8a8_multiply(s, at, steps, p.packed_row_shift == 0, group, sum);
-            finish_gated(p, sum, tile.expert, tile.weight_row / 2 + half * HIDDEN_HALF,
-                         {1.0f, 1.0f});
+            finish_gated<SITU>(p, sum, tile.expert, tile.weight_row / 2 + half * HIDDEN_HALF,
+                               {1.0f, 1.0f});
             if (half == 0)
                 put_aside(s.staging[warp], sum);
         }
@@ -228,12 +229,37 @@ __device__ __forceinline__ void w8a8_consume_hidden(const w8a8_params &p, w8a8_s
     }
 }
 
-/* QUANTISES: gate and up, to quantised hidden rows. */
-template <bool GATED, bool QUANTISES>
+/* Up alone, to quantised hidden rows. */
+__device__ __forceinline__ void w8a8_consume_up(const w8a8_params &p, w8a8_shared &s,
+                                                uint32_t group)
+{
+    const uint32_t steps = w8a8_steps(p), warp = threadIdx.x / WARP;
+    w8a8_walk<1> tile(p, s.first);
+    ring<W8A8_STAGES> at;
+    while (tile.next()) {
+        if (group * MMA_ROWS >= tile.rows) {
+            w8a8_skip(s, at, steps);
+            continue;
+        }
+        float sum[packed::ROWS / 2];
+        w8a8_multiply(s, at, steps, p.packed_row_shift == 0, group, sum);
+        finish_plain<true>(p, sum, tile.expert, tile.weight_row, {1.0f, 1.0f});
+        put_aside(s.staging[warp], sum);
+#pragma unroll
+        for (uint32_t i = 0; i < HIDDEN_VALUES; i++)
+            sum[i] = sum[HIDDEN_VALUES + i];
+        quantise_hidden(p, s.staging[warp], sum, true, tile.row + warp * STORE_ROWS,
+                        int(tile.rows) - int(warp * STORE_ROWS), tile.weight_row);
+    }
+}
+
+/* QUANTISES: the results are quantised hidden rows. */
+template <finish FINISH, bool QUANTISES>
 __global__ void __launch_bounds__(W8A8_THREADS, 1)
     w8a8_kernel(const __grid_constant__ w8a8_params p)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr uint32_t BLOCKS = has_gates(FINISH) && QUANTISES ? 2 : 1;
     extern __shared__ __align__(1024) uint8_t memory[];
     stamp_begin(p.began);
     auto &s = *reinterpret_cast<w8a8_shared *>(memory);
@@ -241,18 +267,20 @@ __global__ void __launch_bounds__(W8A8_THREADS, 1)
     if (threadIdx.x == 0)
         init_barriers(s.full, s.empty, W8A8_WARPS);
     if (threadIdx.x / WARP == W8A8_WARPS)
-        list_tiles<W8A8_ROWS, (QUANTISES ? 2 : 1) * packed::ROWS>(p, s.first);
+        list_tiles<W8A8_ROWS, BLOCKS * packed::ROWS>(p, s.first);
     __syncthreads();
     if (group == W8A8_CONSUMERS) {
         hopper::registers_give_back<24>();
         if (threadIdx.x == W8A8_CONSUMERS * WARPGROUP)
-            w8a8_produce<QUANTISES>(p, s);
+            w8a8_produce<BLOCKS>(p, s);
     } else {
         hopper::registers_take<160>();
-        if constexpr (QUANTISES)
-            w8a8_consume_hidden(p, s, group);
+        if constexpr (QUANTISES && has_gates(FINISH))
+            w8a8_consume_hidden<FINISH == finish::SITU>(p, s, group);
+        else if constexpr (QUANTISES)
+            w8a8_consume_up(p, s, group);
         else
-            w8a8_consume<GATED>(p, s, group);
+            w8a8_consume<FINISH>(p, s, group);
     }
 #endif
 }
