@@ -20,6 +20,7 @@ struct moe_status moe_cuda_load_ep_combine(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_ep_net(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_ep_relay(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_ffn_exact(void) MOE_CHECKED;
+struct moe_status moe_cuda_load_latent(void) MOE_CHECKED;
 struct moe_status moe_cuda_load_ggemm(void) MOE_CHECKED;        /* Hopper only */
 struct moe_status moe_cuda_load_ggemm_packed(void) MOE_CHECKED; /* Hopper only */
 struct moe_status moe_cuda_load_ggemm_w8a8(void) MOE_CHECKED;   /* Hopper only */

@@ -178,16 +178,17 @@ uint32_t moe_cuda_ep_max_rows(const struct moe_session *session, const struct mo
 size_t moe_cuda_ep_row_bytes(const struct moe_layer *layer, enum moe_dtype dtype, bool x_dy_rows)
 {
     if (x_dy_rows)
-        return 2 * layer->spec.hidden * moe_dtype_bytes(dtype);
+        return 2 * (size_t)moe_expert_width(&layer->spec) * moe_dtype_bytes(dtype);
     return moe_row_format(&layer->spec, dtype).bytes;
 }
 
 /* Bytes of the place of an arrived row. */
 static size_t row_room_of(const struct moe_layer *layer, enum moe_dtype dtype, bool x_dy_rows)
 {
+    const size_t width = moe_expert_width(&layer->spec);
     if (x_dy_rows)
-        return 2 * layer->spec.hidden * moe_dtype_bytes(dtype);
-    return moe_cuda_row_bytes(layer->spec.hidden, dtype, moe_cuda_ffn_out_dtype(layer, dtype));
+        return 2 * width * moe_dtype_bytes(dtype);
+    return moe_cuda_row_bytes(width, dtype, moe_cuda_ffn_out_dtype(layer, dtype));
 }
 
 /* Bytes of this slot's rows, if they are quantised. */
@@ -231,9 +232,9 @@ bool moe_cuda_ep_fits(const struct moe_session *session, const struct moe_layer 
 /* Whether all slots use the quick regions. It follows from values that are equal on all slots. */
 static bool is_quick(const struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
 {
-    const uint32_t hidden = b->layer->spec.hidden;
-    return ep->session->config.slots > 1 && !b->x_dy_rows && hidden % QUICK_COLUMNS == 0 &&
-           moe_window_is_quick(&ep->session->layout, b->bucket, hidden, b->dtype);
+    const uint32_t width = moe_expert_width(&b->layer->spec);
+    return ep->session->config.slots > 1 && !b->x_dy_rows && width % QUICK_COLUMNS == 0 &&
+           moe_window_is_quick(&ep->session->layout, b->bucket, width, b->dtype);
 }
 
 /* Few tokens would leave warps without work, and long rows would take a warp too long. */
@@ -249,7 +250,7 @@ static void fill_pass(struct moe_cuda_ep *ep, const struct moe_cuda_batch *b)
     const struct moe_session *s = ep->session;
     const struct moe_layer *layer = b->layer;
     struct moe_cuda_pass *p = &ep->pass;
-    uint32_t width = layer->spec.hidden * (b->x_dy_rows ? 2 : 1);
+    uint32_t width = moe_expert_width(&layer->spec) * (b->x_dy_rows ? 2 : 1);
     bool quantised = outgoing_bytes_of(layer, b->dtype, b->bucket, b->x_dy_rows) != 0;
     *p = (struct moe_cuda_pass){
         .layout = s->layout,

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Prepare, dispatch and combine on GPUs: tokens to the slots of their experts and back through the
- * windows, as in moe/window.h. Calls only enqueue; counts stay on the device.
+ * windows, as in moe/window.h. Calls only enqueue; counts stay on the device. Rows are W wide: H,
+ * or the width of the latent space; the caller projects.
  *
  * A pass is prepare, dispatch, combine, in this order, on one stream. All live slots must make the
  * same passes. A pass may end before combine. The stream may capture. The captured work may be
@@ -28,8 +29,8 @@ struct moe_cuda_batch {
     enum moe_dtype dtype;
     uint32_t bucket;
     const struct moe_cuda_step_params *params;
-    bool x_dy_rows;             /* a backward pass: rows of 2H, x followed by dy */
-    const void *x;              /* [T, H] or [T, 2H] */
+    bool x_dy_rows;             /* a backward pass: rows of 2W, x followed by dy */
+    const void *x;              /* [T, W] or [T, 2W] */
     const int32_t *ids;         /* [T, K]; < 0: choice k is not routed; >= E: zero expert */
     const float *weights;       /* [T, K] */
     const uint8_t *token_state; /* [T] enum moe_token_state, or NULL = all MOE_TOKEN_OK */
@@ -110,12 +111,12 @@ struct moe_status moe_cuda_ep_dispatch(struct moe_cuda_ep *ep, struct moe_rows *
 
 /* Input of combine; device memory, 16-byte aligned. */
 struct moe_cuda_results {
-    const void *expert_out; /* [start[local], H], weighted */
+    const void *expert_out; /* [start[local], W], weighted */
     enum moe_dtype dtype;   /* of expert_out: F32, or BF16 if the pass's dtype is */
-    const float *base;      /* [T, H] or NULL = zeros */
+    const float *base;      /* [T, W] or NULL = zeros */
 };
 
-/* Enqueues: sums each token's rows, sends the sums home, and finishes this slot's tokens: y [T,H]
+/* Enqueues: sums each token's rows, sends the sums home, and finishes this slot's tokens: y [T,W]
  * in the pass's dtype = base + sums in slot order + zero experts' w * x, in fp32. Each slot's sum
  * is fp32 in k order and rounded to the pass's dtype before it is added, on every slot. A token
  * that is not OK gets zeros. `outcome`: device address of pinned memory for a copy of the pass's

@@ -178,7 +178,7 @@ static bool lay_out_messages(const struct moe_session *s, const struct moe_layer
 {
     size_t messages = s->relay.domains != 0 ? s->relay.domains : s->config.slots;
     return lay_out_regions(s, moe_cuda_ep_row_bytes(layer, dtype, x_dy_rows),
-                           sum_bytes(layer->spec.hidden, dtype, x_dy_rows),
+                           sum_bytes(moe_expert_width(&layer->spec), dtype, x_dy_rows),
                            layer->spec.router.top_k, bucket, p) &&
            moe_size_mul(p->region, 2 * messages, bytes);
 }

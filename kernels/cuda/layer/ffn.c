@@ -10,17 +10,10 @@
 
 /* ---------------------------------------------------------------------- choice */
 
-static bool is_gated(enum moe_cuda_matrices which)
+/* Whether the product is that of up alone, with its activation. */
+static bool is_ungated(const struct moe_layer *layer, enum moe_cuda_matrices which)
 {
-    return which == MOE_CUDA_GATE_UP || which == MOE_CUDA_SHARED_GATE_UP;
-}
-
-/* Columns of the product, after the activation. */
-static uint32_t width_of(const struct moe_layer *layer, enum moe_cuda_matrices which)
-{
-    if (!is_gated(which))
-        return layer->spec.hidden;
-    return which == MOE_CUDA_GATE_UP ? layer->spec.intermediate : layer->spec.shared_intermediate;
+    return moe_cuda_is_first(which) && !moe_cuda_is_gated(&layer->spec, which);
 }
 
 static bool on_tensor_cores(const struct moe_layer *layer, enum moe_dtype dtype,
@@ -98,8 +91,8 @@ static uint64_t *began_of(const struct moe_cuda_batch_rows *b, enum moe_stage st
     return b->began != NULL ? b->began + stage : NULL;
 }
 
-static struct moe_status multiply(const struct moe_layer *layer, const struct moe_cuda_ggemm *g,
-                                  void *scratch, cudaStream_t stream)
+struct moe_status moe_cuda_multiply(const struct moe_layer *layer, const struct moe_cuda_ggemm *g,
+                                    void *scratch, cudaStream_t stream)
 {
     struct moe_cuda_cublas *cublas = layer->device->cublas;
     return cublas != NULL ? moe_cuda_cublas_enqueue(cublas, g, scratch, stream)
@@ -127,7 +120,8 @@ static size_t product_bytes(const struct moe_layer *layer, enum moe_dtype dtype,
     if (dtype != MOE_DTYPE_BF16 || layer->device->cublas == NULL || !layer->desc.served[which] ||
         rows == 0)
         return 0;
-    return moe_cuda_cublas_scratch_bytes(is_gated(which), out_dtype, rows, width_of(layer, which));
+    return moe_cuda_cublas_scratch_bytes(moe_cuda_is_gated(&layer->spec, which), out_dtype, rows,
+                                         moe_cuda_product_columns(&layer->spec, which));
 }
 
 static size_t larger(size_t a, size_t b)
@@ -247,11 +241,12 @@ static struct moe_cuda_ggemm ggemm_of(const struct moe_layer *layer,
 {
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
     return (struct moe_cuda_ggemm){.tile = tile_of(layer, b, m),
-                                   .gated = is_gated(which),
+                                   .gated = moe_cuda_is_gated(&layer->spec, which),
+                                   .relu2 = is_ungated(layer, which),
                                    .packing = m->packing,
                                    .experts = b->rows.local_experts,
                                    .row_capacity = b->capacity,
-                                   .n = width_of(layer, which),
+                                   .n = moe_cuda_product_columns(&layer->spec, which),
                                    .k = m->columns,
                                    .start = b->rows.start,
                                    .count = b->rows.count,
@@ -318,7 +313,7 @@ struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_d
     g.out = hidden;
     if (b->retains)
         g.pre = &b->params->pre[MOE_ACTIVATION_ROUTED];
-    return multiply(layer, &g, b->scratch, stream);
+    return moe_cuda_multiply(layer, &g, b->scratch, stream);
 }
 
 struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer, enum moe_dtype dtype,
@@ -350,7 +345,7 @@ struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer, enum moe_dtyp
     g.has_bias = layer->spec.down_bias;
     g.out_dtype = out_dtype;
     g.out = out;
-    return multiply(layer, &g, b->scratch, stream);
+    return moe_cuda_multiply(layer, &g, b->scratch, stream);
 }
 
 /* ---------------------------------------------------------------- shared expert */
@@ -433,18 +428,19 @@ static struct moe_status shared_product(const struct moe_layer *layer,
 {
     const struct moe_cuda_matrix *m = &layer->desc.matrix[which];
     bool quantises = quantises_hidden(layer, s->dtype, MOE_CUDA_SHARED_DOWN);
-    if (is_gated(which))
+    if (moe_cuda_is_first(which))
         MOE_TRY(quantise_shared(layer, s, true, at->product, &in, stream));
     else if (!quantises)
         MOE_TRY(quantise_rows(layer, which, true, shared_rows(s), at->product, &in, stream));
     struct moe_cuda_gemm_params params = {
         .bucket = s->bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
     struct moe_cuda_ggemm g = {.tile = choose_tile(&params, m),
-                               .gated = is_gated(which),
+                               .gated = moe_cuda_is_gated(&layer->spec, which),
+                               .relu2 = is_ungated(layer, which),
                                .packing = m->packing,
                                .experts = 1,
                                .row_capacity = s->capacity,
-                               .n = width_of(layer, which),
+                               .n = moe_cuda_product_columns(&layer->spec, which),
                                .k = m->columns,
                                .start = &s->params->first,
                                .count = &s->params->tokens,
@@ -461,11 +457,11 @@ static struct moe_status shared_product(const struct moe_layer *layer,
                                .out = out,
                                .began = in.began,
                                .processors = s->processors};
-    if (quantises && is_gated(which))
+    if (quantises && moe_cuda_is_first(which))
         g.out_activations = layer->spec.shared_format.activations;
-    if (s->retains && is_gated(which))
+    if (s->retains && moe_cuda_is_first(which))
         g.pre = &s->params->pre[MOE_ACTIVATION_SHARED];
-    return multiply(layer, &g, at->product, stream);
+    return moe_cuda_multiply(layer, &g, at->product, stream);
 }
 
 static struct moe_status shared_exactly(const struct moe_layer *layer,

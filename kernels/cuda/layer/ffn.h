@@ -16,6 +16,11 @@ extern "C" {
 /* Every call uses only the shape of `layer`. The step parameters name the layer with the weights,
  * so that a captured call serves all layers of the shape. */
 
+/* A product on tensor cores. scratch: what moe_cuda_cublas_scratch_bytes says, if the device uses
+ * cuBLAS. */
+struct moe_status moe_cuda_multiply(const struct moe_layer *layer, const struct moe_cuda_ggemm *g,
+                                    void *scratch, cudaStream_t stream) MOE_CHECKED;
+
 /* Rows to compute, and the bounds that the host knows. */
 struct moe_cuda_batch_rows {
     const struct moe_cuda_step_params *params; /* device memory */
@@ -55,7 +60,7 @@ struct moe_status moe_cuda_ffn_gate_up(const struct moe_layer *layer, enum moe_d
  * cores, which rounds each weighted row once; else F32. */
 enum moe_dtype moe_cuda_ffn_out_dtype(const struct moe_layer *layer, enum moe_dtype dtype);
 
-/* out [capacity, H] of `out_dtype`: F32 or the result of moe_cuda_ffn_out_dtype. Formulas of
+/* out [capacity, W] of `out_dtype`: F32 or the result of moe_cuda_ffn_out_dtype. Formulas of
  * moe_backend.gemm_down. `dtype` is that of the tokens, as for gate_up. */
 struct moe_status moe_cuda_ffn_down(const struct moe_layer *layer, enum moe_dtype dtype,
                                     const struct moe_cuda_batch_rows *b, const void *hidden,

@@ -72,7 +72,8 @@ static __device__ float gate_and_up(const exact_args &a, const tile &t, size_t r
         g += bias_at(a, MOE_WEIGHT_GATE_BIAS, t.entry, inner);
         u += bias_at(a, MOE_WEIGHT_UP_BIAS, t.entry, inner);
     }
-    return moe_activate(a.activation, a.limit, a.alpha, g, u);
+    return a.activation == MOE_ACT_SITU ? moe_activate_situ(a.alpha, a.limit, g, u)
+                                        : moe_activate(a.activation, a.limit, a.alpha, g, u);
 }
 
 template <typename X, typename W>
@@ -98,6 +99,29 @@ static __global__ void __launch_bounds__(THREADS) gate_up_kernel(const exact_arg
     });
 }
 
+/* -------------------------------------------------------------------- up alone */
+
+template <typename X, typename W>
+static __global__ void __launch_bounds__(THREADS) up_kernel(const exact_args a)
+{
+    stamp_begin(a.began);
+    const moe_cuda_matrix m = a.params->layer->matrix[a.which];
+    moe_simt::product<X, W>(groups_of(a), a.in, m, [&](const tile &t, float acc[][PER_THREAD]) {
+        const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+        for (uint32_t i = 0; i < PER_THREAD && 4 * ty + i < t.rows; i++) {
+            size_t row = t.row + 4 * ty + i;
+            float w = a.weight != nullptr ? a.weight[row] : 1.0f;
+            for (uint32_t j = 0; j < PER_THREAD; j++) {
+                uint32_t column = t.column + 4 * tx + j;
+                if (column >= a.width)
+                    break;
+                float b = bias_at(a, MOE_WEIGHT_UP_BIAS, t.entry, column);
+                store(a, row * a.width + column, moe_activate_relu2(w * acc[i][j] + b));
+            }
+        }
+    });
+}
+
 /* ------------------------------------------------------------------------ down */
 
 template <typename X, typename W>
@@ -115,7 +139,7 @@ static __global__ void __launch_bounds__(THREADS) down_kernel(const exact_args a
                 if (column >= a.width)
                     break;
                 float b = bias_at(a, MOE_WEIGHT_DOWN_BIAS, t.entry, column);
-                ((float *)a.out)[row * a.width + column] = w * (acc[i][j] + b);
+                store(a, row * a.width + column, w * (acc[i][j] + b));
             }
         }
     });
@@ -127,6 +151,12 @@ template <typename X, typename W>
 static void launch_gate_up(const exact_args &a, unsigned blocks, cudaStream_t stream)
 {
     gate_up_kernel<X, W><<<blocks, THREADS, 0, stream>>>(a);
+}
+
+template <typename X, typename W>
+static void launch_up(const exact_args &a, unsigned blocks, cudaStream_t stream)
+{
+    up_kernel<X, W><<<blocks, THREADS, 0, stream>>>(a);
 }
 
 template <typename X, typename W>
@@ -162,6 +192,17 @@ static bool nothing_to_do(const moe_cuda_exact *e)
     return e->rows != nullptr && e->rows->local_experts == 0;
 }
 
+static struct moe_status enqueue_up(const struct moe_cuda_exact *e, const exact_args &a,
+                                    cudaStream_t stream)
+{
+    const moe_cuda_matrix &m = e->layer->desc.matrix[a.which];
+    if (m.packing != MOE_CUDA_PACKING_NONE)
+        MOE_SIMT_DISPATCH_PACKED(e->in_dtype, launch_up, a, blocks_of(e), stream);
+    else
+        MOE_SIMT_DISPATCH(e->in_dtype, m.dtype, launch_up, a, blocks_of(e), stream);
+    return MOE_LAUNCHED("up");
+}
+
 struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e, cudaStream_t stream)
 {
     if (nothing_to_do(e))
@@ -170,10 +211,12 @@ struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e, cudaStr
     bool routed = e->rows != nullptr;
     exact_args a = common_args(e);
     a.which = routed ? MOE_CUDA_GATE_UP : MOE_CUDA_SHARED_GATE_UP;
-    a.width = routed ? d->spec.intermediate : d->spec.shared_intermediate;
+    a.width = moe_cuda_product_columns(&d->spec, a.which);
     a.activation = routed ? d->spec.activation : d->spec.shared_activation;
     a.weight = routed && d->spec.weighting == MOE_WEIGHT_INPUT ? e->weight : nullptr;
     a.has_bias = routed && d->spec.gate_up_bias;
+    if (!moe_activation_has_gate(a.activation))
+        return enqueue_up(e, a, stream);
     if (d->matrix[a.which].packing != MOE_CUDA_PACKING_NONE)
         MOE_SIMT_DISPATCH_PACKED(e->in_dtype, launch_gate_up, a, blocks_of(e), stream);
     else
@@ -190,7 +233,7 @@ struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e, cudaStream
     bool routed = e->rows != nullptr;
     exact_args a = common_args(e);
     a.which = routed ? MOE_CUDA_DOWN : MOE_CUDA_SHARED_DOWN;
-    a.width = d->spec.hidden;
+    a.width = moe_cuda_product_columns(&d->spec, a.which);
     a.weight = routed && d->spec.weighting == MOE_WEIGHT_INPUT ? nullptr : e->weight;
     a.has_bias = routed && d->spec.down_bias;
     if (d->matrix[a.which].packing != MOE_CUDA_PACKING_NONE)
@@ -199,6 +242,17 @@ struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e, cudaStream
         MOE_SIMT_DISPATCH(e->in_dtype, d->matrix[a.which].dtype, launch_down, a, blocks_of(e),
                           stream);
     return MOE_LAUNCHED("down");
+}
+
+struct moe_status moe_cuda_exact_linear(const struct moe_cuda_exact *e,
+                                        enum moe_cuda_matrices which, cudaStream_t stream)
+{
+    exact_args a = common_args(e);
+    a.which = which;
+    a.width = moe_cuda_product_columns(&e->layer->spec, which);
+    MOE_SIMT_DISPATCH(e->in_dtype, e->layer->desc.matrix[which].dtype, launch_down, a, blocks_of(e),
+                      stream);
+    return MOE_LAUNCHED("a linear layer");
 }
 
 /* --------------------------------------------------------------- shared weights */
@@ -279,7 +333,7 @@ struct moe_status moe_cuda_add(float *y, const float *v, size_t n, cudaStream_t 
 
 template <typename X, typename W> static struct moe_status load_pair()
 {
-    return moe_cuda_load(gate_up_kernel<X, W>, down_kernel<X, W>);
+    return moe_cuda_load(gate_up_kernel<X, W>, up_kernel<X, W>, down_kernel<X, W>);
 }
 
 struct moe_status moe_cuda_load_ffn_exact(void)

@@ -21,16 +21,20 @@ struct moe_cuda_exact {
     const void *in;
     const float *weight; /* per row; NULL = 1 */
     void *out;
-    enum moe_dtype out_dtype; /* of gate_up; down writes F32 */
+    enum moe_dtype out_dtype; /* BF16, or any other: F32 */
     uint64_t *began;          /* receives the kernel's start time, or NULL */
 };
 
-/* out [rows, I] = activation. `weight` is used for input weighting only. */
+/* out [rows, I] = activation, with a gate or without. `weight` is used for input weighting only. */
 struct moe_status moe_cuda_exact_gate_up(const struct moe_cuda_exact *e,
                                          cudaStream_t stream) MOE_CHECKED;
-/* out [rows, H] = result. `weight` is unused for input weighting. */
+/* out [rows, W] = result. `weight` is unused for input weighting. */
 struct moe_status moe_cuda_exact_down(const struct moe_cuda_exact *e,
                                       cudaStream_t stream) MOE_CHECKED;
+/* out [T, columns] = in times a matrix that is not an expert's; `rows` and `weight` are NULL. */
+struct moe_status moe_cuda_exact_linear(const struct moe_cuda_exact *e,
+                                        enum moe_cuda_matrices which,
+                                        cudaStream_t stream) MOE_CHECKED;
 
 /* weight [T] = sigmoid(shared gate vector . x), with T from the step parameters, at most
  * `capacity`. `began` as above. */

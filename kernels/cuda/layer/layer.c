@@ -48,11 +48,16 @@ static struct moe_status shape_matrix(struct moe_layer *layer, enum moe_cuda_mat
 
 static struct moe_status shape_matrices(struct moe_layer *layer)
 {
+    const struct moe_layer_spec *s = &layer->spec;
     MOE_TRY(shape_matrix(layer, MOE_CUDA_ROUTER, MOE_WEIGHT_ROUTER, false));
-    MOE_TRY(shape_matrix(layer, MOE_CUDA_GATE_UP, MOE_WEIGHT_GATE, true));
+    MOE_TRY(shape_matrix(layer, MOE_CUDA_GATE_UP, MOE_WEIGHT_UP,
+                         moe_cuda_is_gated(s, MOE_CUDA_GATE_UP)));
     MOE_TRY(shape_matrix(layer, MOE_CUDA_DOWN, MOE_WEIGHT_DOWN, false));
-    MOE_TRY(shape_matrix(layer, MOE_CUDA_SHARED_GATE_UP, MOE_WEIGHT_SHARED_GATE, true));
+    MOE_TRY(shape_matrix(layer, MOE_CUDA_SHARED_GATE_UP, MOE_WEIGHT_SHARED_UP,
+                         moe_cuda_is_gated(s, MOE_CUDA_SHARED_GATE_UP)));
     MOE_TRY(shape_matrix(layer, MOE_CUDA_SHARED_DOWN, MOE_WEIGHT_SHARED_DOWN, false));
+    MOE_TRY(shape_matrix(layer, MOE_CUDA_TO_LATENT, MOE_WEIGHT_TO_LATENT, false));
+    MOE_TRY(shape_matrix(layer, MOE_CUDA_FROM_LATENT, MOE_WEIGHT_FROM_LATENT, false));
     return shape_matrix(layer, MOE_CUDA_SHARED_VECTOR, MOE_WEIGHT_SHARED_GATE_VECTOR, false);
 }
 
@@ -204,8 +209,20 @@ enum moe_cuda_matrices moe_cuda_layer_matrix(enum moe_weight w, enum moe_cuda_ro
     case MOE_WEIGHT_SHARED_UP: *order = MOE_CUDA_ROWS_UP; return MOE_CUDA_SHARED_GATE_UP;
     case MOE_WEIGHT_SHARED_DOWN: return MOE_CUDA_SHARED_DOWN;
     case MOE_WEIGHT_SHARED_GATE_VECTOR: return MOE_CUDA_SHARED_VECTOR;
+    case MOE_WEIGHT_TO_LATENT: return MOE_CUDA_TO_LATENT;
+    case MOE_WEIGHT_FROM_LATENT: return MOE_CUDA_FROM_LATENT;
     default: return MOE_CUDA_ROUTER;
     }
+}
+
+/* The same for any layer. */
+static enum moe_cuda_matrices matrix_of(const struct moe_layer *layer, enum moe_weight w,
+                                        enum moe_cuda_rows *order)
+{
+    enum moe_cuda_matrices which = moe_cuda_layer_matrix(w, order);
+    if (!moe_cuda_is_gated(&layer->spec, which))
+        *order = MOE_CUDA_ROWS_PLAIN;
+    return which;
 }
 
 /* Source of a weight: `data`, or `source`. */
@@ -226,7 +243,7 @@ static struct moe_status put_matrix(struct moe_layer *layer, enum moe_weight wei
                                     enum moe_dtype dtype, const struct origin *from)
 {
     struct moe_cuda_weight w = {.from = dtype};
-    struct moe_cuda_matrix *m = &layer->desc.matrix[moe_cuda_layer_matrix(weight, &w.order)];
+    struct moe_cuda_matrix *m = &layer->desc.matrix[matrix_of(layer, weight, &w.order)];
     /* The vector is too small to gain from bf16, and it scales whole tokens. */
     enum moe_dtype keep = weight == MOE_WEIGHT_SHARED_GATE_VECTOR ? MOE_DTYPE_F32 : dtype;
     if (m->data == NULL)
@@ -354,7 +371,7 @@ static struct moe_status place_packed(struct moe_layer *layer, enum moe_weight w
 {
     const struct moe_weight_format *f = moe_weight_format_of(&layer->spec, weight);
     enum moe_cuda_rows order;
-    struct moe_cuda_matrix *m = &layer->desc.matrix[moe_cuda_layer_matrix(weight, &order)];
+    struct moe_cuda_matrix *m = &layer->desc.matrix[matrix_of(layer, weight, &order)];
     struct moe_packed_sizes sizes;
     size_t rows, columns;
     moe_weight_shape(&layer->spec, weight, &rows, &columns);
@@ -490,14 +507,6 @@ struct moe_status moe_cuda_layer_split_router(struct moe_layer *layer, cudaStrea
                                   stream);
 }
 
-/* Columns of the product: of an interleaved matrix after the activation. */
-static uint32_t product_columns(const struct moe_layer *layer, enum moe_cuda_matrices which)
-{
-    if (which == MOE_CUDA_GATE_UP)
-        return layer->spec.intermediate;
-    return which == MOE_CUDA_SHARED_GATE_UP ? layer->spec.shared_intermediate : layer->spec.hidden;
-}
-
 static bool serves(const struct moe_layer *layer, uint32_t n, uint32_t k)
 {
     return layer->device->cublas != NULL ? moe_cuda_cublas_serves(n, k)
@@ -508,14 +517,16 @@ static bool serves(const struct moe_layer *layer, uint32_t n, uint32_t k)
 static struct moe_status describe_products(struct moe_layer *layer)
 {
     static const enum moe_cuda_matrices products[] = {
-        MOE_CUDA_GATE_UP, MOE_CUDA_DOWN, MOE_CUDA_SHARED_GATE_UP, MOE_CUDA_SHARED_DOWN};
+        MOE_CUDA_GATE_UP,     MOE_CUDA_DOWN,      MOE_CUDA_SHARED_GATE_UP,
+        MOE_CUDA_SHARED_DOWN, MOE_CUDA_TO_LATENT, MOE_CUDA_FROM_LATENT};
     struct moe_cuda_layer_desc *d = &layer->desc;
     for (size_t i = 0; i < sizeof products / sizeof *products; i++) {
         const struct moe_cuda_matrix *m = &d->matrix[products[i]];
         bool packed = m->packing != MOE_CUDA_PACKING_NONE;
-        d->served[products[i]] = m->data != NULL && (packed || m->dtype == MOE_DTYPE_BF16) &&
-                                 !(packed && layer->device->cublas != NULL) &&
-                                 serves(layer, product_columns(layer, products[i]), m->columns);
+        d->served[products[i]] =
+            m->data != NULL && (packed || m->dtype == MOE_DTYPE_BF16) &&
+            !(packed && layer->device->cublas != NULL) &&
+            serves(layer, moe_cuda_product_columns(&layer->spec, products[i]), m->columns);
         if (!d->served[products[i]])
             continue;
         d->product[products[i]].data = m->data;
@@ -523,7 +534,9 @@ static struct moe_status describe_products(struct moe_layer *layer)
             MOE_TRY(moe_cuda_ggemm_describe(m->data, m->entries, m->rows, m->columns,
                                             &d->product[products[i]]));
     }
-    d->product[MOE_CUDA_GATE_UP].bias = d->bias[MOE_WEIGHT_GATE_BIAS];
+    d->product[MOE_CUDA_GATE_UP].bias =
+        d->bias[moe_activation_has_gate(layer->spec.activation) ? MOE_WEIGHT_GATE_BIAS
+                                                                : MOE_WEIGHT_UP_BIAS];
     d->product[MOE_CUDA_GATE_UP].up_bias = d->bias[MOE_WEIGHT_UP_BIAS];
     d->product[MOE_CUDA_DOWN].bias = d->bias[MOE_WEIGHT_DOWN_BIAS];
     return moe_ok();

@@ -6,7 +6,7 @@
  * combination in exact fp32. Quantised matrices stay quantised (cuda/plan/packing.h): on Hopper
  * BF16 tokens run on tensor cores, everything else in exact fp32. Gate and up are one matrix; its
  * rows alternate in blocks of MOE_CUDA_INTERLEAVE: gate 0-7, up 0-7, gate 8-15, ... So one tile
- * holds both inputs of an activation. */
+ * holds both inputs of an activation. Without a gate, the matrix has the rows of up alone. */
 #ifndef MOE_CUDA_LAYER_H
 #define MOE_CUDA_LAYER_H
 
@@ -23,13 +23,42 @@ extern "C" {
 enum moe_cuda_matrices {
     MOE_CUDA_ROUTER,         /* [1][E+Z][H] */
     MOE_CUDA_ROUTER_PARTS,   /* [3][E+Z][H] bf16: an F32 router as a sum; see router_logits.cu */
-    MOE_CUDA_GATE_UP,        /* [local][2 * round_up(I, 8)][H], interleaved */
-    MOE_CUDA_DOWN,           /* [local][H][I] */
-    MOE_CUDA_SHARED_GATE_UP, /* [1][2 * round_up(Is, 8)][H], interleaved */
+    MOE_CUDA_GATE_UP,        /* [local][2 * round_up(I, 8)][W], interleaved; or up [local][I][W] */
+    MOE_CUDA_DOWN,           /* [local][W][I] */
+    MOE_CUDA_SHARED_GATE_UP, /* [1][2 * round_up(Is, 8)][H], interleaved; or up [1][Is][H] */
     MOE_CUDA_SHARED_DOWN,    /* [1][H][Is] */
     MOE_CUDA_SHARED_VECTOR,  /* [1][1][H] */
+    MOE_CUDA_TO_LATENT,      /* [1][L][H] */
+    MOE_CUDA_FROM_LATENT,    /* [1][H][L] */
     MOE_CUDA_MATRICES
 };
+
+/* Whether a product with the matrix ends with the activation of routed or shared experts. */
+static inline bool moe_cuda_is_first(enum moe_cuda_matrices which)
+{
+    return which == MOE_CUDA_GATE_UP || which == MOE_CUDA_SHARED_GATE_UP;
+}
+
+/* Whether it has gates too. */
+static inline bool moe_cuda_is_gated(const struct moe_layer_spec *s, enum moe_cuda_matrices which)
+{
+    return moe_cuda_is_first(which) &&
+           moe_activation_has_gate(which == MOE_CUDA_GATE_UP ? s->activation
+                                                             : s->shared_activation);
+}
+
+/* Columns of a product with the matrix, after the activation. */
+static inline uint32_t moe_cuda_product_columns(const struct moe_layer_spec *s,
+                                                enum moe_cuda_matrices which)
+{
+    switch (which) {
+    case MOE_CUDA_GATE_UP: return s->intermediate;
+    case MOE_CUDA_SHARED_GATE_UP: return s->shared_intermediate;
+    case MOE_CUDA_DOWN: return moe_expert_width(s);
+    case MOE_CUDA_TO_LATENT: return s->latent;
+    default: return s->hidden;
+    }
+}
 
 /* The active placement in device memory. */
 struct moe_cuda_placement {
@@ -105,7 +134,7 @@ void moe_cuda_layer_destroy(struct moe_layer *layer); /* NULL is ignored */
  * layer. If the slots are others than before, it waits for earlier uploads of the device. */
 struct moe_status moe_cuda_layer_activate(struct moe_layer *layer, uint64_t live) MOE_CHECKED;
 
-/* For the trainer. The matrix that holds a weight (not a bias), and its rows there. */
+/* For the trainer. The matrix that holds a weight (not a bias), and its rows there, with a gate. */
 enum moe_cuda_matrices moe_cuda_layer_matrix(enum moe_weight weight, enum moe_cuda_rows *order);
 /* Puts another matrix in place of one of a finished layer, of the same shape: packed or not. The
  * caller owns the memory of both. No step may run. */

@@ -9,7 +9,7 @@ static void fill_head(const struct moe_layer *layer, enum moe_dtype dtype, uint3
     const uint32_t mask = (1u << MOE_WINDOW_VALUE_BITS) - 1;
     head[MOE_HEAD_TOKENS] = tokens;
     head[MOE_HEAD_LAYER] = layer->spec.layer & mask;
-    head[MOE_HEAD_HIDDEN] = layer->spec.hidden;
+    head[MOE_HEAD_HIDDEN] = moe_expert_width(&layer->spec);
     head[MOE_HEAD_EXPERTS] = layer->spec.experts;
     head[MOE_HEAD_TOP_K] = layer->spec.router.top_k;
     head[MOE_HEAD_DTYPE] = dtype;

@@ -11,7 +11,7 @@ extern "C" {
 #endif
 
 enum {
-    MOE_CUDA_KEY_MATRICES = 7, /* of a layer: enum moe_cuda_matrices */
+    MOE_CUDA_KEY_MATRICES = 9, /* of a layer: enum moe_cuda_matrices */
     /* The key's words: of the step, the spec, its router, its two formats, and the matrices. */
     MOE_CUDA_KEY_WORDS = 5 + 13 + 11 + 2 * 5 + MOE_CUDA_KEY_MATRICES,
 };

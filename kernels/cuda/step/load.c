@@ -15,6 +15,7 @@ struct moe_status moe_cuda_load_all(int arch)
     MOE_TRY(moe_cuda_load_ep_net());
     MOE_TRY(moe_cuda_load_ep_relay());
     MOE_TRY(moe_cuda_load_ffn_exact());
+    MOE_TRY(moe_cuda_load_latent());
     MOE_TRY(moe_cuda_load_train_activation());
     MOE_TRY(moe_cuda_load_train_gemm());
     MOE_TRY(moe_cuda_load_train_kernels());

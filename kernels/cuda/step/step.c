@@ -23,6 +23,7 @@
 #include "cuda/core/range.h"
 #include "cuda/exchange/ep.h"
 #include "cuda/layer/ffn.h"
+#include "cuda/layer/latent.h"
 #include "cuda/router/router.h"
 #include "cuda/step/retain.h"
 #include "cuda/step/step_slots.h"
@@ -62,17 +63,29 @@ static bool lay_out_step(const struct moe_step_args *a, struct moe_cuda_step_lay
            ((l->bytes = at), true);
 }
 
+static size_t larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
 static bool lay_out_scratch(const struct moe_step_args *a, uint32_t rows,
                             struct moe_cuda_step_scratch *l)
 {
     const struct moe_layer_spec *spec = &a->layer->spec;
-    size_t at = 0, base_rows = spec->shared_intermediate != 0 ? a->bucket : 0;
+    const size_t base_rows = spec->shared_intermediate != 0 ? a->bucket : 0;
+    const size_t each = moe_dtype_bytes(a->dtype);
+    const size_t products = larger(moe_cuda_ffn_scratch_bytes(a->layer, a->dtype, rows),
+                                   moe_cuda_latent_scratch_bytes(a->layer, a->dtype, a->bucket));
+    size_t at = 0, hidden = moe_cuda_ffn_hidden_bytes(a->layer, a->dtype, rows);
+    if (spec->latent != 0)
+        hidden = larger(hidden, (size_t)a->bucket * spec->hidden * sizeof(float));
     return place(&at, &l->logits, moe_cuda_router_bytes(a->layer, a->dtype, a->bucket), 1, 1) &&
-           place(&at, &l->hidden, moe_cuda_ffn_hidden_bytes(a->layer, a->dtype, rows), 1, 1) &&
+           place(&at, &l->hidden, hidden, 1, 1) &&
            place(&at, &l->base, base_rows, spec->hidden, sizeof(float)) &&
            place(&at, &l->shared, moe_cuda_ffn_shared_bytes(a->layer, a->dtype, a->bucket), 1, 1) &&
-           place(&at, &l->products, moe_cuda_ffn_scratch_bytes(a->layer, a->dtype, rows), 1, 1) &&
-           ((l->bytes = at), true);
+           place(&at, &l->products, products, 1, 1) &&
+           place(&at, &l->z, a->bucket, spec->latent, each) &&
+           place(&at, &l->u, a->bucket, spec->latent, each) && ((l->bytes = at), true);
 }
 
 /* Whether the memory that a step needs is there. */
@@ -205,10 +218,11 @@ static struct moe_status capture_shared(const struct shape *shape, struct moe_st
 }
 
 /* Whether the rows for the experts are quantised while the router works, which does not need them.
- * Not if a step is not captured. */
+ * Not if a step is not captured. Rows of a latent space come later, in stream order. */
 static bool quantises_on_side_stream(const struct shape *shape)
 {
-    return moe_row_format(&shape->layer->spec, shape->dtype).quantised &&
+    const struct moe_layer_spec *spec = &shape->layer->spec;
+    return moe_row_format(spec, shape->dtype).quantised && spec->latent == 0 &&
            shape->steps->session->net == NULL;
 }
 
@@ -220,7 +234,8 @@ static struct moe_status fork_side_stream(const struct shape *shape, struct moe_
 {
     const struct moe_cuda_steps *steps = shape->steps;
     const bool quantises = quantises_on_side_stream(shape), shared = runs_on_side_stream(shape);
-    if (!quantises)
+    *rows = NULL;
+    if (!quantises && shape->layer->spec.latent == 0)
         MOE_TRY(moe_cuda_ep_quantise(steps->session->ep, batch, stream, rows));
     if (!quantises && !shared)
         return moe_ok();
@@ -251,6 +266,57 @@ static struct moe_status join_shared(const struct shape *shape, struct moe_step 
     if (runs_on_side_stream(shape))
         return MOE_CUDA(cudaStreamWaitEvent(stream, shape->steps->join_event, 0));
     return capture_shared(shape, step, stream, rows, base);
+}
+
+static struct moe_cuda_latent latent_of(const struct shape *shape, struct moe_step *step)
+{
+    return (struct moe_cuda_latent){.layer = shape->layer,
+                                    .params = &step->on_device->params,
+                                    .dtype = shape->dtype,
+                                    .bucket = shape->bucket,
+                                    .scratch = scratch(shape->steps, shape->steps->at.products)};
+}
+
+/* Captures the projection of the tokens into the latent space, if there is one. Next to the shared
+ * expert it takes the other half of the device. *x: what the experts get. */
+static struct moe_status enter_latent(const struct shape *shape, struct moe_step *step,
+                                      cudaStream_t stream, const void **x)
+{
+    const struct moe_cuda_steps *steps = shape->steps;
+    struct moe_cuda_latent l = latent_of(shape, step);
+    if (shape->layer->spec.latent == 0)
+        return moe_ok();
+    if (runs_on_side_stream(shape))
+        l.processors = (uint32_t)steps->session->device->multiprocessors / 2;
+    void *z = scratch(steps, steps->at.z);
+    MOE_TRY(moe_cuda_to_latent(&l, *x, z, stream));
+    *x = z;
+    return moe_ok();
+}
+
+/* Captures combine and, after it, the projection of the sums out of the latent space, where the
+ * shared expert is added. */
+static struct moe_status capture_combine(const struct shape *shape, struct moe_step *step,
+                                         struct moe_cuda_results *results, cudaStream_t stream)
+{
+    const struct moe_cuda_steps *steps = shape->steps;
+    struct moe_cuda_ep *ep = steps->session->ep;
+    struct moe_cuda_step_outcome *outcome = &step->message_on_device->outcome;
+    void *y = tensor(step, shape->at.y);
+    if (shape->layer->spec.latent == 0)
+        return moe_cuda_ep_combine(ep, results, y, outcome, stream);
+    const struct moe_cuda_latent l = latent_of(shape, step);
+    const struct moe_cuda_latent_sums f = {.u = scratch(steps, steps->at.u),
+                                           .out = scratch(steps, steps->at.hidden),
+                                           .base = results->base,
+                                           .mode = tensor(step, shape->at.mode),
+                                           .token_state = tensor(step, shape->at.state),
+                                           .y = y,
+                                           .ends =
+                                               &step->message_on_device->began[MOE_STAGE_COUNT]};
+    results->base = NULL;
+    MOE_TRY(moe_cuda_ep_combine(ep, results, f.u, outcome, stream));
+    return moe_cuda_from_latent(&l, &f, stream);
 }
 
 static struct moe_status capture_stages(const struct shape *shape, struct moe_step *step,
@@ -284,6 +350,9 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
     const void *rows;
     MOE_TRY(fork_side_stream(shape, step, &batch, stream, &rows, base));
     MOE_TRY(capture_router(shape, step, stream));
+    MOE_TRY(enter_latent(shape, step, stream, &batch.x));
+    if (layer->spec.latent != 0)
+        MOE_TRY(moe_cuda_ep_quantise(s->ep, &batch, stream, &rows));
     MOE_TRY(join_rows(shape, stream));
     next_range("prepare");
     MOE_TRY(moe_cuda_ep_prepare(s->ep, &batch));
@@ -303,8 +372,7 @@ static struct moe_status capture_stages(const struct shape *shape, struct moe_st
     next_range("combine");
     results.expert_out = out;
     results.base = base;
-    return moe_cuda_ep_combine(s->ep, &results, tensor(step, shape->at.y),
-                               &step->message_on_device->outcome, stream);
+    return capture_combine(shape, step, &results, stream);
 }
 
 static struct moe_status capture_slot(void *ctx, uint32_t step_slot, cudaStream_t stream)

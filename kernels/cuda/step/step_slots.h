@@ -19,9 +19,10 @@ struct moe_cuda_step_layout {
     size_t x, mode, ids_in, weights_in, y, ids, weights, state, bytes;
 };
 
-/* Offsets in the scratch buffer. */
+/* Offsets in the scratch buffer. In a latent space, `z` and `u` are the experts' inputs and sums;
+ * their projection lies over `hidden`, which nothing reads after down. */
 struct moe_cuda_step_scratch {
-    size_t logits, hidden, base, shared, products, bytes;
+    size_t logits, hidden, base, shared, products, z, u, bytes;
 };
 
 /* What the host gives the device for a step: an argument of the gather, or one copy. */
