@@ -74,6 +74,18 @@ __device__ inline bool is_sent(const struct arrival *a, const struct incoming &i
     return moe_window_flag_stamp(in.sent) == a->stamp;
 }
 
+/* Waits for the source's second flag; its choices, or NOWHERE if the wait failed. */
+__device__ static __noinline__ uint32_t await_more_sent(const struct moe_cuda_pass &p,
+                                                        const struct arrival *a, uint32_t source,
+                                                        uint32_t t)
+{
+    uint32_t more = 0;
+    const uint64_t *at = moe_window_more_sent_of(&p.layout, own_window(p, a), source, t);
+    if (!wait_flag(p.control, p.abort, at, a->stamp, source, &more))
+        return NOWHERE;
+    return more << MOE_WINDOW_VALUE_BITS;
+}
+
 /* Waits for the source's flag and reads the choices for this slot. False if the wait failed. */
 __device__ static bool await_sent(const struct moe_cuda_pass &p, const struct arrival *a,
                                   struct incoming *in)
@@ -83,6 +95,11 @@ __device__ static bool await_sent(const struct moe_cuda_pass &p, const struct ar
     if (!is_sent(a, *in))
         came =
             wait_flag(p.control, p.abort, sent_of(p, a, *in), a->stamp, in->source, &in->choices);
+    if (p.top_k > MOE_WINDOW_VALUE_BITS && came) {
+        const uint32_t more = await_more_sent(p, a, in->source, in->t);
+        came = more != NOWHERE;
+        in->choices |= more;
+    }
     came = __all_sync(ALL_LANES, came);
     __syncwarp(); /* a vote orders no memory */
     /* All lanes use one value, limited to K choices whatever it contains. */

@@ -71,15 +71,26 @@ __device__ static struct moe_cuda_own_token own_token_of(const struct moe_cuda_p
             __ballot_sync(ALL_LANES, id >= static_cast<int32_t>(p.experts))};
 }
 
+/* Stores the choices of token t from 24 on. Few layers have so many. */
+__device__ static __noinline__ void store_more_sent(const struct moe_cuda_pass &p, uint64_t stamp,
+                                                    uint8_t *window, uint32_t t, uint32_t choices)
+{
+    store_relaxed(moe_window_more_sent_of(&p.layout, window, p.slot, t),
+                  moe_window_flag(stamp, choices >> MOE_WINDOW_VALUE_BITS));
+}
+
 /* Stores `sent` of token t in the plan's slots at a distance of `nearest` or more. */
 __device__ static void store_sent(const struct moe_cuda_pass &p, const struct arrival *a,
                                   const struct send_plan &plan, uint32_t t, uint32_t nearest)
 {
     const uint32_t distance = plan.first + threadIdx.x % 32;
     uint8_t *window = a->window[plan.peer];
-    if (distance >= nearest && distance < p.slots && window != nullptr)
-        store_relaxed(moe_window_sent_of(&p.layout, window, p.slot, t),
-                      moe_window_flag(a->stamp, plan.choices));
+    if (distance < nearest || distance >= p.slots || window == nullptr)
+        return;
+    store_relaxed(moe_window_sent_of(&p.layout, window, p.slot, t),
+                  moe_window_flag(a->stamp, plan.choices));
+    if (p.top_k > MOE_WINDOW_VALUE_BITS)
+        store_more_sent(p, a->stamp, window, t, plan.choices);
 }
 
 /* Lane i: destination of token t's row on the plan's slot, or NULL. */

@@ -152,7 +152,8 @@ enum moe_window_pass {
  * tells which entries are in use.
  *
  * CPU   the first `sent` entries of a token are in use, in k order; field `k` is set.
- * CUDA  entry k belongs to k. It is in use if bit k of the value of `sent` is set. Field
+ * CUDA  entry k belongs to k. It is in use if bit k of the value of `sent` is set. A value has 24
+ *       bits; those from 24 on are in a second flag (moe_window_more_sent_of). Field
  *       `position` is set: the position among the rows that the source sends to this expert. So a
  *       slot can place all rows of a pass at the same time. One store writes an entry, and the
  *       stamp in `key` makes it valid. It may arrive before or after `sent`. */
@@ -176,7 +177,8 @@ struct moe_window_layout {
     size_t counts;   /* [2][slots][max_experts] flag: rows for this expert from this source */
     size_t routing;  /* [2][slots][max_tokens][max_top_k] struct moe_window_route */
     size_t pass;     /* [2][slots][MOE_PASS_LOADS + max_experts] flag; training only */
-    size_t sent;     /* [slots][max_tokens] flag: routing entries, and the row if > 0, are here */
+    size_t sent;     /* [slots][max_tokens] flag: routing entries, and the row if > 0, are here;
+                        then, with more than 24 experts per token, as many second flags (CUDA) */
     size_t returned; /* [slots][max_tokens][PARTS] flag: the partial, or this part of it, is here */
     size_t rows; /* [slots] regions of `row_region` bytes: all rows of a bucket of either dtype */
     size_t partials; /* [slots] regions of `partial_region` bytes */
@@ -279,7 +281,8 @@ static inline bool moe_window_layout_of(const struct moe_window_shape *s,
                             s->max_top_k * sizeof(struct moe_window_route)) &&
            moe_window_place(&at, &l->pass, s->training ? 2 * slots : 0,
                             pass_flags * sizeof(uint64_t)) &&
-           moe_window_place(&at, &l->sent, slots, per_token) &&
+           moe_window_place(&at, &l->sent, (s->max_top_k > MOE_WINDOW_VALUE_BITS ? 2 : 1) * slots,
+                            per_token) &&
            moe_window_place(&at, &l->returned, slots, MOE_WINDOW_PARTS * per_token) &&
            moe_window_rows_bytes(s->max_hidden, tokens, tokens_f32, &rows) &&
            moe_size_mul(rows, s->training ? 2 : 1, &l->row_region) &&
@@ -362,6 +365,13 @@ MOE_WINDOW_INLINE uint64_t *moe_window_sent_of(const struct moe_window_layout *l
 {
     size_t line = ((size_t)l->shape.max_tokens * 8 + MOE_WINDOW_LINE - 1) / MOE_WINDOW_LINE;
     return (uint64_t *)(void *)(base + l->sent + source * line * MOE_WINDOW_LINE) + token;
+}
+
+/* CUDA, with more than 24 experts per token: the flag with the choices from 24 on. */
+MOE_WINDOW_INLINE uint64_t *moe_window_more_sent_of(const struct moe_window_layout *l,
+                                                    uint8_t *base, uint32_t source, uint32_t token)
+{
+    return moe_window_sent_of(l, base, l->shape.slots + source, token);
 }
 
 MOE_WINDOW_INLINE uint64_t *moe_window_returned_part_of(const struct moe_window_layout *l,
