@@ -532,28 +532,11 @@ void moe_loader_progress(const struct moe_loader *l, uint64_t *loaded, uint64_t 
     *total = atomic_load(&l->total_bytes);
 }
 
-/* Refuses, before any weight is read, layers that the backend does not compute. */
-static struct moe_status check_backend(const struct moe_backend *backend,
-                                       const struct moe_model *model)
-{
-    for (size_t i = 0; i < moe_model_layer_count(model) && !backend->uncommon; i++) {
-        const struct moe_layer_spec *spec = moe_model_layer(model, i);
-        const char *uncommon = moe_layer_uncommon(spec);
-        if (uncommon != NULL)
-            return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                             "layer %u of %.80s has %s, which backend %s does not compute: use "
-                             "--backend cpu",
-                             spec->layer, moe_model_name(model), uncommon, backend->name);
-    }
-    return moe_ok();
-}
-
 struct moe_status moe_loader_create(const struct moe_backend *backend, struct moe_device *device,
                                     const struct moe_model *model,
                                     const struct moe_loader_events *events, struct moe_loader **out)
 {
     struct moe_digest_table *digests;
-    MOE_TRY(check_backend(backend, model));
     MOE_TRY(moe_digest_table_create(&digests));
     struct moe_loader *l = calloc(1, sizeof *l);
     if (l == NULL) {

@@ -57,7 +57,7 @@ enum {
     MOE_MAX_SLOTS = 64,     /* slots of one group: bits of a mask */
     MOE_MAX_EXPERTS = 1024, /* routed experts E of one layer (zero experts not counted) */
     MOE_MAX_TOP_K = 32,     /* experts per token K */
-    MOE_COMMON_TOP_K = 16,  /* K that every backend computes and trains */
+    MOE_COMMON_TOP_K = 16,  /* K of layers that train */
     MOE_MAX_HIDDEN = 16384, /* H; I is bounded by memory alone */
     MOE_MAX_LAYERS = 256,   /* MoE layers of one model */
     MOE_ROW_ALIGN = 128,    /* rows of one expert start at multiples of this */

@@ -32,8 +32,7 @@ static void open_alone(struct golden_bench *b)
                                         .epoch = 1,
                                         .max_tokens = GOLDEN_BUCKET,
                                         .max_hidden = MOE_MAX_HIDDEN,
-                                        .max_top_k =
-                                            b->backend->uncommon ? MOE_MAX_TOP_K : MOE_COMMON_TOP_K,
+                                        .max_top_k = MOE_MAX_TOP_K,
                                         .max_experts = GOLDEN_EXPERTS,
                                         .wait_budget_ms = GOLDEN_BUDGET_MS,
                                         .allgather = gather_alone};

@@ -145,7 +145,7 @@ MODELS = {
         "routed_scaling_factor": 6.0}),
 }
 
-# Only CPUs compute these, and they do not train: tests/golden/uncommon.
+# These do not train: tests/golden/uncommon.
 UNCOMMON = {
     "nemotron_h": ("NemotronHForCausalLM", {**NEMOTRON, "num_experts_per_tok": 3}),
     "nemotron_h_latent": ("NemotronHForCausalLM", {

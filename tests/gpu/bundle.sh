@@ -15,7 +15,7 @@ rm -rf "$target"
 mkdir -p "$target/lib"
 
 for program in tests/conformance/conformance tests/conformance/large tests/conformance/faults \
-    tests/conformance/faults_one_gpu tests/conformance/golden \
+    tests/conformance/faults_one_gpu tests/conformance/golden tests/conformance/test_uncommon \
     tests/conformance/golden_training tests/conformance/curve \
     tests/bench/libmoe_ggemm.so tests/bench/moe_bench tests/bench/train_bench tests/bench/ep_bench \
     tests/unit/test_ggemm tests/unit/test_packed tests/unit/test_quantise tests/unit/test_wgrad \

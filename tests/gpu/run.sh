@@ -176,6 +176,7 @@ jobs_at_once() {
             "--weights-mib 1024"
         echo "golden_training_$n 120 $suite/golden_training --backend cuda --slots $n --models $models"
         echo "curve_$n 120 $suite/curve --backend cuda --slots $n --data $models/../training"
+        echo "uncommon_$n 300 $suite/test_uncommon --backend cuda --slots $n"
         echo "steady_$n 120 $build/tests/unit/test_steady $n"
         # Only Hopper's tensor cores retain activations: checks that they are used, with the same bits.
         [ "$hopper" = no ] || echo "trained_retained_pair_$n 120 ${MOE_PYTHON:-python3} -B" \
@@ -186,6 +187,7 @@ jobs_at_once() {
         echo "part_of_device_$n 120 $build/tests/bench/ep_bench $n nvlink 24,1,0,64"
         [ "$hopper" = no ] ||
             echo "part_of_device_fp8_$n 120 $build/tests/bench/ep_bench $n nvlink 24,1,0,64 fp8"
+        echo "network_uncommon_$n 300 $suite/test_uncommon --backend cuda --transport network --slots $n"
         echo "network_$n 300 $suite/conformance --backend cuda $over --cases $cases"
         echo "domains_$n 300 $suite/conformance --backend cuda --domain-size 1 --slots $n --seed $n --cases 40"
         if [ "$n" -ge 4 ]; then
@@ -213,14 +215,19 @@ jobs_at_once() {
     echo "large_buffers 300 $suite/large --backend cuda --slots 1 --first 1 --cases 1 --weights-mib 9216"
     echo "golden_backend 120 $suite/golden --backend cuda --models $models"
     echo "golden_quantised 120 $suite/golden --backend cuda --models $models/../quantised"
+    echo "golden_uncommon 120 $suite/golden --backend cuda --models $models/../uncommon"
+    echo "golden_numpy 120 $suite/golden --backend cuda --models $models/../numpy"
+    echo "golden_uncommon_cublas 120 $suite/golden --backend cuda --models $models/../uncommon --gemm cublas"
+    echo "golden_numpy_cublas 120 $suite/golden --backend cuda --models $models/../numpy --gemm cublas"
     # Quantised checkpoints through daemons: as they are, decoded, and with adapters.
     echo "quantised_fp8 300 $(integration test_quantised Fp8)"
     echo "quantised_mx 300 $(integration test_quantised Mx)"
     echo "quantised_4_bits 300 $(integration test_quantised FourBits)"
     echo "quantised_decoded 300 $(integration test_quantised Decoded)"
     echo "quantised_training 300 $(integration test_quantised Training)"
-    echo "latent_refused 120 $(integration test_latent Refusals)"
-    echo "uncommon_refused 120 $(integration test_uncommon Refusals)"
+    # Layers that only serve, through daemons: Kimi-K3, Nemotron-3, Phi-3.5-MoE.
+    echo "latent_daemons 600 $(integration test_latent)"
+    echo "uncommon_daemons 600 $(integration test_uncommon)"
     [ "$hopper" = no ] || {
         echo "golden_w8a8 120 $suite/golden --backend cuda --models $models/../quantised --fp8-compute w8a8"
         echo "fp8_compute 300 $(integration test_fp8_compute Serving Refusing)"

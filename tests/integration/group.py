@@ -118,6 +118,8 @@ class Group:
     """`moectl up` in the foreground, with its daemons."""
 
     def __init__(self, model, workers, *extra):
+        if workers > DEVICES:
+            raise unittest.SkipTest("%d workers need as many devices" % workers)
         self.state = tempfile.mkdtemp(prefix="moed-test-")
         self.process = subprocess.Popen(
             [MOECTL, "up", "--model", model, "--workers", str(workers), "--backend", BACKEND,

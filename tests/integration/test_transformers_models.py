@@ -32,7 +32,7 @@ NEW_TOKENS = 12
 # Families that routing="client" does not serve, and why.
 WITHOUT_CLIENT = {"llama4": "no experts interface", "longcat_flash": "no experts interface",
                   "nemotron_h_latent": "latent space"}
-UNCOMMON = os.path.join(os.path.dirname(os.path.abspath(MODELS)), "uncommon")  # CPUs only
+UNCOMMON = os.path.join(os.path.dirname(os.path.abspath(MODELS)), "uncommon")
 
 
 def class_of(path):
@@ -154,9 +154,8 @@ def add(family, workers):
 
 for number, each_family in enumerate(FAMILIES):
     add(each_family, 1 + number % 2)
-if BACKEND == "cpu":
-    for each_family in ("nemotron_h", "nemotron_h_latent", "phimoe"):
-        add(os.path.join(UNCOMMON, each_family), 2)
+for each_family in ("nemotron_h", "nemotron_h_latent", "phimoe"):
+    add(os.path.join(UNCOMMON, each_family), 2)
 
 
 class Models(Base):

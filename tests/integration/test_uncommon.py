@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of which CPUs alone compute the layers give transformers' numbers through gRPC on groups
-of 1, 2 and 4 workers: Nemotron-3 (experts without a gate, also in FP8 and NVFP4; in a latent space
-with 22 of 40 experts per token, also in several formats) and Phi-3.5-MoE (SparseMixer). They do not
-train, and GPUs refuse them.
+"""Models with layers that do not train give transformers' numbers through gRPC on groups of 1, 2
+and 4 workers: Nemotron-3 (experts without a gate, also in FP8 and NVFP4; in a latent space with 22
+of 40 experts per token, also in several formats) and Phi-3.5-MoE (SparseMixer).
 
 F32 tokens within 1e-5, BF16 tokens within 1e-2 (relative Frobenius norm)."""
 
@@ -20,7 +19,7 @@ from training import refusal, start_alone
 import moed
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(MODELS)), "uncommon")
-# What the worker calls the first of a model's properties that not every backend computes.
+# What the worker calls the first of a model's properties that do not train.
 NAMES = {"nemotron_h": "experts without a gate", "fp8_nemotron_h": "experts without a gate",
          "nvfp4_nemotron_h": "experts without a gate",
          "nemotron_h_latent": "a latent space (LatentMoE)", "phimoe": "the router SparseMixer",
@@ -38,7 +37,6 @@ def cases(name):
         yield layer, tokens, x, golden.get("layer%d.T%d.exact" % (layer, tokens), y)
 
 
-@unittest.skipUnless(BACKEND == "cpu", "GPUs do not compute such layers")
 class Serving(unittest.TestCase):
     def compare(self, client, name, workers):
         for layer, tokens, x, want in cases(name):
@@ -67,6 +65,7 @@ class Serving(unittest.TestCase):
                 moed.Client(g.endpoint) as client:
             self.compare(client, "nemotron_h", 4)
 
+    @unittest.skipUnless(BACKEND == "cpu", "experts move on CPUs only")
     def test_experts_move(self):
         name = "nvfp4_nemotron_h"
         with group(folder(name), 2, "--spare-experts", "2") as g, \
@@ -112,16 +111,10 @@ class Refusals(unittest.TestCase):
     def test_every_model_is_named(self):
         self.assertEqual(sorted(os.listdir(ROOT)), sorted([*NAMES, "README.md"]))
 
-    @unittest.skipUnless(BACKEND == "cpu", "refused before")
     def test_training_is_refused_at_start(self):
         for name, text in NAMES.items():
             for extra in ((), ("--lora-rank", "2", "--freeze", "router,shared")):
                 self.refused((text, "do not train"), folder(name), "--training", "adamw", *extra)
-
-    @unittest.skipIf(BACKEND == "cpu", "CPUs compute such layers")
-    def test_gpus_refuse_the_models_by_name(self):
-        for name, text in NAMES.items():
-            self.refused((text, "use --backend cpu"), folder(name))
 
     def changed(self, name, change_tensors=None, **settings):
         """The golden model with other settings and tensors; its folder."""

@@ -348,31 +348,6 @@ static void the_next_layers_come_while_the_present_ones_serve(void **state)
     assert_true(moe_loader_placement_hash(r->loader) == hash);
 }
 
-/* As for GPUs: the model is named before a weight is read. */
-static void a_backend_without_latent_spaces_refuses_the_model(void **state)
-{
-    (void)state;
-    struct moe_backend without = moe_backend_cpu;
-    struct moe_device_config config = {.threads = 1};
-    struct moe_device *device;
-    struct moe_model *model;
-    struct moe_loader *loader = NULL;
-    without.name = "other";
-    without.uncommon = false;
-    assert_ok(moe_backend_cpu.device_open(&config, &device));
-    assert_ok(moe_model_open(MOE_NUMPY_DIR "/kimi_k3", &model));
-    struct moe_status st = moe_loader_create(&without, device, model, NULL, &loader);
-    assert_int_equal(st.code, MOE_FAILED_PRECONDITION);
-    assert_int_equal(st.reason, MOE_REASON_UNSUPPORTED);
-    assert_non_null(strstr(st.text, "layer 1 of kimi_k3 has a latent space (LatentMoE), which "
-                                    "backend other does not compute"));
-    assert_null(loader);
-    assert_ok(moe_loader_create(&moe_backend_cpu, device, model, NULL, &loader));
-    moe_loader_destroy(loader);
-    moe_model_close(model);
-    moe_backend_cpu.device_close(device);
-}
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -383,7 +358,6 @@ int main(void)
         cmocka_unit_test_setup_teardown(loading_can_be_cancelled, setup, teardown),
         cmocka_unit_test_setup_teardown(the_next_layers_come_while_the_present_ones_serve, setup,
                                         teardown),
-        cmocka_unit_test(a_backend_without_latent_spaces_refuses_the_model),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

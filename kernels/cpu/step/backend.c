@@ -76,7 +76,6 @@ const struct moe_backend moe_backend_cpu = {
     .layer_create = moe_cpu_layer_create,
     .layer_upload = moe_cpu_layer_upload,
     .partial = true,
-    .uncommon = true,
     .computes = moe_cpu_computes,
     .layer_upload_packed = moe_cpu_layer_upload_packed,
     .layer_finish = moe_cpu_layer_finish,

@@ -104,10 +104,6 @@ struct moe_status moe_cuda_layer_create(struct moe_device *device,
                                         struct moe_layer **out)
 {
     MOE_TRY(moe_layer_check(spec, placement, slot));
-    const char *uncommon = moe_layer_uncommon(spec);
-    if (uncommon != NULL)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                         "layer %u has %s, which GPUs do not compute yet", spec->layer, uncommon);
     MOE_TRY(moe_cuda_device_use(device));
     MOE_TRY(moe_layer_check_formats(spec, moe_cuda_layer_computes, device));
     struct moe_layer *layer = calloc(1, sizeof *layer);

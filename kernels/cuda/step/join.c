@@ -263,10 +263,6 @@ struct moe_status moe_cuda_session_join(struct moe_device *device,
     uint32_t chosen[MOE_CUDA_OPTION_COUNT];
     MOE_TRY(moe_backend_choose(moe_cuda_options, config->settings, chosen));
     MOE_TRY(moe_session_check(config, &layout));
-    if (config->max_top_k > MOE_COMMON_TOP_K)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "%u experts per token: on GPUs at most %d", config->max_top_k,
-                         MOE_COMMON_TOP_K);
     MOE_TRY(moe_cuda_device_use(device));
     struct moe_session *s = calloc(1, sizeof *s);
     if (s == NULL)

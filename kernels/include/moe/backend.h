@@ -287,9 +287,6 @@ struct moe_backend {
     /* NULL if this backend cannot train. */
     const struct moe_training *training;
     bool partial; /* its sessions may be partial: see moe_session_config */
-    /* Its layers may have what moe_layer_uncommon names. Else layer_create refuses them:
-     * MOE_FAILED_PRECONDITION/UNSUPPORTED. */
-    bool uncommon;
     /* A window takes all its memory when the session is joined, not as rows come. So a limit for
      * F32 tokens saves memory. */
     bool eager_windows;

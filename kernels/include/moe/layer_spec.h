@@ -73,7 +73,7 @@ enum moe_activation {
                       beta, and limit linear_beta. Forward passes only; see moe_layer_uncommon */
     MOE_ACT_RELU2, /* max(u, 0)^2: there is no gate (Nemotron-3). Forward passes only, too */
     MOE_ACT_COUNT,
-    MOE_ACT_COMMON_COUNT = MOE_ACT_SITU /* those before it are in every backend, and train */
+    MOE_ACT_COMMON_COUNT = MOE_ACT_SITU /* those before it train */
 };
 
 /* Whether experts with this activation have a gate, with its weights and biases. */
@@ -175,9 +175,8 @@ static inline bool moe_layer_uses(const struct moe_layer_spec *s, enum moe_activ
            (s->shared_intermediate != 0 && s->shared_activation == activation);
 }
 
-/* What the layer has that not every backend computes, for messages; NULL if there is nothing. Every
- * backend computes and trains layers without. Others need moe_backend.uncommon, and do not train.
- */
+/* What the layer has that does not train, for messages; NULL if there is nothing. Every backend
+ * computes all layers forward. */
 static inline const char *moe_layer_uncommon(const struct moe_layer_spec *s)
 {
     if (s->latent != 0)
