@@ -33,6 +33,7 @@ if(MOE_HAVE_CUDA)
     LABELS gpu)
   moe_test(test_packed
     SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_packed.c
+            ${PROJECT_SOURCE_DIR}/tests/gpu/packed_problem.c
             ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_fixture.c
             ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_reference.cu
     USES moe_cuda m

@@ -404,7 +404,7 @@ static bool shares_rows(const struct moe_layer *layer, const struct moe_cuda_sha
     const struct moe_weight_format *f = &layer->spec.shared_format, *r = &layer->spec.routed_format;
     return s->rows != NULL && is_w8a8(layer, MOE_CUDA_SHARED_GATE_UP) &&
            f->activations == r->activations && f->block_columns == r->block_columns &&
-           moe_expert_width(&layer->spec) == layer->spec.hidden;
+           layer->spec.latent == 0;
 }
 
 /* Quantises the tokens for gate and up, if they multiply quantised rows. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The two step slots of a session, one per unfinished step, and what belongs to each. Internal to
- * step_slots.c and step.c. */
+ * step_slots.c, stages.c and step.c. */
 #ifndef MOE_CUDA_STEP_SLOTS_H
 #define MOE_CUDA_STEP_SLOTS_H
 
@@ -76,6 +76,12 @@ struct moe_step {
     cudaEvent_t begun, came_in, left; /* on the copy streams */
     cudaEvent_t computed;             /* after the graph */
 };
+
+/* A tensor of a step, from its offset in `at`. */
+static inline void *moe_cuda_step_tensor(const struct moe_step *step, size_t offset)
+{
+    return (char *)step->tensors.data + offset;
+}
 
 struct moe_cuda_steps {
     struct moe_session *session;
