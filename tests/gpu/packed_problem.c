@@ -98,8 +98,7 @@ static void random_scale(const struct moe_weight_format *f, uint8_t *to)
     memcpy(to, &half, sizeof half);
 }
 
-struct quantised random_matrix(const struct moe_weight_format *f, size_t rows,
-                                      size_t columns)
+struct quantised random_matrix(const struct moe_weight_format *f, size_t rows, size_t columns)
 {
     struct quantised q = {.rows = rows, .columns = columns};
     assert_true(moe_packed_sizes(f, rows, columns, &q.sizes));
@@ -123,7 +122,7 @@ struct quantised random_matrix(const struct moe_weight_format *f, size_t rows,
 }
 
 float value_of(const struct moe_weight_format *f, const struct quantised *q, size_t row,
-                      size_t column)
+               size_t column)
 {
     return moe_packed_value(f, &q->sizes, &q->m, row, column);
 }
@@ -161,7 +160,7 @@ void *own(struct problem *p, void *memory)
 }
 
 void put_matrix(const struct moe_cuda_packed_weight *w, const struct moe_weight_format *f,
-                       const struct quantised *q)
+                const struct quantised *q)
 {
     void *elements = to_device(q->m.elements, q->sizes.elements);
     void *scales = to_device(q->m.scales, q->sizes.scales);
@@ -357,8 +356,7 @@ char *result(const struct problem *p)
     return bytes;
 }
 
-double error_of(struct problem *p, const struct moe_cuda_ggemm_weights *const *plain,
-                       double *want)
+double error_of(struct problem *p, const struct moe_cuda_ggemm_weights *const *plain, double *want)
 {
     struct moe_cuda_ggemm g = p->g;
     struct ggemm_difference d;
