@@ -479,6 +479,7 @@ static void prepare(struct moe_membership *m)
     m->phase = PHASE_PREPARE;
     m->announced_epoch = m->epoch;
     m->prepared_ns = m->now_ns;
+    m->answer_grace_ns = 0;
     m->ready_mask = 0;
     m->blob_mask = 0;
     m->round = 0;
@@ -690,7 +691,7 @@ uint64_t moe_membership__answer_deadline(const struct moe_membership *m)
 {
     uint64_t slowest_ns, silent = find_silent(m, &slowest_ns);
     bool wait = silent == 0 || m->config.answer_ns == 0 || !moe_membership__may_shrink(m) ||
-                !suffice(m, moe_membership__able_slots(m) & ~silent);
+                !may_mask(m, moe_membership__able_slots(m) & ~silent);
     if (MOE_GUARD(PREPARE_IS_ANSWERED, wait))
         return MOE_NEVER;
     /* At most a part of the lease: a link that was away has slow round trips for a while. */
@@ -698,12 +699,19 @@ uint64_t moe_membership__answer_deadline(const struct moe_membership *m)
     uint64_t limit_ns = max_ns;
     if (slowest_ns < max_ns)
         limit_ns = moe_earlier(max_ns, ROUND_TRIPS * slowest_ns + ANSWER_SLACK_NS);
-    return m->prepared_ns + (limit_ns > m->config.answer_ns ? limit_ns : m->config.answer_ns);
+    return m->prepared_ns + m->answer_grace_ns +
+           (limit_ns > m->config.answer_ns ? limit_ns : m->config.answer_ns);
 }
 
 void moe_membership__answer_timeout(struct moe_membership *m)
 {
     char why[MOE_MEMBERSHIP_REASON_BYTES], slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    uint64_t late_ns = m->now_ns - moe_membership__answer_deadline(m);
+    /* This process was away: answers may wait in its sockets. It looks once more. */
+    if (late_ns > ANSWER_SLACK_NS && m->answer_grace_ns == 0) {
+        m->answer_grace_ns = late_ns + m->config.answer_ns;
+        return;
+    }
     uint64_t slowest_ns, silent = find_silent(m, &slowest_ns);
     moe_membership__list_slots(slots, silent);
     snprintf(why, sizeof why, "no answer to PREPARE from %s", slots);

@@ -113,6 +113,7 @@ struct moe_membership {
     uint64_t live;             /* phase != IDLE: the slots that form it */
     uint64_t form_deadline_ns; /* phase != IDLE */
     uint64_t prepared_ns;      /* phase == PREPARE: when it was sent */
+    uint64_t answer_grace_ns;  /* phase == PREPARE: more time to answer; see answer_timeout */
     uint64_t ready_mask, blob_mask;
     uint32_t round; /* the round that is being collected */
     struct {

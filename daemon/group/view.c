@@ -139,6 +139,7 @@ static void run_drop_session(void *ctx, void *argument)
 {
     struct moe_group *g = ctx;
     (void)argument;
+    g->config.hooks.leave(g->config.hooks.ctx); /* an earlier one may have had no memory */
     g->config.hooks.drop_session(g->config.hooks.ctx);
 }
 

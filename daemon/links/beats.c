@@ -32,13 +32,14 @@ void moe_beats_receive(struct moe_beats *b, const struct moe_beat *beat, uint64_
 {
     if (beat->number <= b->seen || beat->seen > b->sent)
         return; /* no beat of a worker that keeps to the rules */
+    uint64_t trip_ns = 0, pause_ns = b->seen != 0 ? now_ns - b->seen_ns : 0;
     if (beat->seen > b->answered) {
         uint64_t total_ns = now_ns - b->sent_ns[beat->seen % MOE_BEATS_REMEMBERED];
         b->answered = beat->seen;
-        note_time(b, total_ns > beat->held_ns ? total_ns - beat->held_ns : 0);
+        trip_ns = total_ns > beat->held_ns ? total_ns - beat->held_ns : 0;
     }
-    uint64_t pause_ns = b->seen != 0 ? now_ns - b->seen_ns : 0;
-    note_time(b, pause_ns > TURN_NS ? pause_ns - TURN_NS : 0);
+    uint64_t late_ns = pause_ns > TURN_NS ? pause_ns - TURN_NS : 0;
+    note_time(b, trip_ns > late_ns ? trip_ns : late_ns);
     b->seen = beat->number;
     b->seen_ns = now_ns;
     b->silent = 0;

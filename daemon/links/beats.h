@@ -15,13 +15,15 @@
 
 enum {
     MOE_BEATS_TURN_MS = 20,
-    MOE_BEATS_LEAST_MS = 100, /* a peer is lost after that much silence, or ... */
+    /* A peer is lost after that much silence (a lost packet of TCP costs 200 ms), or ... */
+    MOE_BEATS_LEAST_MS = 300,
     MOE_BEATS_TIMES = 4,      /* ... so many of the longest round trips or pauses of late ... */
     MOE_BEATS_SLACK_MS = 20,  /* ... and that, if this is more */
     MOE_BEATS_FIRST_MS = 100, /* taken for the longest time in the beginning */
     MOE_BEATS_KNOWN = 3,      /* beats of a peer before it is judged */
     MOE_BEATS_REMEMBERED = 64,
-    MOE_BEATS_FADES = 128, /* the longest time loses this part of it with each beat */
+    MOE_BEATS_FADES =
+        1024, /* the longest time loses this part of it with each beat: a half in 14 s */
 };
 
 /* One message. */

@@ -122,7 +122,9 @@ static void take_turn(struct moe_peers *p) MOE_REQUIRES(p->lock)
 void moe_peers__turn(void *ctx)
 {
     struct moe_peers *p = ctx;
-    moe_mutex_lock(&p->lock);
+    /* The thread of the pulse, which does not wait: the peers of this host look at its beats. */
+    if (!moe_mutex_try_lock(&p->lock))
+        return;
     p->turns++;
     if (p->phase == STARTED && p->beating != 0 &&
         p->turns % (MOE_BEATS_TURN_MS / MOE_PULSE_TURN_MS) == 0)

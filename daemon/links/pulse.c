@@ -8,6 +8,7 @@
 #include "base/wait.h"
 #include "moe/types.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -23,12 +24,13 @@ enum moe_pulse_thread moe_pulse_look(uint32_t process, uint32_t thread)
     char path[64], text[256];
     (void)snprintf(path, sizeof path, "/proc/%u/task/%u/stat", process, thread);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return MOE_PULSE_GONE;
+    if (fd < 0) /* other failures (no descriptor left) tell nothing of that thread */
+        return errno == ENOENT || errno == ESRCH ? MOE_PULSE_GONE : MOE_PULSE_SLEEPS;
     ssize_t n = read(fd, text, sizeof text - 1);
+    bool gone = n == 0 || (n < 0 && errno == ESRCH);
     close(fd);
     if (n <= 0)
-        return MOE_PULSE_GONE;
+        return gone ? MOE_PULSE_GONE : MOE_PULSE_SLEEPS;
     text[n] = '\0';
     const char *end = strrchr(text, ')');
     switch (end != NULL && end[1] == ' ' ? end[2] : 'X') {
@@ -92,7 +94,7 @@ static enum moe_pulse_thread look_at(void *ctx)
 bool moe_pulse_judge_too(struct moe_pulse_peer *peer, enum moe_pulse_thread (*look)(void *ctx),
                          void *ctx)
 {
-    if (peer->silent == 0 || peer->judged)
+    if (peer->silent < 2 || peer->judged) /* one turn is jitter */
         return false;
     enum moe_pulse_thread state = look(ctx);
     peer->judged = state == MOE_PULSE_STOPPED || state == MOE_PULSE_GONE;

@@ -8,7 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PATTERN_MAX = 512 }; /* of one entry; longer ones mean a damaged file */
+/* Of one entry, and of a list; more means a damaged file. Each matrix is compared with each entry.
+ */
+enum { PATTERN_MAX = 512, ENTRIES_MAX = 1 << 16 };
 
 struct entry {
     char *text;
@@ -114,7 +116,7 @@ static bool translate(const char *from, char *to, size_t capacity)
 static struct moe_status compile(const char *pattern, regex_t *out)
 {
     char anchored[3 * PATTERN_MAX + 8], posix[3 * PATTERN_MAX];
-    if (strlen(pattern) > PATTERN_MAX || !translate(pattern, posix, sizeof posix))
+    if (!translate(pattern, posix, sizeof posix))
         return not_understood(pattern);
     /* The group keeps the anchor for all alternatives. */
     memcpy(anchored, "^(", 2);
@@ -126,6 +128,10 @@ static struct moe_status compile(const char *pattern, regex_t *out)
 
 struct moe_status moe_modules_add(struct moe_modules *m, const char *entry)
 {
+    if (strlen(entry) > PATTERN_MAX || m->count == ENTRIES_MAX)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "a list of modules has more than %d entries, or one of more than %d bytes",
+                         ENTRIES_MAX, PATTERN_MAX);
     if (m->count == m->room) {
         size_t room = m->room > 0 ? 2 * m->room : 16;
         struct entry *more = reallocarray(m->list, room, sizeof *more);

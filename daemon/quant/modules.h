@@ -32,7 +32,8 @@ struct moe_status moe_modules_create(enum moe_modules_syntax syntax,
 void moe_modules_destroy(struct moe_modules *m);
 
 /* Copies `entry`. Errors: MOE_INVALID_ARGUMENT/CONFIG_UNKNOWN_KEY (a regular expression that is not
- * understood, by its text), OUT_OF_MEMORY. */
+ * understood, by its text), CONFIG_INVALID (more than 65536 entries, or one of more than 512
+ * bytes), OUT_OF_MEMORY. */
 struct moe_status moe_modules_add(struct moe_modules *m, const char *entry) MOE_CHECKED;
 
 /* True if an entry matches; NULL has no entries. */

