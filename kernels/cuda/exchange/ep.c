@@ -11,6 +11,7 @@
 #include "cuda/plan/rows.h"
 #include "moe/row_format.h"
 
+#include <stddef.h>
 #include <stdlib.h>
 
 enum {
@@ -129,6 +130,9 @@ static struct moe_status start_over(struct moe_session *s)
     uint8_t *own = s->window.base[s->config.slot];
     MOE_TRY(moe_cuda_launch_exchange(s, 0, stream));
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(own + l->head, 0, l->rows - l->head, stream)));
+    /* Whom this slot has missed before says nothing of what follows. */
+    MOE_TRY(MOE_CUDA(cudaMemsetAsync(own + offsetof(struct moe_window_header, waiting), 0,
+                                     sizeof(uint64_t), stream)));
     if (s->window.comm != NULL) /* else the window has no quick regions */
         MOE_TRY(moe_cuda_window_lay_blanks(own, l, stream));
     MOE_TRY(MOE_CUDA(cudaMemsetAsync(&s->control->step, 0, sizeof s->control->step, stream)));

@@ -95,7 +95,7 @@ void moe_cuda_ep_net_destroy(struct moe_cuda_ep_net *n); /* NULL is ignored */
 size_t moe_cuda_ep_net_shared_bytes(const struct moe_session *session);
 
 /* Memory for messages of passes of this shape. `x_dy_rows`: of backward passes; their records carry
- * rows of 2H and their partials are fp32 gradients. No enqueued work may use it. */
+ * rows of 2W and their partials are fp32 gradients. No enqueued work may use it. */
 struct moe_status moe_cuda_ep_net_reserve(struct moe_cuda_ep_net *n, const struct moe_layer *layer,
                                           enum moe_dtype dtype, uint32_t bucket,
                                           bool x_dy_rows) MOE_CHECKED;

@@ -39,7 +39,7 @@ struct moe_cuda_pass {
     enum moe_dtype dtype;
     uint32_t row_bytes;   /* of a row on its way to the experts */
     size_t stride;        /* bytes between rows and between partials in windows */
-    const void *x;        /* [T, H] */
+    const void *x;        /* [T, W] */
     const void *outgoing; /* [T, row_bytes]: x, or its rows quantised */
     const int32_t *ids;
     const float *weights;

@@ -13,7 +13,7 @@ extern "C" {
 enum {
     MOE_CUDA_KEY_MATRICES = 9, /* of a layer: enum moe_cuda_matrices */
     /* The key's words: of the step, the spec, its router, its two formats, and the matrices. */
-    MOE_CUDA_KEY_WORDS = 5 + 13 + 11 + 2 * 5 + MOE_CUDA_KEY_MATRICES,
+    MOE_CUDA_KEY_WORDS = 5 + 12 + 12 + 2 * 5 + MOE_CUDA_KEY_MATRICES,
 };
 
 /* Compared as a whole. */

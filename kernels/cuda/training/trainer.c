@@ -315,7 +315,9 @@ static void give_back_base(struct moe_trainer *t)
     for (uint32_t i = 0; i < MOE_CUDA_ADAPTED_MATRICES; i++)
         if (t->base[i].packing != MOE_CUDA_PACKING_NONE) {
             struct moe_status st = moe_cuda_layer_replace(t->layer, adapted[i], &t->base[i]);
-            (void)st; /* a device that fails here fails in the layer's next step */
+            /* The device may still have the addresses of the trainer's memory: no more steps. */
+            if (moe_failed(&st))
+                t->layer->finished = false;
         }
 }
 

@@ -397,8 +397,8 @@ struct moe_backend {
      * together (session_together, which is not 0), it has all or none. Not during session_abort.
      * Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID (other arguments), MOE_FAILED_PRECONDITION
      * (unfinished steps; an epoch that is too far; REFORMING: slots that take masks together),
-     * MOE_UNAVAILABLE/PEER_LOST (a slot of `live` has left). Nothing has changed then. NULL if
-     * session_together is. */
+     * MOE_UNAVAILABLE/PEER_LOST (a slot of `live` has left). Nothing has changed then. Any other
+     * error (of a device) ends the session. NULL if session_together is. */
     struct moe_status (*session_mask)(struct moe_session *, uint64_t epoch, uint64_t live);
     /* Collective small exchange through the windows, not through the allgather. It proves that
      * every slot reaches every other before a view is committed. bytes <= 256. */

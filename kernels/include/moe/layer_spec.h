@@ -175,8 +175,8 @@ static inline bool moe_layer_uses(const struct moe_layer_spec *s, enum moe_activ
            (s->shared_intermediate != 0 && s->shared_activation == activation);
 }
 
-/* What the layer has that does not train, for messages; NULL if there is nothing. Every backend
- * computes all layers forward. */
+/* What the layer has that does not train, for messages; NULL if there is nothing. Backends
+ * compute such layers forward as any other. */
 static inline const char *moe_layer_uncommon(const struct moe_layer_spec *s)
 {
     if (s->latent != 0)

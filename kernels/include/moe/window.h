@@ -124,7 +124,7 @@ struct moe_window_exchange {
 enum moe_window_head {
     MOE_HEAD_TOKENS,    /* T of the source */
     MOE_HEAD_LAYER,     /* the model's layer index */
-    MOE_HEAD_HIDDEN,    /* H */
+    MOE_HEAD_HIDDEN,    /* W = moe_expert_width, of the rows */
     MOE_HEAD_EXPERTS,   /* E */
     MOE_HEAD_TOP_K,     /* K */
     MOE_HEAD_DTYPE,     /* enum moe_dtype; in a backward pass plus MOE_HEAD_BACKWARD */
