@@ -415,10 +415,11 @@ class Refused(Base):
         with served("mixtral") as (path, local, client):
             self.refused("routing is 'server' or 'client'", lambda: patch(
                 local, client, routing="both"), local)
-            unknown = transformers.PhimoeForCausalLM(transformers.PhimoeConfig(
+            unknown = transformers.FlexOlmoForCausalLM(transformers.FlexOlmoConfig(
                 hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, vocab_size=48, num_local_experts=4, pad_token_id=0))
-            self.refused("of family phimoe is no MoE block that moed.transformers knows",
+                num_key_value_heads=2, vocab_size=48, num_experts=4, num_experts_per_tok=2,
+                pad_token_id=0))
+            self.refused("of family flex_olmo is no MoE block that moed.transformers knows",
                          lambda: patch(unknown, client))
             dense = transformers.LlamaForCausalLM(transformers.LlamaConfig(
                 hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
