@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "checkpoint_copy.h"
 
-#include "model/digest.h"
-
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -111,20 +109,10 @@ void check_refused(const struct fixture *f, enum moe_reason reason, const char *
 struct moe_digest_table *digests(const struct fixture *f)
 {
     struct moe_digest_table *t = NULL;
-    struct moe_digester *d = NULL;
     struct moe_model *m = open_model(f);
     assert_ok(moe_digest_table_create(&t));
-    assert_ok(moe_digester_create(m, 2, &d));
-    for (size_t i = 0; i < moe_model_layer_count(m); i++) {
-        uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(m, i)->experts;
-        for (uint32_t e = 0; e < n; e++)
-            experts[e] = e;
-        assert_ok(moe_model_stream_layer(m, i, experts, n, fixture_ignore, NULL, NULL, NULL, d,
-                                         NULL, NULL));
-        assert_ok(moe_digester_finish(d, t));
-    }
+    fixture_digest(m, 2, t);
     assert_true(moe_digest_table_is_complete(t));
-    moe_digester_destroy(d);
     moe_model_close(m);
     return t;
 }

@@ -148,6 +148,21 @@ struct moe_status fixture_ignore(void *ctx, enum moe_weight weight, uint32_t exp
     return moe_ok();
 }
 
+void fixture_digest(const struct moe_model *m, uint32_t threads, struct moe_digest_table *all)
+{
+    struct moe_digester *d;
+    assert_ok(moe_digester_create(m, threads, &d));
+    for (size_t i = 0; i < moe_model_layer_count(m); i++) {
+        uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(m, i)->experts;
+        for (uint32_t e = 0; e < n; e++)
+            experts[e] = e;
+        assert_ok(moe_model_stream_layer(m, i, experts, n, fixture_ignore, NULL, NULL, NULL, d,
+                                         NULL, NULL));
+        assert_ok(moe_digester_finish(d, all));
+    }
+    moe_digester_destroy(d);
+}
+
 void deliveries_progress(void *ctx, uint64_t read_bytes)
 {
     struct deliveries *d = ctx;

@@ -5,6 +5,7 @@
 #define MOE_TEST_MODEL_FIXTURE_H
 
 #include "base/status.h"
+#include "model/digest.h"
 #include "model/model.h"
 #include "model/safetensors.h"
 #include "support/check.h"
@@ -60,6 +61,8 @@ struct moe_status deliveries_sink(void *ctx, enum moe_weight weight, uint32_t ex
 /* A sink that takes everything and keeps nothing. */
 struct moe_status fixture_ignore(void *ctx, enum moe_weight weight, uint32_t expert,
                                  enum moe_dtype dtype, const void *data, size_t bytes);
+/* Adds the digests that a reader of `m` computes with so many threads, of all units. */
+void fixture_digest(const struct moe_model *m, uint32_t threads, struct moe_digest_table *all);
 void deliveries_progress(void *ctx, uint64_t read_bytes);
 /* The one delivery of this weight; fails the test when there is none or more than one. */
 const struct delivery *deliveries_find(const struct deliveries *d, enum moe_weight weight,

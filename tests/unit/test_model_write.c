@@ -95,28 +95,12 @@ static void write_back(const struct moe_model *m, int to, struct moe_digest_tabl
     moe_digester_destroy(d);
 }
 
-/* The digests that a reader of `m` computes. */
-static void add_read(const struct moe_model *m, struct moe_digest_table *all)
-{
-    struct moe_digester *d;
-    assert_ok(moe_digester_create(m, 1, &d));
-    for (size_t i = 0; i < moe_model_layer_count(m); i++) {
-        uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(m, i)->experts;
-        for (uint32_t e = 0; e < n; e++)
-            experts[e] = e;
-        assert_ok(moe_model_stream_layer(m, i, experts, n, fixture_ignore, NULL, NULL, NULL, d,
-                                         NULL, NULL));
-        assert_ok(moe_digester_finish(d, all));
-    }
-    moe_digester_destroy(d);
-}
-
 static void same_digests(const struct moe_model *again, const struct moe_digest_table *written)
 {
     struct moe_digest_table *read;
     struct moe_digest_difference difference;
     assert_ok(moe_digest_table_create(&read));
-    add_read(again, read);
+    fixture_digest(again, 1, read);
     assert_true(moe_digest_table_is_complete(written) && moe_digest_table_is_complete(read));
     assert_false(moe_digest_table_differs(read, written, &difference));
     moe_digest_table_destroy(read);
