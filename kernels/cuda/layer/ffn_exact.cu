@@ -99,30 +99,38 @@ static __global__ void __launch_bounds__(THREADS) gate_up_kernel(const exact_arg
     });
 }
 
-/* -------------------------------------------------------------------- up alone */
+/* ------------------------------------------------------------- one matrix a product */
 
+/* Stores finish(product, weight of its row, bias) for each element of a thread. */
+template <typename Finish>
+static __device__ void store_tile(const exact_args &a, const tile &t, float acc[][PER_THREAD],
+                                  moe_weight bias, Finish finish)
+{
+    const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    for (uint32_t i = 0; i < PER_THREAD && 4 * ty + i < t.rows; i++) {
+        size_t row = t.row + 4 * ty + i;
+        float w = a.weight != nullptr ? a.weight[row] : 1.0f;
+        for (uint32_t j = 0; j < PER_THREAD; j++) {
+            uint32_t column = t.column + 4 * tx + j;
+            if (column >= a.width)
+                break;
+            store(a, row * a.width + column,
+                  finish(acc[i][j], w, bias_at(a, bias, t.entry, column)));
+        }
+    }
+}
+
+/* Up alone: experts without a gate. */
 template <typename X, typename W>
 static __global__ void __launch_bounds__(THREADS) up_kernel(const exact_args a)
 {
     stamp_begin(a.began);
     const moe_cuda_matrix m = a.params->layer->matrix[a.which];
     moe_simt::product<X, W>(groups_of(a), a.in, m, [&](const tile &t, float acc[][PER_THREAD]) {
-        const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-        for (uint32_t i = 0; i < PER_THREAD && 4 * ty + i < t.rows; i++) {
-            size_t row = t.row + 4 * ty + i;
-            float w = a.weight != nullptr ? a.weight[row] : 1.0f;
-            for (uint32_t j = 0; j < PER_THREAD; j++) {
-                uint32_t column = t.column + 4 * tx + j;
-                if (column >= a.width)
-                    break;
-                float b = bias_at(a, MOE_WEIGHT_UP_BIAS, t.entry, column);
-                store(a, row * a.width + column, moe_activate_relu2(w * acc[i][j] + b));
-            }
-        }
+        store_tile(a, t, acc, MOE_WEIGHT_UP_BIAS,
+                   [](float v, float w, float b) { return moe_activate_relu2(w * v + b); });
     });
 }
-
-/* ------------------------------------------------------------------------ down */
 
 template <typename X, typename W>
 static __global__ void __launch_bounds__(THREADS) down_kernel(const exact_args a)
@@ -130,18 +138,8 @@ static __global__ void __launch_bounds__(THREADS) down_kernel(const exact_args a
     stamp_begin(a.began);
     const moe_cuda_matrix m = a.params->layer->matrix[a.which];
     moe_simt::product<X, W>(groups_of(a), a.in, m, [&](const tile &t, float acc[][PER_THREAD]) {
-        const uint32_t tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-        for (uint32_t i = 0; i < PER_THREAD && 4 * ty + i < t.rows; i++) {
-            size_t row = t.row + 4 * ty + i;
-            float w = a.weight != nullptr ? a.weight[row] : 1.0f;
-            for (uint32_t j = 0; j < PER_THREAD; j++) {
-                uint32_t column = t.column + 4 * tx + j;
-                if (column >= a.width)
-                    break;
-                float b = bias_at(a, MOE_WEIGHT_DOWN_BIAS, t.entry, column);
-                store(a, row * a.width + column, w * (acc[i][j] + b));
-            }
-        }
+        store_tile(a, t, acc, MOE_WEIGHT_DOWN_BIAS,
+                   [](float v, float w, float b) { return w * (v + b); });
     });
 }
 
