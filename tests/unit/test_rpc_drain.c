@@ -125,7 +125,7 @@ static void a_drain_cancels_calls_beyond_its_limit(void **state)
     }
     end_drain(&f, &d);
     assert_true(d.took_ms >= 100);
-    assert_int_equal(f.done, 4);
+    fixture_await("the ends of all calls", &f.done, 4);
     assert_int_equal(f.cancelled, 4);
     fixture_stop(&f);
 }
