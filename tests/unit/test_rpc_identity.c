@@ -128,7 +128,7 @@ static void a_call_has_the_rights_of_its_connection(void **state)
     assert_int_equal(p.local, 50);
     assert_int_equal(p.remote, 50);
     assert_ok(try_stream(local, STREAM_PATH));
-    /* A client can hear of the end first. */
+    /* A client can receive the end first. */
     fixture_await("the ends of all calls", &f.done, 101);
     /* Refused before a handler sees it; a method that does not exist is no exception. */
     assert_int_equal(try_stream(f.channel, STREAM_PATH).code, MOE_PERMISSION_DENIED);
