@@ -105,6 +105,17 @@ class Regions(unittest.TestCase):
                 self.assertLessEqual(run["stagesUs"]["layer"]["p50"],
                                      run["stagesUs"]["step"]["p50"])
                 self.assertGreater(run["stagesUs"]["layer"]["p50"], 0)
+            # The tables of two ways, and then one that compares them. Answers through shared memory
+            # do not have the parts of the layer.
+            text = moectl("bench", "--endpoint", g.endpoint, "--layer", "0", "--transport",
+                          "unix,shm", "--duration", "0.3").stdout
+            self.assertNotIn("\\", text)
+            _, unix, shm, comparison, _ = text.split("\n\n")
+            self.assertIn("gemm1", unix)
+            self.assertNotIn("gemm1", shm)
+            self.assertIn("  layer ", shm)
+            self.assertEqual([line.split()[0] for line in comparison.splitlines()],
+                             ["p50,", "unix", "shm"])
             # Without a GPU, one transport is left out, and named.
             done = moectl("bench", "--endpoint", g.endpoint, "--layer", "0", "--transport",
                           "cuda,unix", "--device", "1023", "--duration", "0.3", "-o", "json",

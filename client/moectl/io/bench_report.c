@@ -175,6 +175,15 @@ static void print_distribution(const char *name, const struct moectl_histogram *
                us(h, 90), us(h, 99), (double)h->max / 1000.0);
 }
 
+/* False for requests through shared memory: their answers do not have the parts of the layer. */
+static bool has_parts_of_layer(const struct moectl_bench_run *run)
+{
+    for (size_t i = ROUTER; i <= COMBINE; i++)
+        if (run->stages[i].max > 0)
+            return true;
+    return false;
+}
+
 static void print_run(const struct moectl_bench_report *report, const struct moectl_bench_run *run)
 {
     double rate = requests_per_s(run);
@@ -194,14 +203,17 @@ static void print_run(const struct moectl_bench_report *report, const struct moe
     print_distribution("overhead", &run->overhead);
     print_distribution("server overhead", &run->server_overhead);
     print_distribution("beyond layer", &run->beyond_layer);
+    bool parts = has_parts_of_layer(run);
     for (size_t i = 0; i < MOECTL_BENCH_STAGES; i++)
-        print_distribution(stage_table[i].title, &run->stages[i]);
+        if (parts || i < ROUTER || i > COMBINE)
+            print_distribution(stage_table[i].title, &run->stages[i]);
 }
 
 /* Several transports, one a line. */
 static void print_comparison(const struct moectl_bench_report *report)
 {
-    moectl_put("\n%-9s %3s %10s %10s %10s %10s %10s %10s %10s %12s\n", "p50, us", "C", "latency",
+    moectl_put("\n");
+    moectl_put("%-9s %3s %10s %10s %10s %10s %10s %10s %10s %12s\n", "p50, us", "C", "latency",
                "p99", "server", "step", "layer", "copy in", "copy out", "beyond layer");
     for (size_t i = 0; i < report->run_count; i++) {
         const struct moectl_bench_run *r = report->runs[i];
