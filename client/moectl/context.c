@@ -58,23 +58,22 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_context = {
     .name = "context",
     .summary = "Lists the names of groups, or chooses the one that commands use.",
-    .usage = "[ACTION]\n"
-             "\n"
-             "actions:\n"
-             "  list           list the contexts; * = the current one (default)\n"
-             "  use NAME       make NAME the current one\n"
-             "\n"
-             "The file is $XDG_CONFIG_HOME/moed/contexts, else ~/.config/moed/contexts:\n"
-             "\n"
-             "  [prod]\n"
-             "  endpoint = 10.0.0.7:7700\n"
-             "  tls-ca = /home/me/prod/ca.pem\n"
-             "  tls-certificate = /home/me/prod/me.pem\n"
-             "  tls-key = /home/me/prod/me.key\n"
-             "\n"
-             "More settings are token-file and tls-server-name. Each is the option of the same\n"
-             "name, which has priority.\n"
-             "The name local stands for the group of this host",
+    .usage = "[ACTION]",
+    .more = "actions:\n"
+            "  list           list the contexts; * = the current one (default)\n"
+            "  use NAME       make NAME the current one\n"
+            "\n"
+            "The file is $XDG_CONFIG_HOME/moed/contexts, else ~/.config/moed/contexts:\n"
+            "\n"
+            "  [prod]\n"
+            "  endpoint = 10.0.0.7:7700\n"
+            "  tls-ca = /home/me/prod/ca.pem\n"
+            "  tls-certificate = /home/me/prod/me.pem\n"
+            "  tls-key = /home/me/prod/me.key\n"
+            "\n"
+            "More settings are token-file and tls-server-name. Each is the option of the same\n"
+            "name, which has priority.\n"
+            "The name local stands for the group of this host.\n",
     .examples = "  moectl context use prod\n"
                 "  moectl status --context prod\n",
     .local = true,

@@ -155,12 +155,11 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_describe = {
     .name = "describe",
     .summary = "Shows all that is known about the group, a worker or a model, and the last events.",
-    .usage = "[group | worker SLOT | model NAME] [-o FORMAT]\n"
-             "\n"
-             "actions:\n"
-             "  group          the group (default)\n"
-             "  worker SLOT    the worker of this slot, as coordinator and worker report it\n"
-             "  model NAME     a model of the group: state, layers, digest, memory",
+    .usage = "[group | worker SLOT | model NAME] [-o FORMAT]",
+    .more = "actions:\n"
+            "  group          the group (default)\n"
+            "  worker SLOT    the worker of this slot, as coordinator and worker report it\n"
+            "  model NAME     a model of the group: state, layers, digest, memory\n",
     .examples = "  moectl describe worker 1\n"
                 "  moectl describe model small\n"
                 "  moectl describe group -o yaml\n",

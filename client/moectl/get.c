@@ -482,16 +482,15 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_get = {
     .name = "get",
     .summary = "Lists workers, experts, models or events of a group.",
-    .usage =
-        "LIST [-o FORMAT] [--watch]\n"
-        "\n"
+    .usage = "LIST [-o FORMAT] [--watch]",
+    .more =
         "actions:\n"
         "  workers        the worker of each slot, its state and its last error\n"
         "  experts        which slots hold which expert; of the default model also its load: the\n"
         "                 rows that the workers have computed with it since they started, and its\n"
         "                 share of the layer\n"
         "  models         the models of the group, the default one first\n"
-        "  events         what has happened, as far as the coordinator remembers",
+        "  events         what has happened, as far as the coordinator remembers\n",
     .examples = "  moectl get workers -o wide\n"
                 "  moectl get events --watch\n"
                 "  moectl get experts --layer 3 -o json\n",

@@ -135,7 +135,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     };
     enum moe_log_level known;
     int code;
-    if (!moectl_parse(self, options, 1, &common, argc, argv, &code))
+    if (!moectl_parse(self, options, sizeof options / sizeof *options, &common, argc, argv, &code))
         return code;
     const char *level = common.words[0];
     if (level == NULL || !moe_log_level_from_name(level, &known))
@@ -151,12 +151,11 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_log_level = {
     .name = "log-level",
     .summary = "Sets which lines daemons log: error, warn, info or debug.",
-    .usage =
-        "LEVEL [--endpoint H:P,...] [--all]\n"
-        "\n"
-        "It holds for each daemon at --endpoint, a coordinator or a worker, and with --all also\n"
-        "for the coordinator that leads and all workers, until the daemon ends or gets SIGHUP.\n"
-        "Of several coordinators, name all at --endpoint: those that wait have no list",
+    .usage = "LEVEL [--endpoint H:P,...] [--all]",
+    .more =
+        "The level holds for each daemon at --endpoint, coordinator or worker, and with --all\n"
+        "also for the coordinator that leads and all workers, until the daemon ends or gets\n"
+        "SIGHUP. Of several coordinators, name all at --endpoint: those that wait have no list.\n",
     .examples = "  moectl log-level debug --endpoint 127.0.0.1:7600\n"
                 "  moectl log-level info --all\n"
                 "  moectl log-level info --all --endpoint 127.0.0.1:7700,127.0.0.1:7710\n",

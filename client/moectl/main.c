@@ -44,6 +44,11 @@ static const struct moectl_command *find(const char *name)
     return NULL;
 }
 
+static bool is_help(const char *word)
+{
+    return strcmp(word, "help") == 0 || strcmp(word, "--help") == 0 || strcmp(word, "-h") == 0;
+}
+
 int main(int argc, char **argv)
 {
     signal(SIGPIPE, SIG_IGN);
@@ -53,8 +58,8 @@ int main(int argc, char **argv)
         return MOECTL_USAGE;
     }
     const char *name = argv[1];
-    bool help = strcmp(name, "help") == 0 || strcmp(name, "--help") == 0 || strcmp(name, "-h") == 0;
-    if (help && argc == 2) {
+    bool help = is_help(name);
+    if (help && (argc == 2 || is_help(argv[2]))) {
         print_help(stdout);
         return MOECTL_OK;
     }

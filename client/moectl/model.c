@@ -191,12 +191,11 @@ static int run_load(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_load = {
     .name = "load",
     .summary = "Serves one more model, next to those that a group serves.",
-    .usage =
-        "DIR [--name NAME] [--dry-run] [--timeout SECONDS]\n"
-        "\n"
+    .usage = "DIR [--name NAME] [--dry-run] [--timeout SECONDS]",
+    .more =
         "DIR is the absolute path of a checkpoint folder, the same on the host of each worker.\n"
         "First the memory of each slot is planned: a model that does not fit is refused before\n"
-        "a byte of its weights is read. The group goes on serving meanwhile",
+        "a byte of its weights is read. The group goes on serving meanwhile.\n",
     .examples = "  moectl load /models/olmoe --dry-run\n"
                 "  moectl load /models/olmoe --name small\n",
     .run = run_load,
@@ -246,9 +245,8 @@ static int run_unload(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_unload = {
     .name = "unload",
     .summary = "Ends the serving of a model that was added with load.",
-    .usage = "NAME [--drain] [--timeout SECONDS]\n"
-             "\n"
-             "While requests for the model are in flight, this fails and changes nothing",
+    .usage = "NAME [--drain] [--timeout SECONDS]",
+    .more = "While requests for the model are in flight, this fails and changes nothing.\n",
     .examples = "  moectl unload small --drain\n",
     .run = run_unload,
 };
@@ -292,11 +290,11 @@ static int run_model(const struct moectl_command *self, int argc, char **argv)
     struct model_change c = {.common = {.format = "table", .timeout_s = 10, .words_max = 2},
                              .reason = "moectl model accept"};
     const struct moe_option options[] = {
-        {"reason", 0, MOE_OPTION_STRING, &c.reason, 0, 0, "TEXT",
-         "Reason, for the coordinator's log"},
+        {"reason", 0, MOE_OPTION_STRING, &c.reason, 0, 0, "TEXT", "why; for the coordinator's log"},
     };
     int code;
-    if (!moectl_parse(self, options, 1, &c.common, argc, argv, &code))
+    if (!moectl_parse(self, options, sizeof options / sizeof *options, &c.common, argc, argv,
+                      &code))
         return code;
     if (c.common.word_count == 0)
         return moectl_usage_error("which action? model accept");
@@ -309,19 +307,18 @@ static int run_model(const struct moectl_command *self, int argc, char **argv)
 const struct moectl_command moectl_model = {
     .name = "model",
     .summary = "Accepts that the next workers of a group have other weights.",
-    .usage =
-        "accept [NAME] [--endpoint H:P] [--reason TEXT]\n"
-        "\n"
+    .usage = "accept [NAME] [--endpoint H:P] [--reason TEXT]",
+    .more =
         "actions:\n"
-        "  accept [NAME]  let the next workers bring other weights of this model; without NAME: of "
-        "the default model\n"
+        "  accept [NAME]  let the next workers bring other weights of this model; without\n"
+        "                 NAME: of the default model\n"
         "\n"
         "A coordinator records the digests of the models that its group serves, and refuses\n"
         "workers with other bytes in their files. To serve those, end all workers, run\n"
         "`moectl model accept`, and start workers with the new files. The coordinator must run.\n"
         "While it is stopped, removing model.digests from its --state-dir does the same.\n"
-        "`moectl up` begins a new record by itself. A model with another configuration needs no "
-        "decision",
+        "`moectl up` begins a new record by itself. A model with another configuration needs no\n"
+        "decision.\n",
     .examples = "  moectl model accept --endpoint 127.0.0.1:7700 --reason \"fine-tuned again\"\n",
     .run = run_model,
 };

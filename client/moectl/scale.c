@@ -133,7 +133,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "why; for the log and the events; default: moectl scale"},
     };
     int code;
-    if (!moectl_parse(self, options, 1, &s.common, argc, argv, &code))
+    if (!moectl_parse(self, options, sizeof options / sizeof *options, &s.common, argc, argv,
+                      &code))
         return code;
     if (s.common.word_count == 0)
         return moectl_usage_error("how many workers?");

@@ -88,6 +88,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
 {
     struct slot_change c = {.common = {.format = "table", .timeout_s = 10, .words_max = 1}};
     const struct moe_option options[] = {
+        /* all but the first are of drain */
         {"reason", 'r', MOE_OPTION_STRING, &c.reason, 0, 0, "TEXT",
          "why; for the log and the events (required)"},
         {"cordon", 0, MOE_OPTION_BOOL, &c.cordon, 0, 0, NULL,
@@ -99,7 +100,8 @@ static int run(const struct moectl_command *self, int argc, char **argv)
     };
     uint64_t epoch = 0;
     int code;
-    if (!moectl_parse(self, options, self == &moectl_drain ? 4 : 1, &c.common, argc, argv, &code))
+    size_t count = self == &moectl_drain ? sizeof options / sizeof *options : 1;
+    if (!moectl_parse(self, options, count, &c.common, argc, argv, &code))
         return code;
     if (c.common.word_count == 0)
         return moectl_usage_error("which slot?");

@@ -360,7 +360,7 @@ static int run_wait(const struct moectl_command *self, int argc, char **argv)
          "serving, or gone (all daemons have ended)"},
     };
     int code;
-    if (!moectl_parse(self, options, 1, &common, argc, argv, &code))
+    if (!moectl_parse(self, options, sizeof options / sizeof *options, &common, argc, argv, &code))
         return code;
     bool gone = strcmp(condition, "gone") == 0;
     if (!gone && strcmp(condition, "serving") != 0)

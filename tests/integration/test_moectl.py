@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -134,6 +135,12 @@ class CommandLine(unittest.TestCase):
         self.assertEqual(self.expect(OK, "help", "training").stdout,
                          self.expect(OK, "training", "--help").stdout)
         self.assertIn("no command 'foo'", self.expect(USAGE, "help", "foo").stderr)
+        listed = self.expect(OK, "help").stdout
+        self.assertEqual(self.expect(OK, "help", "help").stdout, listed)
+        for command in COMMANDS:  # what it does comes before its actions and explanations
+            summary = re.search("^  %s +(.*)$" % command, listed, re.M)[1]
+            paragraphs = self.expect(OK, command, "--help").stdout.split("\n\n")
+            self.assertEqual(paragraphs[1], summary)
 
     def test_wrong_command_lines(self):
         for arguments in (

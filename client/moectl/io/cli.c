@@ -118,8 +118,11 @@ int moectl_fail(const struct moe_status *status)
 static void print_help(const struct moectl_command *command, const struct moe_option *table,
                        size_t count)
 {
-    fprintf(stdout, "usage: moectl %s %s\n\n%s\n\noptions:\n", command->name, command->usage,
+    fprintf(stdout, "usage: moectl %s %s\n\n%s\n\n", command->name, command->usage,
             command->summary);
+    if (command->more != NULL)
+        fprintf(stdout, "%s\n", command->more);
+    fputs("options:\n", stdout);
     moe_options_print(stdout, table, count);
     fprintf(stdout, "\nexamples:\n%s", command->examples);
 }

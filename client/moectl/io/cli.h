@@ -33,7 +33,9 @@ enum {
 struct moectl_command {
     const char *name;
     const char *summary;  /* one line of `moectl help` */
-    const char *usage;    /* after "moectl NAME" */
+    const char *usage;    /* one line, after "moectl NAME" */
+    const char *more;     /* lines of `moectl NAME --help` behind the summary, each ending in a
+                             newline: "actions:" first, if there are any. NULL: none */
     const char *examples; /* lines of `moectl NAME --help`, each ending in a newline */
     bool local;           /* works on this machine only: no --endpoint */
     int (*run)(const struct moectl_command *self, int argc, char **argv);
