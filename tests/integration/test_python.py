@@ -324,7 +324,17 @@ class Errors(unittest.TestCase):
                         call(LAYER, rows(1), timeout=bad)
             with self.assertRaisesRegex(ValueError, "finite number of seconds, not inf"):
                 moed.Client(fake.endpoint, timeout=float("inf"))
+            with self.assertRaisesRegex(TypeError, "retry_time is a number of seconds, not '1'"):
+                moed.Client(fake.endpoint, retry_time="1")
             self.assertEqual(fake.requests, [])
+
+    def test_a_limit_of_centuries_is_a_long_one(self):
+        for long in (1e10, 1e300, 10**40):  # more than grpcio and the threads' waits can count
+            with fakes() as fake, moed.Client(fake.endpoint, timeout=long) as client:
+                with client.stream() as stream:
+                    for call in (client.forward, stream.forward):
+                        self.assertEqual(call(LAYER, rows(1)).shape, rows(1).shape)
+                        self.assertEqual(call(LAYER, rows(1), timeout=long).shape, rows(1).shape)
 
     def test_an_error_reaches_another_process_whole(self):
         error = moed.MoeError(grpc.StatusCode.UNAVAILABLE, "DRAINING", "it leaves", 0.5, "a:1")

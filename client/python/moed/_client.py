@@ -148,9 +148,9 @@ class Client(TrainingCalls):
                  retry_time=None, hedge=False, attempt_time=None):
         if float16 not in ("refuse", "convert"):
             raise ValueError('float16 is "refuse" or "convert", not %r' % (float16,))
-        _errors.check_limit(timeout)
-        _errors.check_limit(retry_time)
-        _errors.check_limit(attempt_time)
+        timeout = _errors.limit(timeout)
+        retry_time = _errors.limit(retry_time, "retry_time")
+        attempt_time = _errors.limit(attempt_time, "attempt_time")
         if attempt_time is not None and attempt_time <= 0:
             raise ValueError("attempt_time is more than 0 seconds, not %r" % (attempt_time,))
         if attempt_time is not None and not hedge:

@@ -11,6 +11,7 @@ from ._proto import rpc_status_pb2
 _DETAILS = "grpc-status-details-bin"
 _ERROR_INFO = "google.rpc.ErrorInfo"
 _RETRY_INFO = "google.rpc.RetryInfo"
+_LIMIT_MAX = 1e9  # seconds, 31 years; with some more, grpcio says at once that the time is over
 
 
 class MoeError(Exception):
@@ -37,10 +38,18 @@ class MoeError(Exception):
                 self.__dict__)
 
 
-def check_limit(seconds):
-    """Refuses what is no limit in seconds. None means another limit, or none."""
-    if seconds is not None and not math.isfinite(seconds):
-        raise ValueError("timeout is a finite number of seconds, not %r" % (seconds,))
+def limit(seconds, name="timeout"):
+    """A limit that a caller has given, or the longest one that counts. None means another limit, or
+    none. Refuses what is no number of seconds."""
+    if seconds is None:
+        return None
+    try:
+        finite = math.isfinite(seconds)
+    except TypeError:
+        raise TypeError("%s is a number of seconds, not %r" % (name, seconds)) from None
+    if not finite:
+        raise ValueError("%s is a finite number of seconds, not %r" % (name, seconds))
+    return min(seconds, _LIMIT_MAX)
 
 
 def closed(what):

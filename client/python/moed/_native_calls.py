@@ -25,7 +25,6 @@ _STAGES = ("queue_ns", "copy_in_ns", "router_ns", "prepare_ns", "dispatch_ns", "
            "gemm2_ns", "shared_ns", "combine_ns", "step_ns", "copy_out_ns", "server_ns",
            "step_tokens", "steps")
 _DEADLINE_EXCEEDED = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
-_TIMEOUT_MAX_MS = 2**62
 
 
 @functools.lru_cache(maxsize=None)
@@ -61,8 +60,8 @@ def choose(transport):
 
 def milliseconds(seconds):
     """A limit for libmoeclient, where 0 is the client's default."""
-    _errors.check_limit(seconds)
-    return 0 if seconds is None else max(1, min(int(seconds * 1000), _TIMEOUT_MAX_MS))
+    seconds = _errors.limit(seconds)
+    return 0 if seconds is None else max(1, int(seconds * 1000))
 
 
 def deliver(queue):

@@ -57,8 +57,8 @@ class RetryPolicy:
     """
 
     def __init__(self, client, what, limit, attempts=None, budget=None, others=0, each=None):
-        _errors.check_limit(limit)
-        self._client, self._what, self._limit, self._attempts = client, what, limit, attempts
+        self._client, self._what, self._attempts = client, what, attempts
+        self._limit = _errors.limit(limit)
         self._budget, self._others, self._refused = budget, others, 0
         self._each, self._limited = each if others else None, False
         self._begun = self._tried = self._alone = time.monotonic()

@@ -96,8 +96,7 @@ class GrpcLane:
 
     def forward(self, batch, return_routing, timeout, epoch, weights_version):
         """Waits for the pass."""
-        limit = self._client._timeout if timeout is None else timeout
-        _errors.check_limit(limit)
+        limit = _errors.limit(self._client._timeout if timeout is None else timeout)
         request = expert_pb2.ForwardStreamRequest(
             model=self._client._model, epoch=epoch, weights_version=weights_version,
             model_digest=self._client._model_digest)
