@@ -211,8 +211,9 @@ class Models(Base):
             for model in (moed.transformers.load(path, client),
                           moed.transformers.load(path, client, routing="client"),
                           moed.transformers.patch(local, client)):
-                with self.assertRaisesRegex(ValueError, "without its experts"):
-                    model.save_pretrained(to)
+                for save in (model.save_pretrained, model.push_to_hub):
+                    with self.assertRaisesRegex(ValueError, "without its experts"):
+                        save(to)
                 with self.assertRaisesRegex(TypeError, "cannot be copied or pickled"):
                     copy.deepcopy(model)
                 with self.assertRaisesRegex(TypeError, "cannot be copied or pickled"):
@@ -429,6 +430,17 @@ class Refused(Base):
             alone = local_model(path, experts_implementation="moed")
             self.refused("call moed.transformers.patch", lambda: self.logits(alone),
                          kind=RuntimeError)
+            for bad in (client.info.workers[0], moed.AsyncClient(client.info.workers[0])):
+                self.refused("client is a moed.Client, not", lambda: patch(local, bad), local,
+                             kind=TypeError)
+                self.refused("client is a moed.Client, not",
+                             lambda: moed.transformers.load(path, bad), kind=TypeError)
+            self.refused("model is a model of transformers, not a Linear",
+                         lambda: patch(torch.nn.Linear(2, 2), client), kind=TypeError)
+            self.refused("model_class is a class of models, .* not AutoModel",
+                         lambda: moed.transformers.load(path, client,
+                                                        model_class=transformers.AutoModel),
+                         kind=TypeError)
             patch(local, client)
             for routing in ("server", "client"):
                 self.refused("remote already", lambda: patch(local, client, routing=routing), local)

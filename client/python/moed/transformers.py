@@ -28,7 +28,8 @@ Importing this module registers "moed", so transformers accepts it too; then giv
     moed.transformers.patch(model, client, routing="client")
 
 Both ways work with generate(), several threads, torch.compile (one operator for a layer) and
-gradient checkpointing. A model without its experts cannot be saved: save_pretrained is refused.
+gradient checkpointing. A model without its experts cannot be saved: save_pretrained and push_to_hub
+are refused.
 output_router_logits works: the routers stay local too, as they were in the files, and run when
 their logits are wanted. They have no gradient. In training, use `aux_coeff` of RemoteMoE instead.
 """
@@ -41,6 +42,7 @@ import transformers
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from . import _graph
+from ._client import Client
 from .torch import RemoteMoE
 
 __all__ = ["layers", "load", "patch"]
@@ -265,9 +267,14 @@ def _make_remote(model, client, routing, model_digest, remote):
         model.set_experts_implementation("moed")
 
 
+def _check_client(client):
+    if not isinstance(client, Client):
+        raise TypeError("client is a moed.Client, not %r" % (client,))
+
+
 def _refuse_to_save(*_arguments, **_options):
     raise ValueError(
-        "save_pretrained would write this model without its experts, which the group has. Save the "
+        "the saved model would be one without its experts, which the group has. Save the "
         "group's weights with session.change(client.save_checkpoint, NAME) (a whole model folder), "
         "and the rest of this model with torch.save(model.state_dict(), PATH)")
 
@@ -287,8 +294,11 @@ def patch(model, client, *, routing="server", model_digest=None, **remote):
     that is remote already. Raises MoeError (MODEL_MISMATCH) for another digest. The model is then
     unchanged. Equal shapes do not show that two models have the same weights; a digest does.
     """
+    _check_client(client)
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError("model is a model of transformers, not a %s" % type(model).__name__)
     _make_remote(model, client, routing, model_digest, remote)
-    model.save_pretrained = _refuse_to_save
+    model.save_pretrained = model.push_to_hub = _refuse_to_save
     return model
 
 
@@ -304,6 +314,7 @@ def load(name_or_path, client, *, routing="server", model_digest=None, model_cla
     client, routing, model_digest
                   as in `patch`, and so are the errors. They come before any weights are read
     """
+    _check_client(client)
     config = options.pop("config", None) or transformers.AutoConfig.from_pretrained(
         name_or_path, **{key: options[key] for key in (
             "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -314,6 +325,10 @@ def load(name_or_path, client, *, routing="server", model_digest=None, model_cla
         if model_class is None:
             raise ValueError("transformers has no class for the architectures %s of %s; give "
                              "model_class" % (names, name_or_path))
+    elif not (isinstance(model_class, type)
+              and issubclass(model_class, transformers.PreTrainedModel)):
+        raise TypeError("model_class is a class of models, such as MixtralForCausalLM, not %s"
+                        % getattr(model_class, "__name__", model_class))
 
     def __init__(self, *arguments, **keywords):
         model_class.__init__(self, *arguments, **keywords)
@@ -331,7 +346,7 @@ def load(name_or_path, client, *, routing="server", model_digest=None, model_cla
     loaded = building.from_pretrained(name_or_path, config=config, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     model.__class__ = model_class
-    model.save_pretrained = _refuse_to_save
+    model.save_pretrained = model.push_to_hub = _refuse_to_save
     return loaded
 
 
