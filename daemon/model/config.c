@@ -10,12 +10,16 @@
 /* Larger numbers mean a damaged file. */
 enum { WIDTH_MAX = 1 << 17, VOCABULARY_MAX = 1 << 24 };
 
+/* The names that a key has in the families, separated by spaces; messages show the first. */
 static const char expert_count_keys[] =
     "num_local_experts num_experts n_routed_experts moe_num_experts";
 static const char top_k_keys[] =
     "num_experts_per_tok moe_topk moe_k experts_per_token num_experts_per_token";
 static const char score_keys[] = "scoring_func score_function moe_router_activation_func";
 static const char group_keys[] = "n_group num_expert_group";
+static const char renorm_keys[] = "norm_topk_prob moe_renormalize";
+static const char act_keys[] = "hidden_act mlp_hidden_act";
+static const char latent_keys[] = "routed_expert_hidden_size moe_latent_size";
 
 static struct moe_status invalid(const char *text)
 {
@@ -103,7 +107,7 @@ static struct moe_status read_renorm(struct moe_keys *k, const struct moe_family
     bool fixed =
         f->renorm != MOE_FAMILY_RENORM_KEY_FALSE && f->renorm != MOE_FAMILY_RENORM_KEY_TRUE;
     bool on = assumed;
-    MOE_TRY(moe_keys_bool(k, "norm_topk_prob moe_renormalize", &on));
+    MOE_TRY(moe_keys_bool(k, renorm_keys, &on));
     if (fixed && on != assumed)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_UNKNOWN_KEY,
                          "config.json: norm_topk_prob is %s, but this model family %s renormalises",
@@ -189,7 +193,7 @@ static struct moe_status read_activation(struct moe_keys *k, const struct moe_fa
 {
     const char *act = f->hidden_act;
     /* swish is another name of silu. */
-    MOE_TRY(moe_keys_word(k, "hidden_act mlp_hidden_act",
+    MOE_TRY(moe_keys_word(k, act_keys,
                           strcmp(f->hidden_act, "silu") == 0 ? "silu swish" : f->hidden_act, &act));
     s->activation = f->activation;
     s->swiglu_limit = f->limit;
@@ -211,8 +215,7 @@ static struct moe_status read_latent(struct moe_keys *k, const struct moe_family
 {
     const char *const *names = f->naming->of;
     if (names[MOE_WEIGHT_TO_LATENT] != NULL)
-        MOE_TRY(moe_keys_uint(k, "routed_expert_hidden_size moe_latent_size", 1, s->hidden,
-                              &s->latent));
+        MOE_TRY(moe_keys_uint(k, latent_keys, 1, s->hidden, &s->latent));
     if (names[MOE_WEIGHT_LATENT_NORM] != NULL)
         MOE_TRY(moe_keys_bool(k, "latent_moe_use_norm", &s->latent_norm));
     if (!s->latent_norm)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The table of model families. A new family with known parts needs a row here, a line in README.md
- * and a test. Only a new kind of computation needs code. */
+/* The table of model families. A new family with known parts needs no other code than a row here;
+ * CONTRIBUTING.md lists its tests and pages. */
 #include "model/families.h"
 
 #include <string.h>

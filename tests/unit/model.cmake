@@ -23,4 +23,8 @@ foreach(part quantised mixed_precision)
   target_link_libraries(test_${part} PRIVATE PkgConfig::JANSSON)
 endforeach()
 
+add_test(NAME families_page COMMAND ${MOE_PYTHON} -B
+  ${CMAKE_CURRENT_LIST_DIR}/families_page.py ${PROJECT_SOURCE_DIR})
+set_tests_properties(families_page PROPERTIES LABELS model)
+
 moe_test(test_quant SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_quant.c USES moe_quant m LABELS model)
