@@ -19,7 +19,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { CASES = 48, MAX_TOKENS = 60, MAX_HIDDEN = 100 };
+enum { CASES = 48, MAX_TOKENS = 60, MAX_HIDDEN = 100, DRAWS = 8 };
 
 /* A case: what all members know. */
 struct uncommon_case {
@@ -112,6 +112,40 @@ static void *draw_weight(enum moe_weight w, uint32_t expert, size_t *bytes)
     return data;
 }
 
+/* Experts that have this weight; 1 for one of the layer. */
+static uint32_t entries_of(enum moe_weight w)
+{
+    size_t rows, columns;
+    moe_weight_shape(&now.spec, w, &rows, &columns);
+    return rows == 0 ? 0 : moe_weight_is_expert(w) ? now.spec.experts : 1;
+}
+
+/* ------------------------------------------------------------------ the oracle */
+
+/* Changes each value by at most `unit` of itself. */
+static void disturb(struct rng *r, double unit, double *value, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        value[i] *= 1 + unit * (double)rng_float(r);
+}
+
+/* The layer; `unit` above 0: with disturbed weights. */
+static struct moe_status load_oracle(struct rng *r, double unit, struct moe_oracle_layer **oracle)
+{
+    MOE_TRY(moe_oracle_create(&now.spec, oracle));
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
+        for (uint32_t e = 0; e < entries_of(w); e++) {
+            size_t bytes;
+            void *data = draw_weight(w, e, &bytes);
+            struct moe_status st = moe_oracle_upload(*oracle, w, e, now.weights, data, bytes);
+            free(data);
+            MOE_TRY(st);
+            disturb(r, unit, moe_oracle_weight(*oracle, w, e),
+                    bytes / moe_dtype_bytes(now.weights));
+        }
+    return moe_ok();
+}
+
 /* ------------------------------------------------------------------ a member */
 
 struct tensors {
@@ -136,24 +170,21 @@ static void draw_tokens(uint32_t slot, struct tensors *t)
 }
 
 static struct moe_status load(const struct member *m, struct moe_device *device,
-                              struct moe_layer **layer, struct moe_oracle_layer *oracle)
+                              struct moe_layer **layer)
 {
     static struct dealt dealt;
     struct moe_placement placement = deal_experts(&dealt, now.spec.experts, m->slots);
     MOE_TRY(backend->layer_create(device, &now.spec, &placement, m->slot, layer));
-    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++) {
-        size_t rows, columns, bytes;
-        moe_weight_shape(&now.spec, w, &rows, &columns);
-        uint32_t entries = rows == 0 ? 0 : moe_weight_is_expert(w) ? now.spec.experts : 1;
-        for (uint32_t e = 0; e < entries; e++) {
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
+        for (uint32_t e = 0; e < entries_of(w); e++) {
+            size_t bytes;
+            if (moe_weight_is_expert(w) && dealt.slot[e] != m->slot)
+                continue;
             void *data = draw_weight(w, e, &bytes);
-            struct moe_status st = moe_oracle_upload(oracle, w, e, now.weights, data, bytes);
-            if (!moe_failed(&st) && (!moe_weight_is_expert(w) || dealt.slot[e] == m->slot))
-                st = backend->layer_upload(*layer, w, e, now.weights, data, bytes);
+            struct moe_status st = backend->layer_upload(*layer, w, e, now.weights, data, bytes);
             free(data);
             MOE_TRY(st);
         }
-    }
     return backend->layer_finish(*layer);
 }
 
@@ -173,35 +204,88 @@ static struct moe_status step(struct moe_session *session, struct moe_layer *lay
     return run_step(session, &args, NULL);
 }
 
-/* y against the oracle with the routing of the step. */
-static int check_y(struct member *m, const struct moe_oracle_layer *oracle, const struct tensors *t)
+/* y [T, H] of x [T, H] with the routing and the modes of the step. */
+static struct moe_status forward(const struct moe_oracle_layer *oracle, const struct tensors *t,
+                                 const float *x, double *y)
 {
-    const size_t hidden = now.spec.hidden, n = t->tokens * hidden;
     uint8_t given[MAX_TOKENS];
-    double *want = calloc(n + 1, sizeof *want), difference = 0, size = 0;
-    EXPECT(want != NULL);
     for (uint32_t i = 0; i < t->tokens; i++)
         given[i] = MOE_ROUTE_IDS_WEIGHTS | (t->mode[i] & MOE_ROUTE_WITHOUT_SHARED);
-    EXPECT(good(moe_oracle_forward(oracle, now.dtype, t->tokens, t->x, given, t->ids, t->weights,
-                                   NULL, NULL, NULL, NULL, want)));
-    for (size_t i = 0; i < n; i++) {
-        double got = element(now.dtype, t->y, i);
-        if (t->state[i / hidden] != MOE_TOKEN_OK) {
-            EXPECT(t->state[i / hidden] == MOE_TOKEN_NONFINITE_LOGITS && got == 0);
-            continue;
-        }
-        difference += (got - want[i]) * (got - want[i]);
-        size += want[i] * want[i];
+    return moe_oracle_forward(oracle, MOE_DTYPE_F32, t->tokens, x, given, t->ids, t->weights, NULL,
+                              NULL, NULL, NULL, y);
+}
+
+/* The squares of differences, summed over all tokens that are not refused. */
+static double squares_between(const struct tensors *t, const double *a, const double *b)
+{
+    double sum = 0;
+    for (size_t i = 0; i < (size_t)t->tokens * now.spec.hidden; i++)
+        if (t->state[i / now.spec.hidden] == MOE_TOKEN_OK)
+            sum += (a[i] - b[i]) * (a[i] - b[i]);
+    return sum;
+}
+
+/* How far rounding may move y: the square.
+ *
+ * An error is judged by the terms of sums, as these may cancel. A backend rounds to the step's
+ * dtype: the row in the latent space, hidden activations, the sums of slots and domains, and y. A
+ * rounding changes a value by at most a unit of it: 2^-8 in BF16. The oracle says what such changes
+ * do: it computes y again with all inputs and weights disturbed by up to a unit. x, W_to, gate and
+ * up, down and W_from stand before one of these roundings each, and reach y through the same terms.
+ * So all roundings amount to about the root of the mean square of the differences. On CPUs, which
+ * keep hidden activations in F32, the error is 0.46 of that in the median, and 1.1 in the worst of
+ * 2,300 cases. The limit is twice that.
+ *
+ * A unit is 2^-24 in F32. A sum of n terms, one after the other, rounds n partial sums: by some
+ * sqrt(n / 2) units of its terms, which is 7 for the widest rows here. On CPUs the error is 2.2 of
+ * that root in the median, 5.2 in the worst. The limit is 16 times that. */
+static struct moe_status find_limit(const struct tensors *t, const double *want, double *limit)
+{
+    const double unit = now.dtype == MOE_DTYPE_F32 ? 0x1p-24 : 0x1p-8;
+    const size_t n = (size_t)t->tokens * now.spec.hidden;
+    static double row[MAX_TOKENS * MAX_HIDDEN], moved[MAX_TOKENS * MAX_HIDDEN];
+    static float x[MAX_TOKENS * MAX_HIDDEN];
+    struct rng r = {.state = now.seed + 1};
+    const double times = now.dtype == MOE_DTYPE_F32 ? 16 : 2;
+    *limit = 0;
+    for (int draw = 0; draw < DRAWS; draw++) {
+        struct moe_oracle_layer *oracle;
+        MOE_TRY(load_oracle(&r, unit, &oracle));
+        for (size_t i = 0; i < n; i++)
+            row[i] = element(now.dtype, t->x, i);
+        disturb(&r, unit, row, n);
+        for (size_t i = 0; i < n; i++)
+            x[i] = (float)row[i];
+        MOE_TRY(forward(oracle, t, x, moved));
+        *limit += times * times * squares_between(t, moved, want) / DRAWS;
+        moe_oracle_destroy(oracle);
     }
-    free(want);
-    double error = difference == 0 ? 0 : sqrt(difference / size);
-    /* Each slot rounds its sum to BF16. Where sums cancel, 2.3e-2 was seen; F32 is the strict one.
-     */
-    const double bound = now.dtype == MOE_DTYPE_F32 ? 1e-5 : 5e-2;
-    if (!(error <= bound))
-        fprintf(stderr, "seed %llu, slot %u of %u: y is off by %g\n", (unsigned long long)now.seed,
-                m->slot, m->slots, error);
-    EXPECT(error <= bound);
+    return moe_ok();
+}
+
+/* y against the oracle with the routing of the step. */
+static int check_y(struct member *m, const struct tensors *t)
+{
+    static double got[MAX_TOKENS * MAX_HIDDEN], want[MAX_TOKENS * MAX_HIDDEN];
+    static float x[MAX_TOKENS * MAX_HIDDEN];
+    const size_t hidden = now.spec.hidden, n = t->tokens * hidden;
+    struct moe_oracle_layer *oracle;
+    double limit;
+    EXPECT(good(load_oracle(&(struct rng){0}, 0, &oracle)));
+    for (size_t i = 0; i < n; i++) {
+        uint8_t state = t->state[i / hidden];
+        x[i] = (float)element(now.dtype, t->x, i);
+        got[i] = element(now.dtype, t->y, i);
+        EXPECT(state == MOE_TOKEN_OK || (state == MOE_TOKEN_NONFINITE_LOGITS && got[i] == 0));
+    }
+    EXPECT(good(forward(oracle, t, x, want)));
+    moe_oracle_destroy(oracle);
+    EXPECT(good(find_limit(t, want, &limit)));
+    double error = squares_between(t, got, want);
+    if (!(error <= limit))
+        fprintf(stderr, "seed %llu, slot %u of %u: y is off by %g, and the limit is %g\n",
+                (unsigned long long)now.seed, m->slot, m->slots, sqrt(error), sqrt(limit));
+    EXPECT(error <= limit);
     return 0;
 }
 
@@ -211,18 +295,15 @@ static int run_case(struct member *m, struct moe_device *device, struct moe_sess
     static struct tensors t;
     static uint8_t first[MAX_HIDDEN * sizeof(float)];
     struct moe_layer *layer;
-    struct moe_oracle_layer *oracle;
-    EXPECT(good(moe_oracle_create(&now.spec, &oracle)));
-    EXPECT(good(load(m, device, &layer, oracle)));
+    EXPECT(good(load(m, device, &layer)));
     draw_tokens(m->slot, &t);
     EXPECT(good(step(session, layer, t.tokens, &t)));
-    EXPECT(check_y(m, oracle, &t) == 0);
+    EXPECT(check_y(m, &t) == 0);
     size_t row = now.spec.hidden * moe_dtype_bytes(now.dtype);
     memcpy(first, t.y, row);
     EXPECT(good(step(session, layer, t.tokens > 0, &t)));
     EXPECT(t.tokens == 0 || memcmp(first, t.y, row) == 0);
     backend->layer_destroy(layer);
-    moe_oracle_destroy(oracle);
     return 0;
 }
 
