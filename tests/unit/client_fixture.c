@@ -123,14 +123,20 @@ void await_request(struct request *r)
     moe_mutex_unlock(&lock);
 }
 
-struct moe_client *connect_client(struct fake *fakes, const struct moe_client_config *with)
+struct moe_client *connect_client(struct fake *first, const struct moe_client_config *with)
 {
     struct moe_client_config config =
         with != NULL ? *with : (struct moe_client_config){.size = sizeof(struct moe_client_config)};
     struct moe_client *c = NULL;
-    config.endpoint = fakes[0].endpoint;
+    config.endpoint = first->endpoint;
     struct moe_status st = moe_client_connect(&config, &c);
     if (moe_failed(&st))
         fail_msg("connect: %s", st.text);
     return c;
+}
+
+void end_call(struct moe_client *c, struct request *r)
+{
+    free_request(r);
+    moe_client_close(c);
 }

@@ -28,7 +28,9 @@ void assert_answer(const struct request *r);
 void on_request_done(void *ctx, struct moe_client_forward *f, struct moe_status st);
 void await_request(struct request *r);
 
-/* A client of fakes[0]. */
-struct moe_client *connect_client(struct fake *fakes, const struct moe_client_config *with);
+/* A client of the first of a group. */
+struct moe_client *connect_client(struct fake *first, const struct moe_client_config *with);
+/* Frees the request, and closes the client. */
+void end_call(struct moe_client *c, struct request *r);
 
 #endif

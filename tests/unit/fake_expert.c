@@ -463,35 +463,51 @@ static void start_one(struct fake *f, const struct moe_rpc_method *more, size_t 
     snprintf(f->endpoint, sizeof f->endpoint, "127.0.0.1:%u", moe_rpc_server_port(f->server));
 }
 
-void fake_start(struct fake *fakes, uint32_t count)
+void fake_start(struct fake *all, uint32_t count)
 {
-    fake_start_with(fakes, count, NULL, 0);
+    fake_start_with(all, count, NULL, 0);
 }
 
-void fake_start_with(struct fake *fakes, uint32_t count, const struct moe_rpc_method *more,
+void fake_start_with(struct fake *all, uint32_t count, const struct moe_rpc_method *more,
                      size_t more_count)
 {
     for (uint32_t i = 0; i < count; i++) {
-        fakes[i] = (struct fake){.slot = i, .weights_version = 1, .ids_dtype = 3, .epoch = 7};
-        moe_mutex_init(&fakes[i].lock);
-        fake_fail_with(&fakes[i], moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "on demand"));
-        start_one(&fakes[i], more, more_count);
+        all[i] = (struct fake){.slot = i, .weights_version = 1, .ids_dtype = 3, .epoch = 7};
+        moe_mutex_init(&all[i].lock);
+        fake_fail_with(&all[i], moe_error(MOE_UNAVAILABLE, MOE_REASON_DRAINING, "on demand"));
+        start_one(&all[i], more, more_count);
     }
     for (uint32_t i = 0; i < count; i++) {
-        moe_mutex_lock(&fakes[i].lock);
-        fakes[i].workers = fakes;
-        fakes[i].worker_count = count;
-        moe_mutex_unlock(&fakes[i].lock);
+        moe_mutex_lock(&all[i].lock);
+        all[i].workers = all;
+        all[i].worker_count = count;
+        moe_mutex_unlock(&all[i].lock);
     }
 }
 
-void fake_stop(struct fake *fakes, uint32_t count)
+void fake_stop(struct fake *all, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++) {
-        moe_rpc_server_drain(fakes[i].server, moe_clock_ns());
-        moe_rpc_server_stop(fakes[i].server);
-        moe_mutex_destroy(&fakes[i].lock);
+        moe_rpc_server_drain(all[i].server, moe_clock_ns());
+        moe_rpc_server_stop(all[i].server);
+        moe_mutex_destroy(&all[i].lock);
     }
+}
+
+struct fake fakes[FAKES];
+
+int start_fakes(void **state)
+{
+    (void)state;
+    fake_start(fakes, FAKES);
+    return 0;
+}
+
+int stop_fakes(void **state)
+{
+    (void)state;
+    fake_stop(fakes, FAKES);
+    return 0;
 }
 
 void fake_fail_with(struct fake *f, struct moe_status failure)

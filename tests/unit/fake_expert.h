@@ -72,12 +72,18 @@ struct fake {
 };
 
 /* Starts `count` servers that know one another as one group. */
-void fake_start(struct fake *fakes, uint32_t count);
+void fake_start(struct fake *all, uint32_t count);
 /* With further methods; their ctx is the fake. */
 enum { FAKE_MORE_METHODS_MAX = 8 };
-void fake_start_with(struct fake *fakes, uint32_t count, const struct moe_rpc_method *more,
+void fake_start_with(struct fake *all, uint32_t count, const struct moe_rpc_method *more,
                      size_t more_count);
-void fake_stop(struct fake *fakes, uint32_t count);
+void fake_stop(struct fake *all, uint32_t count);
+/* Those of test programs: with_fakes(test) starts them before the test, and stops them after. */
+enum { FAKES = 3 };
+extern struct fake fakes[FAKES];
+int start_fakes(void **state);
+int stop_fakes(void **state);
+#define with_fakes(test) cmocka_unit_test_setup_teardown(test, start_fakes, stop_fakes)
 uint32_t fake_calls(struct fake *f);
 /* What it says where it fails. */
 void fake_fail_with(struct fake *f, struct moe_status failure);

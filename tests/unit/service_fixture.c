@@ -178,6 +178,22 @@ void service_close(struct service *s)
     worker_close(&s->worker);
 }
 
+struct service service;
+
+int open_service(void **state)
+{
+    (void)state;
+    service_open(&service);
+    return 0;
+}
+
+int close_service(void **state)
+{
+    (void)state;
+    service_close(&service);
+    return 0;
+}
+
 /* ----------------------------------------------------------------------- messages */
 
 static ProtobufCBinaryData borrow(void *data, size_t length)
@@ -303,4 +319,33 @@ void assert_serves(struct service *s)
     answer_check(s, &r, answer);
     answer_free(answer);
     request_free(&r);
+}
+
+void sample_fill(struct sample *b, const struct service *s)
+{
+    struct request r;
+    request_fill(&r, &s->worker, 0, SAMPLE_TOKENS, MOE_DTYPE_F32, MOE_ROUTE_IDS_WEIGHTS);
+    moe__v1__retain_for_backward__init(&b->retain);
+    ask_fill(&b->ask, s, &r, false);
+    memcpy(b->x, r.x, sizeof b->x);
+    memcpy(b->ids, r.ids_in, sizeof b->ids);
+    memcpy(b->weights, r.weights_in, sizeof b->weights);
+    memset(b->token_ids, 0, sizeof b->token_ids);
+    b->ask.x_data.data = (uint8_t *)b->x;
+    b->ask.topk_ids.data = (uint8_t *)b->ids;
+    b->ask.topk_weights.data = (uint8_t *)b->weights;
+    request_free(&r);
+}
+
+struct bytes random_message(const struct service *s)
+{
+    struct request r;
+    Ask ask;
+    request_fill(&r, &s->worker, (int)random_below(2), 1 + random_below(4),
+                 random_below(2) == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16,
+                 (enum moe_routing_mode)random_below(3));
+    ask_fill(&ask, s, &r, random_below(2) == 0);
+    struct bytes b = ask_pack(&ask);
+    request_free(&r);
+    return b;
 }

@@ -47,6 +47,11 @@ void service_open_shared(struct service *s, uint64_t bytes, uint64_t identity_by
                          const char *socket, struct moe_progress *progress);
 /* Checks that every buffer came back. */
 void service_close(struct service *s);
+/* The one of test programs: with_service(test) opens it before the test, and closes it after. */
+extern struct service service;
+int open_service(void **state);
+int close_service(void **state);
+#define with_service(test) cmocka_unit_test_setup_teardown(test, open_service, close_service)
 /* A view for engine and service, or none. */
 void service_start_view(struct service *s);
 /* Takes the lease of a group that trains away, or gives it back. */
@@ -70,6 +75,20 @@ struct bytes {
     size_t length;
 };
 struct bytes ask_pack(const Ask *ask);
+
+/* A valid request with separate tensors, to be changed: CLIENT_IDS_AND_WEIGHTS, F32, layer 0 (H
+ * 24, E 8, K 2). */
+enum { SAMPLE_TOKENS = 5 };
+struct sample {
+    Ask ask;
+    float x[SAMPLE_TOKENS * 24], weights[SAMPLE_TOKENS * 2];
+    int32_t ids[SAMPLE_TOKENS * 2];
+    int64_t token_ids[SAMPLE_TOKENS];
+    Moe__V1__RetainForBackward retain;
+};
+void sample_fill(struct sample *b, const struct service *s);
+/* A small request of any mode, dtype and layer. */
+struct bytes random_message(const struct service *s);
 
 /* One unary call. On success the caller frees `*answer` with answer_free. */
 struct moe_status call_forward(struct service *s, const struct bytes *message, Answer **answer);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* libmoeclient against fake workers: what it sends, what it makes of answers, what it tries again,
- * how it spreads a batch. */
+/* libmoeclient against fake workers: what it sends, what it makes of answers, what it tries again.
+ */
 #include "client_fixture.h"
 
 #include "base/clock.h"
@@ -10,22 +10,6 @@
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-static struct fake fakes[3];
-
-static int start(void **state)
-{
-    (void)state;
-    fake_start(fakes, 3);
-    return 0;
-}
-
-static int stop(void **state)
-{
-    (void)state;
-    fake_stop(fakes, 3);
-    return 0;
-}
 
 static struct moe_status forward(struct moe_client *c, struct request *r)
 {
@@ -66,8 +50,7 @@ static void a_child_of_fork_is_refused_and_the_parent_goes_on(void **state)
     assert_int_equal(ended, 0);
     assert_ok(forward(c, r));
     assert_answer(r);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 static bool was_added(struct fake *f, uint32_t call)
@@ -200,8 +183,7 @@ static void routing_of_the_caller_is_sent(void **state)
     assert_answer(r);
     assert_memory_equal(r->f.topk_ids, ids, 37 * FAKE_TOP_K * sizeof *ids);
     assert_memory_equal(r->f.topk_weights, weights, 37 * FAKE_TOP_K * sizeof *weights);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 /* The fake returns the routing of its table. Parts of a batch get their own token ids. */
@@ -224,8 +206,7 @@ static void token_ids_of_the_caller_are_sent(void **state)
             for (int k = 0; k < FAKE_TOP_K; k++)
                 assert_int_equal(r->f.topk_ids[t * FAKE_TOP_K + k],
                                  (token_ids[t] + k) % FAKE_EXPERTS);
-        free_request(r);
-        moe_client_close(c);
+        end_call(c, r);
     }
 }
 
@@ -239,8 +220,7 @@ static void token_ids_for_a_layer_without_a_table_are_not_sent(void **state)
     r->f.token_ids_in = token_ids;
     assert_refused(moe_client_forward(c, &r->f), MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID);
     assert_int_equal(fake_calls(fakes), 0);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 /* ------------------------------------------------------------------ trying again */
@@ -255,8 +235,7 @@ static void unavailable_is_tried_again_until_it_works(void **state)
     assert_ok(forward(c, r));
     assert_answer(r);
     assert_int_equal(fake_calls(fakes), 3);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 static void attempts_are_bounded(void **state)
@@ -269,8 +248,7 @@ static void attempts_are_bounded(void **state)
     assert_refused(forward(c, r), MOE_UNAVAILABLE, MOE_REASON_DRAINING);
     assert_int_equal(fake_calls(fakes), 3);
     assert_true(is_poisoned(r));
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 static void the_servers_wish_for_a_pause_is_heeded(void **state)
@@ -285,8 +263,7 @@ static void the_servers_wish_for_a_pause_is_heeded(void **state)
     assert_ok(forward(c, r));
     assert_true(moe_clock_ns() - begin >= 300 * MOE_NS_PER_MS);
     assert_int_equal(fake_calls(fakes), 2);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 /* The time counts, and not the number of attempts. */
@@ -305,8 +282,7 @@ static void retries_end_with_their_budget(void **state)
     fake_script(fakes, FAKE_GOOD, 2, script);
     assert_ok(forward(c, r));
     assert_answer(r);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 /* The first worker asks for a pause that the call's time does not have, so the others answer. */
@@ -334,8 +310,7 @@ static void another_worker_is_asked_at_once(void **state)
     assert_refused(forward(c, r), MOE_UNAVAILABLE, MOE_REASON_REFORMING);
     for (int w = 0; w < 3; w++)
         assert_int_equal(fake_calls(&fakes[w]), 1);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 /* It keeps its connection, so only its silence tells. */
@@ -393,8 +368,7 @@ static void the_last_attempt_is_not_cut_short(void **state)
         assert_int_equal(fake_calls(&fakes[0]), 1);
         assert_int_equal(fake_calls(&fakes[1]), retained ? 0 : 1);
     }
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
     with.hedge = false;
     with.endpoint = "127.0.0.1:1";
     assert_refused(moe_client_connect(&with, &c), MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID);
@@ -416,8 +390,7 @@ static void a_retained_pass_goes_to_no_other_worker(void **state)
     assert_ok(forward(c, r));
     assert_int_equal(fake_calls(&fakes[0]), 3);
     assert_int_equal(fake_calls(&fakes[1]) + fake_calls(&fakes[2]), 0);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 /* The pause would end after the deadline: the failure is reported at once instead. */
@@ -434,8 +407,7 @@ static void no_pause_outlasts_the_deadline(void **state)
     assert_refused(st, MOE_UNAVAILABLE, MOE_REASON_REFORMING);
     assert_int_equal(st.retry_after_ms, 60000);
     assert_int_equal(fake_calls(fakes), 1);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 static void nothing_else_is_tried_again(void **state)
@@ -460,8 +432,7 @@ static void nothing_else_is_tried_again(void **state)
         assert_refused(forward(c, r), cases[i].code, cases[i].reason);
         assert_int_equal(fake_calls(fakes), 1);
     }
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 static void the_next_attempt_goes_to_another_worker(void **state)
@@ -483,160 +454,7 @@ static void the_next_attempt_goes_to_another_worker(void **state)
     assert_int_equal(fake_calls(&fakes[0]), 3); /* 3 requests began here */
     assert_int_equal(fake_calls(&fakes[1]), 6); /* 3 began here, 3 came from the first */
     assert_int_equal(fake_calls(&fakes[2]), 9);
-    free_request(r);
-    moe_client_close(c);
-}
-
-/* ------------------------------------------------------------------ spreading */
-
-static void requests_go_round_the_workers(void **state)
-{
-    (void)state;
-    struct moe_client_config with = {.size = sizeof with, .spread = true, .connections = 2};
-    struct moe_client *c = connect_client(fakes, &with);
-    struct request *r = make_request(4, MOE_DTYPE_F32, false);
-    for (int i = 0; i < 12; i++)
-        assert_ok(forward(c, r));
-    for (int i = 0; i < 3; i++)
-        assert_int_equal(fake_calls(&fakes[i]), 4);
-    free_request(r);
-    moe_client_close(c);
-}
-
-static void an_empty_slot_gets_no_requests(void **state)
-{
-    (void)state;
-    char kept[sizeof fakes[1].endpoint];
-    memcpy(kept, fakes[1].endpoint, sizeof kept);
-    fakes[1].endpoint[0] = '\0';
-    struct moe_client_config with = {
-        .size = sizeof with, .spread = true, .spread_tokens = 4, .max_attempts = 1, .spin_us = 100};
-    struct moe_client *c = connect_client(fakes, &with);
-    struct request *r = make_request(4, MOE_DTYPE_F32, false);
-    struct request *batch = make_request(40, MOE_DTYPE_F32, false);
-    for (int i = 0; i < 8; i++)
-        assert_ok(forward(c, r));
-    assert_int_equal(fake_calls(&fakes[0]), 4);
-    assert_int_equal(fake_calls(&fakes[2]), 4);
-    assert_ok(forward(c, batch));
-    assert_answer(batch);
-    assert_int_equal(fake_calls(&fakes[0]) + fake_calls(&fakes[2]), 10);
-    free_request(batch);
-    free_request(r);
-    moe_client_close(c);
-    memcpy(fakes[1].endpoint, kept, sizeof kept);
-}
-
-static void a_large_batch_is_cut_and_joined_exactly(void **state)
-{
-    (void)state;
-    struct moe_client_config with = {.size = sizeof with, .spread = true, .spread_tokens = 100};
-    struct moe_client *c = connect_client(fakes, &with);
-    for (int i = 0; i < 40; i++) {
-        uint32_t tokens = 1 + random_below(1000);
-        struct request *r = make_request(
-            tokens, random_below(2) == 0 ? MOE_DTYPE_F32 : MOE_DTYPE_BF16, random_below(2) == 1);
-        for (int w = 0; w < 3; w++) {
-            fakes[w].ids_dtype = 3 + random_below(3);
-            fake_script(&fakes[w], FAKE_GOOD, 0, NULL);
-        }
-        assert_ok(forward(c, r));
-        assert_answer(r);
-        uint32_t pieces = 0, sum = 0, largest = 0;
-        for (int w = 0; w < 3; w++) {
-            assert_true(fake_calls(&fakes[w]) <= 1);
-            if (fake_calls(&fakes[w]) == 0)
-                continue;
-            pieces++;
-            sum += fakes[w].tokens[0];
-            largest = fakes[w].tokens[0] > largest ? fakes[w].tokens[0] : largest;
-        }
-        print_message("    %" PRIu32 " tokens in %" PRIu32 " pieces\n", tokens, pieces);
-        assert_int_equal(sum, tokens);
-        assert_int_equal(pieces, tokens <= 100 ? 1 : tokens <= 200 ? 2 : 3);
-        assert_int_equal(r->f.stages.server_ns, 1000 + largest); /* the slowest piece's */
-        for (uint32_t k = 0; k < tokens * FAKE_TOP_K && r->f.topk_weights != NULL; k++)
-            assert_true(r->f.topk_weights[k] == fake_weight(k % FAKE_TOP_K));
-        free_request(r);
-    }
-    moe_client_close(c);
-}
-
-static void a_failed_piece_fails_the_batch(void **state)
-{
-    (void)state;
-    struct moe_client_config with = {.size = sizeof with, .spread = true, .spread_tokens = 10};
-    struct moe_client *c = connect_client(fakes, &with);
-    struct request *r = make_request(100, MOE_DTYPE_F32, false);
-    fake_fail_with(&fakes[1], moe_error(MOE_INTERNAL, MOE_REASON_PEER_LOST, "as wished"));
-    fake_script(&fakes[1], FAKE_FAIL, 0, NULL);
-    assert_refused(forward(c, r), MOE_INTERNAL, MOE_REASON_PEER_LOST);
-    free_request(r);
-    moe_client_close(c);
-}
-
-static void pieces_of_different_weights_are_not_joined(void **state)
-{
-    (void)state;
-    struct moe_client_config with = {.size = sizeof with, .spread = true, .spread_tokens = 10};
-    struct moe_client *c = connect_client(fakes, &with);
-    struct request *r = make_request(100, MOE_DTYPE_F32, false);
-    fakes[2].weights_version = 2;
-    assert_ok(forward(c, r)); /* the batch has gone to one worker */
-    assert_answer(r);
-    assert_int_equal(fake_calls(&fakes[0]) + fake_calls(&fakes[1]) + fake_calls(&fakes[2]), 4);
-    free_request(r);
-    r = make_request(FAKE_MAX_TOKENS + 1, MOE_DTYPE_F32, false); /* too many for one request */
-    assert_refused(forward(c, r), MOE_ABORTED, MOE_REASON_VERSION_MISMATCH);
-    free_request(r);
-    moe_client_close(c);
-}
-
-static uint32_t calls_of(int w)
-{
-    const uint32_t calls = fake_calls(&fakes[w]);
-    fake_script(&fakes[w], FAKE_GOOD, 0, NULL);
-    return calls;
-}
-
-/* A row of F32 has 96 bytes here, so 10,923 rows have a MiB. */
-static void a_batch_of_many_bytes_takes_several_connections(void **state)
-{
-    (void)state;
-    const struct {
-        uint32_t connections, tokens, pieces;
-    } cases[] = {{0, 10000, 1}, {0, 16384, 1}, {0, 21846, 2}, {0, 40000, 3},
-                 {0, 60000, 4}, {1, 16000, 1}, {2, 32000, 2}, {6, 80000, 6}};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        struct moe_client_config with = {.size = sizeof with, .connections = cases[i].connections};
-        struct moe_client *c = connect_client(fakes, &with);
-        struct request *r = make_request(cases[i].tokens, MOE_DTYPE_F32, i % 2 == 0);
-        for (int again = 0; again < 2; again++) {
-            poison_answer(r);
-            (void)calls_of(0);
-            assert_ok(forward(c, r));
-            assert_int_equal(calls_of(0), cases[i].pieces);
-        }
-        if (i % 2 == 1)
-            assert_answer(r);
-        free_request(r);
-        moe_client_close(c);
-    }
-}
-
-/* With `spread`, each worker's part is cut further. */
-static void a_batch_takes_several_connections_to_each_worker(void **state)
-{
-    (void)state;
-    struct moe_client_config with = {.size = sizeof with, .spread = true};
-    struct moe_client *c = connect_client(fakes, &with);
-    struct request *r = make_request(80000, MOE_DTYPE_F32, false);
-    assert_ok(forward(c, r));
-    assert_answer(r);
-    for (int w = 0; w < 3; w++)
-        assert_int_equal(calls_of(w), 2);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 /* ------------------------------------------------------------------ limits and errors */
@@ -650,8 +468,7 @@ static void a_deadline_ends_a_call(void **state)
     fake_script(fakes, FAKE_SILENT, 0, NULL);
     assert_refused(forward(c, r), MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE);
     assert_int_equal(fake_calls(fakes), 1);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 static void broken_answers_are_typed_errors(void **state)
@@ -754,8 +571,7 @@ static void wrong_arguments_are_refused_before_anything_is_sent(void **state)
     fakes[0].ids_dtype = 5;
     assert_ok(moe_client_forward(c, &r->f));
     r->f = good;
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 /* A program of a later release: its struct has a field that this library does not know. */
@@ -794,8 +610,7 @@ static void a_struct_is_read_and_written_as_far_as_its_size_says(void **state)
     for (size_t i = 0; i < sizeof f.canary; i++)
         assert_int_equal(f.canary[i], 0xa5);
     assert_int_equal(moe_client_get_info(c)->size, sizeof(struct moe_client_info));
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 
     struct moe_client_config config = {.endpoint = "127.0.0.1:1"};
     assert_refused(moe_client_connect(&config, &c), MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID);
@@ -897,43 +712,35 @@ static void threads_may_share_a_client(void **state)
 
 int main(void)
 {
-#define TEST(name) cmocka_unit_test_setup_teardown(name, start, stop)
     const struct CMUnitTest tests[] = {
-        TEST(limits_and_layers_are_known_after_connecting),
-        TEST(a_child_of_fork_is_refused_and_the_parent_goes_on),
-        TEST(a_client_is_bound_to_one_model),
-        TEST(an_unknown_model_ends_the_connecting),
-        TEST(a_shorter_config_means_the_default_model),
-        TEST(nobody_there_is_unavailable),
-        TEST(rows_come_back_where_they_belong),
-        TEST(routing_of_the_caller_is_sent),
-        TEST(token_ids_of_the_caller_are_sent),
-        TEST(token_ids_for_a_layer_without_a_table_are_not_sent),
-        TEST(unavailable_is_tried_again_until_it_works),
-        TEST(attempts_are_bounded),
-        TEST(retries_end_with_their_budget),
-        TEST(another_worker_is_asked_at_once),
-        TEST(a_worker_that_says_nothing_counts_as_one_that_refuses),
-        TEST(the_last_attempt_is_not_cut_short),
-        TEST(a_retained_pass_goes_to_no_other_worker),
-        TEST(the_servers_wish_for_a_pause_is_heeded),
-        TEST(no_pause_outlasts_the_deadline),
-        TEST(nothing_else_is_tried_again),
-        TEST(the_next_attempt_goes_to_another_worker),
-        TEST(requests_go_round_the_workers),
-        TEST(an_empty_slot_gets_no_requests),
-        TEST(a_large_batch_is_cut_and_joined_exactly),
-        TEST(a_failed_piece_fails_the_batch),
-        TEST(pieces_of_different_weights_are_not_joined),
-        TEST(a_batch_of_many_bytes_takes_several_connections),
-        TEST(a_batch_takes_several_connections_to_each_worker),
-        TEST(a_deadline_ends_a_call),
-        TEST(broken_answers_are_typed_errors),
-        TEST(wrong_arguments_are_refused_before_anything_is_sent),
-        TEST(a_struct_is_read_and_written_as_far_as_its_size_says),
-        TEST(a_callback_may_start_the_next_call),
-        TEST(closing_waits_for_what_is_in_flight),
-        TEST(threads_may_share_a_client),
+        with_fakes(limits_and_layers_are_known_after_connecting),
+        with_fakes(a_child_of_fork_is_refused_and_the_parent_goes_on),
+        with_fakes(a_client_is_bound_to_one_model),
+        with_fakes(an_unknown_model_ends_the_connecting),
+        with_fakes(a_shorter_config_means_the_default_model),
+        with_fakes(nobody_there_is_unavailable),
+        with_fakes(rows_come_back_where_they_belong),
+        with_fakes(routing_of_the_caller_is_sent),
+        with_fakes(token_ids_of_the_caller_are_sent),
+        with_fakes(token_ids_for_a_layer_without_a_table_are_not_sent),
+        with_fakes(unavailable_is_tried_again_until_it_works),
+        with_fakes(attempts_are_bounded),
+        with_fakes(retries_end_with_their_budget),
+        with_fakes(another_worker_is_asked_at_once),
+        with_fakes(a_worker_that_says_nothing_counts_as_one_that_refuses),
+        with_fakes(the_last_attempt_is_not_cut_short),
+        with_fakes(a_retained_pass_goes_to_no_other_worker),
+        with_fakes(the_servers_wish_for_a_pause_is_heeded),
+        with_fakes(no_pause_outlasts_the_deadline),
+        with_fakes(nothing_else_is_tried_again),
+        with_fakes(the_next_attempt_goes_to_another_worker),
+        with_fakes(a_deadline_ends_a_call),
+        with_fakes(broken_answers_are_typed_errors),
+        with_fakes(wrong_arguments_are_refused_before_anything_is_sent),
+        with_fakes(a_struct_is_read_and_written_as_far_as_its_size_says),
+        with_fakes(a_callback_may_start_the_next_call),
+        with_fakes(closing_waits_for_what_is_in_flight),
+        with_fakes(threads_may_share_a_client),
     };
     seed_random();
     return cmocka_run_group_tests(tests, NULL, NULL);

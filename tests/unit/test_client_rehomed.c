@@ -3,22 +3,6 @@
  * goes to three workers in different views. */
 #include "client_fixture.h"
 
-static struct fake fakes[3];
-
-static int start(void **state)
-{
-    (void)state;
-    fake_start(fakes, 3);
-    return 0;
-}
-
-static int stop(void **state)
-{
-    (void)state;
-    fake_stop(fakes, 3);
-    return 0;
-}
-
 static uint32_t ids[3][4] = {{1, 6}, {0, 3, 6, 7}, {0}};
 static const Moe__V1__RehomedExperts lists[3] = {
     {.base = {.descriptor = &moe__v1__rehomed_experts__descriptor},
@@ -105,8 +89,7 @@ static void a_batch_in_parts_gets_the_union(void **state)
         assert_int_equal(fake_calls(&fakes[i]), 1);
     assert_int_equal(r->f.answered_epoch, 8);
     assert_listed(r, 5, all);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 static void a_worker_that_does_not_know_them_is_named(void **state)
@@ -117,8 +100,7 @@ static void a_worker_that_does_not_know_them_is_named(void **state)
     struct request *r = make_asking(5, experts);
     fakes[0].rehomed = NULL;
     assert_refused(moe_client_forward(c, &r->f), MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 static void an_expert_that_does_not_exist_is_a_broken_answer(void **state)
@@ -151,20 +133,18 @@ static void a_smaller_struct_does_not_ask(void **state)
     assert_ok(moe_client_forward(c, &r->f));
     assert_int_equal(r->f.rehomed_count, 99);
     assert_int_equal(experts[0], 0xabababab);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 int main(void)
 {
-#define TEST(name) cmocka_unit_test_setup_teardown(name, start, stop)
     const struct CMUnitTest tests[] = {
-        TEST(a_request_that_asks_gets_the_list),
-        TEST(a_request_on_a_stream_gets_it_too),
-        TEST(a_batch_in_parts_gets_the_union),
-        TEST(a_worker_that_does_not_know_them_is_named),
-        TEST(an_expert_that_does_not_exist_is_a_broken_answer),
-        TEST(a_smaller_struct_does_not_ask),
+        with_fakes(a_request_that_asks_gets_the_list),
+        with_fakes(a_request_on_a_stream_gets_it_too),
+        with_fakes(a_batch_in_parts_gets_the_union),
+        with_fakes(a_worker_that_does_not_know_them_is_named),
+        with_fakes(an_expert_that_does_not_exist_is_a_broken_answer),
+        with_fakes(a_smaller_struct_does_not_ask),
     };
     seed_random();
     return cmocka_run_group_tests(tests, NULL, NULL);

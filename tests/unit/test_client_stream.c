@@ -3,22 +3,6 @@
  * single requests, broken answers, and the stream's end. */
 #include "client_fixture.h"
 
-static struct fake fakes[1];
-
-static int start(void **state)
-{
-    (void)state;
-    fake_start(fakes, 1);
-    return 0;
-}
-
-static int stop(void **state)
-{
-    (void)state;
-    fake_stop(fakes, 1);
-    return 0;
-}
-
 static struct moe_client_stream *open_stream(struct moe_client *c)
 {
     struct moe_client_stream *s = NULL;
@@ -225,14 +209,14 @@ static void the_end_of_the_server_fails_what_is_in_flight(void **state)
     struct request *r = send_on(s, 2);
     while (fake_calls(fakes) == 0) /* the watchdog bounds this */
         ;
-    fake_stop(fakes, 1);
+    fake_stop(fakes, FAKES);
     await_request(r);
     print_message("    %s: %s\n", moe_code_name(r->status.code), r->status.text);
     assert_int_equal(r->status.code, MOE_UNAVAILABLE);
     moe_client_stream_close(s);
     moe_client_close(c);
     free_request(r);
-    fake_start(fakes, 1);
+    fake_start(fakes, FAKES);
 }
 
 static void wrong_arguments_are_refused_before_anything_is_sent(void **state)
@@ -253,18 +237,17 @@ static void wrong_arguments_are_refused_before_anything_is_sent(void **state)
 
 int main(void)
 {
-#define TEST(name) cmocka_unit_test_setup_teardown(name, start, stop)
     const struct CMUnitTest tests[] = {
-        TEST(answers_find_their_requests_in_any_order),
-        TEST(the_id_may_come_last),
-        TEST(one_failure_does_not_end_the_stream),
-        TEST(a_late_answer_touches_nothing),
-        TEST(an_answer_to_nobody_is_ignored),
-        TEST(a_broken_answer_fails_its_request_alone),
-        TEST(the_end_of_the_stream_fails_what_is_in_flight),
-        TEST(an_answer_without_a_readable_id_ends_the_stream),
-        TEST(the_end_of_the_server_fails_what_is_in_flight),
-        TEST(wrong_arguments_are_refused_before_anything_is_sent),
+        with_fakes(answers_find_their_requests_in_any_order),
+        with_fakes(the_id_may_come_last),
+        with_fakes(one_failure_does_not_end_the_stream),
+        with_fakes(a_late_answer_touches_nothing),
+        with_fakes(an_answer_to_nobody_is_ignored),
+        with_fakes(a_broken_answer_fails_its_request_alone),
+        with_fakes(the_end_of_the_stream_fails_what_is_in_flight),
+        with_fakes(an_answer_without_a_readable_id_ends_the_stream),
+        with_fakes(the_end_of_the_server_fails_what_is_in_flight),
+        with_fakes(wrong_arguments_are_refused_before_anything_is_sent),
     };
     seed_random();
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -40,7 +40,6 @@ struct side {
     char session[80]; /* of the last step */
 };
 
-static struct fake fakes[3];
 static struct moe_mutex lock = MOE_MUTEX_INITIALIZER;
 MOE_GUARDED_BY(lock) static struct side sides[3];
 
@@ -321,14 +320,7 @@ static int start(void **state)
         METHOD("ListCheckpoints", on_list),
     };
     (void)state;
-    fake_start_with(fakes, 3, methods, sizeof methods / sizeof *methods);
-    return 0;
-}
-
-static int stop(void **state)
-{
-    (void)state;
-    fake_stop(fakes, 3);
+    fake_start_with(fakes, FAKES, methods, sizeof methods / sizeof *methods);
     return 0;
 }
 
@@ -584,8 +576,7 @@ static void passes_that_are_kept_go_to_one_worker_whole(void **state)
     r->f.retain_session = "s";
     r->f.retain_micro_batch_id = 1;
     assert_refused(moe_client_forward(c, &r->f), MOE_INVALID_ARGUMENT, MOE_REASON_TOKEN_LIMIT);
-    free_request(r);
-    moe_client_close(c);
+    end_call(c, r);
 }
 
 static void broken_answers_are_refused(void **state)
@@ -841,5 +832,5 @@ int main(void)
         TEST(changes_carry_their_arguments),
         TEST(checkpoints_are_listed_as_far_as_there_is_room),
     };
-    return cmocka_run_group_tests(tests, start, stop);
+    return cmocka_run_group_tests(tests, start, stop_fakes);
 }

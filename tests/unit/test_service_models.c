@@ -11,24 +11,7 @@
 
 enum { NUMBER = 3, TOKENS = 5, HIDDEN = 64 };
 
-static struct service service;
 static float x[TOKENS * HIDDEN];
-
-static int open_service(void **state)
-{
-    (void)state;
-    for (size_t i = 0; i < TOKENS * HIDDEN; i++)
-        x[i] = (float)(i % 17) / 17 - 0.5f;
-    service_open(&service);
-    return 0;
-}
-
-static int close_service(void **state)
-{
-    (void)state;
-    service_close(&service);
-    return 0;
-}
 
 static void order(enum moe_model_step step)
 {
@@ -150,10 +133,10 @@ static void clients_see_the_models(void **state)
     moe_rpc_msg_free(m);
 }
 
-#define with_service(test) cmocka_unit_test_setup_teardown(test, open_service, close_service)
-
 int main(void)
 {
+    for (size_t i = 0; i < TOKENS * HIDDEN; i++)
+        x[i] = (float)(i % 17) / 17 - 0.5f;
     const struct CMUnitTest tests[] = {
         with_service(a_request_names_its_model),
         with_service(clients_see_the_models),

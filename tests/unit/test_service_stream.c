@@ -6,22 +6,6 @@
 
 #include <math.h>
 
-static struct service service;
-
-static int open_service(void **state)
-{
-    (void)state;
-    service_open(&service);
-    return 0;
-}
-
-static int close_service(void **state)
-{
-    (void)state;
-    service_close(&service);
-    return 0;
-}
-
 /* ------------------------------------------------------------------------- one stream */
 
 enum { ITEMS = 300 };
@@ -332,8 +316,6 @@ static void a_cancelled_stream_leaves_no_request(void **state)
     }
     request_free(&r);
 }
-
-#define with_service(test) cmocka_unit_test_setup_teardown(test, open_service, close_service)
 
 int main(void)
 {

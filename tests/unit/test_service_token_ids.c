@@ -2,22 +2,6 @@
 /* Forward with token ids, for layers that route by them. test_service has their bad inputs. */
 #include "service_fixture.h"
 
-static struct service service;
-
-static int open_service(void **state)
-{
-    (void)state;
-    service_open(&service);
-    return 0;
-}
-
-static int close_service(void **state)
-{
-    (void)state;
-    service_close(&service);
-    return 0;
-}
-
 /* The backend's layer is as before: its router would choose, if it were asked. */
 static void a_layer_that_routes_by_token_id_needs_ids(void **state)
 {
@@ -93,8 +77,6 @@ static void token_ids_for_a_layer_without_a_table_are_refused(void **state)
     request_free(&r);
     assert_serves(&service);
 }
-
-#define with_service(test) cmocka_unit_test_setup_teardown(test, open_service, close_service)
 
 int main(void)
 {

@@ -25,7 +25,7 @@ foreach(part engine engine_failures training_engine retain_engine copying_engine
       ENVIRONMENT "MOE_TEST_SPIN_US=${spin}")
   endforeach()
 endforeach()
-foreach(part service service_token_ids service_stream service_models)
+foreach(part service service_input service_token_ids service_stream service_models)
   moe_test(test_${part} SOURCES test_${part}.c service_fixture.c worker_fixture.c engine_hooks.c
            all_experts.c USES moe_worker_core moe_cpu moe_oracle m LABELS worker TIMEOUT 120)
   target_compile_definitions(test_${part} PRIVATE
