@@ -14,7 +14,6 @@
 #include <unistd.h>
 
 enum {
-    CALL_LIMIT_MS = 5000,
     POLL_MS = 50,
     ROUND_MS = 200, /* for one of several daemons to answer, again and again */
     NAMES_BYTES = 200,
@@ -27,12 +26,6 @@ struct down {
     bool force;
 };
 
-static uint64_t call_deadline(uint64_t deadline_ns)
-{
-    uint64_t limit = moe_clock_ns() + CALL_LIMIT_MS * MOE_NS_PER_MS;
-    return limit < deadline_ns ? limit : deadline_ns;
-}
-
 static struct moe_status ask(const struct down *d, struct moectl_link *link, uint64_t deadline_ns)
 {
     Moe__V1__ShutdownRequest request = MOE__V1__SHUTDOWN_REQUEST__INIT;
@@ -42,7 +35,7 @@ static struct moe_status ask(const struct down *d, struct moectl_link *link, uin
     if (deadline_ns != MOE_NEVER && deadline_ns > now) /* a tenth is for the daemons to exit */
         request.limit_ms = (uint32_t)((deadline_ns - now) / MOE_NS_PER_MS * 9 / 10);
     struct moe_status st = moectl_link_call(link, "/moe.v1.AdminService/Shutdown", &request.base,
-                                            call_deadline(deadline_ns),
+                                            moectl_call_deadline(deadline_ns),
                                             &moe__v1__shutdown_response__descriptor, &answer);
     if (answer != NULL) {
         uint64_t epoch = ((Moe__V1__ShutdownResponse *)answer)->epoch;
@@ -93,7 +86,7 @@ static struct moe_status await_members(struct moectl_link *link, uint64_t deadli
         nanosleep(&pause, NULL);
         moe__v1__get_status_response__free_unpacked(*status, NULL);
         *status = NULL;
-        MOE_TRY(moectl_link_status(link, call_deadline(deadline_ns), status));
+        MOE_TRY(moectl_link_status(link, moectl_call_deadline(deadline_ns), status));
     }
     return moe_ok();
 }
@@ -187,7 +180,8 @@ static struct moe_status down_by_endpoint(const struct down *d, uint64_t deadlin
 {
     struct moectl_link *link = NULL;
     Moe__V1__GetStatusResponse *status = NULL;
-    MOE_TRY(moectl_admin_open(d->common.endpoint, call_deadline(deadline_ns), &link, &status));
+    MOE_TRY(
+        moectl_admin_open(d->common.endpoint, moectl_call_deadline(deadline_ns), &link, &status));
     struct moe_status st = end_by_endpoint(d, link, &status, deadline_ns);
     moectl_link_close(link);
     if (status != NULL)
@@ -300,8 +294,9 @@ static struct moe_status await_gone(const struct down *d, int directory,
     signal_group(group, SIGKILL);
     if (names[0] != '\0')
         moectl_say("the time limit is over; --force killed %s", names);
-    return moectl_state_wait_gone(directory, call_deadline(MOE_NEVER)) ? moe_ok()
-                                                                       : still_running(group);
+    return moectl_state_wait_gone(directory, moectl_call_deadline(MOE_NEVER))
+               ? moe_ok()
+               : still_running(group);
 }
 
 /* Asks workers until one answers. */

@@ -24,7 +24,7 @@
 
 extern char **environ;
 
-enum { POLL_MS = 20, CALL_LIMIT_MS = 5000, ADVICE_MS = 10000, RESTARTED_MAX = MOE_MAX_SLOTS };
+enum { POLL_MS = 20, ADVICE_MS = 10000, RESTARTED_MAX = MOE_MAX_SLOTS };
 
 struct restart {
     struct moectl_common common;
@@ -41,11 +41,6 @@ struct restart {
     } done[RESTARTED_MAX];
 };
 
-static uint64_t call_deadline(uint64_t deadline_ns)
-{
-    return moe_earlier(moe_clock_ns() + CALL_LIMIT_MS * MOE_NS_PER_MS, deadline_ns);
-}
-
 static void drop_status(struct restart *r)
 {
     if (r->status != NULL)
@@ -57,7 +52,7 @@ static void drop_status(struct restart *r)
  * now. */
 static void look(struct restart *r, uint64_t deadline_ns)
 {
-    uint64_t limit_ns = call_deadline(deadline_ns);
+    uint64_t limit_ns = moectl_call_deadline(deadline_ns);
     drop_status(r);
     struct moe_status st = r->link == NULL
                                ? moectl_admin_find(&r->common, limit_ns, &r->link, &r->status)
@@ -110,7 +105,7 @@ static struct moe_status drain(struct restart *r, uint32_t slot, uint64_t deadli
     request.reason = (char *)(uintptr_t)r->reason;
     request.force = r->force;
     MOE_TRY(moectl_link_call(r->link, "/moe.v1.AdminService/DrainWorker", &request.base,
-                             call_deadline(deadline_ns),
+                             moectl_call_deadline(deadline_ns),
                              &moe__v1__drain_worker_response__descriptor, &answer));
     *epoch = ((Moe__V1__DrainWorkerResponse *)answer)->epoch;
     protobuf_c_message_free_unpacked(answer, NULL);

@@ -55,10 +55,11 @@ class FakeChannel:
 
 
 class FakeAdmin(grpc.GenericRpcHandler):
-    """A coordinator that reports the given status, and `events` and `metrics` if they are set."""
+    """A coordinator that reports the given status, and `events` and `metrics` if they are set. With
+    `leader`, it does not lead."""
 
     def __init__(self, **status):
-        self.events, self.metrics = None, ""
+        self.events, self.metrics, self.leader, self.calls = None, "", "", 0
         self.status = admin_pb2.GetStatusResponse(**status)
         self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(2))
         self.server.add_generic_rpc_handlers((self,))
@@ -71,18 +72,27 @@ class FakeAdmin(grpc.GenericRpcHandler):
         answer = answers.get(details.method.rpartition("/")[2])
         if answer is None:
             return None
+        self.calls += 1
+
+        def handle(_request, context):
+            if self.leader:
+                waits = refused("NOT_LEADER", grpc.StatusCode.UNAVAILABLE,
+                                message="the leader is " + self.leader)
+                context.set_trailing_metadata((("grpc-status-details-bin", waits.details()),))
+                context.abort(waits.code, waits.message)
+            return answer
+
         return grpc.unary_unary_rpc_method_handler(
-            lambda request, context: answer,
-            response_serializer=lambda answer: answer.SerializeToString())
+            handle, response_serializer=lambda answer: answer.SerializeToString())
 
 
 class Failure(Exception):
-    def __init__(self, code, reason="", worker=""):
+    def __init__(self, code, reason="", worker="", message="as wished"):
         super().__init__(reason)
-        self.code, self.reason, self.worker = code, reason, worker
+        self.code, self.reason, self.worker, self.message = code, reason, worker, message
 
     def details(self):
-        status = rpc_status_pb2.Status(code=self.code.value[0], message="as wished")
+        status = rpc_status_pb2.Status(code=self.code.value[0], message=self.message)
         info = rpc_status_pb2.ErrorInfo(reason=self.reason, domain="moe")
         if self.worker:
             info.metadata["worker"] = self.worker
@@ -91,8 +101,8 @@ class Failure(Exception):
         return status.SerializeToString()
 
 
-def refused(reason, code=grpc.StatusCode.FAILED_PRECONDITION, worker=""):
-    return Failure(code, reason, worker)
+def refused(reason, code=grpc.StatusCode.FAILED_PRECONDITION, worker="", message="as wished"):
+    return Failure(code, reason, worker, message)
 
 
 def unavailable():

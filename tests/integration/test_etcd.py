@@ -289,10 +289,12 @@ class Two(Case):
     def test_status_while_a_stopped_leader_holds_its_lease_names_it(self):
         first, (a, _), (b, _) = self.two("--leader-lease-s", "60")
         first.send_signal(signal.SIGSTOP)
-        for at in ("%s,%s" % (a, b), b):
+        waits = "%s: this coordinator does not lead; the leader is %s" % (b, a)
+        for at, why in (("%s,%s" % (a, b), waits + ": %s: " % a),
+                        (b, "--endpoint does not name the leader: " + waits)):
             done = self.moectl("status", at=at, timeout="3")
             self.assertEqual(done.returncode, 5, done.stderr)
-            self.assertIn("%s: leader %s: " % (b, a), done.stderr)
+            self.assertIn(why, done.stderr)
             print("  " + done.stderr.strip().splitlines()[-1])
 
     def test_a_leader_of_before_is_not_called_one(self):
@@ -304,10 +306,10 @@ class Two(Case):
         self.await_log(standby, "listening on port")
         etcd.kill(0)
         self.await_log(log, "this coordinator does not lead any more")
-        done = self.moectl("status", at=b, timeout="5")
+        done = self.moectl("status", at="%s,%s" % (b, a), timeout="5")
         self.assertEqual(done.returncode, 5, done.stderr)
         self.assertIn("no coordinator leads (etcd ", done.stderr)
-        self.assertNotIn("leader %s" % a, done.stderr)
+        self.assertNotIn("leader is %s" % a, done.stderr)
         print("  " + done.stderr.strip().splitlines()[-1])
 
     def standby_check(self, *at):
@@ -325,7 +327,7 @@ class Two(Case):
         waits = "at %s: it waits, and the leader is %s" % (b, a)
         for at in ((a, b), (b, a)):
             self.assertEqual(self.standby_check(*at), ("coordinator", "OK", waits))
-        self.assertIsNone(self.standby_check(b))  # one that is asked for the leader alone
+        self.assertIsNone(self.standby_check(a))  # the others are not named
         standby = self.processes[1]
         standby.send_signal(signal.SIGSTOP)
         for at in ((a, b), (b, a)):
@@ -346,10 +348,14 @@ class Two(Case):
         self.assertEqual(done.stdout, "".join("%s: debug (before: info)\n" % at for at in (b, a)))
         for each in (log, standby):
             self.await_log(each, "the log level is debug now")
-        done = self.moectl("log-level", "info", "--all", at=b)
+        done = self.moectl("log-level", "info", "--all", at=a)
         self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertEqual(done.stdout, "".join("%s: info (before: debug)\n" % at for at in (b, a)))
+        self.assertEqual(done.stdout, "%s: info (before: debug)\n" % a)
         self.assertIn("none was asked: --endpoint does not name them", done.stderr)
+        done = self.moectl("log-level", "info", "--all", at=b)
+        self.assertEqual(done.returncode, 5, done.stderr)
+        self.assertEqual(done.stdout, "%s: info (before: debug)\n" % b)
+        self.assertIn("the leader is %s" % a, done.stderr)
 
 
 class Tls(Case):

@@ -15,7 +15,7 @@ import numpy as np
 from commands import (FAILED, FAMILY, NOT_FOUND, OK, PERMISSION, UNHEALTHY, UNREACHABLE, USAGE,
                       folder, run)
 from group import BUILD, Group, golden_cases, main, model_directory, relative_error, to_bf16
-from fake_group import FakeAdmin
+from fake_group import FakeAdmin, FakeWorker, Ledger
 from wire import admin
 
 import moed
@@ -279,6 +279,43 @@ class AgainstAFakeCoordinator(unittest.TestCase):
                              "loading\n")
         finally:
             fake.server.stop(None).wait()
+
+    def test_only_named_coordinators_are_asked(self):
+        """Whatever one that waits says: the leader that it names may be of another group now."""
+        waits, leader = (FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_SERVING)
+                         for _ in range(2))
+        waits.leader = leader.endpoint
+        leader.events = admin.ListEventsResponse()
+        try:
+            for command in (["status"], ["health"], ["down"], ["cordon", "0", "--reason", "x"]):
+                done = run(*command, "--endpoint", waits.endpoint)
+                self.assertEqual(done.returncode, UNREACHABLE, (command, done.stderr))
+                self.assertIn("--endpoint does not name the leader: %s: the leader is %s"
+                              % (waits.endpoint, leader.endpoint), done.stdout + done.stderr)
+            self.assertEqual(leader.calls, 0)
+            for both in (waits, leader), (leader, waits):
+                done = run("status", "--endpoint", ",".join(one.endpoint for one in both))
+                self.assertEqual(done.returncode, OK, done.stderr)
+        finally:
+            for fake in (waits, leader):
+                fake.server.stop(None).wait()
+
+    def test_a_worker_of_another_host_names_no_coordinator_of_this_one(self):
+        worker = FakeWorker(Ledger())
+        leader = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_SERVING)
+        worker.coordinator = leader.endpoint
+        elsewhere = "0.0.0.0:" + worker.endpoint.rpartition(":")[2]  # no loopback address
+        try:
+            done = run("status", "--endpoint", worker.endpoint)
+            self.assertEqual(done.returncode, OK, done.stderr)
+            asked = leader.calls
+            done = run("status", "--endpoint", elsewhere)
+            self.assertEqual(done.returncode, FAILED, done.stderr)
+            self.assertIn("names a coordinator on its own host", done.stderr)
+            self.assertEqual(leader.calls, asked)
+        finally:
+            for fake in (worker, leader):
+                fake.server.stop(None).wait()
 
     def test_workers_that_have_ended_do_not_count(self):
         fake = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_WAITING, slots=2)

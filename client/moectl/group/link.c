@@ -16,6 +16,7 @@ enum {
     LIMIT_MS = 1000,          /* for one of several coordinators, in the first round */
     ROUND_PAUSE_MS = 250,     /* another coordinator may lead soon */
     ROUNDS_DOUBLED = 4,       /* each round doubles the limit, so a slow host answers */
+    CALL_LIMIT_MS = 5000,     /* for one of many calls */
     ANSWER_MAX = 1024 * 1024, /* bytes; a full status is some tens of KiB */
 };
 
@@ -220,59 +221,33 @@ static bool is_silence(const struct moe_status *st)
     return st->code == MOE_UNAVAILABLE || st->code == MOE_DEADLINE_EXCEEDED;
 }
 
-/* One round over the coordinators of a group. The one that leads may say nothing: a stopped process
- * leads until its lease ends. */
-struct round {
-    uint64_t limit_ns;               /* of one that others name, or of several that are asked */
-    char silent[MOE_ENDPOINT_BYTES]; /* the last one that did not answer; "" = none */
-    bool leader_is_silent;           /* another one names it */
-};
-
-static struct moe_status open_in_round(const char *endpoint, uint64_t deadline_ns, struct round *r,
-                                       struct moectl_link **out,
-                                       Moe__V1__GetStatusResponse **status)
+/* A worker of another host cannot mean a loopback address of this one: another group may be there.
+ */
+static struct moe_status check_named(const char *worker, const char *coordinator)
 {
-    struct moe_status st = open_and_ask(endpoint, deadline_ns, out, status);
-    if (is_silence(&st) && st.reason != MOE_REASON_NOT_LEADER)
-        (void)snprintf(r->silent, sizeof r->silent, "%s", endpoint);
-    return st;
+    struct moe_status here = moe_endpoint_check_loopback(worker);
+    struct moe_status there = moe_endpoint_check_loopback(coordinator);
+    if (!moe_failed(&here) || moe_failed(&there))
+        return moe_ok();
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
+                     "this worker names a coordinator on its own host: give --endpoint the "
+                     "coordinator's address");
 }
 
-/* The same at the leader, if `endpoint` is a coordinator that does not lead. One that has just
- * ceased to lead is not followed in circles, and a silent one is asked once in a round. */
-static struct moe_status ask_leader(const char *endpoint, uint64_t deadline_ns, struct round *r,
-                                    struct moectl_link **out, Moe__V1__GetStatusResponse **status)
-{
-    struct moe_status st = open_in_round(endpoint, deadline_ns, r, out, status);
-    if (moe_endpoint_of_leader(&st)[0] == '\0')
-        return st;
-    char leader[MOE_ENDPOINT_BYTES];
-    (void)snprintf(leader, sizeof leader, "%s", moe_endpoint_of_leader(&st));
-    moectl_link_close(*out);
-    *out = NULL;
-    uint64_t limit = moe_earlier(deadline_ns, moe_clock_ns() + r->limit_ns);
-    if (strcmp(r->silent, leader) == 0)
-        st = moe_error(MOE_DEADLINE_EXCEEDED, MOE_REASON_NONE, "does not answer");
-    else
-        st = open_in_round(leader, limit, r, out, status);
-    r->leader_is_silent = r->leader_is_silent || strcmp(r->silent, leader) == 0;
-    if (st.reason == MOE_REASON_NOT_LEADER) /* it led before */
-        return moe_error_context(st, "%s", leader);
-    return moe_error_context(st, "leader %s", leader);
-}
-
-static struct moe_status open_one(const char *endpoint, uint64_t deadline_ns, struct round *r,
+static struct moe_status open_one(const char *endpoint, uint64_t deadline_ns,
                                   struct moectl_link **out, Moe__V1__GetStatusResponse **status)
 {
     struct moectl_link *link = NULL;
     Moe__V1__GetServerInfoResponse *info = NULL;
-    struct moe_status st = ask_leader(endpoint, deadline_ns, r, &link, status);
+    struct moe_status st = open_and_ask(endpoint, deadline_ns, &link, status);
     if (st.code == MOE_UNIMPLEMENTED) { /* `endpoint` is a worker's: ask it for its coordinator */
         st = explain(moectl_link_server_info(link, deadline_ns, &info));
         moectl_link_close(link);
         link = NULL;
         if (st.code == MOE_OK)
-            st = ask_leader(info->coordinator, deadline_ns, r, &link, status);
+            st = check_named(endpoint, info->coordinator);
+        if (st.code == MOE_OK)
+            st = open_and_ask(info->coordinator, deadline_ns, &link, status);
         if (st.code != MOE_OK && info != NULL)
             st = moe_error_context(st, "coordinator %s", info->coordinator);
         if (info != NULL)
@@ -294,23 +269,72 @@ uint64_t moectl_share(uint64_t deadline_ns, size_t left)
     return now + (deadline_ns - now) / left;
 }
 
+uint64_t moectl_call_deadline(uint64_t deadline_ns)
+{
+    return moe_earlier(moe_clock_ns() + CALL_LIMIT_MS * MOE_NS_PER_MS, deadline_ns);
+}
+
+/* One round over the coordinators of a group: the last answer of each kind; code OK = none. */
+struct round {
+    uint64_t limit_ns;        /* of each of several */
+    struct moe_status waits;  /* it does not lead, and names the one that does */
+    struct moe_status lacks;  /* it knows of none that leads */
+    struct moe_status silent; /* there is no answer */
+    bool again;               /* another one may lead soon */
+};
+
+static bool is_listed(const struct moe_endpoints *list, const char *endpoint)
+{
+    for (size_t i = 0; i < list->count; i++)
+        if (strcmp(list->all[i], endpoint) == 0)
+            return true;
+    return false;
+}
+
+static void note_answer(struct round *r, const struct moe_status *st)
+{
+    if (st->reason != MOE_REASON_NOT_LEADER)
+        r->silent = *st;
+    else if (moe_endpoint_of_leader(st)[0] != '\0')
+        r->waits = *st;
+    else
+        r->lacks = *st;
+}
+
+/* What the round says, if none leads. No other address than those of the list is asked: a
+ * coordinator that waits may name one that is of another group by now. The one that leads may say
+ * nothing: a stopped process leads until its lease ends. */
+static struct moe_status judge_round(const struct moe_endpoints *list, struct round *r)
+{
+    bool waits = moe_failed(&r->waits), silent = moe_failed(&r->silent);
+    if (moe_failed(&r->lacks)) {
+        r->again = silent;
+        return r->lacks;
+    }
+    r->again = r->silent.code == MOE_DEADLINE_EXCEEDED ||
+               (waits && (silent || is_listed(list, moe_endpoint_of_leader(&r->waits))));
+    if (waits && silent)
+        return moe_error_context(r->silent, "%s", r->waits.text);
+    if (waits && !r->again)
+        return moe_error_context(r->waits, "--endpoint does not name the leader");
+    return waits ? r->waits : r->silent;
+}
+
 /* Asks each endpoint for a part of the time that is left. */
 static struct moe_status ask_round(const struct moe_endpoints *list, uint64_t deadline_ns,
                                    struct round *r, struct moectl_link **out,
                                    Moe__V1__GetStatusResponse **status)
 {
-    struct moe_status st = moe_ok(), clearest = moe_ok();
     for (size_t i = 0; i < list->count; i++) {
         uint64_t limit = moectl_share(deadline_ns, list->count - i);
         if (list->count > 1)
             limit = moe_earlier(limit, moe_clock_ns() + r->limit_ns);
-        st = open_one(list->all[i], limit, r, out, status);
+        struct moe_status st = open_one(list->all[i], limit, out, status);
         if (!is_silence(&st))
             return st;
-        if (r->leader_is_silent && !moe_failed(&clearest))
-            clearest = st; /* says more than the silence of another one */
+        note_answer(r, &st);
     }
-    return moe_failed(&clearest) ? clearest : st;
+    return judge_round(list, r);
 }
 
 struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
@@ -324,8 +348,7 @@ struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
     for (unsigned n = 0;; n += n < ROUNDS_DOUBLED) {
         struct round r = {.limit_ns = (LIMIT_MS * MOE_NS_PER_MS) << n};
         struct moe_status st = ask_round(&list, deadline_ns, &r, out, status);
-        bool again = r.leader_is_silent || st.code == MOE_DEADLINE_EXCEEDED;
-        if (!is_silence(&st) || !again ||
+        if (!is_silence(&st) || !r.again ||
             moe_clock_ns() + ROUND_PAUSE_MS * MOE_NS_PER_MS >= deadline_ns)
             return st;
         (void)nanosleep(&pause, NULL);

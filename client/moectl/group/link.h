@@ -50,11 +50,14 @@ bool moectl_link_answers(const char *endpoint, uint64_t deadline_ns);
 
 /* The deadline of the next of `left` calls that share the time until `deadline_ns`. */
 uint64_t moectl_share(uint64_t deadline_ns, size_t left);
+/* The deadline of one call of a command that has more to do until `deadline_ns`. */
+uint64_t moectl_call_deadline(uint64_t deadline_ns);
 
 /* Opens a link to the coordinator of a group and asks for the group's state. `endpoint` is that of
- * a coordinator or of any worker, or a list of them: the first that answers counts. A coordinator
- * that does not lead names the one that does, and the link goes there. If that one says nothing,
- * all are asked again until the deadline: another one leads when its lease is over. */
+ * a coordinator or of any worker, or a list of them: the first that answers counts. A worker names
+ * its coordinator. A coordinator that does not lead names the one that does; the link goes there
+ * only if the list has it. If one of several says nothing, all are asked again until the deadline:
+ * another one leads when the lease of that one is over. */
 struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
                                     struct moectl_link **out,
                                     Moe__V1__GetStatusResponse **status) MOE_CHECKED;
