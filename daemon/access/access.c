@@ -199,6 +199,15 @@ struct moe_status moe_access_decide(struct moe_access *a, const struct moe_acces
     return (policy->roles & grant->roles) != 0 ? moe_ok() : refuse(caller, policy, grant);
 }
 
+struct moe_status moe_access_may_call(const struct moe_access_caller *caller,
+                                      const struct moe_access_grant *grant, const char *path)
+{
+    const struct moe_access_policy *policy = moe_access_policy_find(path);
+    if (policy == NULL)
+        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED, "no such method");
+    return (policy->roles & grant->roles) != 0 ? moe_ok() : refuse(caller, policy, grant);
+}
+
 static bool is_exempt(const struct moe_access *a, const char *who)
 {
     char own[MOE_ACCESS_NAME_BYTES];

@@ -55,6 +55,12 @@ struct moe_status moe_access_decide(struct moe_access *a, const struct moe_acces
                                     const char *path, const char *token,
                                     struct moe_access_grant *grant) MOE_CHECKED;
 
+/* [any thread] Decides about one more method for a caller that moe_access_decide has let in: what
+ * a message asks for may need another role than the method it came by. Errors as there. */
+struct moe_status moe_access_may_call(const struct moe_access_caller *caller,
+                                      const struct moe_access_grant *grant,
+                                      const char *path) MOE_CHECKED;
+
 /* [any thread] True if a caller with this grant may register as `worker_id`. */
 bool moe_access_speaks_for(struct moe_access *a, const struct moe_access_grant *grant,
                            const char *worker_id);

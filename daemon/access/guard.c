@@ -177,6 +177,18 @@ static void record(void *guard, const struct moe_rpc_identity *who,
         moe_log_info("audit: %s", line);
 }
 
+struct moe_status moe_guard_may_call(struct moe_guard *g, const struct moe_rpc_call *call,
+                                     const char *path)
+{
+    if (g == NULL)
+        return moe_ok();
+    const struct moe_rpc_grant *grant = moe_rpc_call_grant(call);
+    const struct moe_access_caller caller = caller_of(moe_rpc_call_identity(call));
+    struct moe_access_grant found = {.roles = grant->roles};
+    memcpy(found.who, grant->who, sizeof found.who);
+    return moe_access_may_call(&caller, &found, path);
+}
+
 bool moe_guard_speaks_for(struct moe_guard *g, const struct moe_rpc_grant *grant,
                           const char *worker_id)
 {

@@ -37,6 +37,11 @@ struct moe_status moe_guard_start_server(struct moe_guard *g,
  * server of no guard, and a NULL guard, are ignored. */
 void moe_guard_remove(struct moe_guard *g, struct moe_rpc_server *server);
 
+/* [any thread] Whether a call that the guard has let in may also do what `path` does; without a
+ * guard always. Errors: those of moe_access_decide. */
+struct moe_status moe_guard_may_call(struct moe_guard *g, const struct moe_rpc_call *call,
+                                     const char *path) MOE_CHECKED;
+
 /* [any thread] True if the caller may register as this worker; without a guard always. */
 bool moe_guard_speaks_for(struct moe_guard *g, const struct moe_rpc_grant *grant,
                           const char *worker_id);

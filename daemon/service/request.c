@@ -182,6 +182,8 @@ static struct moe_status check_retain(struct parse *p, const Head *h)
     if (c->training == NULL)
         return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED,
                          "this worker has no training; start it with --training");
+    if (c->may_retain != NULL)
+        MOE_TRY(c->may_retain(c->may_retain_ctx, c->call));
     MOE_TRY(moe_request_check_pass(h->retain->session, h->retain->micro_batch_id));
     if (h->tokens > c->info->max_tokens_per_step)
         return invalid(TOKEN_LIMIT, "%u tokens; one Backward has at most %u", h->tokens,

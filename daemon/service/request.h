@@ -16,6 +16,8 @@
 #include "service/staging.h"
 #include "training/training.h"
 
+struct moe_rpc_call;
+
 /* Input of the checks, and source of a request's memory. */
 struct moe_request_context {
     const struct moe_service_info *info;
@@ -24,6 +26,10 @@ struct moe_request_context {
     struct moe_train *training; /* NULL: no pass can be retained */
     uint64_t weights_version;
     struct moe_standing worker;
+    /* See moe_service_config; with the call that the message came by. */
+    struct moe_status (*may_retain)(void *ctx, const struct moe_rpc_call *call);
+    void *may_retain_ctx;
+    const struct moe_rpc_call *call;
 };
 
 /* moe_pass_record.head of a forward pass. The record's data are x [T,H], and at the offsets given

@@ -41,6 +41,8 @@ struct moe_service {
     _Atomic bool awaited;               /* see struct moe_standing */
     const struct moe_lease_gate *lease; /* NULL: none is needed */
     struct moe_tracer *tracer;          /* NULL = none */
+    struct moe_status (*may_retain)(void *ctx, const struct moe_rpc_call *call); /* as given */
+    void *may_retain_ctx;
     _Atomic(const struct moe_served_model *) model;
     struct moe_places places;
     struct moe_mutex lock; /* of the endpoints and names */
@@ -82,13 +84,16 @@ struct forward {
 
 /* --------------------------------------------------------------- life of a request */
 
-static struct moe_request_context context_of(struct moe_service *s)
+static struct moe_request_context context_of(struct moe_service *s, const struct moe_rpc_call *call)
 {
     struct moe_request_context c = {.info = &s->info,
                                     .staging = s->staging,
                                     .models = s->models,
                                     .training = s->training,
-                                    .weights_version = moe_engine_weights_version(s->engine)};
+                                    .weights_version = moe_engine_weights_version(s->engine),
+                                    .may_retain = s->may_retain,
+                                    .may_retain_ctx = s->may_retain_ctx,
+                                    .call = call};
     moe_service_read(s, &c.worker);
     return c;
 }
@@ -241,7 +246,7 @@ static struct moe_status parse_forward(struct moe_service *s, struct moe_rpc_cal
     f->stream = stream;
     atomic_store(&f->references, 1);
     begin_trace(f);
-    struct moe_request_context context = context_of(s);
+    struct moe_request_context context = context_of(s, call);
     struct moe_status st = moe_request_parse(&f->request, &context, m);
     *id = f->request.id;
     f->request.work.times = f->times;
@@ -669,6 +674,8 @@ struct moe_status moe_service_create(const struct moe_service_config *config,
     s->models = config->models;
     s->lease = config->lease;
     s->tracer = config->tracer;
+    s->may_retain = config->may_retain;
+    s->may_retain_ctx = config->may_retain_ctx;
     atomic_store(&s->slot, config->info.slot);
     struct moe_status st = moe_service_metrics_create(config->metrics, s->engine,
                                                       config->training != NULL, &s->metrics);

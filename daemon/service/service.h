@@ -36,6 +36,10 @@ struct moe_service_config {
     /* NULL: the group does not train, and serves without a lease. Borrowed. */
     const struct moe_lease_gate *lease;
     struct moe_tracer *tracer; /* of Forward and ForwardStream; NULL = none. Borrowed */
+    /* [any thread] Whether the caller may have a pass retained, which takes the place of an older
+     * one; the failure is the answer. NULL: every caller may. */
+    struct moe_status (*may_retain)(void *ctx, const struct moe_rpc_call *call);
+    void *may_retain_ctx;
 };
 
 struct moe_status moe_service_create(const struct moe_service_config *config,

@@ -399,6 +399,8 @@ static struct moe_status create_service(struct moe_worker *w)
         .metrics = c->metrics,
         .lease = gate_of(w),
         .tracer = w->tracer,
+        .may_retain = moe_worker__may_retain,
+        .may_retain_ctx = w,
     };
     MOE_TRY(moe_service_create(&service, &w->service));
     MOE_TRY(create_regions(w, &service.info));

@@ -221,6 +221,14 @@ static struct moe_status start_public(struct moe_worker *w)
     return moe_ok();
 }
 
+struct moe_status moe_worker__may_retain(void *ctx, const struct moe_rpc_call *call)
+{
+    const struct moe_worker *w = ctx;
+    struct moe_status st =
+        moe_guard_may_call(w->config.guard, call, "/moe.v1.TrainingService/Backward");
+    return moe_failed(&st) ? moe_error_context(st, "no pass is retained for this caller") : st;
+}
+
 struct moe_status moe_worker__start_servers(struct moe_worker *w)
 {
     MOE_TRY(start_control(w));

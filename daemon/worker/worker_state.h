@@ -114,6 +114,9 @@ void moe_worker__fetched_listed(void *ctx, uint32_t version);
 struct moe_status moe_worker__create_mover(struct moe_worker *w) MOE_CHECKED;
 /* Starts both servers, then names the worker. On failure moe_worker__stop_servers follows. */
 struct moe_status moe_worker__start_servers(struct moe_worker *w) MOE_CHECKED;
+/* For moe_service_config.may_retain; `ctx` is the worker. A retained pass takes the place of older
+ * ones, so it is for callers that may call Backward. */
+struct moe_status moe_worker__may_retain(void *ctx, const struct moe_rpc_call *call) MOE_CHECKED;
 /* Clients get the host of `coordinator` with this port. */
 struct moe_status moe_worker__name_coordinator(struct moe_worker *w, const char *coordinator,
                                                uint32_t admin_port) MOE_CHECKED;

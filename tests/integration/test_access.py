@@ -30,6 +30,7 @@ from ports import free_ports
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "attack"))
 import h2  # noqa: E402
+from wire import expert  # noqa: E402
 
 FAMILY = "qwen3_moe"
 STRANGER = 65534  # a user without rights
@@ -276,6 +277,49 @@ def raw_status(endpoint, path, values):
             return None, answer
     found = re.search(rb"grpc-status[\x01\x02](\d+)", answer)
     return int(found.group(1)) if found else None, answer
+
+
+class RetainedPasses(unittest.TestCase):
+    def retain_by_stream(self, endpoint, token, x):
+        """The code of an item of ForwardStream."""
+        request = expert.ForwardStreamRequest(
+            tokens=len(x), hidden=x.shape[1], dtype=1, x_data=x.tobytes(),
+            retain=expert.RetainForBackward(session="run", micro_batch_id=2), request_id=1)
+        header = [("authorization", f"Bearer {token}")] if token else []
+        with plain(endpoint) as channel:
+            call = channel.stream_stream("/moe.v1.ExpertService/ForwardStream")(
+                iter([request.SerializeToString()]), timeout=20, metadata=header)
+            code = expert.ForwardStreamResponse.FromString(next(call)).error.code
+            call.cancel()
+        return next(each for each in grpc.StatusCode if each.value[0] == code)
+
+    def test_only_trainers_have_passes_retained(self):
+        """A pass takes the place of one with the same session and number, and evicts others."""
+        with daemons() as d:
+            rules = os.path.join(d.where, "access.json")
+            write(rules, access_file(identities={"anonymous": {"roles": ["client"]}}))
+            c = d.coordinator("--access-file", rules)
+            w = d.worker(c.endpoint, "w1", "--access-file", rules, "--training", "sgd")
+            wait_until(lambda: "serving under epoch" in read(w.log), 30)
+            files = {role: os.path.join(d.where, role) for role in ("client", "trainer", "admin")}
+            for role, path in files.items():
+                write(path, TOKENS[role])
+            rng = np.random.default_rng(7)
+            x, dy = (rng.standard_normal((4, 64), np.float32) for _ in range(2))
+            with moed.Client(w.endpoint, token_file=files["trainer"], timeout=20) as trainer:
+                first = trainer.forward(0, x, retain=("run", 1))
+                want = trainer.backward(0, dy, session="run", micro_batch_id=1, retained=True)
+                trainer.forward(0, x, retain=("run", 2))
+                for role in ("client", "admin", None):
+                    with moed.Client(w.endpoint, token_file=files.get(role), timeout=20) as other:
+                        np.testing.assert_array_equal(other.forward(0, x), first)
+                        with self.assertRaisesRegex(moed.MoeError, "retained.*trainer") as caught:
+                            other.forward(0, 7 * x, retain=("run", 2))
+                        self.assertIn(caught.exception.code, REFUSALS)
+                    self.assertEqual(self.retain_by_stream(w.endpoint, TOKENS.get(role), 7 * x),
+                                     caught.exception.code)
+                got = trainer.backward(0, dy, session="run", micro_batch_id=2, retained=True)
+                np.testing.assert_array_equal(got.dx, want.dx)
 
 
 class AdminAddress(unittest.TestCase):

@@ -97,6 +97,16 @@ static enum moe_code ask(struct moe_access *a, struct moe_access_caller caller, 
     return st.code;
 }
 
+/* Of a call that came by `path`: what it may besides. */
+static enum moe_code ask_more(struct moe_access *a, struct moe_access_caller caller,
+                              const char *path, const char *more)
+{
+    struct moe_access_grant grant;
+    assert_ok(moe_access_decide(a, &caller, path, "", &grant));
+    struct moe_status st = moe_access_may_call(&caller, &grant, more);
+    return st.code;
+}
+
 static bool speaks(struct moe_access *a, struct moe_access_caller caller, const char *token,
                    const char *worker_id)
 {
@@ -122,6 +132,9 @@ static void without_files_the_owner_may_all_and_tcp_is_a_client(void **state)
     assert_int_equal(ask(a, tcp, SHUTDOWN, ""), MOE_UNAUTHENTICATED);
     assert_int_equal(ask(a, tcp, STATUS, ""), MOE_UNAUTHENTICATED);
     assert_int_equal(ask(a, tcp, SESSION, ""), MOE_UNAUTHENTICATED);
+    assert_int_equal(ask_more(a, tcp, FORWARD, STEP), MOE_UNAUTHENTICATED);
+    assert_int_equal(ask_more(a, tcp, FORWARD, "/no.Service/Method"), MOE_UNIMPLEMENTED);
+    assert_int_equal(ask_more(a, unix_uid(OWN_UID), FORWARD, STEP), MOE_OK);
     assert_true(speaks(a, unix_uid(OWN_UID), "", "w1"));
     assert_false(speaks(a, tcp, "", "w1"));
     /* A token for another group does not matter where no token counts. */
