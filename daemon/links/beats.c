@@ -8,7 +8,7 @@
 
 void moe_beats_begin(struct moe_beats *b)
 {
-    *b = (struct moe_beats){.slow_ns = MOE_BEATS_FIRST_MS * MOE_NS_PER_MS};
+    *b = (struct moe_beats){.late_ns = MOE_BEATS_FIRST_MS * MOE_NS_PER_MS};
 }
 
 bool moe_beats_next(struct moe_beats *b, uint64_t now_ns, struct moe_beat *out)
@@ -22,10 +22,10 @@ bool moe_beats_next(struct moe_beats *b, uint64_t now_ns, struct moe_beat *out)
     return true;
 }
 
-static void note_time(struct moe_beats *b, uint64_t ns)
+static void note_time(uint64_t *longest_ns, uint64_t ns)
 {
-    uint64_t before_ns = b->slow_ns - b->slow_ns / MOE_BEATS_FADES;
-    b->slow_ns = ns > before_ns ? ns : before_ns;
+    uint64_t before_ns = *longest_ns - *longest_ns / MOE_BEATS_FADES;
+    *longest_ns = ns > before_ns ? ns : before_ns;
 }
 
 void moe_beats_receive(struct moe_beats *b, const struct moe_beat *beat, uint64_t now_ns)
@@ -38,8 +38,8 @@ void moe_beats_receive(struct moe_beats *b, const struct moe_beat *beat, uint64_
         b->answered = beat->seen;
         trip_ns = total_ns > beat->held_ns ? total_ns - beat->held_ns : 0;
     }
-    uint64_t late_ns = pause_ns > TURN_NS ? pause_ns - TURN_NS : 0;
-    note_time(b, trip_ns > late_ns ? trip_ns : late_ns);
+    note_time(&b->trip_ns, trip_ns);
+    note_time(&b->late_ns, pause_ns > TURN_NS ? pause_ns - TURN_NS : 0);
     b->seen = beat->number;
     b->seen_ns = now_ns;
     b->silent = 0;
@@ -47,20 +47,27 @@ void moe_beats_receive(struct moe_beats *b, const struct moe_beat *beat, uint64_
 
 static uint64_t limit_ns(const struct moe_beats *b)
 {
-    uint64_t least_ns = MOE_BEATS_LEAST_MS * MOE_NS_PER_MS;
-    uint64_t ns = b->slow_ns < MOE_NS_PER_S * 60 ? MOE_BEATS_TIMES * b->slow_ns : 60 * MOE_NS_PER_S;
-    ns += MOE_BEATS_SLACK_MS * MOE_NS_PER_MS;
+    const uint64_t max_ns = 60 * MOE_NS_PER_S; /* of either time: more cannot overflow */
+    uint64_t trip_ns = b->trip_ns < max_ns ? b->trip_ns : max_ns;
+    uint64_t late_ns = b->late_ns < max_ns ? b->late_ns : max_ns;
+    uint64_t least_ns = MOE_BEATS_LEAST_MS * MOE_NS_PER_MS + trip_ns + late_ns;
+    uint64_t ns = MOE_BEATS_TIMES * late_ns + MOE_BEATS_SLACK_MS * MOE_NS_PER_MS;
     return ns > least_ns ? ns : least_ns;
+}
+
+static bool is_known(const struct moe_beats *b)
+{
+    return b->seen >= MOE_BEATS_KNOWN && b->answered != 0;
 }
 
 bool moe_beats_judge(struct moe_beats *b)
 {
     if (b->silent < UINT32_MAX)
         b->silent++;
-    return b->seen >= MOE_BEATS_KNOWN && b->silent * TURN_NS > limit_ns(b) + TURN_NS;
+    return is_known(b) && b->silent * TURN_NS > limit_ns(b) + TURN_NS;
 }
 
 bool moe_beats_is_late(const struct moe_beats *b)
 {
-    return b->seen >= MOE_BEATS_KNOWN && b->silent * TURN_NS > limit_ns(b) / 2;
+    return is_known(b) && b->silent * TURN_NS > limit_ns(b) / 2;
 }

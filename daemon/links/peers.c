@@ -11,7 +11,6 @@
 #include "daemon/metrics.h"
 #include "links/peers_state.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -440,35 +439,29 @@ struct moe_status moe_peers_expect(struct moe_peers *p, const struct moe_peers_v
     MOE_INVARIANT((view->live >> view->slot & 1) != 0);
     moe_peers_stop(p);
     uint32_t lowest = (uint32_t)__builtin_ctzll(view->live);
-    const char *endpoint = view->members[lowest].endpoint;
+    struct moe_rpc_channel *channel = NULL;
+    if (lowest != view->slot)
+        MOE_TRY(moe_peers__connect(p, view->members[lowest].endpoint, &channel));
     struct moe_shm_reader *reader = create_reader(p);
 
     moe_mutex_lock(&p->lock);
-    int n = snprintf(p->sequencer_endpoint, sizeof p->sequencer_endpoint, "%s",
-                     endpoint == NULL ? "" : endpoint);
-    bool fits = n >= 0 && (size_t)n < sizeof p->sequencer_endpoint;
-    if (fits) {
-        p->view = *view;
-        for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-            p->view.members[s].endpoint = NULL;
-        p->sequencer_slot = lowest;
-        p->role = lowest == view->slot ? SEQUENCER : MEMBER;
-        p->joined = UINT64_C(1) << view->slot;
-        moe_sequencer_begin(p->sequencer, view->epoch, view->live, view->max_bucket);
-        if (view->max_bucket_f32 != 0)
-            moe_sequencer_limit_f32(p->sequencer, view->max_bucket_f32);
-        p->reader = reader;
-        moe_pulse_begin(p->pulse, view->epoch, reader);
-        p->welcome = false;
-        p->beating = 0;
-        p->phase = EXPECTED;
-    }
+    p->view = *view;
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        p->view.members[s].endpoint = NULL;
+    p->sequencer_slot = lowest;
+    p->role = lowest == view->slot ? SEQUENCER : MEMBER;
+    p->joined = UINT64_C(1) << view->slot;
+    moe_sequencer_begin(p->sequencer, view->epoch, view->live, view->max_bucket);
+    if (view->max_bucket_f32 != 0)
+        moe_sequencer_limit_f32(p->sequencer, view->max_bucket_f32);
+    p->channel = channel;
+    p->reader = reader;
+    moe_pulse_begin(p->pulse, view->epoch, reader);
+    p->welcome = false;
+    p->beating = 0;
+    p->phase = EXPECTED;
     moe_mutex_unlock(&p->lock);
-    if (!fits)
-        moe_shm_reader_destroy(reader);
-    return fits ? moe_ok()
-                : moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE,
-                            "the endpoint of slot %u is too long", lowest);
+    return moe_ok();
 }
 
 struct moe_status moe_peers_start(struct moe_peers *p)

@@ -75,7 +75,8 @@ void moe_peers_destroy(struct moe_peers *p);
 void moe_peers_method(struct moe_peers *p, struct moe_rpc_method *out);
 
 /* Accepts peers of this view from this call on, because a peer may commit before this worker does.
- * No ticket is issued or run yet. Ends the previous view. */
+ * A member begins to connect to the sequencer. No ticket is issued or run yet. Ends the previous
+ * view. */
 struct moe_status moe_peers_expect(struct moe_peers *p,
                                    const struct moe_peers_view *view) MOE_CHECKED;
 /* The expected view is committed. A member opens the stream to the sequencer; the sequencer issues

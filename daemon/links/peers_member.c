@@ -229,14 +229,21 @@ static void stream_closed(void *ctx, struct moe_status status)
     moe_mutex_unlock(&p->lock);
 }
 
-struct moe_status moe_peers__open_stream(struct moe_peers *p)
+struct moe_status moe_peers__connect(const struct moe_peers *p, const char *endpoint,
+                                     struct moe_rpc_channel **out)
 {
     const struct moe_rpc_channel_config channel = {
-        .target = p->sequencer_endpoint,
+        .target = endpoint != NULL ? endpoint : "",
         .trust = p->config.trust,
         .own_connection = true, /* tickets must not queue behind other calls */
     };
-    MOE_TRY(moe_rpc_channel_open(p->config.client, &channel, &p->channel));
+    MOE_TRY(moe_rpc_channel_open(p->config.client, &channel, out));
+    moe_rpc_channel_connect(*out);
+    return moe_ok();
+}
+
+struct moe_status moe_peers__open_stream(struct moe_peers *p)
+{
     /* The sequencer listens before it registers, so a failed connection is evidence of a lost peer,
      * and not a reason to wait. */
     const struct moe_rpc_call_options options = {.deadline_ns = MOE_NEVER};

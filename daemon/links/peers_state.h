@@ -13,7 +13,6 @@
 #include "schedule/sequencer.h"
 
 enum {
-    ENDPOINT_BYTES = 256,
     TICKETS_TIMED = 2 * MOE_SEQUENCER_IN_FLIGHT, /* none in flight is overwritten */
 };
 
@@ -47,7 +46,6 @@ struct moe_peers {
         enum phase phase;
         enum role role;             /* undefined while IDLE, like all fields below */
         struct moe_peers_view view; /* without endpoints */
-        char sequencer_endpoint[ENDPOINT_BYTES];
         uint32_t sequencer_slot;
         /* When ticket n was sent (SEQUENCER), or came in (MEMBER): at [n % TICKETS_TIMED]. */
         uint64_t ticket_ns[TICKETS_TIMED];
@@ -66,8 +64,8 @@ struct moe_peers {
         uint32_t turns; /* of the pulse's thread */
 
         /* MEMBER */
-        struct moe_rpc_channel *channel;
-        struct moe_rpc_stream *stream; /* set when started */
+        struct moe_rpc_channel *channel; /* to the sequencer; connects since the view is expected */
+        struct moe_rpc_stream *stream;   /* set when started */
         bool welcome; /* the sequencer has answered hello: ring or stream is decided */
         struct notice notices[MOE_SEQUENCER_KEYS]; /* not yet sent, merged by key */
         size_t notice_count;
@@ -105,6 +103,9 @@ void moe_peers__receive_beat(struct moe_peers *p, uint32_t slot, const Moe__V1__
 void moe_peers__turn(void *ctx);
 
 /* From peers_member.c. */
+/* A connection to the sequencer. It takes up to two round trips, in which the view forms. */
+struct moe_status moe_peers__connect(const struct moe_peers *p, const char *endpoint,
+                                     struct moe_rpc_channel **out) MOE_CHECKED;
 /* Opens the stream and says hello. A failure leaves nothing open. */
 struct moe_status moe_peers__open_stream(struct moe_peers *p) MOE_REQUIRES(p->lock) MOE_CHECKED;
 /* Reads tickets from the sequencer's ring. Does nothing before `welcome`, which says how to

@@ -369,6 +369,13 @@ struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
     return st;
 }
 
+void moe_rpc_channel_connect(struct moe_rpc_channel *ch)
+{
+    struct moe_rpc_route *route = moe_rpc_channel_route(ch);
+    (void)grpc_channel_check_connectivity_state(route->core, 1);
+    moe_rpc_route_drop(route);
+}
+
 void moe_rpc_channel_close(struct moe_rpc_channel *ch)
 {
     if (ch == NULL)

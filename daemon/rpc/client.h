@@ -45,6 +45,9 @@ struct moe_rpc_channel_config {
 struct moe_status moe_rpc_channel_open(struct moe_rpc_client *c,
                                        const struct moe_rpc_channel_config *config,
                                        struct moe_rpc_channel **out) MOE_CHECKED;
+/* Begins to connect, so that the first call need not wait for that. A failure shows in that call.
+ */
+void moe_rpc_channel_connect(struct moe_rpc_channel *ch);
 /* Does not end calls in flight. NULL is ignored. */
 void moe_rpc_channel_close(struct moe_rpc_channel *ch);
 

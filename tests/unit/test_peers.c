@@ -11,10 +11,13 @@
 #include "support/check.h"
 #include "support/random.h"
 
+#include <netinet/in.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { SLOTS = 3, TICKETS_MAX = 4096, EPOCH = 5, WAIT_MS = 20000 };
 
@@ -451,6 +454,31 @@ static void a_missing_sequencer_is_reported(void **state)
     stop_group(nodes);
 }
 
+/* So the connection is there when the view is committed. */
+static void a_member_connects_while_the_view_forms(void **state)
+{
+    (void)state;
+    static struct node member;
+    char endpoint[32];
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    socklen_t length = sizeof address;
+    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    assert_int_equal(bind(listener, (struct sockaddr *)&address, length), 0);
+    assert_int_equal(listen(listener, 1), 0);
+    assert_int_equal(getsockname(listener, (struct sockaddr *)&address, &length), 0);
+    snprintf(endpoint, sizeof endpoint, "127.0.0.1:%u", ntohs(address.sin_port));
+    start_node(&member, 1);
+    struct moe_peers_view view = {.epoch = EPOCH, .live = 0x3, .slot = 1, .max_bucket = 16};
+    view.members[0] = (struct moe_peer){1, endpoint, false};
+    view.members[1] = (struct moe_peer){member.incarnation, member.endpoint, false};
+    assert_ok(moe_peers_expect(member.peers, &view));
+    struct pollfd waits = {.fd = listener, .events = POLLIN};
+    assert_int_equal(poll(&waits, 1, WAIT_MS), 1);
+    moe_peers_stop(member.peers);
+    stop_node(&member);
+    close(listener);
+}
+
 static void a_step_that_failed_on_a_member_stops_the_tickets(void **state)
 {
     (void)state;
@@ -645,6 +673,7 @@ int main(void)
         EACH_WAY(a_sequencer_that_leaves_the_view_is_not_missed),
         EACH_WAY(a_sequencer_whose_stream_breaks_is_reported_by_all_members),
         EACH_WAY(a_missing_sequencer_is_reported),
+        EACH_WAY(a_member_connects_while_the_view_forms),
         EACH_WAY(a_step_that_failed_on_a_member_stops_the_tickets),
         EACH_WAY(a_caller_without_the_secret_of_the_epoch_is_refused),
         EACH_WAY(a_caller_of_another_epoch_or_process_is_refused),
