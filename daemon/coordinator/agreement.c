@@ -230,15 +230,16 @@ static struct moe_status compare(struct moe_coordinator *c, uint64_t stream, uin
 }
 
 void moe_coordinator__receive_loaded(struct moe_coordinator *c, uint64_t now_ns, uint64_t stream,
-                                     uint32_t version, const struct moe_status *error)
+                                     const Moe__V1__Loaded *loaded, const struct moe_status *error)
 {
     struct moe_status st = moe_ok();
     if (!moe_failed(error))
-        st = compare(c, stream, version);
+        st = compare(c, stream, loaded->placement_version);
     if (moe_failed(&st))
         moe_membership_on_wrong_weights(c->machine, now_ns, stream, &st);
     else
-        moe_membership_on_loaded(c->machine, now_ns, stream, version, error);
+        moe_membership_on_loaded(c->machine, now_ns, stream, loaded->placement_version,
+                                 loaded->order, error);
 }
 
 /* The record of an added model, and what its files have to be. */

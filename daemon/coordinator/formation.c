@@ -360,11 +360,8 @@ static void assign(struct moe_membership *m)
         if (member->assigned || member->draining || !moe_membership__is_place(m, s) ||
             (scaling && (m->view_live >> s & 1) == 0))
             continue;
-        struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_ASSIGN);
-        if (a == NULL)
-            continue;
-        a->version = moe_placement_version(m->placement);
-        member->assigned = member->reports = true;
+        if (moe_membership__assign(m, s, moe_placement_version(m->placement), false))
+            member->assigned = true;
     }
 }
 

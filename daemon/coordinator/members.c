@@ -438,8 +438,8 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
     member->missed = false;
     if (moe_membership__is_place(m, slot))
         m->trains = r->trains;
-    member->assigned = member->loaded || member->load_failed;
-    member->reports = false;
+    member->assigned = (member->loaded || member->load_failed) && member->order == 0;
+    member->order = 0;
     m->next.asked &= m->next.loaded | ~(UINT64_C(1) << slot);
     moe_membership__learn_session(m, slot, r);
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_RECONNECTED, slot, "%s", why);

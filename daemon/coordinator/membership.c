@@ -169,6 +169,7 @@ struct moe_status moe_membership_create(const struct moe_membership_config *conf
     m->config = *config;
     m->config.placement = NULL;
     m->now_ns = now_ns;
+    m->last_order = now_ns; /* above the orders before a restart */
     m->saved = *saved;
     m->announced_epoch = saved->epoch;
     if (m->saved.last_version < saved->placement_version)
@@ -378,18 +379,20 @@ void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint
 }
 
 void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
-                              uint32_t placement_version, const struct moe_status *error)
+                              uint32_t placement_version, uint64_t order,
+                              const struct moe_status *error)
 {
     uint32_t slot;
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
     struct member *member = &m->members[slot];
-    bool awaited = moe_membership_awaits(m, slot, placement_version);
+    bool last = MOE_GUARD(LAST_ORDER_COUNTS, order == 0 || order == member->order);
+    bool awaited = last && moe_membership_awaits(m, slot, placement_version);
     bool ours = awaited && placement_version == moe_placement_version(m->placement);
     if (awaited && !ours)
         moe_membership__next_loaded(m, slot, error);
-    if (ours)
-        member->reports = false;
+    if (awaited)
+        member->order = 0;
     if (ours && error->code == MOE_OK) {
         member->loaded = true;
         member->load_failed = false;

@@ -162,9 +162,10 @@ void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint6
                                 const struct moe_membership_register *r);
 void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                                  const struct moe_membership_heartbeat *h);
-/* `error`: code MOE_OK on success. */
+/* `order`: of the ASSIGN that is answered; 0 = not known. `error`: code MOE_OK on success. */
 void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
-                              uint32_t placement_version, const struct moe_status *error);
+                              uint32_t placement_version, uint64_t order,
+                              const struct moe_status *error);
 /* A member's message that concerns the caller alone; it renews the lease. */
 void moe_membership_on_digests(struct moe_membership *m, uint64_t now_ns, uint64_t stream);
 /* The member has other weights than the group, or has broken its protocol about them: it loses its
@@ -256,8 +257,8 @@ enum moe_membership_action_kind {
 
 enum moe_membership_message {
     MOE_MEMBERSHIP_REGISTERED, /* slot */
-    MOE_MEMBERSHIP_ASSIGN,     /* version: moe_membership_find_placement(); keep: a member of views
-                                  keeps what it holds until the new placement is in force */
+    MOE_MEMBERSHIP_ASSIGN,     /* version: moe_membership_find_placement(); order; keep: a member of
+                                  views keeps what it holds until the new placement is in force */
     MOE_MEMBERSHIP_PREPARE,    /* epoch, session_epoch; members: moe_membership_worker() */
     MOE_MEMBERSHIP_BLOBS,      /* epoch, round; moe_membership_blob() */
     MOE_MEMBERSHIP_COMMIT,     /* epoch */
@@ -312,7 +313,7 @@ struct moe_membership_action {
     enum moe_membership_event event; /* LOG */
     enum moe_membership_message message;
     enum moe_log_level level;
-    uint64_t stream, sequence, epoch;
+    uint64_t stream, sequence, epoch, order;
     uint64_t session_epoch; /* PREPARE: in which the members joined the session that they keep; 0 =
                                they join a new one */
     uint32_t slot, round, limit_ms, oldest_ms, version;

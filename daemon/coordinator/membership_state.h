@@ -36,8 +36,9 @@ struct member {
     uint64_t stream;                                /* 0 = not connected; else TAKEN */
     uint64_t last_message_ns;
     uint32_t max_tokens;
-    bool assigned; /* ASSIGN was sent to this process */
-    bool reports;  /* and is not answered yet; `loaded` may still be true from before */
+    bool assigned;  /* ASSIGN was sent to this process */
+    uint64_t order; /* of the last one, while it is not answered; 0 = it is. `loaded` may still be
+                       true from before */
     bool loaded;
     bool load_failed;    /* this process cannot take part; see `error` */
     bool draining;       /* DRAIN was sent */
@@ -104,6 +105,7 @@ struct moe_membership {
     struct moe_membership_saved saved;
     uint64_t announced_epoch; /* highest announced one; durable, <= saved.epoch */
     uint64_t save_sequence;   /* of the last SAVE */
+    uint64_t last_order;      /* of ASSIGN; see moe_membership__assign */
     uint64_t awaited_save;    /* the SAVE that the machine waits for; 0 = none */
     uint64_t cordon_save; /* the SAVE of the last change of a cordon; 0 = a SAVE since succeeded */
 
@@ -204,6 +206,10 @@ void moe_membership__log(struct moe_membership *m, enum moe_log_level level,
 /* A message to the slot's stream; NULL when it is not connected. */
 struct moe_membership_action *moe_membership__send(struct moe_membership *m, uint32_t slot,
                                                    enum moe_membership_message message);
+/* ASSIGN of this version. A slot may get several of one version, before and after it reconnects,
+ * and may have dropped its share in between: only the answer to the last one counts. False when it
+ * is not connected. */
+bool moe_membership__assign(struct moe_membership *m, uint32_t slot, uint32_t version, bool keep);
 /* Ends any stream, also one without a slot. */
 void moe_membership__close(struct moe_membership *m, uint64_t stream, struct moe_status status);
 /* Makes `saved` durable; `await`: on_saved continues the epoch. */

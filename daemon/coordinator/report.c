@@ -103,6 +103,17 @@ struct moe_membership_action *moe_membership__send(struct moe_membership *m, uin
     return a;
 }
 
+bool moe_membership__assign(struct moe_membership *m, uint32_t slot, uint32_t version, bool keep)
+{
+    struct moe_membership_action *a = moe_membership__send(m, slot, MOE_MEMBERSHIP_ASSIGN);
+    if (a == NULL)
+        return false;
+    a->version = version;
+    a->keep = keep;
+    a->order = m->members[slot].order = ++m->last_order;
+    return true;
+}
+
 void moe_membership__close(struct moe_membership *m, uint64_t stream, struct moe_status status)
 {
     struct moe_membership_action *a = moe_membership__emit(m, MOE_MEMBERSHIP_CLOSE);

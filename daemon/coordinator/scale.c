@@ -101,7 +101,7 @@ static void activate(struct moe_membership *m, uint64_t loaded)
     for (uint32_t s = 0; s < m->config.slots; s++) {
         struct member *member = &m->members[s];
         member->assigned = member->loaded = (loaded >> s & 1) != 0;
-        member->reports = false;
+        member->order = 0;
         member->load_failed = false;
         if ((lost >> s & 1) != 0 && member->state == SLOT_TAKEN)
             m->removed |= UINT64_C(1) << s;
@@ -203,7 +203,7 @@ static bool is_settled(const struct moe_membership *m, uint32_t slot)
     const struct member *member = &m->members[slot];
     if ((m->view_live >> slot & 1) != 0)
         return member->assigned && member->loaded;
-    return !member->assigned || (!member->reports && (member->loaded || member->load_failed));
+    return !member->assigned || (member->order == 0 && (member->loaded || member->load_failed));
 }
 
 /* A process that reconnects is asked again. */
@@ -213,12 +213,9 @@ static void ask(struct moe_membership *m)
         uint64_t bit = UINT64_C(1) << s;
         if ((m->next.places & bit) == 0 || (m->next.asked & bit) != 0 || !is_settled(m, s))
             continue;
-        struct moe_membership_action *a = moe_membership__send(m, s, MOE_MEMBERSHIP_ASSIGN);
-        if (a == NULL)
-            continue;
-        a->version = moe_placement_version(m->next.placement);
-        a->keep = (m->view_live >> s & 1) != 0;
-        m->next.asked |= bit;
+        bool keep = (m->view_live >> s & 1) != 0;
+        if (moe_membership__assign(m, s, moe_placement_version(m->next.placement), keep))
+            m->next.asked |= bit;
     }
 }
 

@@ -269,7 +269,7 @@ struct moe_status moe_coordinator__save_weights(struct moe_coordinator *c) MOE_C
 void moe_coordinator__receive_digests(struct moe_coordinator *c, uint64_t now_ns, uint64_t stream,
                                       uint32_t model, const uint8_t *part, size_t length);
 void moe_coordinator__receive_loaded(struct moe_coordinator *c, uint64_t now_ns, uint64_t stream,
-                                     uint32_t version, const struct moe_status *error);
+                                     const Moe__V1__Loaded *loaded, const struct moe_status *error);
 /* Compares what the process in `slot` has loaded of an added model with the others. Errors: those
  * of moe_weights_check. */
 struct moe_status moe_coordinator__compare_added(struct moe_coordinator *c, uint32_t slot,

@@ -176,6 +176,7 @@ static void send_assign(struct moe_coordinator *c, struct session *s,
     body.slots = moe_placement_slots(p);
     body.keep = a->keep;
     body.spare_experts = c->machine_config.spare;
+    body.order = a->order;
     body.n_layers = lists.count;
     body.layers = lists.list;
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
@@ -611,7 +612,7 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
     }
     case MOE__V1__SESSION_REQUEST__BODY_LOADED:
         st = status_of(m->loaded->error);
-        moe_coordinator__receive_loaded(c, now, stream, m->loaded->placement_version, &st);
+        moe_coordinator__receive_loaded(c, now, stream, m->loaded, &st);
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_DIGESTS:
         moe_coordinator__receive_digests(c, now, stream, m->digests->model, m->digests->part.data,

@@ -68,12 +68,13 @@ struct moe_status moe_group__add_part(void *ctx, const uint8_t *part, size_t len
 }
 
 void moe_group__post_parts(struct moe_group *g, enum event_kind kind, uint64_t number,
-                           struct moe_status status, const struct parts *parts)
+                           uint64_t order, struct moe_status status, const struct parts *parts)
 {
     struct event *e = moe_group__new_event(kind, parts->length);
     if (e == NULL)
         return;
     e->number = number;
+    e->order = order;
     e->status = status;
     if (parts->length > 0)
         memcpy(e->bytes, parts->bytes, parts->length);

@@ -59,7 +59,7 @@ static void post(struct moe_group *g, const struct parts *parts, const struct mo
     if (moe_failed(packed))
         moe_log_error("a report of a model is lost: %s", packed->text);
     else
-        moe_group__post_parts(g, EVENT_SEND, 0, moe_ok(), parts);
+        moe_group__post_parts(g, EVENT_SEND, 0, 0, moe_ok(), parts);
 }
 
 void moe_group_report_model(struct moe_group *g, const struct moe_group_model_report *report)

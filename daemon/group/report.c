@@ -228,12 +228,13 @@ struct moe_status moe_report_pack_progress(uint32_t model, uint64_t loaded_bytes
     return pack(&q, add, ctx);
 }
 
-void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version,
+void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version, uint64_t order,
                        const struct moe_status *status)
 {
     Moe__V1__Error error;
     Moe__V1__Loaded loaded = MOE__V1__LOADED__INIT;
     loaded.placement_version = version;
+    loaded.order = order;
     if (moe_failed(status)) {
         moe_control_error(status, &error);
         loaded.error = &error;

@@ -35,7 +35,7 @@ struct moe_status moe_report_pack_rows(uint64_t order, uint32_t layer, const uin
 struct moe_status moe_report_pack_progress(uint32_t model, uint64_t loaded_bytes,
                                            uint64_t total_bytes, moe_group_part_fn add,
                                            void *ctx) MOE_CHECKED;
-void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version,
+void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version, uint64_t order,
                        const struct moe_status *status);
 void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t together,
                       const struct moe_status *status);

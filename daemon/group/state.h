@@ -40,6 +40,7 @@ struct event {
     struct event *next;
     enum event_kind kind;
     uint64_t number, slots;
+    uint64_t order; /* LOADED: of Assign */
     struct moe_status status;
     uint32_t generation; /* of the stream that sent or ended */
     size_t length;
@@ -123,7 +124,7 @@ struct parts {
 struct moe_status moe_group__add_part(void *ctx, const uint8_t *part, size_t length) MOE_CHECKED;
 /* [any thread] Posts an event with the parts. Without memory it is lost, which is logged. */
 void moe_group__post_parts(struct moe_group *g, enum event_kind kind, uint64_t number,
-                           struct moe_status status, const struct parts *parts);
+                           uint64_t order, struct moe_status status, const struct parts *parts);
 /* The parts of an event: the next one, from `*at` on; false past the last. */
 bool moe_group__next_part(const struct event *e, size_t *at, const uint8_t **part, size_t *length);
 /* The next event, or NULL at `deadline_ns` or when `quit` is set. */

@@ -73,7 +73,7 @@ static void run_load(void *ctx, void *argument)
     }
     if (!moe_failed(&st))
         st = g->config.hooks.digests(g->config.hooks.ctx, moe_group__add_part, &parts);
-    moe_group__post_parts(g, EVENT_LOADED, a->placement_version, st, &parts);
+    moe_group__post_parts(g, EVENT_LOADED, a->placement_version, a->order, st, &parts);
     free(parts.bytes);
     free(layers);
     moe__v1__session_response__free_unpacked(task->response, NULL);
@@ -214,6 +214,7 @@ void moe_group__on_assign(struct moe_group *g, Moe__V1__SessionResponse *respons
     struct moe_status st =
         moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for an assignment");
     uint32_t version = response->assign->placement_version;
+    uint64_t order = response->assign->order;
     uint32_t slots = response->assign->slots != 0 ? response->assign->slots : g->slots;
     g->config.hooks.allow_next_load(g->config.hooks.ctx, response->assign->keep != 0);
     if (task != NULL) {
@@ -224,7 +225,7 @@ void moe_group__on_assign(struct moe_group *g, Moe__V1__SessionResponse *respons
         return;
     free(task);
     moe__v1__session_response__free_unpacked(response, NULL);
-    moe_report_loaded(g->stream, version, &st);
+    moe_report_loaded(g->stream, version, order, &st);
 }
 
 static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Prepare *p,
@@ -345,7 +346,7 @@ void moe_group__on_loaded(struct moe_group *g, const struct event *e)
     size_t at = 0, length;
     while (!moe_failed(&e->status) && moe_group__next_part(e, &at, &part, &length))
         moe_report_digests(g->stream, part, length);
-    moe_report_loaded(g->stream, (uint32_t)e->number, &e->status);
+    moe_report_loaded(g->stream, (uint32_t)e->number, e->order, &e->status);
 }
 
 void moe_group__on_formed(struct moe_group *g, const struct event *e)

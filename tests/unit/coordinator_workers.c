@@ -308,6 +308,7 @@ void load(struct worker *w)
         report_digests(w, 0);
     Moe__V1__Loaded loaded = MOE__V1__LOADED__INIT;
     loaded.placement_version = r->assign->placement_version;
+    loaded.order = r->assign->order;
     moe__v1__session_response__free_unpacked(r, NULL);
     Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
     m.body_case = MOE__V1__SESSION_REQUEST__BODY_LOADED;

@@ -23,7 +23,8 @@ uint32_t answered_oldest_ms;
 uint32_t domain;
 uint64_t last_session, registered_session;
 uint32_t registered_tokens;
-static uint32_t slot_of[1000]; /* by stream, of its last PREPARE */
+static uint32_t slot_of[1000];                     /* by stream, of its last PREPARE */
+static uint64_t order_of[MOE_PLACEMENT_SLOTS_MAX]; /* of the last ASSIGN to each slot */
 
 /* As Ready.together. */
 static uint64_t together_with(uint32_t slot)
@@ -51,6 +52,8 @@ void carry_out(void)
             aborts += a.message == MOE_MEMBERSHIP_ABORT;
             drains += a.message == MOE_MEMBERSHIP_DRAIN;
             assigns += a.message == MOE_MEMBERSHIP_ASSIGN;
+            if (a.message == MOE_MEMBERSHIP_ASSIGN)
+                order_of[a.slot] = a.order;
             answers += a.message == MOE_MEMBERSHIP_TRYING_AGAIN;
             if (a.message == MOE_MEMBERSHIP_HEARTBEAT_ANSWER) {
                 heartbeat_answers++;
@@ -176,8 +179,10 @@ uint64_t replace(uint64_t old_stream, uint32_t id, uint64_t incarnation)
 void loaded(uint64_t stream)
 {
     struct moe_status st = moe_ok();
+    uint32_t slot;
+    assert_true(moe_membership_slot_of(m, stream, &slot));
     moe_membership_on_loaded(m, now, stream, moe_placement_version(moe_membership_placement(m)),
-                             &st);
+                             order_of[slot], &st);
     carry_out();
 }
 

@@ -75,27 +75,37 @@ static void take_mask(struct world *w, struct process *p, const struct sim_messa
     send_ready(w, p, good);
 }
 
+static void send_loaded(struct world *w, struct process *p, uint32_t version, uint64_t order,
+                        bool fails)
+{
+    send_up(w, p,
+            (struct sim_message){
+                .kind = SIM_LOADED, .version = version, .order = order, .error = fails});
+}
+
 static void on_assign(struct world *w, struct process *p, const struct sim_message *m)
 {
     if (p->loaded_slot == p->slot && p->loaded_version != 0 && p->next_version == m->version) {
-        send_up(w, p, (struct sim_message){.kind = SIM_LOADED, .version = m->version});
+        send_loaded(w, p, m->version, m->order, false);
         return;
     }
     bool holds = p->loaded_version != 0 && p->loaded_slot == p->slot;
     p->next_version = p->loading_next = 0;
     if (m->keep && (holds || p->load_done_ns != 0) && p->loaded_version != m->version) {
         p->loading_next = m->version; /* one after the other */
+        p->next_order = m->order;
         p->next_done_ns = p->load_done_ns > w->now_ns ? p->load_done_ns : w->now_ns;
         p->next_done_ns += (1 + rnd(w, 200)) * MOE_NS_PER_MS;
         return;
     }
     if (p->loaded_version == m->version && p->loaded_slot == p->slot) {
-        send_up(w, p, (struct sim_message){.kind = SIM_LOADED, .version = m->version});
+        send_loaded(w, p, m->version, m->order, false);
         return;
     }
     p->loaded_version = 0; /* memory is for one share */
     p->session = 0;
     p->load_version = m->version;
+    p->load_order = m->order;
     p->load_done_ns = w->now_ns + (1 + rnd(w, 200)) * MOE_NS_PER_MS;
 }
 
@@ -115,8 +125,7 @@ static void end_loading_next(struct world *w, struct process *p)
 {
     if (p->loading_next == 0)
         return;
-    send_up(w, p,
-            (struct sim_message){.kind = SIM_LOADED, .version = p->loading_next, .error = true});
+    send_loaded(w, p, p->loading_next, p->next_order, true);
     p->loading_next = 0;
 }
 
@@ -264,9 +273,7 @@ static void run_timers(struct world *w, struct process *p)
     if (p->loading_next != 0 && w->now_ns >= p->next_done_ns) {
         bool fails = chance(w, 8); /* memory does not hold both */
         p->next_version = fails ? 0 : p->loading_next;
-        send_up(
-            w, p,
-            (struct sim_message){.kind = SIM_LOADED, .version = p->loading_next, .error = fails});
+        send_loaded(w, p, p->loading_next, p->next_order, fails);
         p->loading_next = 0;
     }
     if (p->load_done_ns != 0 && w->now_ns >= p->load_done_ns) {
@@ -275,9 +282,7 @@ static void run_timers(struct world *w, struct process *p)
             p->loaded_version = p->load_version;
             p->loaded_slot = p->slot;
         }
-        send_up(w, p,
-                (struct sim_message){
-                    .kind = SIM_LOADED, .version = p->load_version, .error = p->broken_loader});
+        send_loaded(w, p, p->load_version, p->load_order, p->broken_loader);
     }
     if (p->session != 0 && p->committed == 0 && p->preparing == 0 && chance(w, 50))
         p->session = p->mask = p->together = 0; /* without a view it is not kept for ever */

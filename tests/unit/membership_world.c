@@ -305,6 +305,7 @@ static void send_down(struct world *w, const struct moe_membership_action *a)
     }
     if (a->message == MOE_MEMBERSHIP_ASSIGN) {
         m.version = a->version;
+        m.order = a->order;
         m.keep = a->keep;
         struct moe_membership_group g;
         moe_membership_group(w->machine, &g);
@@ -502,7 +503,7 @@ void deliver_up(struct world *w, struct process *p, const struct sim_message *m)
         break;
     }
     case SIM_LOADED:
-        moe_membership_on_loaded(w->machine, w->now_ns, p->stream, m->version, &error);
+        moe_membership_on_loaded(w->machine, w->now_ns, p->stream, m->version, m->order, &error);
         break;
     case SIM_BLOB:
         moe_membership_on_blob(w->machine, w->now_ns, p->stream, m->epoch, m->round,

@@ -46,7 +46,7 @@ struct process {
     uint64_t load_done_ns;
     uint32_t load_version;
     uint32_t next_version, loading_next; /* the second share; 0 = none */
-    uint64_t next_done_ns;
+    uint64_t next_done_ns, load_order, next_order;
     uint64_t highest_epoch, preparing, committed;
     uint64_t session;  /* epoch in which the session was joined that it has kept; 0 = none */
     uint64_t mask;     /* of that session */

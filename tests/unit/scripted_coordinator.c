@@ -11,6 +11,8 @@
 #include <string.h>
 #include <time.h>
 
+enum { ORDER_OF_ASSIGN = 40 }; /* and the version */
+
 void note(struct journal *j, const char *fmt, ...)
 {
     va_list args;
@@ -145,8 +147,11 @@ static void receive(struct coordinator *c, const Moe__V1__SessionRequest *q)
              (unsigned long long)q->model_progress->total_bytes);
         break;
     case MOE__V1__SESSION_REQUEST__BODY_LOADED:
-        note(j, "loaded %u %s", q->loaded->placement_version,
-             q->loaded->error != NULL ? q->loaded->error->message : "ok");
+        note(j, "loaded %u %s%s", q->loaded->placement_version,
+             q->loaded->error != NULL ? q->loaded->error->message : "ok",
+             q->loaded->order == ORDER_OF_ASSIGN + q->loaded->placement_version
+                 ? ""
+                 : " for another order");
         break;
     case MOE__V1__SESSION_REQUEST__BODY_BLOB:
         note(j, "blob %llu %u %.*s", (unsigned long long)q->blob->epoch, q->blob->round,
@@ -293,6 +298,7 @@ void say_assign(struct coordinator *c, uint32_t version)
     layer.n_slots = EXPERTS;
     Moe__V1__Assign assign = MOE__V1__ASSIGN__INIT;
     assign.placement_version = version;
+    assign.order = ORDER_OF_ASSIGN + version;
     assign.layers = layers;
     assign.n_layers = 1;
     Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;

@@ -38,6 +38,7 @@ struct sim_message {
     uint64_t epoch, mask, sequence, oldest_ns;
     uint64_t session; /* of SIM_PREPARE: Prepare.session_epoch; `mask`: the members' slots */
     uint32_t slot, round, version;
+    uint64_t order; /* of SIM_ASSIGN, SIM_LOADED */
     bool error, keep;
     uint64_t together;      /* of SIM_READY */
     enum moe_reason reason; /* of SIM_CLOSED */

@@ -350,7 +350,9 @@ static void deliver_up(struct world *w, const struct process *p, const struct si
     switch (m->kind) {
     case SIM_REGISTER: register_up(w, p, now, m->stream); break;
     case SIM_HEARTBEAT: moe_membership_on_heartbeat(w->machine, now, m->stream, &h); break;
-    case SIM_LOADED: moe_membership_on_loaded(w->machine, now, m->stream, m->version, &ok); break;
+    case SIM_LOADED:
+        moe_membership_on_loaded(w->machine, now, m->stream, m->version, 0, &ok);
+        break;
     case SIM_READY:
         moe_membership_on_ready(w->machine, now, m->stream, m->epoch, false, &ok);
         break;

@@ -366,7 +366,7 @@ static void a_worker_that_cannot_load_blocks_the_group_until_replaced(void **unu
     for (uint32_t i = 0; i < SLOTS; i++)
         s[i] = join(i, 10 + i);
     struct moe_status st = moe_error(MOE_NOT_FOUND, MOE_REASON_TENSOR_MISSING, "no tensor w1");
-    moe_membership_on_loaded(m, now, s[1], 1, &st);
+    moe_membership_on_loaded(m, now, s[1], 1, 0, &st);
     carry_out();
     loaded(s[0]);
     loaded(s[2]);

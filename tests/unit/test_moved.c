@@ -185,7 +185,7 @@ static void load_and_form(struct moe_membership *m, const uint64_t streams[SLOTS
     struct moe_status ok = moe_ok();
     uint32_t version = moe_placement_version(moe_membership_placement(m));
     for (int s = 0; s < SLOTS; s++) {
-        moe_membership_on_loaded(m, now, streams[s], version, &ok);
+        moe_membership_on_loaded(m, now, streams[s], version, 0, &ok);
         carry_out(m);
     }
     for (int s = 0; s < SLOTS; s++) {

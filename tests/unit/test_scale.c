@@ -13,12 +13,14 @@ enum { SLOTS = 4, LEASE_MS = 1000 };
 static struct moe_membership *m;
 static struct moe_membership_saved disk;
 static bool disk_full, trains;
+static uint32_t replicas;
 static uint64_t now, last_stream, last_epoch, closed_stream;
 static struct moe_status closed_with;
 /* Outputs since the last look; bit s: to slot s. */
 static uint64_t prepared, committed, assigned, kept, drained, waits; /* waits: drained later */
 static uint32_t version;                                             /* of the last ASSIGN */
-static char warning[MOE_STATUS_TEXT];                                /* the last one */
+static uint64_t order[SLOTS];         /* of the last one to each slot */
+static char warning[MOE_STATUS_TEXT]; /* the last one */
 
 static void carry_out(void)
 {
@@ -53,6 +55,7 @@ static void carry_out(void)
         assigned |= bit;
         kept |= a.keep ? bit : 0;
         version = a.version;
+        order[a.slot] = a.order;
     }
 }
 
@@ -72,7 +75,7 @@ static struct moe_status create(uint32_t slots, uint32_t size)
 {
     struct moe_membership_config config = {.slots = slots,
                                            .size = size,
-                                           .replicas = 1,
+                                           .replicas = replicas,
                                            .group_id = 7,
                                            .lease_ns = LEASE_MS * MOE_NS_PER_MS,
                                            .form_ns = 500 * MOE_NS_PER_MS,
@@ -114,10 +117,18 @@ static uint64_t join(uint32_t id)
     return last_stream;
 }
 
+static void loaded_for(uint64_t stream, uint32_t of, uint64_t by, struct moe_status st)
+{
+    moe_membership_on_loaded(m, now, stream, of, by, &st);
+    carry_out();
+}
+
+/* By the last order. */
 static void loaded(uint64_t stream, uint32_t of, struct moe_status st)
 {
-    moe_membership_on_loaded(m, now, stream, of, &st);
-    carry_out();
+    uint32_t slot;
+    assert_true(moe_membership_slot_of(m, stream, &slot));
+    loaded_for(stream, of, order[slot], st);
 }
 
 static void ready(uint64_t stream)
@@ -161,6 +172,7 @@ static int setup(void **unused)
     now = MOE_NS_PER_S;
     last_stream = last_epoch = 0;
     disk_full = trains = false;
+    replicas = 1;
     m = NULL;
     forget();
     return 0;
@@ -222,6 +234,61 @@ static void a_failed_load_undoes_it(void **unused)
     assert_int_equal(disk.places, 7);
     assert_ok(scale(2)); /* under a new version, so that late reports of the old one do not count */
     assert_true(version > before + 1 && group().scale_error->code == MOE_OK);
+}
+
+static enum moe_worker_state state_of(uint32_t slot)
+{
+    struct moe_membership_worker w;
+    assert_true(moe_membership_worker(m, slot, &w));
+    return w.state;
+}
+
+static void only_the_answer_to_the_last_order_counts(void **unused)
+{
+    (void)unused;
+    const struct moe_status failure =
+        moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "12 MiB are missing");
+    uint64_t s[SLOTS];
+    replicas = 2;
+    serve(s, 3);
+    assert_ok(scale(2));
+    loaded(s[0], version, failure); /* undone: slots 0 and 1 get their present share again */
+    const uint32_t present = version;
+    const uint64_t early = order[1];
+    moe_membership_on_peer_lost(m, now, s[0], 1, 2);
+    carry_out();
+    ready(s[0]);
+    ready(s[2]);
+    assert_int_equal(group().live, 5);
+    assert_ok(scale(2));
+    forget();
+    s[1] = join(1); /* on a new stream, with its answer still to come */
+    assert_int_equal(assigned, 2);
+    assert_int_equal(kept, 0); /* it drops the present share */
+    loaded(s[0], version, failure);
+    assert_int_equal(version, present);
+    assert_int_equal(state_of(1), MOE_WORKER_LOADING);
+    loaded_for(s[1], present, early, moe_ok());
+    assert_int_equal(state_of(1), MOE_WORKER_LOADING);
+    loaded(s[1], present, moe_ok());
+    assert_int_equal(state_of(1), MOE_WORKER_LOADED);
+}
+
+/* The order may be lost with the stream, and then the worker would keep both shares. */
+static void an_order_without_an_answer_is_repeated_on_the_next_stream(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s, 3);
+    assert_ok(scale(2));
+    loaded(s[1], version,
+           moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "12 MiB are missing"));
+    loaded(s[1], version, moe_ok());
+    forget();
+    for (uint32_t i = 0; i < 3; i++)
+        s[i] = join(i);
+    assert_int_equal(assigned, 1); /* slot 1 has answered, slot 2 was not asked */
+    assert_int_equal(group().epoch, 1);
 }
 
 /* Those who leave do so together: the view serves the last one's requests until then. */
@@ -542,6 +609,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         STORY(a_view_is_replaced_when_all_have_loaded),
         STORY(a_failed_load_undoes_it),
+        STORY(only_the_answer_to_the_last_order_counts),
+        STORY(an_order_without_an_answer_is_repeated_on_the_next_stream),
         STORY(workers_without_a_place_leave_together),
         STORY(what_is_refused_changes_nothing),
         STORY(the_last_holder_leaves_only_by_force),
