@@ -83,9 +83,11 @@ enum {
     MOE_WINDOW_EPOCH_BITS = 12, /* of a stamp; a session's epochs span less (common/masks.h) */
     MOE_WINDOW_EXCHANGE_BYTES = 256,
     MOE_WINDOW_MAX_TOKENS = 1 << 20,
-    MOE_WINDOW_MAX_PAIRS = 1 << 24, /* tokens times K: counts fit into a flag's value */
-    MOE_WINDOW_QUICK_TOKENS = 512,  /* largest bucket that uses the quick regions */
-    MOE_WINDOW_PARTS = 2,           /* most parts of a partial; each part has a flag */
+    /* Tokens times K. As a token may name one expert K times, a count is at most that. A count of
+     * all 2^24 would not fit into a flag's value; workers allow 2^16 tokens in a step. */
+    MOE_WINDOW_MAX_PAIRS = 1 << 24,
+    MOE_WINDOW_QUICK_TOKENS = 512, /* largest bucket that uses the quick regions */
+    MOE_WINDOW_PARTS = 2,          /* most parts of a partial; each part has a flag */
 };
 #define MOE_WINDOW_BLANK     UINT32_C(0xffffffff)
 #define MOE_WINDOW_NOT_BLANK UINT32_C(0x7fffffff)         /* replaces a blank in data */
