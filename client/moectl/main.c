@@ -3,9 +3,11 @@
  * each command has a separate file. */
 #include "commands.h"
 
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 static const struct moectl_command *const commands[] = {
     &moectl_up,       &moectl_down,      &moectl_status,   &moectl_wait,      &moectl_get,
@@ -49,10 +51,8 @@ static bool is_help(const char *word)
     return strcmp(word, "help") == 0 || strcmp(word, "--help") == 0 || strcmp(word, "-h") == 0;
 }
 
-int main(int argc, char **argv)
+static int run(int argc, char **argv)
 {
-    signal(SIGPIPE, SIG_IGN);
-    signal(SIGXFSZ, SIG_IGN);
     if (argc < 2) {
         print_help(stderr);
         return MOECTL_USAGE;
@@ -75,4 +75,23 @@ int main(int argc, char **argv)
         return command->run(command, argc - 1, argv + 1);
     char text[] = "--help", *arguments[] = {argv[2], text, NULL};
     return command->run(command, 2, arguments);
+}
+
+/* A reader that has gone, as `head` does, needs no message. */
+static bool reader_is_gone(void)
+{
+    struct pollfd out = {.fd = STDOUT_FILENO, .events = POLLOUT};
+    return poll(&out, 1, 0) == 1 && (out.revents & POLLERR) != 0;
+}
+
+int main(int argc, char **argv)
+{
+    signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN);
+    int code = run(argc, argv);
+    if (fflush(stdout) == 0 && ferror(stdout) == 0)
+        return code;
+    if (!reader_is_gone())
+        moectl_say("cannot write the answer to the standard output");
+    return code != MOECTL_OK ? code : MOECTL_FAILED;
 }

@@ -14,7 +14,8 @@ import numpy as np
 
 from commands import (FAILED, FAMILY, NOT_FOUND, OK, PERMISSION, UNHEALTHY, UNREACHABLE, USAGE,
                       folder, run)
-from group import BUILD, Group, golden_cases, main, model_directory, relative_error, to_bf16
+from group import (BUILD, MOECTL, Group, golden_cases, main, model_directory, relative_error,
+                    to_bf16)
 from fake_group import FakeAdmin, FakeWorker, Ledger
 from wire import admin
 
@@ -130,6 +131,20 @@ class CommandLine(unittest.TestCase):
                 done = run("context", **there)
                 self.assertNotEqual(done.returncode, OK, bad)
                 self.assertEqual(len(done.stderr.splitlines()), 1)
+
+    def test_an_answer_that_cannot_be_written_is_a_failure(self):
+        for words in (["help"], ["scale", "--help"], ["version"], ["version", "-o", "json"]):
+            with open("/dev/full", "w", encoding="ascii") as full:
+                done = subprocess.run([MOECTL, *words], stdout=full, stderr=subprocess.PIPE,
+                                      text=True, timeout=60, check=False)
+            self.assertEqual((done.returncode, done.stderr),
+                             (1, "moectl: cannot write the answer to the standard output\n"), words)
+            read, write = os.pipe()
+            os.close(read)  # as `head` leaves
+            done = subprocess.run([MOECTL, *words], stdout=write, stderr=subprocess.PIPE,
+                                  text=True, timeout=60, check=False)
+            os.close(write)
+            self.assertEqual((done.returncode, done.stderr), (1, ""), words)
 
     def test_help_of_a_command(self):
         self.assertEqual(self.expect(OK, "help", "training").stdout,

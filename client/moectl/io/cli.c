@@ -336,13 +336,11 @@ int moectl_print(json_t *document)
     json_decref(document);
     if (text != NULL)
         moectl_write(text);
+    else
+        moectl_say("no memory for the answer");
     bool written = text != NULL && fflush(stdout) == 0 && !ferror(stdout);
     free(text);
-    if (!written) {
-        moectl_say("cannot write the answer");
-        return MOECTL_FAILED;
-    }
-    return MOECTL_OK;
+    return written ? MOECTL_OK : MOECTL_FAILED;
 }
 
 uint64_t moectl_timeout_ms(const struct moectl_common *common)
