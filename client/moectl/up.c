@@ -433,6 +433,20 @@ static void await_others(struct up *u)
     end_all(u, false);
 }
 
+/* Whether all workers leave, after a `moectl down` or a signal to the coordinator: one alone may
+ * have left, and then the others were not asked to. */
+static bool all_leave(struct up *u)
+{
+    Moe__V1__GetStatusResponse *s = NULL;
+    if (!u->daemons.all[MOECTL_COORDINATOR].running || moectl_daemons_running(&u->daemons) == 1)
+        return true;
+    struct moe_status st = moectl_link_status(u->link, in_ms(STATUS_LIMIT_MS), &s);
+    bool all = moe_failed(&st) || s->state == MOE__V1__GROUP_STATE__GROUP_STATE_DRAINING;
+    if (s != NULL)
+        moe__v1__get_status_response__free_unpacked(s, NULL);
+    return all;
+}
+
 static int report_failed(const struct up *u)
 {
     const struct moectl_daemon *failed = moectl_daemons_failed(&u->daemons);
@@ -489,8 +503,11 @@ static int watch(struct up *u)
     const struct moectl_daemon *failed = moectl_daemons_failed(&u->daemons);
     if (event == MOECTL_EVENT_STOP && failed == NULL) {
         drain(u);
-    } else if (failed == NULL) {
+    } else if (failed == NULL && all_leave(u)) {
         await_others(u);
+    } else if (failed == NULL) {
+        moectl_say("a worker has left, and no other one has its experts: moectl ends the group");
+        drain(u);
     } else {
         moectl_daemons_report(failed, port_advice);
         report_unsaved(u);

@@ -209,13 +209,28 @@ class UpAndDown(unittest.TestCase):
             g.stop()
 
     def test_a_group_without_copies_ends_with_a_worker_that_leaves(self):
-        g = Group(model_directory(FAMILY), 2, "--drain", "1")
+        """At once, and not when the time for requests is over: there are none."""
+        g = Group(model_directory(FAMILY), 2, "--drain", "600")
         try:
             self.assertEqual(run("drain", "1", "--reason", "test", "--force", "--state-dir",
                                  g.state).returncode, OK)
-            self.assertEqual(g.process.wait(timeout=20), OK)
+            self.assertEqual(g.process.wait(timeout=60), OK)
         finally:
             g.stop()
+
+    def test_up_starts_a_daemon_again_without_the_lock_of_the_state_directory(self):
+        """A lock that cannot be opened is no `moectl down`, which would end the group."""
+        g = Group(model_directory(FAMILY), 2, "--restart", "--drain", "600")
+        try:
+            os.symlink("/nowhere", os.path.join(g.state, "turn"))  # it is not followed
+            old = self.processes(g.state)[2]["pid"]
+            os.kill(old, signal.SIGKILL)
+            wait_until(lambda: self.processes(g.state)[2]["pid"] != old)
+            done = run("wait", "--timeout", "60", "--state-dir", g.state)
+            self.assertEqual(done.returncode, OK, done.stderr)
+            self.assertIsNone(g.process.poll())
+        finally:
+            self.assertEqual(g.stop(), OK)
 
     def live_slots(self, *here):
         return json.loads(run("status", "-o", "json", *here).stdout).get("liveSlots", [])

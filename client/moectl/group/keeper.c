@@ -66,22 +66,32 @@ static void start(struct keeper *k, size_t i)
     k->group->processes[i].pid = daemon->process.pid;
 }
 
+/* False if a `moectl down` is at work. A state directory that cannot be locked, as one that is
+ * gone, does not keep daemons from their start: no `down` can lock it either. */
+static bool lock_changes(const struct keeper *k, uint64_t now, int *lock)
+{
+    struct moe_status st =
+        moectl_state_lock_changes(k->directory, MOECTL_CHANGE_REPLACE, now, lock);
+    if (moe_failed(&st) && st.code != MOE_DEADLINE_EXCEEDED)
+        moectl_say("%s", st.text);
+    return st.code != MOE_DEADLINE_EXCEEDED;
+}
+
 /* Starts those that are due. False if a `moectl down` is at work. */
 static bool start_due(struct keeper *k)
 {
     uint64_t now = moe_clock_ns();
     int lock = -1;
+    bool any = false;
     for (size_t i = 0; i < k->daemons->count; i++) {
         if (k->lives[i].due_ns > now)
             continue;
-        struct moe_status st = moe_ok();
-        if (lock < 0)
-            st = moectl_state_lock_changes(k->directory, MOECTL_CHANGE_REPLACE, now, &lock);
-        if (moe_failed(&st))
+        if (!any && !lock_changes(k, now, &lock))
             return false;
+        any = true;
         start(k, i);
     }
-    if (lock < 0)
+    if (!any)
         return true;
     struct moe_status st = moectl_state_write(k->directory, k->group);
     if (moe_failed(&st))
