@@ -672,6 +672,8 @@ static const char *check_settings(const struct moe_daemon_settings *common, cons
         wrong = moe_endpoint_check("--advertise", s->advertise);
     if (!moe_failed(&wrong))
         wrong = moe_worker_check_names(s->listen, s->control_listen, s->advertise);
+    if (!moe_failed(&wrong) && s->worker_id != NULL)
+        wrong = moe_worker_check_id(s->worker_id);
     if (!moe_failed(&wrong) && s->otlp != NULL) /* the CA is checked when the tracer starts */
         wrong = moe_tracer_check("--otlp", s->otlp, true);
     return moe_failed(&wrong) ? wrong.text : NULL;

@@ -15,6 +15,7 @@
 #include "service/training_service.h"
 #include "worker/worker_state.h"
 
+#include <limits.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -78,6 +79,19 @@ struct moe_status moe_worker_check_names(const char *listen, const char *control
     return moe_ok();
 }
 
+struct moe_status moe_worker_check_id(const char *worker_id)
+{
+    size_t n = 0;
+    while (worker_id[n] > ' ' && worker_id[n] <= '~' && strchr("\"\\", worker_id[n]) == NULL)
+        n++;
+    if (n == 0 || n > MOE_WORKER_ID_MAX || worker_id[n] != '\0')
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "--worker-id: 1 to %d printable ASCII characters, none of them a blank, "
+                         "a quote or a backslash",
+                         MOE_WORKER_ID_MAX);
+    return moe_ok();
+}
+
 static struct moe_status name_endpoints(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
@@ -118,18 +132,19 @@ static struct moe_status name_training_endpoint(struct moe_worker *w)
 static struct moe_status name_worker(struct moe_worker *w)
 {
     const struct moe_worker_config *c = &w->config;
-    char name[128] = "worker";
+    char name[HOST_NAME_MAX + 1] = "worker";
     MOE_TRY(name_endpoints(w));
     MOE_TRY(name_training_endpoint(w));
     if (c->worker_id == NULL && gethostname(name, sizeof name - 1) != 0)
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "the host has no name: set --worker-id");
-    int n = c->worker_id != NULL ? snprintf(w->worker_id, sizeof w->worker_id, "%s", c->worker_id)
-                                 : snprintf(w->worker_id, sizeof w->worker_id, "%s:%u", name,
-                                            moe_rpc_server_port(w->server));
-    if (n <= 0 || (size_t)n >= sizeof w->worker_id)
-        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
-                         "the worker's id is empty or too long");
-    return moe_ok();
+    if (c->worker_id != NULL) {
+        MOE_TRY(moe_worker_check_id(c->worker_id));
+        (void)snprintf(w->worker_id, sizeof w->worker_id, "%s", c->worker_id);
+        return moe_ok();
+    }
+    (void)snprintf(w->worker_id, sizeof w->worker_id, "%s:%u", name,
+                   moe_rpc_server_port(w->server));
+    return moe_worker_check_id(w->worker_id);
 }
 
 /* ------------------------------------------------------------------ servers */

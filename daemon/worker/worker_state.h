@@ -27,7 +27,7 @@ struct moe_worker {
     struct moe_worker_config config;
     char endpoint[MOE_WORKER_ENDPOINT_BYTES]; /* for clients */
     char control_endpoint[MOE_WORKER_ENDPOINT_BYTES];
-    char worker_id[MOE_WORKER_ENDPOINT_BYTES];
+    char worker_id[MOE_WORKER_ID_MAX + 1];
     struct moe_session_host host;
     char host_name[64];
     uint64_t incarnation;

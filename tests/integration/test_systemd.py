@@ -171,16 +171,20 @@ class Daemons(unittest.TestCase):
         for command, code, text in (
                 ([COORDINATOR, "--nonsense"], 2, "unknown option '--nonsense'"),
                 (worker + ["--coordinator", "127.0.0.1:1"], 2, "--model is required"),
+                (worker + common + ["--worker-id", "a b"], 2, "--worker-id: 1 to 127 printable"),
+                (worker + common + ["--worker-id", ""], 2, "--worker-id"),
+                (worker + common + ["--worker-id", 128 * "a"], 2, "--worker-id"),
+                (worker + common + ["--worker-id", 127 * "a", "--check-config"], 0, "valid"),
                 # These may be right at a later start.
                 (worker + common, 1, "config.json"),
                 (worker + common + ["--training", "sgd", "--training-dir", missing], 1,
                  "--training-dir: %s is not a writable directory" % missing)):
             record = environment if code == 2 else {**os.environ}
             begun = time.monotonic()
-            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=record,
-                                  timeout=60)
-            self.assertEqual(done.returncode, code, (command, done.stderr))
-            self.assertIn(text, done.stderr)
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                  text=True, env=record, timeout=60)
+            self.assertEqual(done.returncode, code, (command, done.stdout))
+            self.assertIn(text, done.stdout)
             if code == 2:
                 self.assertLess(time.monotonic() - begun, 9, "it waits for no next start")
         for unit in UNITS:
