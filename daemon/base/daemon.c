@@ -98,7 +98,7 @@ static char *describe(const struct moe_daemon *d, const struct moe_option *table
     if (to == NULL)
         return NULL;
     fprintf(to, "Usage: %s %s\n%s\n\n", d->name, d->synopsis, d->purpose);
-    moe_options_print(to, table, count);
+    moe_options_print(to, table, count, moe_options_columns(STDOUT_FILENO));
     if (fclose(to) != 0) {
         free(text);
         return NULL;

@@ -9,8 +9,14 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 
-enum { LONG_BASE = 256 };
+enum {
+    LONG_BASE = 256,
+    HEAD_WIDTH = 34,                /* of an option's name and metavar in the help */
+    TEXT_COLUMN = 3 + HEAD_WIDTH,   /* where its text begins */
+    COLUMNS_MIN = TEXT_COLUMN + 30, /* narrower terminals break the lines themselves */
+};
 
 static struct moe_status bad_value(const char *text, const char *want)
 {
@@ -263,35 +269,67 @@ struct moe_status moe_options_parse(const struct moe_option *table, size_t count
     return moe_ok();
 }
 
-static void print_default(FILE *to, const struct moe_option *o)
+/* "[value]", or "" where there is no default. */
+static void write_default(const struct moe_option *o, char *out, size_t size)
 {
+    out[0] = '\0';
     const char *text = o->kind == MOE_OPTION_STRING || o->kind == MOE_OPTION_CHOICE
                            ? *(const char *const *)o->value
                            : NULL;
     if (text == NULL && o->kind == MOE_OPTION_CHOICE)
-        fprintf(to, " [%.*s]", (int)strcspn(o->metavar, "|"), o->metavar);
+        snprintf(out, size, "[%.*s]", (int)strcspn(o->metavar, "|"), o->metavar);
     else if (text != NULL)
-        fprintf(to, " [%s]", text);
+        snprintf(out, size, "[%s]", text);
     else if (o->kind == MOE_OPTION_UINT && *(uint64_t *)o->value != MOE_OPTION_UNSET)
-        fprintf(to, " [%" PRIu64 "]", *(uint64_t *)o->value);
+        snprintf(out, size, "[%" PRIu64 "]", *(uint64_t *)o->value);
     else if (o->kind == MOE_OPTION_DOUBLE)
-        fprintf(to, " [%g]", *(double *)o->value);
+        snprintf(out, size, "[%g]", *(double *)o->value);
     else if (o->kind == MOE_OPTION_BYTES)
-        fprintf(to, " [%" PRIu64 "M]", *(uint64_t *)o->value >> 20);
+        snprintf(out, size, "[%" PRIu64 "M]", *(uint64_t *)o->value >> 20);
 }
 
-void moe_options_print(FILE *to, const struct moe_option *table, size_t count)
+size_t moe_options_columns(int file)
+{
+    struct winsize size;
+    bool known = ioctl(file, TIOCGWINSZ, &size) == 0;
+    return known && size.ws_col >= COLUMNS_MIN ? size.ws_col : SIZE_MAX;
+}
+
+/* Prints the words of `text` behind `at` columns, on several lines if they do not fit into one.
+ * Returns the columns of the last line. */
+static size_t print_words(FILE *to, const char *text, size_t at, size_t columns)
+{
+    while (*text != '\0') {
+        size_t length = strcspn(text, " ");
+        if (at < columns && length < columns - at) {
+            fputc(' ', to);
+            at++;
+        } else {
+            fprintf(to, "\n%*s", TEXT_COLUMN, "");
+            at = TEXT_COLUMN;
+        }
+        fwrite(text, 1, length, to);
+        at += length;
+        text += length;
+        text += strspn(text, " ");
+    }
+    return at;
+}
+
+void moe_options_print(FILE *to, const struct moe_option *table, size_t count, size_t columns)
 {
     for (size_t i = 0; i < count; i++) {
         const struct moe_option *o = &table[i];
         if (o->kind == MOE_OPTION_RENAMED)
             continue;
-        char head[64];
+        char head[64], preset[256];
         snprintf(head, sizeof head, "%c%c%s --%s %s", o->letter != 0 ? '-' : ' ',
                  o->letter != 0 ? o->letter : ' ', o->letter != 0 ? "," : " ", o->name,
                  o->metavar != NULL ? o->metavar : "");
-        fprintf(to, "  %-34s %s", head, o->help);
-        print_default(to, o);
+        write_default(o, preset, sizeof preset);
+        size_t at = (size_t)fprintf(to, "  %-*s", HEAD_WIDTH, head);
+        at = print_words(to, o->help, at, columns);
+        print_words(to, preset, at, columns);
         fputc('\n', to);
     }
 }

@@ -58,9 +58,13 @@ struct moe_status moe_options_parse(const struct moe_option *table, size_t count
                                     const char *config_name, int argc, char **argv, int *first,
                                     struct moe_options *out) MOE_CHECKED;
 
-/* One line per option: name, metavar, help and default. Call before parsing (defaults are read
- * from the values). */
-void moe_options_print(FILE *to, const struct moe_option *table, size_t count);
+/* Columns of a terminal, for moe_options_print. SIZE_MAX: the file is no terminal, or the terminal
+ * is too narrow for that. */
+size_t moe_options_columns(int file);
+
+/* One line per option: name, metavar, help and default; several ones where a line has more than
+ * `columns`. Call before parsing (defaults are read from the values). */
+void moe_options_print(FILE *to, const struct moe_option *table, size_t count, size_t columns);
 
 void moe_options_free(struct moe_options *o);
 

@@ -236,7 +236,7 @@ int main(int argc, char **argv)
         !parse_lengths(lengths, &plan) || !names_something(&plan) || first != argc) {
         fprintf(stderr, "%s\n",
                 moe_failed(&st) ? st.text : "a list names nothing, or a token count is impossible");
-        moe_options_print(stderr, options, count);
+        moe_options_print(stderr, options, count, SIZE_MAX);
         return 2;
     }
     group_set(plan.backend, "transport", transport);

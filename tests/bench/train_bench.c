@@ -497,7 +497,7 @@ int main(int argc, char **argv)
     struct moe_status st = moe_options_parse(options, count, NULL, argc, argv, &first, &parsed);
     if (moe_failed(&st)) {
         fprintf(stderr, "%s\n", st.text);
-        moe_options_print(stderr, options, count);
+        moe_options_print(stderr, options, count, SIZE_MAX);
         return 2;
     }
     plan.backend = &moe_backend_cuda;

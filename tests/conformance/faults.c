@@ -507,7 +507,7 @@ int main(int argc, char **argv)
         st = find_backend(name, &backend);
     if (moe_failed(&st)) {
         fprintf(stderr, "%s\n", st.text);
-        moe_options_print(stderr, options, count);
+        moe_options_print(stderr, options, count, SIZE_MAX);
         return 2;
     }
     group_set(backend, "transport", transport);

@@ -242,7 +242,7 @@ int main(int argc, char **argv)
         st = moe_backend_find(backend, &plan.backend);
     if (moe_failed(&st)) {
         fprintf(stderr, "%s\n", st.text);
-        moe_options_print(stderr, options, count);
+        moe_options_print(stderr, options, count, SIZE_MAX);
         return 2;
     }
     group_set(plan.backend, "gemm", gemm);

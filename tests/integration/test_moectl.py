@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """moectl's command line: options, output and exit codes, as scripts rely on them."""
 
+import fcntl
 import json
 import os
+import pty
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
+import termios
 import time
 import unittest
 
@@ -156,6 +160,30 @@ class CommandLine(unittest.TestCase):
             summary = re.search("^  %s +(.*)$" % command, listed, re.M)[1]
             paragraphs = self.expect(OK, command, "--help").stdout.split("\n\n")
             self.assertEqual(paragraphs[1], summary)
+
+    def test_help_fits_the_terminal(self):
+        worker = os.path.join(BUILD, "daemon", "worker", "moe-worker")
+        for command in ([MOECTL, "up", "--help"], [worker, "--help"]):
+            plain = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+            self.assertGreater(max(map(len, plain.splitlines())), 100)
+            for columns in (80, 100, 400):
+                text = self.on_terminal(columns, command)
+                self.assertLessEqual(max(map(len, text.splitlines())), columns)
+                self.assertEqual(text.split(), plain.split())
+
+    def on_terminal(self, columns, command):
+        mine, its = pty.openpty()
+        fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        with subprocess.Popen(command, stdout=its) as process:
+            os.close(its)
+            text = b""
+            try:
+                while True:
+                    text += os.read(mine, 4096)
+            except OSError:  # the other end is closed
+                os.close(mine)
+        self.assertEqual(process.returncode, OK)
+        return text.decode().replace("\r\n", "\n")
 
     def test_wrong_command_lines(self):
         for arguments in (

@@ -263,7 +263,7 @@ static void the_help_lists_every_option_with_its_default(void **unused)
         .workers = 2, .memory = 1 << 20, .rate = 0.5, .name = "default", .layer = MOE_OPTION_UNSET};
     FILE *to = open_memstream(&text, &length);
     assert_non_null(to);
-    moe_options_print(to, table, COUNT);
+    moe_options_print(to, table, COUNT, SIZE_MAX);
     fclose(to);
     print_message("%s", text);
     for (size_t i = 0; i < COUNT; i++) {
@@ -283,6 +283,39 @@ static void the_help_lists_every_option_with_its_default(void **unused)
     free(text);
 }
 
+static char *help_of(size_t columns)
+{
+    char *text;
+    size_t length;
+    FILE *to = open_memstream(&text, &length);
+    assert_non_null(to);
+    moe_options_print(to, table, COUNT, columns);
+    fclose(to);
+    return text;
+}
+
+/* The same words, and no line is longer unless one word is. */
+static void the_help_breaks_lines_before_the_last_column(void **unused)
+{
+    (void)unused;
+    char *plain = help_of(SIZE_MAX);
+    for (size_t columns = 60; columns < 100; columns++) {
+        char *text = help_of(columns);
+        const char *p = plain, *t = text;
+        for (; *p != '\0' || *t != '\0'; p++, t++) {
+            p += strspn(p, " \n");
+            t += strspn(t, " \n");
+            assert_int_equal(*p, *t);
+            if (*p == '\0')
+                break;
+        }
+        for (t = text; *t != '\0'; t += strcspn(t, "\n") + 1)
+            assert_in_range(strcspn(t, "\n"), 1, columns);
+        free(text);
+    }
+    free(plain);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -295,6 +328,7 @@ int main(void)
         cmocka_unit_test(a_long_setting_is_refused),
         cmocka_unit_test(a_file_with_a_zero_byte_and_a_folder_are_refused),
         cmocka_unit_test(the_help_lists_every_option_with_its_default),
+        cmocka_unit_test(the_help_breaks_lines_before_the_last_column),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

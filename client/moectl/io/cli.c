@@ -10,6 +10,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum {
     TIMEOUT_OPTION = 2, /* --timeout among the shared ones */
@@ -123,7 +124,7 @@ static void print_help(const struct moectl_command *command, const struct moe_op
     if (command->more != NULL)
         fprintf(stdout, "%s\n", command->more);
     fputs("options:\n", stdout);
-    moe_options_print(stdout, table, count);
+    moe_options_print(stdout, table, count, moe_options_columns(STDOUT_FILENO));
     fprintf(stdout, "\nexamples:\n%s", command->examples);
 }
 
