@@ -20,6 +20,8 @@ static const char *_Atomic process_component = "moed";
 static _Atomic uint64_t process_epoch; /* 0: none */
 static _Atomic uint32_t process_slot;  /* plus one; 0: none */
 static const char *_Atomic file_path;  /* NULL: the log goes to the stderr of the start */
+static _Atomic uint64_t lost_lines;    /* that could not be written, and are not reported */
+static _Atomic bool is_cut;            /* the last line has no end */
 
 void moe_log_set_level(enum moe_log_level level)
 {
@@ -114,6 +116,7 @@ static struct moe_status switch_to(const char *path)
     if (!done)
         st = moe_error(MOE_INTERNAL, MOE_REASON_IO, "log file %s: %s", path, strerror(errno));
     close(fd);
+    atomic_store(&is_cut, false);
     return st;
 }
 
@@ -312,17 +315,39 @@ static void format_line(struct line *l, enum moe_log_level level, const char *me
     l->at += (size_t)sprintf(l->text + l->at, "\n");
 }
 
+/* One write per line keeps lines of several threads and processes whole. False: it is lost, or a
+ * part of it. */
+static bool put_line(const struct line *l)
+{
+    if (atomic_exchange(&is_cut, false) && write(STDERR_FILENO, "\n", 1) != 1)
+        atomic_store(&is_cut, true);
+    ssize_t written = write(STDERR_FILENO, l->text, l->at);
+    if (written == (ssize_t)l->at)
+        return true;
+    if (written > 0)
+        atomic_store(&is_cut, true);
+    return false;
+}
+
+/* A failure cannot be reported while it lasts, as on a full disk. */
 static void write_line(enum moe_log_level level, const struct moe_log_fields *about,
                        const char *fmt, va_list args)
 {
+    static const struct moe_log_fields nothing = {0};
     char message[LINE_BYTES / 2];
     struct line l;
+    uint64_t lost = atomic_exchange(&lost_lines, 0);
+    if (lost > 0) {
+        (void)snprintf(message, sizeof message,
+                       "the log could not be written: %" PRIu64 " lines are lost", lost);
+        format_line(&l, MOE_LOG_WARN, message, &nothing);
+        lost = put_line(&l) ? 0 : lost;
+    }
     if (vsnprintf(message, sizeof message, fmt, args) < 0)
         message[0] = '\0';
     format_line(&l, level, message, about);
-    /* One write per line keeps lines of several threads and processes whole. */
-    ssize_t written = write(STDERR_FILENO, l.text, l.at);
-    (void)written; /* a failure cannot be reported */
+    if (lost > 0 || !put_line(&l))
+        atomic_fetch_add(&lost_lines, lost + 1);
 }
 
 void moe_log_write(enum moe_log_level level, const char *fmt, ...)

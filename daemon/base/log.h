@@ -57,6 +57,8 @@ const char *moe_log_path(void);
  * error, lines go to the old file. */
 struct moe_status moe_log_reopen(void) MOE_CHECKED;
 
+/* A line that cannot be written, as on a full disk, is lost; once lines can be written again, one
+ * says how many are. */
 void moe_log_write(enum moe_log_level level, const char *fmt, ...) MOE_PRINTF(2, 3);
 
 /* What a single event is about; zeroes for what is not known. Strings are escaped as texts are. */

@@ -7,9 +7,12 @@
 
 #include <jansson.h>
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -426,6 +429,55 @@ static void a_log_file_that_was_renamed_is_opened_anew(void **unused)
     assert_int_equal(unlink(path) | unlink(old_path) | rmdir(directory), 0);
 }
 
+static void set_file_limit(rlim_t bytes)
+{
+    struct rlimit limit;
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &limit), 0);
+    limit.rlim_cur = bytes < limit.rlim_max ? bytes : limit.rlim_max;
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &limit), 0);
+}
+
+/* A full disk, as a file size limit. */
+static void lines_that_could_not_be_written_are_counted(void **unused)
+{
+    (void)unused;
+    char path[] = "/tmp/moe-log-XXXXXX", text[4096];
+    struct stat file;
+    int made = mkstemp(path), stderr_of_test = dup(STDERR_FILENO);
+    assert_true(made >= 0 && stderr_of_test >= 0);
+    void (*before)(int) = signal(SIGXFSZ, SIG_IGN);
+    struct moe_status st = moe_log_open(path);
+    moe_log_error("one");
+    assert_int_equal(fstat(made, &file), 0);
+    set_file_limit((rlim_t)file.st_size + 10);
+    moe_log_error("two"); /* a part of it fits */
+    moe_log_error("three");
+    set_file_limit(RLIM_INFINITY);
+    moe_log_error("four");
+    moe_log_error("five");
+    assert_true(dup2(stderr_of_test, STDERR_FILENO) >= 0);
+    signal(SIGXFSZ, before);
+    close(stderr_of_test);
+    close(made);
+
+    assert_int_equal(st.code, MOE_OK);
+    read_text(path, text, sizeof text);
+    print_message("%s", text);
+    static const char *const ends[] = {
+        ": one", "", ": the log could not be written: 2 lines are lost", ": four", ": five"};
+    char *line = text, *rest;
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++, line = rest + 1) {
+        rest = strchr(line, '\n');
+        assert_non_null(rest);
+        *rest = '\0';
+        assert_memory_equal(line, "20", 2); /* of the year: each one begins a line */
+        assert_true(strlen(line) >= strlen(ends[i]));
+        assert_string_equal(rest - strlen(ends[i]), ends[i]);
+    }
+    assert_int_equal(*line, '\0');
+    assert_int_equal(unlink(path), 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -442,6 +494,7 @@ int main(void)
         cmocka_unit_test(a_stranger_s_string_forges_no_line_and_moves_no_cursor),
         cmocka_unit_test(an_escaped_text_fits_its_memory),
         cmocka_unit_test(a_log_file_that_was_renamed_is_opened_anew),
+        cmocka_unit_test(lines_that_could_not_be_written_are_counted),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
