@@ -17,6 +17,7 @@ while [ $# -gt 0 ]; do
     case $1 in
         --yes) yes=yes; shift ;;
         --log) log=$2; shift 2 ;;
+        -h|--help) sed -n '3,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;;
         build|run|test|format|clang|nightly|package) purposes="$purposes $1"; shift ;;
         *) echo "usage: $0 [--yes] [--log FILE] build|run|test|format|clang|nightly|package ..." >&2; exit 2 ;;
     esac

@@ -8,6 +8,7 @@
 # give the same bytes.
 set -eu
 
+case ${1-} in -h|--help) sed -n '3,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 [ $# -eq 2 ] || { sed -n '3,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 2; }
 build=$(cd "$1" && pwd)
 mkdir -p "$2"

@@ -10,6 +10,7 @@
 # Exit status 77 (skipped) without python3-venv or PyPI.
 set -eu
 
+case ${1-} in -h|--help) sed -n '3,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 build=$(cd "${1:?BUILD}" && pwd)
 shift
 cd "$(dirname "$0")/.."

@@ -9,6 +9,7 @@
 # build directory. Libraries of the driver, CUDA, NCCL and the C library are not included.
 set -eu
 
+case ${1-} in -h|--help) sed -n '3,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 build=$1
 target=$2
 rm -rf "$target"

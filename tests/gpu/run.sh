@@ -31,6 +31,7 @@ usage() {
     exit 2
 }
 
+case ${1-} in -h|--help) sed -n '3,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 [ $# -ge 1 ] || usage "a build directory is needed"
 build=$(cd "$1" && pwd) || usage "there is no directory $1"
 shift

@@ -9,6 +9,7 @@
 # logs. Exits 0 only if no step failed. BUILD_DIRECTORY may be a folder from bundle.sh.
 set -u
 
+case ${1-} in -h|--help) sed -n '3,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 [ $# -ge 1 ] || { sed -n 3,9p "$0" >&2; exit 2; }
 build=$(cd "$1" && pwd) || exit 2
 [ "${2:-}" = --logs ] && logs=$3 || logs=$(mktemp -d)
