@@ -111,12 +111,14 @@ static struct moe_status switch_to(const char *path)
     int fd = -1;
     MOE_TRY(open_file(path, &fd));
     bool with_stdout = is_same_file(STDOUT_FILENO, STDERR_FILENO);
+    bool is_present = is_same_file(fd, STDERR_FILENO);
     bool done = dup2(fd, STDERR_FILENO) >= 0 && (!with_stdout || dup2(fd, STDOUT_FILENO) >= 0);
     struct moe_status st = moe_ok();
     if (!done)
         st = moe_error(MOE_INTERNAL, MOE_REASON_IO, "log file %s: %s", path, strerror(errno));
     close(fd);
-    atomic_store(&is_cut, false);
+    if (done && !is_present)
+        atomic_store(&is_cut, false);
     return st;
 }
 

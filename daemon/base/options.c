@@ -6,6 +6,7 @@
 #include <getopt.h>
 #include <ini.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -322,7 +323,7 @@ void moe_options_print(FILE *to, const struct moe_option *table, size_t count, s
         const struct moe_option *o = &table[i];
         if (o->kind == MOE_OPTION_RENAMED)
             continue;
-        char head[64], preset[256];
+        char head[64], preset[PATH_MAX + 16];
         snprintf(head, sizeof head, "%c%c%s --%s %s", o->letter != 0 ? '-' : ' ',
                  o->letter != 0 ? o->letter : ' ', o->letter != 0 ? "," : " ", o->name,
                  o->metavar != NULL ? o->metavar : "");

@@ -169,7 +169,7 @@ struct moe_status moe_membership_create(const struct moe_membership_config *conf
     m->config = *config;
     m->config.placement = NULL;
     m->now_ns = now_ns;
-    m->last_order = now_ns; /* above the orders before a restart */
+    m->last_order = now_ns; /* most likely unlike those before a restart */
     m->saved = *saved;
     m->announced_epoch = saved->epoch;
     if (m->saved.last_version < saved->placement_version)

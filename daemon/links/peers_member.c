@@ -245,7 +245,7 @@ struct moe_status moe_peers__connect(const struct moe_peers *p, const char *endp
 struct moe_status moe_peers__open_stream(struct moe_peers *p)
 {
     /* The sequencer listens before it registers, so a failed connection is evidence of a lost peer,
-     * and not a reason to wait. */
+     * and not a reason to wait. The attempt may be as old as the view's forming. */
     const struct moe_rpc_call_options options = {.deadline_ns = MOE_NEVER};
     const struct moe_rpc_stream_events events = {stream_message, stream_closed};
     MOE_TRY(moe_rpc_stream_open(p->channel, moe_peers__path, &options, &events, p, &p->stream));

@@ -135,7 +135,7 @@ static struct moe_status name_worker(struct moe_worker *w)
     char name[HOST_NAME_MAX + 1] = "worker";
     MOE_TRY(name_endpoints(w));
     MOE_TRY(name_training_endpoint(w));
-    if (c->worker_id == NULL && gethostname(name, sizeof name - 1) != 0)
+    if (c->worker_id == NULL && gethostname(name, sizeof name) != 0)
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "the host has no name: set --worker-id");
     if (c->worker_id != NULL) {
         MOE_TRY(moe_worker_check_id(c->worker_id));

@@ -140,7 +140,7 @@ static void a_peer_that_stops_or_is_cut_off_is_lost_soon(void **state)
         w.rough.lost_in = 0; /* the packet before the last one could be lost */
         uint32_t known_ms = 200 + 2 * rough->way_ms + 10 * rough->stall_max;
         assert_false(run(&w, known_ms + rng_below(&w.rng, 2000)));
-        w.frozen = n % 2 == 0;
+        w.frozen = n / ROUGHS % 2 == 0;
         w.cut = !w.frozen;
         uint64_t begun = w.now_ms;
         assert_true(run(&w, LONG_MS));
