@@ -104,13 +104,15 @@ static struct moe_status allocate_table(const struct moe_group_assignment *a, st
 
 /* Whether a token's index makes no difference to which of its experts share a slot: there is one
  * copy of each expert, or the placement is one that a group begins with, with contiguous ranges of
- * experts and copies that are equally many slots apart. */
+ * experts and copies that are equally many slots apart, also from the last one to the first. */
 static bool is_regular(const struct moe_placement *p)
 {
     uint32_t base = p->experts / p->slots, larger = p->experts % p->slots, e = 0;
     uint32_t copies = p->offset[1];
     if (p->offset[p->experts] == p->experts)
         return true;
+    if (p->slots % copies != 0)
+        return false;
     for (uint32_t home = 0; home < p->slots; home++) {
         uint64_t mask = 0;
         for (uint32_t c = 0; c < copies; c++)

@@ -165,11 +165,22 @@ void moe_cpu_layer_destroy(struct moe_layer *layer)
     free(layer);
 }
 
+/* Whether the mask leaves some experts fewer copies than others: then the slots that a token's
+ * index chooses no longer come in the same order for each index, and their sums are added in that
+ * order. */
+static bool has_lost_copies(const struct moe_placement *all, const struct moe_placement *active)
+{
+    return all->offset[all->experts] > all->experts &&
+           active->offset[all->experts] < all->offset[all->experts];
+}
+
 void moe_cpu_layer_activate(struct moe_layer *layer, uint64_t live)
 {
     if (layer->live == live)
         return;
     moe_placement_activate(&layer->placement, live, &layer->active);
+    layer->active.by_content =
+        layer->placement.by_content || has_lost_copies(&layer->placement, &layer->active);
     layer->live = live;
 }
 

@@ -170,7 +170,7 @@ struct moe_status moe_cpu_ep_check(const struct moe_session *session, struct moe
 uint32_t moe_cpu_ep_key(const struct moe_layer *layer, const void *row, size_t bytes, uint32_t t)
 {
     uint64_t hash = UINT64_C(0xcbf29ce484222325);
-    if (!layer->placement.by_content)
+    if (!layer->active.by_content)
         return t;
     for (size_t at = 0; at < bytes; at += sizeof hash) {
         uint64_t word = 0;
@@ -201,7 +201,7 @@ static const uint32_t *make_keys(struct moe_cpu_ep *ep, const struct moe_cpu_bat
 {
     const uint8_t *rows = rows_of(b);
     size_t bytes = bytes_of_row(b);
-    if (!b->layer->placement.by_content)
+    if (!b->layer->active.by_content)
         return NULL;
     for (uint32_t t = 0; t < b->tokens; t++)
         ep->keys[t] = moe_cpu_ep_key(b->layer, rows + t * bytes, bytes, t);
