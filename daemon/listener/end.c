@@ -17,8 +17,9 @@ static bool would_wait(void)
 static enum moe_end_result note_outcome(struct moe_flow_end *e, enum moe_tls_outcome outcome,
                                         size_t count)
 {
+    /* The last edge of a peer that has gone may have come before these bytes were read. */
     if (outcome == MOE_TLS_WAITS_TO_READ)
-        e->readable = false;
+        e->readable = e->hung_up;
     /* An answer of TLS itself must go out before more can be read. */
     if (outcome == MOE_TLS_WAITS_TO_WRITE) {
         e->readable = e->writable = false;
@@ -70,7 +71,9 @@ enum moe_end_result moe_end_peek(struct moe_flow_end *e, uint8_t bytes[MOE_END_P
         const uint8_t *first;
         enum moe_tls_outcome outcome = moe_tls_peek(e->tls, &first, count);
         memcpy(bytes, first, *count);
-        return note_outcome(e, outcome, outcome == MOE_TLS_DONE ? *count : 0);
+        const enum moe_end_result result =
+            note_outcome(e, outcome, outcome == MOE_TLS_DONE ? *count : 0);
+        return result == MOE_END_WAITS && e->hung_up ? MOE_END_OVER : result;
     }
     ssize_t n = recv(e->fd, bytes, MOE_END_PEEK_BYTES, MSG_DONTWAIT | MSG_PEEK);
     *count = n > 0 ? (size_t)n : 0;

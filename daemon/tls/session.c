@@ -24,6 +24,7 @@ struct moe_tls_session {
     int fd;
     bool established;
     bool hung_up;      /* the socket has ended */
+    bool drained;      /* the last read of the socket took all that was there */
     bool second_hello; /* a HelloRetryRequest was sent */
     bool bad_name;     /* of the client's certificate */
     uint64_t received; /* bytes of the peer, without TLS */
@@ -53,6 +54,7 @@ static int socket_read(BIO *b, char *bytes, size_t capacity, size_t *count)
         return 0;
     ssize_t n = recv(s->fd, bytes, capacity, MSG_DONTWAIT);
     *count = n > 0 ? (size_t)n : 0;
+    s->drained = n > 0 && (size_t)n < capacity;
     if (n == 0)
         s->hung_up = true;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
@@ -313,8 +315,12 @@ static enum moe_tls_outcome read_some(struct moe_tls_session *s, uint8_t *bytes,
     if (s->failure != MOE_TLS_NO_FAILURE)
         return MOE_TLS_FAILED;
     ERR_clear_error();
+    s->drained = false;
     while (*count < capacity && outcome == MOE_TLS_DONE) {
         size_t n = 0;
+        /* A small message would cost half as much again to learn that nothing follows. */
+        if (s->drained && SSL_has_pending(s->ssl) == 0)
+            return MOE_TLS_WAITS_TO_READ;
         outcome = outcome_of(s, SSL_read_ex(s->ssl, bytes + *count, capacity - *count, &n));
         *count += n;
         s->received += n;

@@ -84,7 +84,8 @@ enum moe_tls_failure moe_tls_failure(const struct moe_tls_session *s);
 const char *moe_tls_failure_text(const struct moe_tls_session *s);
 
 /* Reads until `bytes` is full or nothing is left. `*count` bytes were read, whatever the outcome
- * is; DONE means that more may be there. */
+ * is; DONE means that more may be there. WAITS_TO_READ can come before the end of the connection is
+ * seen: if the peer is known to have gone, read again. */
 enum moe_tls_outcome moe_tls_read(struct moe_tls_session *s, void *bytes, size_t capacity,
                                   size_t *count);
 /* The first bytes of all, at most MOE_TLS_PEEK_MAX, which moe_tls_read gives again. */

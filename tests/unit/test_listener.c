@@ -7,6 +7,7 @@
 #include "tls/tls.h"
 
 #include <fcntl.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -652,6 +653,35 @@ static void a_handshake_succeeds_in_time_or_is_counted(void **state)
     finish_tls(&t);
 }
 
+/* Sends `bytes` and the end of the connection in one segment, so no event is about the end alone.
+ */
+static void send_last(struct secure *c, const char *bytes, int length)
+{
+    const int on = 1;
+    assert_int_equal(setsockopt(c->fd, IPPROTO_TCP, TCP_CORK, &on, sizeof on), 0);
+    assert_int_equal(SSL_write(c->ssl, bytes, length), length);
+    assert_int_equal(shutdown(c->fd, SHUT_WR), 0);
+}
+
+static void a_tls_client_that_sends_and_leaves_is_done_at_once(void **state)
+{
+    static struct tls_scene t;
+    struct secure early, late;
+    (void)state;
+    start_tls(&t, (struct moe_listener_config){.preface_ms = 10 * SOON_MS});
+    early.fd = come_tcp(&t.s);
+    early.ssl = certificates_client(early.fd, t.at, "ca", NULL, "h2");
+    assert_int_equal(SSL_connect(early.ssl), 1);
+    send_last(&early, preface, PREFACE / 2);
+    await_figure(&t.s, "client", 1);
+    assert_true(begin_tls(&t.s, t.at, NULL, &late));
+    send_last(&late, settings, sizeof settings);
+    await_figure(&t.s, "client", 2);
+    end_tls(&early);
+    end_tls(&late);
+    finish_tls(&t);
+}
+
 int main(void)
 {
     seed_random();
@@ -673,6 +703,7 @@ int main(void)
         cmocka_unit_test(a_header_block_must_end_in_time),
         cmocka_unit_test(a_certificate_names_a_connection_and_counts_for_it),
         cmocka_unit_test(a_handshake_succeeds_in_time_or_is_counted),
+        cmocka_unit_test(a_tls_client_that_sends_and_leaves_is_done_at_once),
         cmocka_unit_test(without_descriptors_clients_are_refused_and_may_come_back),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
