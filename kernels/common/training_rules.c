@@ -244,14 +244,34 @@ void moe_optimizer_mix_trainer(uint64_t *hash, const struct moe_layer_spec *s,
     mix_bytes(hash, p->slot, p->offset[p->experts] * sizeof *p->slot);
 }
 
-struct moe_status moe_optimizer_check_layer(const struct moe_session_config *session,
-                                            const struct moe_layer_spec *spec,
-                                            const struct moe_placement *p, uint32_t slot)
+static struct moe_status check_slot(const struct moe_session_config *session,
+                                    const struct moe_layer_spec *spec,
+                                    const struct moe_placement *p, uint32_t slot)
 {
     if (p->slots != session->slots || slot != session->slot)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
                          "layer %u was placed for slot %u of %u, the session has slot %u of %u",
                          spec->layer, slot, p->slots, session->slot, session->slots);
+    return moe_ok();
+}
+
+struct moe_status moe_optimizer_check_live(const struct moe_session_config *session,
+                                           const struct moe_layer_spec *spec,
+                                           const struct moe_placement *p, uint32_t slot)
+{
+    MOE_TRY(check_slot(session, spec, p, slot));
+    for (uint32_t e = 0; e < p->experts; e++)
+        if ((moe_placement_slots_of(p, e) & session->live) == 0)
+            return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
+                             "expert %u has no copy on a live slot", e);
+    return moe_ok();
+}
+
+struct moe_status moe_optimizer_check_layer(const struct moe_session_config *session,
+                                            const struct moe_layer_spec *spec,
+                                            const struct moe_placement *p, uint32_t slot)
+{
+    MOE_TRY(check_slot(session, spec, p, slot));
     for (uint32_t e = 0; e < p->experts; e++) {
         uint64_t holders = moe_placement_slots_of(p, e);
         if ((holders & ~session->live) != 0 || holders == 0)

@@ -95,6 +95,12 @@ struct moe_status moe_optimizer_check_layer(const struct moe_session_config *ses
                                             const struct moe_layer_spec *spec,
                                             const struct moe_placement *placement,
                                             uint32_t slot) MOE_CHECKED;
+/* The same for a backend that sums over the live copies (moe_training.live_copies): an expert needs
+ * one. Errors: MOE_FAILED_PRECONDITION as above, MOE_UNAVAILABLE/EXPERT_UNAVAILABLE. */
+struct moe_status moe_optimizer_check_live(const struct moe_session_config *session,
+                                           const struct moe_layer_spec *spec,
+                                           const struct moe_placement *placement,
+                                           uint32_t slot) MOE_CHECKED;
 /* Whether all live slots take the same step; all [slots]. `own` is this slot's refusal, or success;
  * a refusal is returned first. Errors: own, MOE_FAILED_PRECONDITION/SHAPE_MISMATCH. */
 struct moe_status moe_optimizer_check_votes(const struct moe_session_config *session,

@@ -95,7 +95,9 @@ enum moe_code {
     X(REGION_LIMIT)     /* over the limit of shared memory, of regions or of clients */            \
     X(MODEL_LOADING)    /* some slots have not loaded the model: retry */                          \
     X(MODEL_IN_USE)     /* requests for the model are in flight */                                 \
-    X(NOT_LEADER)       /* this coordinator does not lead; the end of the text names the leader */
+    X(NOT_LEADER)       /* this coordinator does not lead; the end of the text names the leader */ \
+    X(GRADIENTS_LOST)   /* the gradients of some Backward calls went with a worker: send the */    \
+                        /* calls that GetTrainState names again */
 
 enum moe_reason {
 #define X(name) MOE_REASON_##name,

@@ -75,7 +75,8 @@ static void list_pieces(struct step *step, const struct moe_trainer *t,
     }
     for (uint32_t e = 0; e < layer->spec.experts; e++) {
         int32_t local = layer->local_index[e];
-        add_piece(step, moe_placement_slots_of(&layer->placement, e), p->n,
+        uint64_t holders = moe_placement_slots_of(&layer->placement, e);
+        add_piece(step, holders & step->session->config.live, p->n,
                   local >= 0 ? p->grad + (size_t)local * p->n : NULL);
     }
 }
@@ -86,8 +87,8 @@ static struct moe_status prepare(struct step *step)
     size_t pieces = 1, chunks = 1;
     for (size_t i = 0; i < step->count; i++) {
         const struct moe_trainer *t = step->trainers[i];
-        MOE_TRY(moe_optimizer_check_layer(&step->session->config, &t->layer->spec,
-                                          &t->layer->placement, t->layer->slot));
+        MOE_TRY(moe_optimizer_check_live(&step->session->config, &t->layer->spec,
+                                         &t->layer->placement, t->layer->slot));
         MOE_TRY(moe_optimizer_check(t->config.optimizer, step->args));
         for (uint32_t p = 0; p < t->params; p++) {
             size_t n = (t->param[p].n * t->param[p].entries + CHUNK - 1) / CHUNK;
@@ -142,7 +143,15 @@ static double sum_of_squares(const struct step *step, struct moe_device *device,
     return sum;
 }
 
-/* Sums over the gradients that this slot counts: the first slot with a copy counts it. */
+/* The first live slot with a copy counts its gradient. */
+static uint32_t first_holder(const struct step *step, const struct moe_layer *layer,
+                             uint32_t expert)
+{
+    uint64_t holders = moe_placement_slots_of(&layer->placement, expert);
+    return (uint32_t)__builtin_ctzll(holders & step->session->config.live);
+}
+
+/* Sums over the gradients that this slot counts. */
 static double own_squares(const struct step *step, const struct moe_trainer *t,
                           const struct moe_cpu_param *p)
 {
@@ -156,7 +165,7 @@ static double own_squares(const struct step *step, const struct moe_trainer *t,
     }
     double sum = 0;
     for (uint32_t l = 0; l < layer->local_experts; l++)
-        if (layer->placement.slot[layer->placement.offset[layer->local[l]]] == own)
+        if (first_holder(step, layer, layer->local[l]) == own)
             sum += sum_of_squares(step, layer->device, p->grad + l * p->n, p->n);
     return sum;
 }
@@ -248,6 +257,7 @@ static struct moe_status run(struct step *step, struct moe_optimizer_result *res
         st = moe_cpu_reduce(s, step->piece, step->pieces);
     if (!moe_failed(&st))
         st = measure(step, &squares);
+    *result = (struct moe_optimizer_result){.unchanged = moe_failed(&st)};
     if (!moe_failed(&st))
         st = optimize_all(step, squares, result);
     if (moe_failed(&st) && !refused)
@@ -260,6 +270,7 @@ struct moe_status moe_cpu_optimizer_step(struct moe_session *session,
                                          const struct moe_optimizer_args *args,
                                          struct moe_optimizer_result *result)
 {
+    *result = (struct moe_optimizer_result){.unchanged = true};
     MOE_TRY(moe_cpu_steps_idle(session->steps));
     MOE_TRY(moe_cpu_session_usable(session));
     struct step step = {.session = session, .trainers = trainers, .count = count, .args = args};

@@ -126,6 +126,7 @@ static uint64_t retained_bytes(struct moe_device *device)
 }
 
 const struct moe_training moe_cpu_training = {
+    .live_copies = true,
     .quantised_base = true,
     .trainer_create = moe_cpu_trainer_create,
     .trainer_destroy = moe_cpu_trainer_destroy,

@@ -174,9 +174,14 @@ struct moe_optimizer_result {
     double grad_norm; /* after grad_scale, before clipping: over all layers and slots */
     bool nonfinite;   /* a gradient is NaN or infinite: gradients and counted loads are zero now,
                          nothing else has changed */
+    bool unchanged;   /* of a failure that is no refusal: weights and moments are as they were, and
+                         gradients undefined (zero_grad). False: this slot may have taken it */
 };
 
 struct moe_training {
+    bool live_copies;    /* an optimizer step sums over the live copies of an expert, and needs one;
+                            zero_grad works without a session, also after a pass that failed.
+                            Else all copies must be live */
     bool quantised_base; /* adapters train on layers with quantised matrices. Otherwise
                             trainer_create refuses such layers, and those that train are loaded with
                             decoded weights */
@@ -247,7 +252,8 @@ struct moe_training {
      * Then nothing has changed and the session goes on. A slot that cannot take the step returns
      * its error, the others MOE_FAILED_PRECONDITION/SHAPE_MISMATCH. Any other failure ends the
      * session. If a peer is lost at the very end, some slots may have taken the step and others
-     * not. An element's bits do not depend on its place, so copies of an expert stay equal. */
+     * not (moe_optimizer_result.unchanged). An element's bits do not depend on its place, so copies
+     * of an expert stay equal. */
     struct moe_status (*optimizer_step)(struct moe_session *, struct moe_trainer *const *trainers,
                                         size_t count, const struct moe_optimizer_args *,
                                         struct moe_optimizer_result *result);
