@@ -29,8 +29,9 @@ struct moe_group_identity {
     uint32_t max_tokens_per_step;
     uint32_t wanted_slot_plus_one; /* 0 = any */
     bool trains;
-    bool partial;       /* its backend runs steps without some experts */
-    bool moves_experts; /* it can change the placement of experts in a view */
+    bool partial;            /* its backend runs steps without some experts */
+    bool trains_with_copies; /* its backend trains without some copies of experts */
+    bool moves_experts;      /* it can change the placement of experts in a view */
     const struct moe_session_host *host;
     const char *host_name; /* for people */
 };
@@ -72,6 +73,7 @@ struct moe_group_view {
     uint8_t secret[16];       /* of this epoch; see SequenceHello. Never logged */
     uint64_t group_id;        /* the same for all views of the group */
     bool may_shrink;          /* the group can go on without some members */
+    bool has_heirs;           /* a member was in the group's last view */
     bool partial;             /* the members need not hold every expert */
     const char *model;        /* name for clients */
     const char *model_digest; /* in hexadecimal; "" = not known */
@@ -110,6 +112,7 @@ struct moe_group_layer_memory {
 
 struct moe_group_numbers { /* moe.v1.Heartbeat */
     uint64_t loaded_bytes, total_bytes, tokens, steps;
+    bool training_saved;
 };
 
 /* Largest part of digests; one message of the session carries it. */
@@ -142,10 +145,11 @@ struct moe_group_hooks {
      * Called after each successful `load`. */
     struct moe_status (*digests)(void *ctx, moe_group_part_fn add, void *add_ctx);
     /* Leaves the previous view, joins the session of this one or takes a mask of an earlier one,
-     * and checks that all members agree. `allgather` may be used until it returns. `*together`,
-     * 0 before: as Ready.together (coordinator.proto). After a failure there is no view. */
+     * and checks that all members agree. `allgather` may be used until it returns. `*slots`,
+     * 0 before: as Ready.together (coordinator.proto); after a failure, as Ready.without. There is
+     * no view then. */
     struct moe_status (*form)(void *ctx, const struct moe_group_view *view,
-                              moe_allgather_fn allgather, void *allgather_ctx, uint64_t *together);
+                              moe_allgather_fn allgather, void *allgather_ctx, uint64_t *slots);
     /* The view that was formed last is in force: starts to serve. */
     struct moe_status (*serve)(void *ctx);
     /* Ends the view that was formed or served, if any. Its session may be kept for a mask. */
@@ -169,6 +173,8 @@ struct moe_group_hooks {
     /* With each answer to a heartbeat: endpoints for clients of the workers that hold experts, if
      * this one is a spare; else none. NULL: not needed. */
     void (*places_listed)(void *ctx, const char *const *endpoints, size_t count);
+    /* Whether a worker waits to join the view; with each answer to a heartbeat. */
+    void (*joiner_waits)(void *ctx, bool waits);
     /* There has been no view for reform_ms: fails waiting requests with `why`. */
     void (*give_up)(void *ctx, struct moe_status why);
     /* Refuses new requests; accepted ones continue. */

@@ -69,6 +69,7 @@ void moe_report_register(struct moe_rpc_stream *stream, const struct moe_group_i
     r.n_layers = id->layer_count;
     r.max_tokens_per_step = id->max_tokens_per_step;
     r.wanted_slot_plus_one = wanted_slot_plus_one;
+    r.trains_with_copies = id->trains_with_copies;
     r.trains = id->trains;
     r.partial = id->partial;
     r.moves_experts = id->moves_experts;
@@ -103,6 +104,7 @@ void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch, uint64_
     h.total_bytes = numbers->total_bytes;
     h.tokens = numbers->tokens;
     h.steps = numbers->steps;
+    h.training_saved = numbers->training_saved;
     h.round_trip_us = round_trip_us < UINT32_MAX ? (uint32_t)round_trip_us : UINT32_MAX;
     Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
     q.body_case = MOE__V1__SESSION_REQUEST__BODY_HEARTBEAT;
@@ -245,13 +247,14 @@ void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version, uint64_t
     send_message(stream, &q);
 }
 
-void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t together,
+void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t slots,
                       const struct moe_status *status)
 {
     Moe__V1__Error error;
     Moe__V1__Ready ready = MOE__V1__READY__INIT;
     ready.epoch = epoch;
-    ready.together = together;
+    ready.together = moe_failed(status) ? 0 : slots;
+    ready.without = moe_failed(status) ? slots : 0;
     if (moe_failed(status)) {
         moe_control_error(status, &error);
         ready.error = &error;

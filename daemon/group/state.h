@@ -27,7 +27,7 @@ enum event_kind {
     EVENT_MESSAGE, /* bytes */
     EVENT_CLOSED,  /* status */
     EVENT_LOADED, /* number: placement version; status; bytes: digests, of parts u32 length, part */
-    EVENT_FORMED, /* number: epoch; slots: of Ready.together; status */
+    EVENT_FORMED, /* number: epoch; slots: of Ready.together, or Ready.without; status */
     EVENT_SERVED, /* number: epoch; status */
     EVENT_LEFT,   /* the last task is done */
     EVENT_LOST,   /* number: epoch; slots; status */

@@ -87,14 +87,13 @@ static struct moe_status allgather(void *ctx, const void *mine, void *all, size_
     return moe_gather_exchange(g->gather, mine, all, bytes, deadline_ns);
 }
 
-static void post_formed(struct moe_group *g, uint64_t epoch, uint64_t together,
-                        struct moe_status st)
+static void post_formed(struct moe_group *g, uint64_t epoch, uint64_t slots, struct moe_status st)
 {
     struct event *e = moe_group__new_event(EVENT_FORMED, 0);
     if (e == NULL)
         return;
     e->number = epoch;
-    e->slots = together;
+    e->slots = slots;
     e->status = st;
     moe_mutex_lock(&g->lock);
     moe_group__append_event(g, e);
@@ -111,10 +110,10 @@ static void run_form(void *ctx, void *argument)
     struct moe_group *g = ctx;
     struct form_task *task = argument;
     moe_gather_begin(g->gather, task->view.epoch, task->view.slots, task->view.live);
-    uint64_t together = 0;
+    uint64_t slots = 0;
     struct moe_status st =
-        g->config.hooks.form(g->config.hooks.ctx, &task->view, allgather, g, &together);
-    post_formed(g, task->view.epoch, together, st);
+        g->config.hooks.form(g->config.hooks.ctx, &task->view, allgather, g, &slots);
+    post_formed(g, task->view.epoch, slots, st);
     moe__v1__session_response__free_unpacked(task->response, NULL);
     free(task);
 }
@@ -248,6 +247,7 @@ static struct moe_status read_view(const struct moe_group *g, const Moe__V1__Pre
         .max_tokens_per_step = bucket,
         .group_id = p->group_id,
         .may_shrink = p->may_shrink != 0,
+        .has_heirs = p->has_heirs != 0,
         .partial = p->partial != 0,
         .model = p->model,
         .model_digest = p->model_digest,

@@ -56,7 +56,7 @@ struct moe_sequencer {
     uint64_t last_training; /* seq of the last training ticket; 0 = none */
     uint64_t exclusive;     /* seq of the exclusive ticket in flight; 0 = none */
     uint64_t owed;          /* sum over keys and slots */
-    bool weight_updates_blocked;
+    bool weight_updates_blocked, changes_held;
     size_t call_first, call_count;
     uint32_t calls_of[MOE_MAX_SLOTS]; /* in the queue */
     struct moe_ticket calls[CALLS];   /* a ring; without epoch and seq */
@@ -111,6 +111,11 @@ void moe_sequencer_limit_f32(struct moe_sequencer *s, uint32_t max_bucket)
 void moe_sequencer_block_weight_updates(struct moe_sequencer *s, bool block)
 {
     s->weight_updates_blocked = block;
+}
+
+void moe_sequencer_hold_changes(struct moe_sequencer *s, bool hold)
+{
+    s->changes_held = hold;
 }
 
 void moe_sequencer_allow(struct moe_sequencer *s, bool tickets, bool training)
@@ -317,7 +322,8 @@ static bool next_call(struct moe_sequencer *s, size_t *at)
         const struct moe_step_traits *traits = moe_step_traits(call_at(s, *at)->kind);
         bool blocked =
             !MOE_GUARD(BLOCKED_KINDS_WAIT, !s->weight_updates_blocked || !traits->is_weight_update);
-        blocked = blocked || (s->holds_training && traits->is_training);
+        blocked = blocked || (s->holds_training && traits->is_training) ||
+                  (s->changes_held && traits->is_training && !traits->is_job);
         behind_blocked = behind_blocked || blocked;
         if (!blocked && (MOE_GUARD(LATER_CALLS_WAIT, !behind_blocked) || traits->passes_blocked))
             return true;

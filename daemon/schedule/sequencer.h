@@ -65,6 +65,10 @@ void moe_sequencer_limit_f32(struct moe_sequencer *s, uint32_t max_bucket);
  * clears it. */
 void moe_sequencer_block_weight_updates(struct moe_sequencer *s, bool block);
 
+/* While `hold` is set, no ticket of training is issued but for jobs: the state that a Save has
+ * written stays as it is. moe_sequencer_begin clears it. */
+void moe_sequencer_hold_changes(struct moe_sequencer *s, bool hold);
+
 /* What may be issued now: any ticket at all, and those that is_training. Both at first. It stays
  * over views: set it before moe_sequencer_next wherever a lease decides. */
 void moe_sequencer_allow(struct moe_sequencer *s, bool tickets, bool training);

@@ -25,6 +25,30 @@ size_t moe_training_service__name_targets(uint32_t targets, char *names[MOE_TRAI
     return count;
 }
 
+/* Backward calls to send again, as messages. */
+struct lost {
+    struct moe_train_micro_batch list[MOE_TRAIN_LOST_MAX];
+    Moe__V1__MicroBatch messages[MOE_TRAIN_LOST_MAX];
+    Moe__V1__MicroBatch *pointers[MOE_TRAIN_LOST_MAX];
+};
+
+static struct moe_status add_lost(struct moe_train *t, Moe__V1__GetTrainStateResponse *a,
+                                  struct lost **out)
+{
+    struct lost *l = *out = malloc(sizeof *l);
+    if (l == NULL)
+        return moe_service_out_of_memory();
+    a->n_lost_micro_batches = moe_train_read_lost(t, l->list);
+    a->lost_micro_batches = l->pointers;
+    for (size_t i = 0; i < a->n_lost_micro_batches; i++) {
+        moe__v1__micro_batch__init(&l->messages[i]);
+        l->messages[i].session = l->list[i].session;
+        l->messages[i].micro_batch_id = l->list[i].id;
+        l->pointers[i] = &l->messages[i];
+    }
+    return moe_ok();
+}
+
 static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void *ctx)
 {
     static char none[] = "";
@@ -63,7 +87,15 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
     a.retained_bytes_limit = state.retained_bytes_limit;
     a.retained_device_bytes = state.activation_bytes;
     a.retained_device_bytes_limit = state.activation_bytes_limit;
-    moe_service_reply(rpc, &a.base);
+    a.lost_backwards = state.lost_total;
+    struct lost *lost = NULL;
+    struct moe_status st =
+        state.lost_total > 0 ? add_lost(s->config.training, &a, &lost) : moe_ok();
+    if (moe_failed(&st))
+        moe_rpc_fail(rpc, st);
+    else
+        moe_service_reply(rpc, &a.base);
+    free(lost);
 }
 
 /* --------------------------------------------------------------------- RecoverTraining */

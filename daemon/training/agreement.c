@@ -28,6 +28,15 @@ void moe_train_read_digest(struct moe_train *t, struct moe_train_digest *out)
                              : moe_checkpoint_explicit_loads_has(&t->explicit_loads, t->checkpoint);
     out->has_target = t->has_target;
     memcpy(out->target, t->target, sizeof t->target);
+    out->earlier = t->earlier;
+    out->earlier_loss = t->loss;
+    out->gradients = t->gradients;
+    out->undefined = t->undefined;
+    out->unsettled = t->unsettled;
+    out->saved = moe_train__is_saved(t);
+    out->before = t->before;
+    out->backward = t->backward;
+    memcpy(out->backward_session, t->backward_session, sizeof t->backward_session);
     moe_mutex_unlock(&t->lock);
 }
 
@@ -54,31 +63,92 @@ static void take_checkpoint(struct moe_train *t, const struct moe_train_recovery
 static void keep_state(struct moe_train *t, const struct moe_train_recovery *r)
     MOE_REQUIRES(t->lock)
 {
-    if (r->lineage != t->lineage) /* nothing is learnt yet, and a member is new */
+    t->unsettled = 0; /* all members of that view are here, and none has answered the call */
+    if (r->loss == MOE_TRAIN_LOSS_NONE &&
+        r->lineage != t->lineage) /* nothing is learnt yet, and a member is new */
         moe_train__begin_lineage(t, r->lineage, r->weights_version);
     if (t->unsaved == r->lost_steps && strcmp(t->checkpoint, r->checkpoint) == 0)
         return;
+    if (strcmp(t->checkpoint, r->checkpoint) != 0)
+        t->saved_calls = 0;
     take_checkpoint(t, r);
     t->unsaved = r->lost_steps;
 }
 
-/* The layers are as loaded, and so are the trainers. */
-static struct moe_status restart(struct moe_train *t, const struct moe_train_recovery *r)
+/* The group keeps its weights, and goes on without gradients. */
+static struct moe_status lose_gradients(struct moe_train *t, const struct moe_train_recovery *r)
 {
     moe_mutex_lock(&t->lock);
+    struct moe_status st = moe_train__lose_gradients(t, r);
+    uint64_t total = t->lost_total;
+    moe_mutex_unlock(&t->lock);
+    MOE_TRY(st);
+    moe_log_warn("training goes on from the same weights without the gradients of %llu Backward "
+                 "calls, which a lost worker or step had; lineage %llu",
+                 (unsigned long long)total, (unsigned long long)r->lineage);
+    return moe_train__zero_grad(t);
+}
+
+/* The layers are as loaded, and so are the trainers. */
+static void begin_anew(struct moe_train *t, const struct moe_train_recovery *r)
+    MOE_REQUIRES(t->lock)
+{
     moe_train__begin_lineage(t, r->lineage, r->weights_version);
     moe_ledger_reset(t->ledger);
-    /* After a restart that failed, the next one reports the same steps. */
-    t->lost_steps = r->lost_steps > t->lost_steps ? r->lost_steps : t->lost_steps;
     t->steps = t->unsaved = 0;
     t->frozen = t->config.trainer.frozen;
     take_checkpoint(t, r);
     t->inconsistent = true;
+}
+
+/* A checkpoint of the same name may be another one. */
+static struct moe_status check_joined(struct moe_train *t, const struct moe_train_recovery *r)
+    MOE_REQUIRES(t->lock)
+{
+    if (moe_ledger_count(t->ledger) == r->calls)
+        return moe_ok();
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH,
+                     "checkpoint %s records %llu calls, and the group has run %llu", r->checkpoint,
+                     (unsigned long long)moe_ledger_count(t->ledger), (unsigned long long)r->calls);
+}
+
+/* The others go on with a state that `checkpoint` has. */
+static struct moe_status join(struct moe_train *t, const struct moe_train_recovery *r)
+{
+    moe_mutex_lock(&t->lock);
+    begin_anew(t, r);
+    moe_mutex_unlock(&t->lock);
+    MOE_TRY(moe_train__load_checkpoint(t));
+    moe_mutex_lock(&t->lock);
+    struct moe_status st = check_joined(t, r);
+    if (!moe_failed(&st)) {
+        moe_ledger_set_hash(t->ledger, r->record);
+        t->saved_calls = moe_ledger_count(t->ledger);
+        t->earlier = r->earlier;
+        t->loss = r->earlier_loss;
+        t->inconsistent = false;
+    }
+    moe_mutex_unlock(&t->lock);
+    if (!moe_failed(&st))
+        moe_log_info("training: this worker has joined with checkpoint %s; lineage %llu, version "
+                     "%llu",
+                     r->checkpoint, (unsigned long long)r->lineage,
+                     (unsigned long long)r->weights_version);
+    return st;
+}
+
+static struct moe_status restart(struct moe_train *t, const struct moe_train_recovery *r)
+{
+    moe_mutex_lock(&t->lock);
+    begin_anew(t, r);
+    /* After a restart that failed, the next one reports the same steps. */
+    t->lost_steps = r->lost_steps > t->lost_steps ? r->lost_steps : t->lost_steps;
     moe_mutex_unlock(&t->lock);
     if (r->checkpoint[0] != '\0')
         MOE_TRY(moe_train__load_checkpoint(t));
     moe_mutex_lock(&t->lock);
     t->inconsistent = false;
+    t->saved_calls = moe_ledger_count(t->ledger);
     t->went_back = true;
     moe_mutex_unlock(&t->lock);
     return moe_ok();
@@ -123,10 +193,14 @@ struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_re
     t->slots = slots;
     t->live = live;
     moe_job_on_view(&t->machine, slot, live);
-    if (!r->restart)
+    bool joins = (r->joiners >> slot & 1) != 0, loses = r->loss != MOE_TRAIN_LOSS_NONE;
+    if (!r->restart && !joins)
         keep_state(t, r);
     moe_mutex_unlock(&t->lock);
-    struct moe_status st = r->restart ? restart(t, r) : moe_ok();
+    struct moe_status st = r->restart ? restart(t, r)
+                           : joins    ? join(t, r)
+                           : loses    ? lose_gradients(t, r)
+                                      : moe_ok();
     /* After a restart here, another slot may still fail: what the last attempt met stays known. */
     if (moe_failed(&st) || !r->restart)
         moe_train_note_problem(t, moe_failed(&st) ? st.text : "");
@@ -141,6 +215,28 @@ struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_re
                       moe_train_recovery_name(r->checkpoint), st.text);
     moe_train__show(t);
     return st;
+}
+
+static bool holds_all(const struct moe_placement *p, uint64_t slots)
+{
+    for (uint32_t e = 0; e < p->experts; e++) {
+        bool held = false;
+        for (uint32_t i = p->offset[e]; i < p->offset[e + 1]; i++)
+            held = held || (slots >> p->slot[i] & 1) != 0;
+        if (!held)
+            return false;
+    }
+    return true;
+}
+
+bool moe_train_covers(const struct moe_train *t, uint64_t slots)
+{
+    if (!t->config.backend->training->live_copies)
+        return false;
+    for (size_t i = 0; i < t->config.layer_count; i++)
+        if (!holds_all(&t->placements[i], slots))
+            return false;
+    return true;
 }
 
 struct moe_status moe_train_fence(struct moe_train *t, uint64_t group, uint64_t epoch)

@@ -115,13 +115,14 @@ static struct moe_status step_optimizer(struct moe_train *t, struct moe_session 
     args.number = t->steps + 1;
     struct moe_status st = t->config.backend->training->optimizer_step(
         session, t->trainers, t->config.layer_count, &args, &result);
+    x->unchanged = moe_failed(&st) && result.unchanged;
     if (moe_failed(&st))
         return agree_on_refusal(t, session, st, &x->refusal);
     moe_mutex_lock(&t->lock);
     o->backwards = t->backwards;
     o->number = result.grad_norm;
     o->nonfinite = result.nonfinite;
-    t->backwards = 0;
+    moe_train__drop_gradients(t);
     t->steps += !result.nonfinite;
     t->unsaved += !result.nonfinite;
     t->weights_version += !result.nonfinite;
@@ -130,18 +131,37 @@ static struct moe_status step_optimizer(struct moe_train *t, struct moe_session 
     return moe_ok();
 }
 
-static struct moe_status zero_gradients(struct moe_train *t, struct moe_ledger_outcome *o)
+/* A slot answers only once all have begun the call: if it is lost then, the others know that there
+ * was one. */
+static struct moe_status meet(struct moe_train *t, struct moe_session *session,
+                              struct moe_call_exec *x)
 {
+    uint64_t all[MOE_MAX_SLOTS];
+    if (!t->config.backend->training->live_copies)
+        return moe_ok();
+    x->unchanged = true;
+    MOE_TRY(t->config.backend->session_exchange(session, &x->epoch, all, sizeof x->epoch));
+    x->unchanged = false;
+    return moe_ok();
+}
+
+static struct moe_status zero_gradients(struct moe_train *t, struct moe_session *session,
+                                        struct moe_call_exec *x)
+{
+    MOE_TRY(meet(t, session, x));
     MOE_TRY(moe_train__zero_grad(t));
     moe_mutex_lock(&t->lock);
-    o->backwards = t->backwards;
-    t->backwards = 0;
+    x->answer.outcome.backwards = t->backwards;
+    moe_train__drop_gradients(t);
     moe_mutex_unlock(&t->lock);
     return moe_ok();
 }
 
-static struct moe_status set_frozen(struct moe_train *t, uint32_t frozen)
+static struct moe_status set_frozen(struct moe_train *t, struct moe_session *session,
+                                    struct moe_call_exec *x)
 {
+    uint32_t frozen = x->call.frozen;
+    MOE_TRY(meet(t, session, x));
     MOE_TRY(moe_train__set_frozen(t, frozen));
     moe_mutex_lock(&t->lock);
     t->frozen = frozen;
@@ -185,8 +205,8 @@ static struct moe_status run(struct moe_train *t, struct moe_session *session,
     x->answer.outcome = (struct moe_ledger_outcome){.epoch = ticket->epoch};
     switch (x->call.kind) {
     case MOE_STEP_OPTIMIZER: return step_optimizer(t, session, x);
-    case MOE_STEP_ZERO_GRAD: return zero_gradients(t, &x->answer.outcome);
-    case MOE_STEP_SET_FROZEN: return set_frozen(t, x->call.frozen);
+    case MOE_STEP_ZERO_GRAD: return zero_gradients(t, session, x);
+    case MOE_STEP_SET_FROZEN: return set_frozen(t, session, x);
     default: break;
     }
     x->refusal = check_job(t, &x->call);
@@ -221,6 +241,9 @@ struct moe_status moe_train__begin(struct moe_train *t, const struct moe_ticket 
                          "ticket %llu would change weights that a checkpoint is read from",
                          (unsigned long long)ticket->seq);
     x->changes = x->run && changes_state(&x->call);
+    x->unchanged = is_backward;
+    x->origin = ticket->descriptor.origin;
+    x->epoch = ticket->epoch;
     if (x->run && is_backward)
         moe_activations_set_use(t->activations, x->call.session, x->call.id, true);
     return moe_ok();
@@ -298,6 +321,7 @@ static void record(struct moe_train *t, const struct moe_ticket *ticket, struct 
     if (is_backward) {
         o->number = x->aux_loss;
         t->backwards += !x->call.input_only;
+        t->gradients |= x->call.input_only ? 0 : t->live;
         moe_train__count(t->metrics.backwards, 1);
     }
 }
@@ -360,9 +384,9 @@ static void abandon(void *ctx, struct moe_call_exec *x)
 {
     struct moe_train *t = ctx;
     moe_mutex_lock(&t->lock);
-    t->inconsistent = t->inconsistent || x->changes;
+    moe_train__cut_short(t, x);
     moe_mutex_unlock(&t->lock);
-    x->changes = false;
+    x->changes = x->run = false;
 }
 
 static void answer(const struct moe_call_exec *x, struct moe_train_work *w)
@@ -425,6 +449,7 @@ static void end_view(void *ctx)
 {
     struct moe_train *t = ctx;
     moe_activations_forget(t->activations);
+    (void)moe_train_set_joiner(t, false);
     moe_train__show(t);
     moe_train__give_up_job(t);
 }

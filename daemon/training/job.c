@@ -84,6 +84,7 @@ static struct moe_status create_job(struct moe_train *t, const struct moe_train_
     j->train = t;
     j->call = *call;
     j->lineage = t->lineage;
+    j->calls = moe_ledger_count(t->ledger);
     j->begun_ns = moe_clock_ns();
     j->context = moe_train__context_of(t);
     j->context.cancel = &j->cancel;
@@ -235,6 +236,7 @@ static void start_part(const struct context *c, const struct moe_job_action *a,
                      "while it is written",
                      j->call.name);
     j->from_trainers = a->from_trainers;
+    j->wrote = j->wrote || a->part == MOE_JOB_WRITE;
     start_thread(t, j, a->part);
 }
 
@@ -254,6 +256,10 @@ static struct moe_status record(const struct context *c, const struct moe_job_ac
     }
     moe_mutex_lock(&t->lock);
     moe_train__record(t, &j->call, c->ticket->descriptor.origin, o);
+    bool same = j->wrote && moe_ledger_count(t->ledger) == j->calls + 1 &&
+                strcmp(t->checkpoint, j->call.name) == 0;
+    if (j->call.kind == MOE_STEP_SAVE && same)
+        t->saved_calls = moe_ledger_count(t->ledger);
     moe_mutex_unlock(&t->lock);
     return moe_ok();
 }

@@ -5,10 +5,30 @@
 
 #include "base/clock.h"
 
+#include <stdio.h>
 #include <string.h>
 
-static struct moe_status wrong_lineage(uint64_t asked, uint64_t present)
+/* Gradients went with a slot, and all else is there. Without an explanation (`gradients_lost`), the
+ * caller takes no step on what is left of them. */
+static struct moe_status lost_gradients(const struct moe_train *t) MOE_REQUIRES(t->lock)
 {
+    const struct moe_train_micro_batch *b = &t->lost[0];
+    char first[sizeof b->session + 32] = "";
+    if (t->lost_count > 0)
+        (void)snprintf(first, sizeof first, " (%s/%llu%s)", b->session, (unsigned long long)b->id,
+                       t->lost_total > 1 ? ", ..." : "");
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_LOST,
+                     "the gradients of %llu Backward calls%s went with a worker: send them again, "
+                     "with lineage %llu; GetTrainState names them",
+                     (unsigned long long)t->lost_total, first, (unsigned long long)t->lineage);
+}
+
+static struct moe_status wrong_lineage(const struct moe_train *t, uint64_t asked)
+    MOE_REQUIRES(t->lock)
+{
+    const uint64_t present = t->lineage;
+    if (asked == t->earlier && t->loss == MOE_TRAIN_LOSS_GRADIENTS)
+        return lost_gradients(t);
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STATE_LOST,
                      "lineage %llu was asked for; it is %llu: the group went back to a checkpoint "
                      "or loaded one, or is another group; what was not saved is lost. Read the "
@@ -25,6 +45,9 @@ static struct moe_status check_new(const struct moe_train *t, const struct moe_t
                          "weights version %llu was asked for; it is %llu",
                          (unsigned long long)c->weights_version,
                          (unsigned long long)t->weights_version);
+    if (c->kind == MOE_STEP_OPTIMIZER && c->lineage == 0 && c->expected_backwards == 0 &&
+        t->gradients_lost)
+        return lost_gradients(t);
     if (c->kind == MOE_STEP_OPTIMIZER && c->expected_backwards != 0 &&
         c->expected_backwards != t->backwards)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_MISSING,
@@ -108,7 +131,7 @@ void moe_train__judge(const struct moe_train *t, struct moe_call_exec *x)
     if (x->repeat)
         return;
     if (c->lineage != 0 && c->lineage != t->lineage) {
-        x->refusal = wrong_lineage(c->lineage, t->lineage);
+        x->refusal = wrong_lineage(t, c->lineage);
         return;
     }
     switch (moe_ledger_look(t->ledger, c->session, c->id, &c->content, NULL)) {
@@ -175,7 +198,7 @@ static struct moe_status recall_header(struct moe_train *t, const struct moe_tra
                                        struct moe_train_answer *answer) MOE_REQUIRES(t->lock)
 {
     if (call->lineage != 0 && call->lineage != t->lineage)
-        return wrong_lineage(call->lineage, t->lineage);
+        return wrong_lineage(t, call->lineage);
     const struct moe_ledger_call *known = moe_ledger_find(t->ledger, call->session, call->id);
     if (known == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_RETAINED_PASS_GONE,

@@ -15,11 +15,14 @@ struct session {
     uint64_t floor;    /* ids at or below are not NEW */
     uint32_t count;
     struct moe_ledger_call calls[MOE_LEDGER_CALLS]; /* ascending by id; all above floor */
+    uint64_t pending[MOE_LEDGER_CALLS]; /* of the same call: its number in the sequence if it was
+                                           pending when it was recorded, else 0 */
 };
 
 struct moe_ledger {
     uint64_t count, hash;
     uint64_t sequence; /* rises with every record; never starts again */
+    uint64_t settled;  /* the sequence at the last moe_ledger_settle */
     struct session sessions[MOE_LEDGER_SESSIONS];
     uint64_t forgotten[MOE_LEDGER_FORGOTTEN];
 };
@@ -134,6 +137,11 @@ uint64_t moe_ledger_hash(const struct moe_ledger *l)
     return l->hash;
 }
 
+void moe_ledger_set_hash(struct moe_ledger *l, uint64_t hash)
+{
+    l->hash = hash;
+}
+
 static uint64_t highest_of(const struct session *s)
 {
     return s->count > 0 ? s->calls[s->count - 1].id : s->floor;
@@ -182,6 +190,13 @@ static struct session *add_session(struct moe_ledger *l, const char *name)
     return s;
 }
 
+static void remove_call(struct session *s, uint32_t at)
+{
+    s->count--;
+    memmove(&s->calls[at], &s->calls[at + 1], (s->count - at) * sizeof s->calls[0]);
+    memmove(&s->pending[at], &s->pending[at + 1], (s->count - at) * sizeof s->pending[0]);
+}
+
 /* If the session is full, forgets its lowest call; false if that is the new one. */
 static bool make_place(struct session *s, uint64_t id)
 {
@@ -194,8 +209,7 @@ static bool make_place(struct session *s, uint64_t id)
         return false;
     }
     s->floor = s->calls[0].id;
-    memmove(&s->calls[0], &s->calls[1], (s->count - 1) * sizeof s->calls[0]);
-    s->count--;
+    remove_call(s, 0);
     return true;
 }
 
@@ -208,8 +222,8 @@ static uint64_t mix_call(uint64_t hash, const char *session, const struct moe_le
     return mix(hash, call->origin);
 }
 
-void moe_ledger_record(struct moe_ledger *l, const char *session,
-                       const struct moe_ledger_call *call)
+static void record(struct moe_ledger *l, const char *session, const struct moe_ledger_call *call,
+                   bool pending)
 {
     struct session *s = (struct session *)(uintptr_t)find_session(l, session);
     if (s == NULL)
@@ -218,16 +232,68 @@ void moe_ledger_record(struct moe_ledger *l, const char *session,
     l->count++;
     l->hash = mix_call(l->hash, session, call);
     uint32_t at = position_of(s, call->id);
-    if (at < s->count && s->calls[at].id == call->id) {
-        s->calls[at] = *call;
+    bool known = at < s->count && s->calls[at].id == call->id;
+    if (!known && !make_place(s, call->id))
         return;
+    if (!known) {
+        at = position_of(s, call->id);
+        memmove(&s->calls[at + 1], &s->calls[at], (s->count - at) * sizeof s->calls[0]);
+        memmove(&s->pending[at + 1], &s->pending[at], (s->count - at) * sizeof s->pending[0]);
+        s->count++;
     }
-    if (!make_place(s, call->id))
-        return;
-    at = position_of(s, call->id);
-    memmove(&s->calls[at + 1], &s->calls[at], (s->count - at) * sizeof s->calls[0]);
     s->calls[at] = *call;
-    s->count++;
+    s->pending[at] = pending ? l->sequence : 0;
+}
+
+void moe_ledger_record(struct moe_ledger *l, const char *session,
+                       const struct moe_ledger_call *call)
+{
+    record(l, session, call, false);
+}
+
+/* ------------------------------------------------------------------------- taking back */
+
+void moe_ledger_record_pending(struct moe_ledger *l, const char *session,
+                               const struct moe_ledger_call *call)
+{
+    record(l, session, call, true);
+}
+
+void moe_ledger_settle(struct moe_ledger *l)
+{
+    l->settled = l->sequence;
+}
+
+static void take_back(struct moe_ledger *l, struct session *s, moe_ledger_each_fn each, void *ctx)
+{
+    for (uint32_t i = 0; i < s->count;) {
+        if (s->pending[i] <= l->settled) {
+            i++;
+            continue;
+        }
+        each(ctx, s->name, s->calls[i].id);
+        remove_call(s, i);
+    }
+}
+
+/* The next session after `after`, in the order of names; NULL if there is none. */
+static struct session *next_session(struct moe_ledger *l, const char *after)
+{
+    struct session *next = NULL;
+    for (size_t i = 0; i < MOE_LEDGER_SESSIONS; i++) {
+        struct session *s = &l->sessions[i];
+        bool follows = s->used && (after == NULL || strcmp(s->name, after) > 0);
+        if (follows && (next == NULL || strcmp(s->name, next->name) < 0))
+            next = s;
+    }
+    return next;
+}
+
+void moe_ledger_take_back(struct moe_ledger *l, moe_ledger_each_fn each, void *ctx)
+{
+    for (struct session *s = next_session(l, NULL); s != NULL; s = next_session(l, s->name))
+        take_back(l, s, each, ctx);
+    moe_ledger_settle(l);
 }
 
 /* -------------------------------------------------------------------------- packing

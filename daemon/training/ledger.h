@@ -46,7 +46,8 @@ struct moe_ledger_outcome {
         uint64_t bytes;      /* that were written */
         uint64_t lost_steps; /* Load: steps that no checkpoint had */
     };
-    uint64_t backwards; /* number of Backward calls with gradients that were used or dropped */
+    uint64_t backwards; /* number of Backward calls with gradients that were used or dropped; of a
+                           Backward: 1 if it has gradients */
     uint64_t nonfinite; /* 1: an optimizer step was skipped */
     double number;      /* gradient norm, or load-balance loss */
 };
@@ -87,10 +88,22 @@ const struct moe_ledger_call *moe_ledger_find(const struct moe_ledger *l, const 
 void moe_ledger_record(struct moe_ledger *l, const char *session,
                        const struct moe_ledger_call *call);
 
+/* The same for a call that can be taken back, until moe_ledger_settle. */
+void moe_ledger_record_pending(struct moe_ledger *l, const char *session,
+                               const struct moe_ledger_call *call);
+void moe_ledger_settle(struct moe_ledger *l);
+/* Forgets all pending calls: their ids are free again, as far as the session remembers them. Calls
+ * `each` for every one, ordered by session and id. Count and hash stay. */
+typedef void (*moe_ledger_each_fn)(void *ctx, const char *session, uint64_t id);
+void moe_ledger_take_back(struct moe_ledger *l, moe_ledger_each_fn each, void *ctx);
+
 /* Calls recorded since the beginning or the last reset or unpack, and a hash over all of them in
  * order: equal exactly when two slots have recorded the same. */
 uint64_t moe_ledger_count(const struct moe_ledger *l);
 uint64_t moe_ledger_hash(const struct moe_ledger *l);
+/* The hash goes on from this one. For a ledger with equal calls, and another way to write the slots
+ * that were asked. */
+void moe_ledger_set_hash(struct moe_ledger *l, uint64_t hash);
 /* The highest id of a session, 0 = none known. */
 uint64_t moe_ledger_highest(const struct moe_ledger *l, const char *session);
 

@@ -202,6 +202,7 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
     out->last_step_id = moe_train__highest_id(t);
     out->state_bytes = t->state_bytes;
     out->backwards = t->backwards;
+    out->lost_total = t->lost_total;
     out->frozen = t->frozen;
     memcpy(out->checkpoint, t->checkpoint, sizeof out->checkpoint);
     memcpy(out->problem, t->problem, sizeof out->problem);
@@ -211,6 +212,47 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
     out->activation_bytes_limit = moe_activations_limit(t->activations);
     out->retained_bytes = moe_pass_store_bytes(t->passes);
     out->retained_bytes_limit = moe_pass_store_budget(t->passes);
+}
+
+uint32_t moe_train_read_lost(struct moe_train *t,
+                             struct moe_train_micro_batch out[MOE_TRAIN_LOST_MAX])
+{
+    moe_mutex_lock(&t->lock);
+    uint32_t count = t->lost_count;
+    memcpy(out, t->lost, count * sizeof *out);
+    moe_mutex_unlock(&t->lock);
+    return count;
+}
+
+bool moe_train_set_joiner(struct moe_train *t, bool waits)
+{
+    moe_mutex_lock(&t->lock);
+    bool changes = t->joiner != waits;
+    t->joiner = waits;
+    moe_mutex_unlock(&t->lock);
+    return changes;
+}
+
+bool moe_train_holds_changes(struct moe_train *t)
+{
+    if (t == NULL)
+        return false;
+    moe_mutex_lock(&t->lock);
+    const struct moe_train_call *job = moe_train__job_call(t, 0);
+    bool saves = job != NULL && job->kind == MOE_STEP_SAVE;
+    bool holds = t->joiner && (saves || moe_train__is_saved(t));
+    moe_mutex_unlock(&t->lock);
+    return holds;
+}
+
+bool moe_train_can_be_joined(struct moe_train *t)
+{
+    if (t == NULL)
+        return false;
+    moe_mutex_lock(&t->lock);
+    bool saved = t->joiner && moe_train__is_saved(t);
+    moe_mutex_unlock(&t->lock);
+    return saved;
 }
 
 const struct moe_train_config *moe_train_configured(const struct moe_train *t)

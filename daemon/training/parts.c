@@ -87,6 +87,7 @@ void moe_train__note_checkpoint(struct moe_train *t, const char *name, uint64_t 
     bool newer = unsaved <= t->unsaved; /* false for an earlier Save, not recorded then */
     if (newer) {
         moe_train__set_checkpoint(t, name);
+        t->saved_calls = 0; /* it has one call more: its own */
         t->unsaved = unsaved;
     }
     moe_mutex_unlock(&t->lock);

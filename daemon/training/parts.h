@@ -23,7 +23,8 @@ struct moe_train_job {
     bool found;                            /* see moe_job_end */
     bool from_trainers;                    /* WRITE: see moe_job_action */
     uint64_t number;                       /* of the machine; 0 = it never began */
-    uint64_t lineage, begun_ns;            /* as it began */
+    uint64_t lineage, calls, begun_ns;     /* as it began; calls: of the ledger */
+    bool wrote;                            /* WRITE has begun: the checkpoint is of this job */
     struct moe_ledger_outcome outcome;
     enum moe_job_part part;               /* that the thread runs; NONE: it only asks */
     _Atomic uint64_t processed, expected; /* of the context; expected 0 = not known */

@@ -2,12 +2,31 @@
 /* The choice of a common state, from the digests of all slots; see training/recovery.h. */
 #include "training/recovery.h"
 
+#include "base/guard.h"
+
 #include <string.h>
 
-static bool same_state(const struct moe_train_digest *a, const struct moe_train_digest *b)
+/* A lineage that follows on another without a restart has the same weights. Some slots may have
+ * begun it in an attempt that failed. */
+static bool related(const struct moe_train_digest *a, const struct moe_train_digest *b)
 {
-    return a->lineage == b->lineage && a->weights_version == b->weights_version &&
-           a->calls == b->calls && a->record == b->record && a->inconsistent == 0 &&
+    return a->lineage == b->lineage || a->earlier == b->lineage || a->lineage == b->earlier ||
+           (a->earlier != 0 && a->earlier == b->earlier);
+}
+
+/* `b` lacks the Backward that `a` recorded last, and nothing else. */
+static bool one_behind(const struct moe_train_digest *b, const struct moe_train_digest *a)
+{
+    return a->backward.id != 0 && b->calls + 1 == a->calls && b->record == a->before;
+}
+
+/* The same weights, masters, moments and settings; the same calls, but perhaps for one Backward. */
+static bool same_weights(const struct moe_train_digest *a, const struct moe_train_digest *b)
+{
+    bool same_calls = a->calls == b->calls && a->record == b->record;
+    return a->lineage != 0 && b->lineage != 0 && related(a, b) &&
+           a->weights_version == b->weights_version &&
+           (same_calls || one_behind(a, b) || one_behind(b, a)) && a->inconsistent == 0 &&
            b->inconsistent == 0;
 }
 
@@ -101,13 +120,136 @@ const char *moe_train_recovery_name(const char *checkpoint)
     return checkpoint[0] != '\0' ? checkpoint : "the model as loaded";
 }
 
+/* A member of the last view that was in force; of several, one that can go on, and with most calls.
+ * NULL if members come from different groups: their epochs cannot be compared. */
+static const struct moe_train_digest *find_latest(const struct moe_train_digest *digests,
+                                                  uint64_t live)
+{
+    const struct moe_train_digest *latest = &digests[__builtin_ctzll(live)];
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
+        const struct moe_train_digest *d = &digests[s];
+        if ((live >> s & 1) == 0 || d->epoch == 0)
+            continue;
+        if (latest->epoch != 0 && d->group != latest->group)
+            return NULL;
+        int order = compare(d->epoch, latest->epoch);
+        order = order != 0 ? order : compare(latest->inconsistent, d->inconsistent);
+        order = order != 0 ? order : compare(d->weights_version, latest->weights_version);
+        order = order != 0 ? order : compare(d->calls, latest->calls);
+        latest = order > 0 ? d : latest;
+    }
+    return latest;
+}
+
+/* Slots of `live` with the state of `best`. */
+static uint64_t find_heirs(const struct moe_train_digest *digests, uint64_t live,
+                           const struct moe_train_digest *best)
+{
+    uint64_t heirs = 0;
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if ((live >> s & 1) != 0 && same_weights(&digests[s], best))
+            heirs |= UINT64_C(1) << s;
+    return heirs;
+}
+
+static bool are_older(const struct moe_train_digest *digests, uint64_t slots, uint64_t epoch)
+{
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if ((slots >> s & 1) != 0 && digests[s].epoch >= epoch)
+            return false;
+    return true;
+}
+
+/* What members with the same weights have lost together. */
+static enum moe_train_loss find_loss(const struct moe_train_digest *digests, uint64_t live)
+{
+    const struct moe_train_digest *first = &digests[__builtin_ctzll(live)];
+    enum moe_train_loss loss = MOE_TRAIN_LOSS_NONE;
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
+        const struct moe_train_digest *d = &digests[s];
+        if ((live >> s & 1) == 0)
+            continue;
+        bool whole = MOE_GUARD(ALL_PARTS_ARE_THERE, (d->gradients & ~live) == 0) &&
+                     MOE_GUARD(GRADIENTS_ARE_WHOLE, d->undefined == 0);
+        bool same = d->lineage == first->lineage && d->calls == first->calls;
+        if (!MOE_GUARD(ANSWERS_ARE_KEPT, (d->unsettled & ~live) == 0))
+            return MOE_TRAIN_LOSS_CALL;
+        loss = whole && same ? loss : MOE_TRAIN_LOSS_GRADIENTS;
+    }
+    return loss;
+}
+
+/* The member with most calls; of those, one that can tell the last. */
+static const struct moe_train_digest *find_furthest(const struct moe_train_digest *digests,
+                                                    uint64_t live)
+{
+    const struct moe_train_digest *furthest = &digests[__builtin_ctzll(live)];
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if ((live >> s & 1) != 0 && digests[s].calls > furthest->calls)
+            furthest = &digests[s];
+    return furthest;
+}
+
+static uint64_t earliest_lineage(const struct moe_train_digest *digests, uint64_t live)
+{
+    uint64_t earliest = UINT64_MAX;
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if ((live >> s & 1) != 0 && digests[s].lineage < earliest)
+            earliest = digests[s].lineage;
+    return earliest;
+}
+
+/* All members have the same weights: the group keeps them. `highest`: lineage that is known. */
+static void keep(const struct moe_train_digest *digests, uint64_t live, uint64_t highest,
+                 struct moe_train_recovery *out)
+{
+    const struct moe_train_digest *furthest = find_furthest(digests, live);
+    out->loss = find_loss(digests, live);
+    out->calls = furthest->calls;
+    out->record = furthest->record;
+    if (out->loss == MOE_TRAIN_LOSS_NONE)
+        return;
+    out->backward = furthest->backward;
+    memcpy(out->backward_session, furthest->backward_session, sizeof out->backward_session);
+    out->earlier = earliest_lineage(digests, live);
+    out->lineage = next_lineage(highest, digests[__builtin_ctzll(live)].nonce);
+}
+
+struct moe_status moe_train_keep_copies(const struct moe_train_digest *digests, uint64_t live,
+                                        bool covers, struct moe_train_recovery *r)
+{
+    uint64_t others = live & ~r->heirs;
+    if (!r->restart || r->by_choice || r->heirs == 0 || others == 0 || !covers)
+        return moe_ok();
+    if (!r->saved && !r->older)
+        return moe_ok();
+    r->joiners = others;
+    if (!MOE_GUARD(ONLY_WHAT_IS_SAVED, r->saved))
+        return moe_error_retry(MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING, 1000,
+                               "slot %d lacks the state of training, which no checkpoint has yet: "
+                               "it takes part after the next SaveCheckpoint",
+                               __builtin_ctzll(others));
+    const struct moe_train_digest *heir = &digests[__builtin_ctzll(r->heirs)];
+    r->restart = false;
+    r->lineage = heir->lineage;
+    r->weights_version = heir->weights_version;
+    memcpy(r->checkpoint, heir->checkpoint, MOE_TRAINING_NAME_MAX);
+    r->explicit_load = heir->explicit_load != 0;
+    r->lost_steps = 0;
+    r->calls = heir->calls;
+    r->record = heir->record;
+    r->earlier = heir->earlier;
+    r->earlier_loss = (enum moe_train_loss)heir->earlier_loss;
+    return moe_ok();
+}
+
 struct moe_status moe_train_choose_recovery(const struct moe_train_digest *digests, uint64_t live,
                                             struct moe_train_recovery *out)
 {
     const struct moe_train_digest *first = &digests[__builtin_ctzll(live)], *best = first;
     const struct moe_train_digest *named = NULL;
     uint64_t lineage = 0, version = 0;
-    bool same = true, untouched = true;
+    bool untouched = true;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
         const struct moe_train_digest *digest = &digests[s];
         if ((live >> s & 1) == 0)
@@ -118,7 +260,6 @@ struct moe_status moe_train_choose_recovery(const struct moe_train_digest *diges
                              __builtin_ctzll(live));
         lineage = digest->lineage > lineage ? digest->lineage : lineage;
         version = digest->weights_version > version ? digest->weights_version : version;
-        same = same && same_state(digest, first);
         untouched = untouched && digest->weights_version == 1 && digest->calls == 0 &&
                     digest->inconsistent == 0;
         if (knows_more(digest, best))
@@ -134,8 +275,10 @@ struct moe_status moe_train_choose_recovery(const struct moe_train_digest *diges
     memcpy(out->checkpoint, best->checkpoint, MOE_TRAINING_NAME_MAX);
     out->lost_steps = best->unsaved;
     out->explicit_load = best->explicit_load != 0;
-    if (same && lineage != 0)
+    if (find_heirs(digests, live, find_furthest(digests, live)) == live) {
+        keep(digests, live, lineage, out);
         return moe_ok();
+    }
     const struct moe_train_digest *apart = find_apart(digests, live, best);
     if (apart != NULL && named == NULL)
         return refuse_apart(digests, best, apart);
@@ -143,6 +286,12 @@ struct moe_status moe_train_choose_recovery(const struct moe_train_digest *diges
     out->restart = !untouched;
     if (!out->restart)
         return moe_ok();
+    const struct moe_train_digest *latest = find_latest(digests, live);
+    out->heirs = latest != NULL ? find_heirs(digests, live, latest) : 0;
+    out->saved = out->heirs != 0 && latest->saved != 0 &&
+                 find_loss(digests, out->heirs) == MOE_TRAIN_LOSS_NONE;
+    out->older = latest != NULL && are_older(digests, live & ~out->heirs, latest->epoch);
+    out->by_choice = named != NULL;
     out->weights_version = version + 1;
     out->lost_steps = max_unsaved(digests, live, best);
     if (named != NULL)

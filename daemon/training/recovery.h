@@ -4,9 +4,7 @@
 #ifndef MOE_TRAINING_RECOVERY_H
 #define MOE_TRAINING_RECOVERY_H
 
-#include "daemon/name.h"
-
-#include "base/status.h"
+#include "training/ledger.h"
 
 #include "moe/types.h"
 
@@ -25,6 +23,28 @@ struct moe_train_digest {
     uint64_t explicit_load;                     /* 1: somebody chose `checkpoint`, also "" */
     uint64_t has_target; /* 1: an operator has chosen `target`, for the next recovery */
     char target[MOE_TRAINING_NAME_MAX + 8]; /* "" = the model as loaded */
+    /* Of a lineage that began without a restart: the one before it, with the same weights. 0 = none
+     */
+    uint64_t earlier, earlier_loss; /* enum moe_train_loss */
+    uint64_t gradients; /* slots with a part of the gradients since the last step; 0 = none */
+    uint64_t undefined; /* 1: a pass or step was cut short, and weights are as before it */
+    /* Slots of the view in which a call was cut short here that another slot may have answered. 0 =
+     * none. */
+    uint64_t unsettled;
+    uint64_t
+        saved; /* 1: `checkpoint` has this state, with all records, and no gradients are there */
+    /* The Backward that was recorded last, if no other call came after it: a view can end when only
+     * some slots have recorded it. `before`: the ledger's hash without it. */
+    uint64_t before;
+    struct moe_ledger_call backward; /* id 0 = none */
+    char backward_session[MOE_TRAINING_NAME_MAX + 8];
+};
+
+/* Why clients of the lineage before have to look at the state. */
+enum moe_train_loss {
+    MOE_TRAIN_LOSS_NONE,
+    MOE_TRAIN_LOSS_GRADIENTS, /* gradients since the last step; all else is there */
+    MOE_TRAIN_LOSS_CALL,      /* and perhaps one call that a lost worker has answered */
 };
 
 /* The state with which all members continue. */
@@ -36,6 +56,20 @@ struct moe_train_recovery {
     uint64_t lost_steps; /* with `restart`: the most that a member had beyond its checkpoint;
                             else: steps that `checkpoint` does not have */
     bool explicit_load;  /* somebody has named it, now or when the group loaded it */
+    /* Without `restart`: gradients and the records of their calls are dropped, and `lineage` is
+     * new; `earlier` is the one before it. */
+    enum moe_train_loss loss;
+    uint64_t earlier;
+    enum moe_train_loss earlier_loss; /* of a slot that joins */
+    uint64_t calls, record;           /* of the ledger, before that */
+    struct moe_ledger_call backward;  /* for a ledger with one call less */
+    char backward_session[MOE_TRAINING_NAME_MAX + 8];
+    /* With `restart`: slots with the state that the group had last, and whether their checkpoint
+     * has it. `by_choice`: an operator wants to go back. */
+    uint64_t heirs;
+    bool older; /* all others are of earlier views, or new */
+    bool saved, by_choice;
+    uint64_t joiners; /* slots that read `checkpoint`, while the others keep the same state */
 };
 
 /* `live`: the slots with a digest. A group without a lineage starts at a random one of 32 bits:
@@ -46,6 +80,13 @@ struct moe_train_recovery {
  * each with a state to go back to, and no operator has chosen one). */
 struct moe_status moe_train_choose_recovery(const struct moe_train_digest *digests, uint64_t live,
                                             struct moe_train_recovery *out) MOE_CHECKED;
+/* For groups with copies, after the choice. `covers`: the heirs hold every expert. Then the group
+ * does not go back: slots without its state, r->joiners, read the checkpoint that has it. Errors:
+ * MOE_FAILED_PRECONDITION/REFORMING if none has it; r->joiners is set. The heirs go on without the
+ * others then, until somebody saves. The group goes back nevertheless if a member of its last view
+ * has missed a call: it cannot take part, and the coordinator cannot tell it from the heirs. */
+struct moe_status moe_train_keep_copies(const struct moe_train_digest *digests, uint64_t live,
+                                        bool covers, struct moe_train_recovery *r) MOE_CHECKED;
 /* A checkpoint's name for people; "" is the model as loaded. */
 const char *moe_train_recovery_name(const char *checkpoint);
 

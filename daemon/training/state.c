@@ -58,7 +58,9 @@ void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t ve
 {
     t->lineage = lineage;
     t->weights_version = version;
-    t->backwards = 0;
+    moe_train__forget_lost(t);
+    moe_train__drop_gradients(t);
+    t->saved_calls = 0;
     moe_pass_store_clear(t->passes);
     moe_pass_store_clear(t->answers);
 }
@@ -77,7 +79,14 @@ void moe_train__record(struct moe_train *t, const struct moe_train_call *call, u
         outcome->weights_version = t->weights_version;
         outcome->steps = t->steps;
     }
+    if (call->kind == MOE_STEP_BACKWARD)
+        outcome->backwards = !call->input_only;
     const struct moe_ledger_call entry = {
         .id = call->id, .content = call->content, .origin = origin, .outcome = *outcome};
+    if (call->kind == MOE_STEP_BACKWARD) {
+        moe_train__record_backward(t, call->session, &entry);
+        return;
+    }
+    t->backward.id = 0; /* another call came after it */
     moe_ledger_record(t->ledger, call->session, &entry);
 }

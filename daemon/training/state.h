@@ -5,6 +5,7 @@
  *                                judge.c       is a call new, a repeat, or refused
  *                job.c                         Save, Load and Export, and their threads
  *                parts.c                       their parts, on this slot
+ *                gradients.c                   those that are pending, or lost with a slot
  *                metrics.c, state.c            series; elementary changes of the state */
 #ifndef MOE_TRAINING_STATE_H
 #define MOE_TRAINING_STATE_H
@@ -50,13 +51,25 @@ struct moe_train {
     uint64_t live;
     uint64_t group, epoch;           /* of the view; see moe_train_fence */
     uint64_t last_group, last_epoch; /* of the last view that was in force; 0 = none */
-    struct moe_train_job *job;       /* the Save, Load or Export under way; NULL = none */
+    /* As in struct moe_train_digest. */
+    uint64_t earlier, gradients, unsettled, before;
+    bool undefined;
+    struct moe_ledger_call backward;
+    char backward_session[MOE_TRAINING_NAME_MAX + 1];
+    uint64_t saved_calls;     /* of the ledger, when `checkpoint` had this state; 0 = never */
+    enum moe_train_loss loss; /* of the lineage `earlier` */
+    bool gradients_lost;      /* and no step or ZeroGrad has been run since */
+    uint64_t lost_total;
+    uint32_t lost_count;                                   /* also those that are not in `lost` */
+    struct moe_train_micro_batch lost[MOE_TRAIN_LOST_MAX]; /* Backward calls to send again */
+    struct moe_train_job *job; /* the Save, Load or Export under way; NULL = none */
 
     MOE_GUARDED_BY(lock) struct {
         char checkpoint[MOE_TRAINING_NAME_MAX + 1]; /* latest one of this state; "" = none */
         bool chose_model;                           /* with "": an operator went back to the model
                                                        as loaded */
         bool inconsistent;                          /* a change was cut short, or state was lost */
+        bool joiner;                                /* see moe_train_set_joiner */
         bool has_target;                            /* see moe_train_set_recovery_target */
         char target[MOE_TRAINING_NAME_MAX + 1];
         bool went_back;                /* and no view has been in force since */
@@ -91,6 +104,8 @@ struct moe_call_exec {
     bool waits;                     /* with `run`: a later execution settles what it began */
     bool settles;                   /* with `run`: the calls that wait end with this execution */
     bool changes;                   /* until its end the state may be half changed */
+    bool unchanged;                 /* but weights and settings are still as before */
+    uint64_t origin, epoch;         /* of the ticket */
     uint64_t weights_version;       /* as it began */
     struct moe_status refusal;      /* why it does not run; or all slots refuse, without effect */
     double aux_loss;                /* of the pass */
@@ -107,7 +122,7 @@ struct moe_trainer *moe_train__find_trainer(const struct moe_train *t, uint32_t 
 /* Of all trainers. After a failure they are undefined. */
 struct moe_status moe_train__zero_grad(struct moe_train *t) MOE_CHECKED;
 struct moe_status moe_train__set_frozen(struct moe_train *t, uint32_t frozen) MOE_CHECKED;
-/* A new state under a new lineage: earlier retained passes and answers mean nothing. */
+/* A new state under a new lineage: earlier retained passes, answers and gradients mean nothing. */
 void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t version)
     MOE_REQUIRES(t->lock);
 void moe_train__set_checkpoint(struct moe_train *t, const char *name) MOE_REQUIRES(t->lock);
@@ -158,6 +173,22 @@ void moe_train__give_up_job(struct moe_train *t);
 void moe_train__end_copying(struct moe_train *t);
 /* No ticket comes: gives up the job and waits for its thread. */
 void moe_train__end_jobs(void *train);
+
+/* -------------------------------------------------------------------- gradients.c */
+
+/* Into the ledger, pending if it has gradients (outcome.backwards). */
+void moe_train__record_backward(struct moe_train *t, const char *session,
+                                const struct moe_ledger_call *call) MOE_REQUIRES(t->lock);
+/* A step has used the gradients, or a call has dropped them. */
+void moe_train__drop_gradients(struct moe_train *t) MOE_REQUIRES(t->lock);
+/* `checkpoint` has this state, with all records. */
+bool moe_train__is_saved(const struct moe_train *t) MOE_REQUIRES(t->lock);
+void moe_train__cut_short(struct moe_train *t, const struct moe_call_exec *x) MOE_REQUIRES(t->lock);
+/* The records, and the new lineage; the caller sets the gradients to zero. Errors: MOE_INTERNAL. */
+struct moe_status moe_train__lose_gradients(struct moe_train *t, const struct moe_train_recovery *r)
+    MOE_REQUIRES(t->lock) MOE_CHECKED;
+/* There is no earlier lineage with the same weights. */
+void moe_train__forget_lost(struct moe_train *t) MOE_REQUIRES(t->lock);
 
 /* ------------------------------------------------------------------------ judge.c */
 

@@ -74,9 +74,12 @@ void moe_train_read_digest(struct moe_train *t, struct moe_train_digest *out);
 void moe_train_set_recovery_target(struct moe_train *t, const char *checkpoint);
 /* Why the group does not continue, for a reason found outside this room; "": it continues. */
 void moe_train_note_problem(struct moe_train *t, const char *why);
-/* Takes the chosen state. For a restart the layers are those of the model as loaded, and attached;
- * then this reads the checkpoint. After a failure the state is inconsistent. After a restart, the
- * caller ends the old problem by moe_train_note_problem once all slots have succeeded. */
+/* These slots hold all experts, and the backend can train without the others. */
+bool moe_train_covers(const struct moe_train *t, uint64_t slots);
+/* Takes the chosen state. For a restart, and for a slot that joins, the layers are those of the
+ * model as loaded, and attached; then this reads the checkpoint. After a failure the state is
+ * inconsistent. After a restart, the caller ends the old problem by moe_train_note_problem once all
+ * slots have succeeded. */
 struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_recovery *r,
                                   uint32_t slot, uint32_t slots, uint64_t live) MOE_CHECKED;
 /* The view that forms takes the training directory (moe_checkpoint_raise_fence, lowest slot), and
@@ -148,12 +151,21 @@ struct moe_status moe_train_recall_header(struct moe_train *t, const struct moe_
 
 /* ----------------------------------------------------------------- for the service */
 
+/* A Backward call. */
+struct moe_train_micro_batch {
+    char session[MOE_TRAINING_NAME_MAX + 1];
+    uint64_t id;
+};
+
+enum { MOE_TRAIN_LOST_MAX = 1024 }; /* that are named */
+
 struct moe_train_state {
     uint64_t lineage, weights_version, steps, last_step_id, state_bytes, retained_bytes,
         retained_bytes_limit, activation_bytes, activation_bytes_limit;
     uint64_t unsaved; /* steps since the state of `checkpoint`, or since the model was loaded */
     uint32_t backwards, frozen;
     char checkpoint[MOE_TRAINING_NAME_MAX + 1];
+    uint64_t lost_total;    /* Backward calls to send again: moe_train_read_lost */
     enum moe_step_kind job; /* kind of the job under way; 0 = none */
     char job_name[MOE_TRAINING_NAME_MAX + 1];
     char problem[MOE_STATUS_TEXT];       /* why the group cannot go back; "" = none */
@@ -161,6 +173,17 @@ struct moe_train_state {
                                             not known */
 };
 void moe_train_read_state(struct moe_train *t, struct moe_train_state *out);
+/* Backward calls to send again after GRADIENTS_LOST; returns their number. */
+uint32_t moe_train_read_lost(struct moe_train *t,
+                             struct moe_train_micro_batch out[MOE_TRAIN_LOST_MAX]);
+/* A process waits to join the view: until it has, changes wait as soon as a checkpoint has the
+ * state, or while one is being written. Any thread. The end of the view ends it. */
+bool moe_train_set_joiner(struct moe_train *t, bool waits); /* true: that is new */
+/* `t` may be NULL. */
+bool moe_train_holds_changes(struct moe_train *t);
+/* A process waits, and the checkpoint that the group would go back to has its present state: the
+ * process can join. `t` may be NULL. */
+bool moe_train_can_be_joined(struct moe_train *t);
 const struct moe_train_config *moe_train_configured(const struct moe_train *t);
 /* Retained forward passes, answers of Backward, and activations on the device. */
 struct moe_pass_store *moe_train_passes(struct moe_train *t);

@@ -69,6 +69,12 @@ static void finished(void *ctx, const struct moe_ticket *ticket, struct moe_stat
         moe_group_report_lost(w->group, ticket->epoch, lost_slots, status);
 }
 
+static bool holds_changes(void *ctx)
+{
+    struct moe_worker *w = ctx;
+    return moe_train_holds_changes(w->train);
+}
+
 static void run_ticket(void *ctx, const struct moe_ticket *ticket)
 {
     struct moe_worker *w = ctx;
@@ -128,6 +134,14 @@ static void numbers(void *ctx, struct moe_group_numbers *out)
     moe_loader_progress(w->loader, &out->loaded_bytes, &out->total_bytes);
     out->tokens = c.tokens;
     out->steps = c.steps;
+    out->training_saved = moe_train_can_be_joined(w->train);
+}
+
+static void joiner_waits(void *ctx, bool waits)
+{
+    struct moe_worker *w = ctx;
+    if (w->train != NULL && moe_train_set_joiner(w->train, waits))
+        moe_eventcount_notify(moe_engine_eventcount(w->engine)); /* the sequencer looks */
 }
 
 static void places_listed(void *ctx, const char *const *endpoints, size_t count)
@@ -433,6 +447,7 @@ static struct moe_status create_peers(struct moe_worker *w)
         .eventcount = moe_engine_eventcount(w->engine),
         .lease = gate_of(w),
         .ticket_seconds = w->metrics.ticket_seconds,
+        .holds_changes = holds_changes,
         .run = run_ticket,
         .lost = lost,
         .ctx = w,
@@ -469,6 +484,8 @@ static struct moe_status start_group(struct moe_worker *w)
                 .wanted_slot_plus_one = c->wanted_slot_plus_one,
                 .trains = w->train != NULL,
                 .partial = c->backend->partial,
+                .trains_with_copies =
+                    c->backend->training != NULL && c->backend->training->live_copies,
                 .moves_experts = moe_loader_moves(w->loader),
                 .host = &w->host,
                 .host_name = w->host_name,
@@ -493,6 +510,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .allow_next_load = allow_next_load,
                 .lease_changed = lease_changed,
                 .places_listed = places_listed,
+                .joiner_waits = joiner_waits,
                 .give_up = give_up,
                 .drain = drain,
                 .drained = drained,

@@ -95,7 +95,7 @@ struct moe_status moe_worker__load(void *ctx,
                                    const struct moe_group_assignment *assignment) MOE_CHECKED;
 struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
                                    moe_allgather_fn allgather, void *allgather_ctx,
-                                   uint64_t *together) MOE_CHECKED;
+                                   uint64_t *slots) MOE_CHECKED;
 struct moe_status moe_worker__serve(void *ctx) MOE_CHECKED;
 void moe_worker__leave_view(void *ctx);
 /* After the last view: leaves the session that was kept, if any. */

@@ -8,6 +8,7 @@
 #include "daemon/log.h"
 #include "training/training.h"
 
+#include <stddef.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -26,7 +27,8 @@ static void set_epoch(struct moe_worker *w, uint64_t epoch)
     moe_worker_metrics_epoch(&w->metrics, epoch);
 }
 
-/* A group that trains has one copy of each expert, so no view has fewer slots. */
+/* A group that trains compares its state as each view forms, over the session's windows: it joins a
+ * new one, and takes no mask. */
 static uint64_t together(const struct moe_worker *w)
 {
     const struct moe_backend *backend = w->config.backend;
@@ -276,7 +278,40 @@ struct proof {
     uint64_t epoch, placement_hash;
     struct moe_train_digest digest;
 };
-_Static_assert(sizeof(struct proof) <= 256, "a session's exchange carries no more");
+
+/* An exchange of a session carries no more bytes. */
+enum { EXCHANGE_MAX = 256 };
+
+_Static_assert(offsetof(struct proof, digest.config) + sizeof(uint64_t) <= EXCHANGE_MAX,
+               "the first exchange shows whether all train alike");
+
+/* After the first exchange: a group that does not train has no more to tell, and one with different
+ * settings does not form. */
+static bool all_train_alike(const struct proof *mine, const struct moe_group_view *v,
+                            const struct proof *all)
+{
+    for (uint32_t s = 0; s < v->slots; s++)
+        if ((v->live >> s & 1) != 0 && all[s].digest.config != mine->digest.config)
+            return false;
+    return mine->digest.config != 0;
+}
+
+static struct moe_status exchange(struct moe_worker *w, const struct moe_group_view *v,
+                                  const struct proof *mine, struct proof *all)
+{
+    uint8_t parts[MOE_MAX_SLOTS * EXCHANGE_MAX];
+    for (size_t at = 0; at < sizeof *mine; at += EXCHANGE_MAX) {
+        if (at > 0 && !all_train_alike(mine, v, all))
+            return moe_ok();
+        size_t bytes = sizeof *mine - at < EXCHANGE_MAX ? sizeof *mine - at : EXCHANGE_MAX;
+        memset(parts, 0, sizeof parts);
+        MOE_TRY(w->config.backend->session_exchange(w->session, (const uint8_t *)mine + at, parts,
+                                                    bytes));
+        for (uint32_t s = 0; s < v->slots; s++)
+            memcpy((uint8_t *)&all[s] + at, parts + s * bytes, bytes);
+    }
+    return moe_ok();
+}
 
 static struct moe_status exchange_proofs(struct moe_worker *w, const struct moe_group_view *v,
                                          struct moe_train_digest digests[MOE_MAX_SLOTS])
@@ -285,7 +320,7 @@ static struct moe_status exchange_proofs(struct moe_worker *w, const struct moe_
     struct proof all[MOE_MAX_SLOTS];
     moe_train_read_digest(w->train, &mine.digest);
     memset(all, 0, sizeof all);
-    MOE_TRY(w->config.backend->session_exchange(w->session, &mine, all, sizeof mine));
+    MOE_TRY(exchange(w, v, &mine, all));
     for (uint32_t s = 0; s < v->slots; s++) {
         digests[s] = all[s].digest;
         if ((v->live >> s & 1) != 0 &&
@@ -319,22 +354,30 @@ static struct moe_status recovery_error(const struct moe_train_digest *digests, 
 
 /* If slots have different training states, the whole group recovers to one; see training.proto. One
  * slot may reload for longer than another waits in the second exchange: then the epoch does not
- * form, and in the next one all slots have the new state. The attempts have no limit. */
+ * form, and in the next one all slots have the new state. The attempts have no limit. `*without`:
+ * slots that lack the state of the others, after a failure. */
 static struct moe_status agree_on_training(struct moe_worker *w, const struct moe_group_view *v,
-                                           struct moe_train_digest digests[MOE_MAX_SLOTS])
+                                           struct moe_train_digest digests[MOE_MAX_SLOTS],
+                                           uint64_t *without)
 {
     struct moe_train_recovery decision, again;
     MOE_TRY(moe_train_choose_recovery(digests, v->live, &decision));
     if (w->train == NULL)
         return moe_ok();
-    if (decision.restart)
+    struct moe_status kept = moe_train_keep_copies(
+        digests, v->live, v->has_heirs && moe_train_covers(w->train, decision.heirs), &decision);
+    *without = decision.joiners;
+    MOE_TRY(kept);
+    bool joins = (decision.joiners >> v->slot & 1) != 0;
+    if (decision.restart || (joins && digests[v->slot].lineage != 0))
         MOE_TRY(reload(w));
     struct moe_status taken = moe_train_adopt(w->train, &decision, v->slot, v->slots, v->live);
-    if (!decision.restart)
+    if (!decision.restart && decision.joiners == 0)
         return taken;
     /* A slot that could not recover tells the others by its digest. */
     struct moe_status exchanged = exchange_proofs(w, v, digests);
-    taken.reason = exchanged.reason = MOE_REASON_CANNOT_GO_BACK;
+    if (decision.restart)
+        taken.reason = exchanged.reason = MOE_REASON_CANNOT_GO_BACK;
     if (moe_failed(&taken))
         return taken;
     MOE_TRY(exchanged);
@@ -343,6 +386,10 @@ static struct moe_status agree_on_training(struct moe_worker *w, const struct mo
         moe_train_note_problem(w->train, "");
         return moe_ok();
     }
+    if (!decision.restart)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING,
+                         "slot %d could not read checkpoint %s: see its log",
+                         __builtin_ctzll(decision.joiners), decision.checkpoint);
     struct moe_status st = recovery_error(digests, v->live, &decision);
     moe_train_note_problem(w->train, st.text);
     return st;
@@ -351,7 +398,8 @@ static struct moe_status agree_on_training(struct moe_worker *w, const struct mo
 /* The proof before READY: every slot reads from every other slot's window that both have the same
  * epoch, placement and training state. A mask waits for no slot: all have proved themselves as they
  * joined, and the commit shows that all have taken it. */
-static struct moe_status verify(struct moe_worker *w, const struct moe_group_view *v)
+static struct moe_status verify(struct moe_worker *w, const struct moe_group_view *v,
+                                uint64_t *without)
 {
     struct moe_train_digest digests[MOE_MAX_SLOTS] = {0};
     if (moe_loader_placement_hash(w->loader) != v->placement_hash)
@@ -361,7 +409,7 @@ static struct moe_status verify(struct moe_worker *w, const struct moe_group_vie
     if (v->session_epoch != 0)
         return moe_ok();
     MOE_TRY(exchange_proofs(w, v, digests));
-    return agree_on_training(w, v, digests);
+    return agree_on_training(w, v, digests, without);
 }
 
 static struct moe_status expect_peers(struct moe_worker *w, const struct moe_group_view *v)
@@ -396,8 +444,7 @@ static struct moe_status enter_session(struct moe_worker *w, const struct moe_gr
 
 /* A session that a mask has failed in is kept: the next view may be a smaller mask of it. */
 struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
-                                   moe_allgather_fn allgather, void *allgather_ctx,
-                                   uint64_t *masked_with)
+                                   moe_allgather_fn allgather, void *allgather_ctx, uint64_t *slots)
 {
     struct moe_worker *w = ctx;
     moe_worker__leave_view(w);
@@ -405,7 +452,7 @@ struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
     MOE_TRY(keep_view(w, v));
     struct moe_status st = enter_session(w, v, allgather, allgather_ctx);
     if (!moe_failed(&st))
-        st = verify(w, v);
+        st = verify(w, v, slots);
     if (!moe_failed(&st) && w->train != NULL)
         st = moe_train_fence(w->train, v->group_id, v->epoch);
     if (!moe_failed(&st))
@@ -416,7 +463,7 @@ struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
             moe_worker__drop_session(w);
         return st;
     }
-    *masked_with = together(w);
+    *slots = together(w);
     return st;
 }
 

@@ -72,6 +72,8 @@ static bool choose_op(struct world *w, uint32_t client)
         if (w->ops[back].client != client || w->ops[back].kind == OP_FORWARD)
             continue;
         c->op = (uint16_t)back;
+        if (w->ops[back].kind == OP_BACKWARD && chance(w, 500))
+            w->ops[back].lineage = c->lineage; /* its gradients may be lost: sent again */
         return true;
     }
     if (w->quiet || w->op_count == OPS_MAX)
@@ -143,7 +145,7 @@ static void receive_answer(struct world *w, uint32_t client, const struct event 
     c->waits = false;
     if (a->code == MOE_OK)
         check_answer(w, &w->ops[c->op], e);
-    if (a->reason == MOE_REASON_STATE_LOST ||
+    if (a->reason == MOE_REASON_STATE_LOST || a->reason == MOE_REASON_GRADIENTS_LOST ||
         (a->code == MOE_OK && w->ops[c->op].kind != OP_FORWARD))
         c->lineage = a->lineage;
     if (is_final(a->code))

@@ -115,19 +115,70 @@ static uint64_t all_slots(const struct world *w)
     return (UINT64_C(1) << w->slot_count) - 1;
 }
 
+/* These slots have every expert: those of slot i are also on the next ones. */
+static bool covers(const struct world *w, uint64_t slots)
+{
+    for (uint32_t i = 0; i < w->slot_count; i++) {
+        uint64_t holders = 0;
+        for (uint32_t c = 0; c < w->coordinator.copies; c++)
+            holders |= UINT64_C(1) << (i + c) % w->slot_count;
+        if ((holders & slots) == 0)
+            return false;
+    }
+    return true;
+}
+
 static void tell_all(struct world *w, enum event_kind kind, uint64_t max_delay)
 {
     for (uint32_t i = 0; i < w->slot_count; i++) {
+        if ((w->coordinator.live >> i & 1) == 0)
+            continue;
         struct event *e = new_event(w, kind, i);
         e->epoch = w->coordinator.epoch;
+        e->number = w->coordinator.live;
         post(w, e, 2 + rnd(w, max_delay));
     }
 }
 
+/* Processes of the last view that was in force. Without one of them, no slot knows what was
+ * answered last. */
+static uint64_t find_members(const struct world *w, uint64_t slots)
+{
+    uint64_t members = 0;
+    for (uint32_t i = 0; i < w->slot_count; i++)
+        if ((slots >> i & 1) != 0 && w->slots[i].process == w->coordinator.members[i])
+            members |= UINT64_C(1) << i;
+    return members;
+}
+
+/* A checkpoint has the state of all members. */
+static bool all_are_saved(const struct world *w, uint64_t slots)
+{
+    for (uint32_t i = 0; i < w->slot_count; i++)
+        if ((slots >> i & 1) != 0 && !is_saved(&w->slots[i]))
+            return false;
+    return true;
+}
+
+/* The slots of the next view; 0 = none yet. Sometimes the coordinator knows less than it could. */
+static uint64_t next_live(struct world *w)
+{
+    uint64_t able = w->coordinator.registered;
+    if (w->now < w->coordinator.excluded_until)
+        able &= ~w->coordinator.excluded;
+    uint64_t members = find_members(w, able);
+    bool alone = members != able && members != 0 && covers(w, members);
+    if (alone && !all_are_saved(w, members) && !fault(w, 100))
+        able = members;
+    return able == all_slots(w) || (members != 0 && covers(w, able)) ? able : 0;
+}
+
 static void try_to_form(struct world *w)
 {
-    if (w->coordinator.forming || w->coordinator.in_force ||
-        w->coordinator.registered != all_slots(w))
+    if (w->coordinator.forming || w->coordinator.in_force)
+        return;
+    w->coordinator.live = next_live(w);
+    if (w->coordinator.live == 0)
         return;
     w->coordinator.epoch++;
     w->coordinator.forming = true;
@@ -136,16 +187,81 @@ static void try_to_form(struct world *w)
     tell_all(w, E_PREPARE, 15);
 }
 
+static void grow_later(struct world *w)
+{
+    bool all = w->coordinator.in_force && w->coordinator.live == all_slots(w);
+    bool over = w->coordinator.in_force && w->now > GROWS_END;
+    if (w->coordinator.grows || all || over)
+        return;
+    w->coordinator.grows = true;
+    post(w, new_event(w, E_GROW, 0), 5 + rnd(w, 10));
+}
+
 static void coordinator_lost(struct world *w, const struct event *e)
 {
     if (e->ok)
         w->coordinator.registered &= ~(UINT64_C(1) << e->to);
     if (!e->ok && e->epoch != w->coordinator.epoch)
         return;
+    bool member = (w->coordinator.live >> e->to & 1) != 0;
+    if (e->ok && !member)
+        return;
     if (w->coordinator.forming || w->coordinator.in_force)
         tell_all(w, E_STOP, 20);
     w->coordinator.forming = w->coordinator.in_force = false;
     try_to_form(w);
+    grow_later(w);
+}
+
+/* Looks whether the view in force, or none, can have more slots; as long as some wait. */
+static void grow(struct world *w)
+{
+    uint64_t waiting = w->coordinator.registered & ~w->coordinator.live;
+    w->coordinator.grows = false;
+    if (!w->coordinator.forming && !w->coordinator.in_force)
+        try_to_form(w);
+    bool joiner = w->coordinator.in_force && waiting != 0;
+    if (w->coordinator.in_force)
+        for (uint32_t i = 0; i < w->slot_count; i++) {
+            if ((w->coordinator.live >> i & 1) == 0)
+                continue;
+            struct event *e = new_event(w, E_JOINER, i);
+            e->ok = joiner;
+            e->epoch = w->coordinator.epoch;
+            post(w, e, 1 + rnd(w, 5));
+        }
+    if (joiner && (all_are_saved(w, w->coordinator.live) || fault(w, 20))) {
+        TRACE(w, "coordinator: ends epoch %llu for a larger view",
+              (unsigned long long)w->coordinator.epoch);
+        tell_all(w, E_STOP, 20);
+        w->coordinator.in_force = false;
+        try_to_form(w);
+    }
+    grow_later(w);
+}
+
+/* READY, or the reason why not. A slot that lacks the state is left out for a while. */
+static void slot_ready(struct world *w, const struct event *e)
+{
+    w->coordinator.ready |= UINT64_C(1) << e->to;
+    if (!e->ok) {
+        if (w->now >= w->coordinator.excluded_until)
+            w->coordinator.excluded = 0;
+        w->coordinator.excluded |= e->number;
+        w->coordinator.excluded_until = w->now + 30;
+        TRACE(w, "coordinator: epoch %llu does not form", (unsigned long long)w->coordinator.epoch);
+        coordinator_lost(w, &(struct event){.to = e->to, .epoch = w->coordinator.epoch});
+        return;
+    }
+    if (w->coordinator.ready != w->coordinator.live)
+        return;
+    w->coordinator.forming = false;
+    w->coordinator.in_force = true;
+    for (uint32_t i = 0; i < w->slot_count; i++)
+        w->coordinator.members[i] = (w->coordinator.live >> i & 1) != 0 ? w->slots[i].process : 0;
+    w->totals.views++;
+    w->totals.smaller_views += w->coordinator.live != all_slots(w);
+    tell_all(w, E_COMMIT, 1);
 }
 
 void coordinator_event(struct world *w, const struct event *e)
@@ -156,30 +272,25 @@ void coordinator_event(struct world *w, const struct event *e)
     case E_REGISTERED:
         if (!w->slots[e->to].alive || w->slots[e->to].process != e->number)
             return;
-        if (w->coordinator.forming || w->coordinator.in_force)
+        if ((w->coordinator.forming || w->coordinator.in_force) && (w->coordinator.live & bit) != 0)
             coordinator_lost(w, &(struct event){.to = e->to, .ok = true});
         w->coordinator.registered |= bit;
         try_to_form(w);
+        grow_later(w);
         return;
+    case E_GROW: grow(w); return;
     case E_COORDINATOR_LOST: coordinator_lost(w, e); return;
     case E_DIGEST:
         if (!present)
             return;
         w->coordinator.digests[e->to] = e->u.digest;
         w->coordinator.reported |= bit;
-        if (w->coordinator.reported == all_slots(w))
+        if (w->coordinator.reported == w->coordinator.live)
             tell_all(w, E_ADOPT, 15);
         return;
     case E_READY:
-        if (!present)
-            return;
-        w->coordinator.ready |= bit;
-        if (w->coordinator.ready != all_slots(w))
-            return;
-        w->coordinator.forming = false;
-        w->coordinator.in_force = true;
-        w->totals.views++;
-        tell_all(w, E_COMMIT, 1);
+        if (present)
+            slot_ready(w, e);
         return;
     default: return;
     }
@@ -217,7 +328,15 @@ static void send_digest(struct world *w, struct slot *s)
                                    .record = moe_ledger_hash(s->ledger),
                                    .inconsistent = s->inconsistent,
                                    .unsaved = s->unsaved,
-                                   .explicit_load = s->checkpoint_explicit_load};
+                                   .explicit_load = s->checkpoint_explicit_load,
+                                   .earlier = s->earlier,
+                                   .gradients = s->gradient_slots,
+                                   .undefined = s->undefined,
+                                   .unsettled = s->unsettled,
+                                   .saved = is_saved(s),
+                                   .before = s->before,
+                                   .backward = s->backward};
+    memcpy(d->backward_session, s->backward_session, sizeof d->backward_session);
     name_checkpoint(s->checkpoint, d->checkpoint);
     post(w, e, 1 + rnd(w, 10));
 }
@@ -233,15 +352,26 @@ static void adopt(struct world *w, struct slot *s)
         post(w, e, 2);
         return;
     }
+    bool joins = (d->joiners >> s->index & 1) != 0;
     if (d->restart) {
         w->totals.lost_states += s->index == 0;
         restart_state(w, s, d);
+    } else if (joins) {
+        join_state(w, s, d);
+    } else if (d->loss != MOE_TRAIN_LOSS_NONE) {
+        w->totals.lost_gradients += s->index == (uint32_t)__builtin_ctzll(s->forming_live);
+        lose_gradients(w, s, d);
     } else if (d->lineage != s->state.lineage) {
         s->state.lineage = d->lineage;
         s->state.version = d->weights_version;
-        s->state.gradients = s->state.backwards = 0;
+        forget_gradients(s);
+        s->earlier = 0;
+        s->open = false;
     }
     if (!d->restart) {
+        s->unsettled = 0; /* all members of that view are here, and none has answered the call */
+        if (s->checkpoint != checkpoint_named(d->checkpoint))
+            s->saved_calls = 0;
         s->checkpoint = checkpoint_named(d->checkpoint);
         s->checkpoint_explicit_load = d->explicit_load;
         s->unsaved = d->lost_steps;
@@ -251,7 +381,25 @@ static void adopt(struct world *w, struct slot *s)
           d->restart ? ", went back" : "");
     struct event *e = new_event(w, E_READY, s->index);
     e->epoch = s->forming;
-    post(w, e, 1 + rnd(w, d->restart ? 20 : 5));
+    e->ok = true;
+    post(w, e, 1 + rnd(w, d->restart || joins ? 20 : 5));
+}
+
+static void decide(struct world *w, struct slot *s)
+{
+    const struct moe_train_digest *digests = w->coordinator.digests;
+    uint64_t live = s->forming_live;
+    struct moe_status st = moe_train_choose_recovery(digests, live, &s->adopting);
+    check(w, !moe_failed(&st), "a group can always decide from where to go on");
+    st = moe_train_keep_copies(digests, live, covers(w, s->adopting.heirs), &s->adopting);
+    if (!moe_failed(&st)) {
+        adopt(w, s);
+        return;
+    }
+    struct event *e = new_event(w, E_READY, s->index);
+    e->epoch = s->forming;
+    e->number = s->adopting.joiners;
+    post(w, e, 1 + rnd(w, 5));
 }
 
 void form_event(struct world *w, struct slot *s, const struct event *e)
@@ -262,20 +410,18 @@ void form_event(struct world *w, struct slot *s, const struct event *e)
         if (s->epoch != 0)
             end_view(w, s);
         s->forming = e->epoch;
+        s->forming_live = e->number;
         send_digest(w, s);
         return;
     }
     if (e->epoch != s->forming || e->epoch != w->coordinator.epoch)
         return;
     if (e->kind == E_ADOPT) {
-        struct moe_status st =
-            moe_train_choose_recovery(w->coordinator.digests, all_slots(w), &s->adopting);
-        check(w, !moe_failed(&st), "a group can always decide from where to go on");
-        adopt(w, s);
+        decide(w, s);
     } else if (e->kind == E_READY_CHECK) {
         adopt(w, s);
     } else if (w->coordinator.in_force) {
-        begin_view(w, s, e->epoch, all_slots(w));
+        begin_view(w, s, e->epoch, s->forming_live);
         for (uint32_t i = 0; i < w->slot_count; i++) /* lost while the view formed */
             if (w->link_epoch[i][s->index] >= e->epoch)
                 post_lost(w, s->index, e->epoch);

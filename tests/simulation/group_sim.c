@@ -120,13 +120,16 @@ static void print_totals(const struct result *r, double took)
 {
     const double n = r->runs > 0 ? (double)r->runs : 1;
     const struct totals *t = &r->totals;
-    printf("%" PRIu64 " seeds in %.1f s. Of each, on average: %.0f inputs, %.2f crashes, %.2f lost "
-           "links, %.1f views,\n  %.2f recoveries, %.1f answers, %.1f repeats, %.1f jobs, %.2f of "
-           "them without a copy, %.2f called off, %.2f orphans\n",
-           r->runs, took, (double)t->inputs / n, (double)t->crashes / n, (double)t->links / n,
-           (double)t->views / n, (double)t->restarts / n, (double)t->answers / n,
-           (double)t->repeats / n, (double)t->jobs / n, (double)t->without_copy / n,
-           (double)t->called_off / n, (double)t->orphans / n);
+    printf(
+        "%" PRIu64 " seeds in %.1f s. Of each, on average: %.0f inputs, %.2f crashes, %.2f lost "
+        "links, %.1f views (%.2f of fewer slots),\n  %.2f recoveries, %.2f times without gradients "
+        "or a call, %.2f slots that joined, %.1f answers, %.1f repeats, %.1f jobs, %.2f of "
+        "them without a copy, %.2f called off, %.2f orphans\n",
+        r->runs, took, (double)t->inputs / n, (double)t->crashes / n, (double)t->links / n,
+        (double)t->views / n, (double)t->smaller_views / n, (double)t->restarts / n,
+        (double)t->lost_gradients / n, (double)t->joins / n, (double)t->answers / n,
+        (double)t->repeats / n, (double)t->jobs / n, (double)t->without_copy / n,
+        (double)t->called_off / n, (double)t->orphans / n);
 }
 
 static int run_all(uint64_t first, uint64_t count, unsigned jobs)

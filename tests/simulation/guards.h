@@ -12,6 +12,12 @@ X(CONTENT_IS_COMPARED, "a call is answered with the outcome of the same call")
 X(FORGOTTEN_CALLS_STAY_DONE, "a call that a session has forgotten is not run again")
 X(FORGOTTEN_SESSIONS_STAY_DONE, "a call of a session that was forgotten is not run again")
 
+/* training/recovery.c */
+X(ALL_PARTS_ARE_THERE, "a step uses all parts of a gradient")
+X(GRADIENTS_ARE_WHOLE, "a step uses no gradients that a lost slot has left undefined")
+X(ANSWERS_ARE_KEPT, "an answered call is in each later state of its lineage")
+X(ONLY_WHAT_IS_SAVED, "a slot that joins has the state of the others")
+
 /* training/job_machine.c */
 X(ONE_JOB, "a job begins when no other is under way")
 X(ORPHAN_GOES_FIRST, "a job begins when nothing runs that an earlier view began")

@@ -68,6 +68,8 @@ void begin_job_execution(struct world *w, struct slot *s, struct execution *t)
         prepared = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory");
     s->job_op = t->op;
     s->job_lineage = s->state.lineage;
+    s->job_calls = moe_ledger_count(s->ledger);
+    s->job_wrote = false;
     s->job_state = s->state;
     s->job_live = s->live;
     s->job_met_orphan = has_orphan(w);
@@ -82,7 +84,7 @@ void begin_job_execution(struct world *w, struct slot *s, struct execution *t)
 static void check_called_off(struct world *w, const struct slot *s, const struct share *all)
 {
     for (uint32_t i = 0; i < w->slot_count; i++)
-        check(w, (s->job.asked >> i & 1) == 0 || !all[i].waited,
+        check(w, (s->live >> i & 1) == 0 || (s->job.asked >> i & 1) == 0 || !all[i].waited,
               "a job is called off when no caller waits for it");
 }
 
@@ -152,6 +154,7 @@ static void start_part(struct world *w, struct slot *s, struct execution *t,
             take(w, s, t, a);
         return;
     }
+    s->job_wrote = s->job_wrote || a->part == MOE_JOB_WRITE;
     bool reads = a->part == MOE_JOB_COPY || (a->part == MOE_JOB_WRITE && a->from_trainers);
     check(w, !p->runs, "a slot runs one share at a time");
     *p = (struct part){.runs = true,
@@ -201,7 +204,8 @@ static void part_ended(struct world *w, struct slot *s, const struct event *e)
 static bool has_asked(const struct slot *s)
 {
     for (size_t i = 0; i < s->waiting_count; i++)
-        if (s->waiting[i]->progress && s->waiting[i]->id == s->job.call.id)
+        if (s->waiting[i]->progress && s->waiting[i]->id == s->job.call.id &&
+            memcmp(&s->waiting[i]->content, &s->job.call.content, sizeof s->job.call.content) == 0)
             return true;
     return false;
 }
@@ -305,6 +309,9 @@ static void record(struct world *w, struct slot *s, const struct moe_job_action 
         outcome.steps = a->steps;
     }
     record_op(w, s, s->job_op, 0, &outcome);
+    bool same = s->job_wrote && moe_ledger_count(s->ledger) == s->job_calls + 1;
+    if (w->ops[s->job_op].kind == OP_SAVE && same && s->checkpoint == w->ops[s->job_op].name)
+        s->saved_calls = moe_ledger_count(s->ledger);
 }
 
 static void keep(struct slot *s, const struct world *w, const struct moe_job_action *a)
@@ -314,6 +321,7 @@ static void keep(struct slot *s, const struct world *w, const struct moe_job_act
         return;
     s->checkpoint = w->ops[s->job_op].name;
     s->checkpoint_explicit_load = false;
+    s->saved_calls = 0; /* it has one call more: its own */
     s->unsaved = unsaved;
 }
 

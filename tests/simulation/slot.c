@@ -35,6 +35,7 @@ struct body {
     uint16_t op;
     bool progress;
     uint64_t id; /* progress: the job's */
+    uint64_t lineage;
     struct moe_content content;
 };
 
@@ -88,7 +89,11 @@ void end_call(struct world *w, struct slot *s, struct call *c, const struct moe_
 
 static void describe(const struct slot *s, const struct call *c, struct moe_ticket *out)
 {
-    struct body body = {.op = c->op, .progress = c->progress, .id = c->id, .content = c->content};
+    struct body body = {.op = c->op,
+                        .progress = c->progress,
+                        .id = c->id,
+                        .lineage = c->lineage,
+                        .content = c->content};
     *out = (struct moe_ticket){.epoch = s->epoch, .kind = c->kind};
     if (c->kind == MOE_STEP_BACKWARD) {
         out->layer = LAYER;
@@ -146,9 +151,10 @@ static void remove_waiting(struct slot *s, size_t at)
 
 /* ------------------------------------------------------------------------- judgement */
 
-static bool lineage_differs(const struct op *op, uint64_t lineage)
+/* A client names the same lineage however often it asks, but for gradients that are lost. */
+static bool lineage_differs(uint64_t asked, uint64_t lineage)
 {
-    return op->lineage != 0 && op->lineage != lineage;
+    return asked != 0 && asked != lineage;
 }
 
 static struct moe_status refuse(enum moe_reason reason)
@@ -156,12 +162,14 @@ static struct moe_status refuse(enum moe_reason reason)
     return moe_error(MOE_FAILED_PRECONDITION, reason, "refused");
 }
 
-static struct moe_status check_new(const struct slot *s, const struct op *op)
+static struct moe_status check_new(const struct slot *s, const struct op *op, uint64_t lineage)
 {
     if (is_of_jobs(op->kind) && !moe_job_may_begin(&s->job))
         return refuse(MOE_REASON_SAVE_RUNNING);
     if ((op->kind == OP_SAVE || op->kind == OP_EXPORT) && s->state.backwards != 0)
         return refuse(MOE_REASON_GRADIENTS_PENDING);
+    if (op->kind == OP_STEP && lineage == 0 && s->open)
+        return refuse(MOE_REASON_GRADIENTS_LOST);
     return moe_ok();
 }
 
@@ -175,9 +183,10 @@ static bool repeats_load(const struct world *w, const struct slot *s, uint16_t n
            known->outcome.lineage == s->state.lineage;
 }
 
-static bool judge_job(const struct slot *s, const struct op *op, struct execution *t)
+static bool judge_job(const struct slot *s, const struct op *op, uint64_t lineage,
+                      struct execution *t)
 {
-    if (op->kind == OP_BACKWARD || lineage_differs(op, s->job_lineage))
+    if (op->kind == OP_BACKWARD || lineage_differs(lineage, s->job_lineage))
         return false;
     enum moe_job_outcome outcome = moe_job_judge(&s->job, op->id, &op->content);
     t->run = t->joined = outcome == MOE_JOB_JOINS;
@@ -186,19 +195,21 @@ static bool judge_job(const struct slot *s, const struct op *op, struct executio
     return outcome != MOE_JOB_UNKNOWN;
 }
 
-static void judge(const struct world *w, const struct slot *s, uint16_t number, struct execution *t)
+static void judge(const struct world *w, const struct slot *s, uint16_t number, uint64_t lineage,
+                  struct execution *t)
 {
     const struct op *op = &w->ops[number];
     t->refusal = moe_ok();
     t->op = number;
-    if (judge_job(s, op, t))
+    if (judge_job(s, op, lineage, t))
         return;
     if (repeats_load(w, s, number)) {
         t->repeat = true;
         return;
     }
-    if (lineage_differs(op, s->state.lineage)) {
-        t->refusal = refuse(MOE_REASON_STATE_LOST);
+    if (lineage_differs(lineage, s->state.lineage)) {
+        bool gradients = lineage == s->earlier && !s->lost_call;
+        t->refusal = refuse(gradients ? MOE_REASON_GRADIENTS_LOST : MOE_REASON_STATE_LOST);
         return;
     }
     switch (moe_ledger_look(s->ledger, session_of(w, number), op->id, &op->content, NULL)) {
@@ -211,8 +222,17 @@ static void judge(const struct world *w, const struct slot *s, uint16_t number, 
         return;
     case MOE_LEDGER_NEW: break;
     }
-    t->refusal = check_new(s, op);
+    t->refusal = check_new(s, op, lineage);
     t->run = !moe_failed(&t->refusal);
+}
+
+static void record_backward(struct world *w, struct slot *s, uint16_t op,
+                            const struct moe_ledger_call *entry)
+{
+    s->before = moe_ledger_hash(s->ledger);
+    s->backward = *entry;
+    strcpy(s->backward_session, session_of(w, op));
+    moe_ledger_record_pending(s->ledger, s->backward_session, entry);
 }
 
 void record_op(struct world *w, struct slot *s, uint16_t op, uint32_t origin,
@@ -226,7 +246,36 @@ void record_op(struct world *w, struct slot *s, uint16_t op, uint32_t origin,
         entry.outcome.weights_version = s->state.version;
         entry.outcome.steps = s->state.steps;
     }
+    s->backward = (struct moe_ledger_call){0};
+    if (w->ops[op].kind == OP_BACKWARD) {
+        record_backward(w, s, op, &entry);
+        s->gradient_slots |= s->live;
+        return;
+    }
     moe_ledger_record(s->ledger, session_of(w, op), &entry);
+    if (w->ops[op].kind == OP_STEP || w->ops[op].kind == OP_ZERO) {
+        moe_ledger_settle(s->ledger);
+        s->gradient_slots = 0;
+        s->open = false;
+    }
+}
+
+/* A Backward may have run on another slot: its record is there, and its gradients are undefined.
+ * Any other call leaves the state as it was, and another slot may have answered it. */
+void abandon_op(struct world *w, struct slot *s, uint16_t op, uint32_t origin)
+{
+    const struct moe_ledger_call entry = {.id = w->ops[op].id,
+                                          .content = w->ops[op].content,
+                                          .origin = origin,
+                                          .outcome = {.lineage = s->state.lineage,
+                                                      .weights_version = s->state.version,
+                                                      .steps = s->state.steps}};
+    enum op_kind kind = w->ops[op].kind;
+    s->undefined = s->undefined || kind == OP_BACKWARD || kind == OP_STEP;
+    if (kind == OP_BACKWARD)
+        record_backward(w, s, op, &entry);
+    else
+        s->unsettled |= s->live;
 }
 
 static void answer_repeat(struct world *w, struct slot *s, struct call *c)
@@ -267,7 +316,8 @@ static void asked(struct world *w, struct slot *s, const struct event *e)
         submit_forward(w, s, c);
         return;
     }
-    judge(w, s, c->op, &t);
+    c->lineage = op->lineage;
+    judge(w, s, c->op, c->lineage, &t);
     if (t.repeat && s->epoch != 0) {
         answer_repeat(w, s, c);
     } else if (s->waiting_count - s->progress_count == WAITING_MAX) {
@@ -316,11 +366,21 @@ static void left(struct world *w, struct slot *s, const struct event *e)
 
 /* ------------------------------------------------------------------------- sequencer */
 
+/* While a process waits to join, the state stays as a Save has written it. */
+void hold_changes(struct slot *s)
+{
+    bool saves = moe_job_is_active(&s->job) && s->job.call.kind == MOE_JOB_SAVE;
+    moe_sequencer_hold_changes(s->sequencer, s->joiner && (saves || is_saved(s)));
+}
+
 static void issue_tickets(struct world *w, struct slot *s)
 {
     struct moe_ticket t;
-    while (moe_sequencer_next(s->sequencer, &t))
+    hold_changes(s);
+    for (; moe_sequencer_next(s->sequencer, &t); hold_changes(s))
         for (uint32_t i = 0; i < w->slot_count; i++) {
+            if ((s->live >> i & 1) == 0)
+                continue;
             struct event *e = new_event(w, E_TICKET, i);
             e->epoch = s->epoch;
             e->u.ticket = t;
@@ -357,7 +417,7 @@ static void send_share(struct world *w, struct slot *s, struct execution *t)
     }
     s->shares[mine.seq % SEQ_RING][s->index] = mine;
     for (uint32_t i = 0; i < w->slot_count; i++) {
-        if (i == s->index)
+        if (i == s->index || (s->live >> i & 1) == 0)
             continue;
         struct event *e = new_event(w, E_SHARE, i);
         e->epoch = s->epoch;
@@ -400,7 +460,7 @@ static void begin_training(struct world *w, struct slot *s, struct execution *t)
     if (t->progress) {
         t->progress = moe_job_judge(&s->job, body.id, &body.content) == MOE_JOB_JOINS;
     } else {
-        judge(w, s, body.op, t);
+        judge(w, s, body.op, body.lineage, t);
         t->changes = t->run && !is_of_jobs(w->ops[t->op].kind);
     }
     bool updates = t->run && w->ops[t->op].kind == OP_STEP;
@@ -408,7 +468,7 @@ static void begin_training(struct world *w, struct slot *s, struct execution *t)
           "no weight update is ordered while they are blocked");
     if (t->progress || (t->run && is_of_jobs(w->ops[t->op].kind)))
         begin_job_execution(w, s, t);
-    if (t->progress || (t->run && w->ops[t->op].kind != OP_ZERO))
+    if (t->progress || t->run)
         send_share(w, s, t);
 }
 
@@ -451,16 +511,18 @@ static bool may_end(const struct world *w, const struct slot *s)
     if (s->execution_count == 0)
         return false;
     for (uint32_t i = 0; t->collective && i < w->slot_count; i++)
-        if (s->shares[t->ticket.seq % SEQ_RING][i].seq != t->ticket.seq)
+        if ((s->live >> i & 1) != 0 && s->shares[t->ticket.seq % SEQ_RING][i].seq != t->ticket.seq)
             return false;
     return true;
 }
 
 static void check_one_version(struct world *w, const struct slot *s, const struct execution *t)
 {
-    const struct share *all = s->shares[t->ticket.seq % SEQ_RING];
-    for (uint32_t i = 1; t->collective && i < w->slot_count; i++)
-        check(w, all[i].version == all[0].version && all[i].weights == all[0].weights,
+    const struct share *all = s->shares[t->ticket.seq % SEQ_RING], *own = &all[s->index];
+    for (uint32_t i = 0; t->collective && i < w->slot_count; i++)
+        check(w,
+              (s->live >> i & 1) == 0 ||
+                  (all[i].version == own->version && all[i].weights == own->weights),
               "all slots run a step with the same weights");
 }
 
@@ -565,14 +627,28 @@ static void run_tickets(struct world *w, struct slot *s)
 
 /* ----------------------------------------------------------------------------- views */
 
+/* Also at the end of a run, of all slots. */
+static void check_answers(struct world *w, const struct slot *s)
+{
+    for (uint32_t i = 1; i < w->op_count; i++) {
+        const struct op *op = &w->ops[i];
+        if (op->answered && op->kind != OP_FORWARD && op->done_lineage == s->state.lineage)
+            check(w, has_applied(&s->state, (uint16_t)i),
+                  "an answered call is in each later state of its lineage");
+    }
+}
+
 void begin_view(struct world *w, struct slot *s, uint64_t epoch, uint64_t live)
 {
     struct moe_step_key key;
     uint64_t tokens;
     TRACE(w, "slot %u: view %llu", s->index, (unsigned long long)epoch);
+    check_answers(w, s);
     change_version(w, s);
     s->epoch = s->last_epoch = epoch;
     s->live = live;
+    for (uint32_t i = 0; i < w->slot_count; i++)
+        s->view_processes[i] = (live >> i & 1) != 0 ? w->slots[i].process : 0;
     s->last_seq = 0;
     memset(s->last_ordered, 0, sizeof s->last_ordered);
     moe_job_on_view(&s->job, s->index, live);
@@ -596,7 +672,11 @@ static void undo_execution(struct world *w, struct slot *s, struct execution *t)
         c->work.finished += t->segments[i].count;
         settle_forward(w, s, c);
     }
-    s->inconsistent = s->inconsistent || t->changes;
+    bool training = t->ticket.kind != MOE_STEP_FORWARD;
+    bool job = training && (t->progress || is_of_jobs(w->ops[t->op].kind));
+    s->inconsistent = s->inconsistent || (t->changes && job);
+    if (training && (t->run || t->progress))
+        abandon_op(w, s, t->progress ? s->job_op : t->op, t->ticket.descriptor.origin);
     if (t->call != NULL)
         end_call(w, s, t->call, &why, NULL);
 }
@@ -622,6 +702,7 @@ void end_view(struct world *w, struct slot *s)
         undo_execution(w, s, &s->executions[(s->first_execution + i) % LANES]);
     s->execution_count = s->ticket_count = 0;
     s->epoch = s->live = 0;
+    s->joiner = false;
     memset(s->shares, 0, sizeof s->shares);
     for (size_t i = 0; i < s->pending_count; i++)
         end_call(w, s, s->pending[i], &why, NULL);
@@ -660,6 +741,13 @@ void slot_event(struct world *w, struct slot *s, const struct event *e)
         if (e->kind == E_LOST)
             tell_coordinator_lost(w, s);
         end_view(w, s);
+        return;
+    case E_JOINER:
+        if (s->epoch == 0 || s->epoch != e->epoch)
+            return;
+        s->joiner = e->ok;
+        if (sequencer_slot(s) == s->index)
+            issue_tickets(w, s);
         return;
     default: message(w, s, e); return;
     }

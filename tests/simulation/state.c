@@ -52,6 +52,59 @@ bool has_applied(const struct state *s, uint16_t op)
     return false;
 }
 
+/* ------------------------------------------------------------------------ gradients */
+
+static void add_part(struct world *w, struct slot *s, uint16_t op)
+{
+    check(w, s->part_count < PARTS_MAX, "the simulator has room for gradients");
+    if (w->broken != NULL)
+        return;
+    s->parts[s->part_count++] = op;
+    memcpy(w->ops[op].holders, s->view_processes, sizeof w->ops[op].holders);
+    w->ops[op].spent = false;
+}
+
+static bool has_part(const struct slot *s, uint16_t op)
+{
+    for (uint32_t i = 0; i < s->part_count; i++)
+        if (s->parts[i] == op)
+            return true;
+    return false;
+}
+
+/* A step uses all gradients that were answered under its lineage, and each with all of its parts.
+ */
+static void check_gradients(struct world *w, const struct slot *s)
+{
+    check(w, !s->undefined, "a step uses no gradients that a lost slot has left undefined");
+    for (uint32_t i = 0; i < s->part_count; i++)
+        check(w,
+              memcmp(w->ops[s->parts[i]].holders, s->view_processes, sizeof s->view_processes) == 0,
+              "a step uses all parts of a gradient");
+    for (uint16_t i = 1; i < w->op_count; i++) {
+        const struct op *op = &w->ops[i];
+        if (op->kind == OP_BACKWARD && op->answered && !op->spent &&
+            op->done_lineage == s->state.lineage)
+            check(w, has_part(s, i), "a step uses all gradients that were answered");
+    }
+}
+
+static void spend_gradients(struct world *w, struct slot *s)
+{
+    for (uint32_t i = 0; i < s->part_count; i++)
+        w->ops[s->parts[i]].spent = true;
+    s->part_count = 0;
+}
+
+void forget_gradients(struct slot *s)
+{
+    s->gradient_slots = s->unsettled = 0;
+    s->part_count = 0;
+    s->undefined = false;
+    s->state.gradients = s->state.backwards = 0;
+    s->backward = (struct moe_ledger_call){0};
+}
+
 void apply(struct world *w, struct slot *s, uint16_t op)
 {
     struct state *t = &s->state;
@@ -64,8 +117,11 @@ void apply(struct world *w, struct slot *s, uint16_t op)
     case OP_BACKWARD:
         t->gradients = mix(t->gradients, op);
         t->backwards++;
+        add_part(w, s, op);
         return;
     case OP_STEP:
+        check_gradients(w, s);
+        spend_gradients(w, s);
         check(w, s->part.runs == false || !s->part.reads_trainers,
               "no weight update while a share reads the trainers");
         t->weights = mix(mix(t->weights, t->gradients), op);
@@ -74,7 +130,10 @@ void apply(struct world *w, struct slot *s, uint16_t op)
         t->version++;
         s->unsaved++;
         return;
-    case OP_ZERO: t->gradients = t->backwards = 0; return;
+    case OP_ZERO:
+        spend_gradients(w, s);
+        t->gradients = t->backwards = 0;
+        return;
     default: return;
     }
 }
@@ -293,7 +352,8 @@ struct moe_job_end disk_part(struct world *w, struct slot *s, enum moe_job_part 
 static void load_state(struct world *w, struct slot *s, const struct checkpoint *c)
 {
     s->state = c->state;
-    s->state.weights = c->weights[s->index];
+    bool wrote = (c->live >> s->index & 1) != 0;
+    s->state.weights = c->weights[wrote ? s->index : (uint32_t)__builtin_ctzll(c->live)];
     moe_ledger_reset(s->ledger);
     if (c->records != NULL) {
         moe_ledger_destroy(s->ledger);
@@ -301,6 +361,10 @@ static void load_state(struct world *w, struct slot *s, const struct checkpoint 
         MOE_INVARIANT(!moe_failed(&st));
     }
     s->unsaved = 0;
+    forget_gradients(s);
+    s->open = s->lost_call = false;
+    s->earlier = 0;
+    s->saved_calls = moe_ledger_count(s->ledger);
     (void)w;
 }
 
@@ -331,6 +395,9 @@ void restart_state(struct world *w, struct slot *s, const struct moe_train_recov
           "trainers are not replaced while a share reads them");
     reset_state(&s->state);
     moe_ledger_reset(s->ledger);
+    forget_gradients(s);
+    s->open = s->lost_call = false;
+    s->earlier = s->saved_calls = 0;
     if (c != NULL)
         load_state(w, s, c);
     s->state.lineage = d->lineage;
@@ -340,6 +407,66 @@ void restart_state(struct world *w, struct slot *s, const struct moe_train_recov
     s->checkpoint = name;
     s->checkpoint_explicit_load = d->explicit_load && name != 0;
     w->totals.restarts += s->index == 0;
+}
+
+/* Backward calls without effect are as if they had not been. */
+static void take_out_parts(struct slot *s)
+{
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < s->state.applied_count; i++)
+        if (!has_part(s, s->state.applied[i]))
+            s->state.applied[kept++] = s->state.applied[i];
+    s->state.applied_count = kept;
+}
+
+static void ignore_call(void *ctx, const char *session, uint64_t id)
+{
+    (void)ctx;
+    (void)session;
+    (void)id;
+}
+
+/* The group goes on without the gradients since the last step. */
+void lose_gradients(struct world *w, struct slot *s, const struct moe_train_recovery *d)
+{
+    if (moe_ledger_count(s->ledger) + 1 == d->calls)
+        moe_ledger_record_pending(s->ledger, d->backward_session, &d->backward);
+    check(w, moe_ledger_count(s->ledger) == d->calls && moe_ledger_hash(s->ledger) == d->record,
+          "slots that go on have recorded the same calls");
+    moe_ledger_take_back(s->ledger, ignore_call, NULL);
+    take_out_parts(s);
+    forget_gradients(s);
+    s->state.lineage = d->lineage;
+    s->earlier = d->earlier;
+    s->lost_call = d->loss == MOE_TRAIN_LOSS_CALL;
+    s->open = true;
+    s->saved_calls = 0;
+}
+
+/* A slot takes the state of the others, from the checkpoint that has it. */
+void join_state(struct world *w, struct slot *s, const struct moe_train_recovery *d)
+{
+    struct checkpoint *c = find_checkpoint(w, checkpoint_named(d->checkpoint), false);
+    check(w, c != NULL, "the checkpoint that a slot joins with is there");
+    if (w->broken != NULL)
+        return;
+    load_state(w, s, c);
+    check(w, moe_ledger_count(s->ledger) == d->calls, "the checkpoint has all calls");
+    moe_ledger_set_hash(s->ledger, d->record);
+    s->state.lineage = d->lineage;
+    s->state.version = d->weights_version;
+    s->earlier = d->earlier;
+    s->inconsistent = false;
+    s->checkpoint = checkpoint_named(d->checkpoint);
+    s->checkpoint_explicit_load = d->explicit_load;
+    w->totals.joins++;
+}
+
+bool is_saved(const struct slot *s)
+{
+    return s->saved_calls != 0 && s->saved_calls == moe_ledger_count(s->ledger) &&
+           s->checkpoint != 0 && s->unsaved == 0 && s->state.backwards == 0 && !s->undefined &&
+           s->unsettled == 0 && !s->open && !s->inconsistent;
 }
 
 void check_disk_at_end(struct world *w)

@@ -131,6 +131,7 @@ static void set_up(struct world *w, uint64_t seed, bool trace)
     w->random.state = seed * UINT64_C(0x9e3779b97f4a7c15) + 1;
     w->trace = trace;
     w->slot_count = 2 + (uint32_t)rnd(w, SLOTS_MAX - 1);
+    w->coordinator.copies = 1 + (uint32_t)rnd(w, w->slot_count);
     w->slow_from = (uint32_t)rnd(w, w->slot_count);
     w->slow_to = (uint32_t)rnd(w, w->slot_count);
     w->op_count = 1; /* 0 is no operation */
@@ -144,7 +145,14 @@ static void set_up(struct world *w, uint64_t seed, bool trace)
 
 static void check_slot_at_end(struct world *w, const struct slot *s)
 {
-    bool serves = s->alive && s->epoch != 0 && s->epoch == w->slots[0].epoch;
+    uint32_t first = w->coordinator.in_force ? (uint32_t)__builtin_ctzll(w->coordinator.live) : 0;
+    check(w, w->coordinator.in_force, "a group forms once faults have stopped");
+    if (w->coordinator.in_force && (w->coordinator.live >> s->index & 1) == 0) {
+        check(w, s->alive && s->epoch == 0 && !is_saved(&w->slots[first]),
+              "a slot without the state waits for a Save only");
+        return;
+    }
+    bool serves = s->alive && s->epoch != 0 && s->epoch == w->slots[first].epoch;
     check(w, serves, "a group forms once faults have stopped");
     check(w, s->waiting_count == 0 && s->pending_count == 0, "what waits ends");
     check(w, s->execution_count == 0 && s->ticket_count == 0, "tickets end");
@@ -152,10 +160,10 @@ static void check_slot_at_end(struct world *w, const struct slot *s)
     check(w, !moe_job_blocks_weight_updates(&s->job), "weight updates are let go");
     check(w, !s->part.runs && !s->orphan.runs, "parts end");
     check(w, moe_batcher_tokens(s->batcher) == 0, "forward requests end");
-    if (s->index == 0)
+    if (s->index == first)
         check(w, moe_sequencer_pending(s->sequencer) == 0 && moe_sequencer_calls(s->sequencer) == 0,
               "announced work gets its ticket");
-    check(w, hash_state(s) == hash_state(&w->slots[0]), "slots have the same state");
+    check(w, hash_state(s) == hash_state(&w->slots[first]), "slots have the same state");
 }
 
 /* What was answered under the lineage that is in force is in the state of all slots. */
@@ -166,7 +174,7 @@ static void check_answers_at_end(struct world *w)
         if (!op->answered || op->kind == OP_FORWARD)
             continue;
         for (uint32_t s = 0; s < w->slot_count; s++)
-            if (op->done_lineage == w->slots[s].state.lineage)
+            if (w->slots[s].epoch != 0 && op->done_lineage == w->slots[s].state.lineage)
                 check(w, has_applied(&w->slots[s].state, (uint16_t)i),
                       "an answered call is in the state of every slot");
     }

@@ -33,10 +33,12 @@ enum {
     SEQS_MAX = 4096,   /* tickets of one view */
     APPLIED_MAX = 512, /* changes of one state */
     CHECKPOINTS_MAX = 96,
-    NAMES = 8, /* of checkpoints */
+    PARTS_MAX = 128, /* Backward calls between two steps */
+    NAMES = 8,       /* of checkpoints */
     BUCKET = 16,
     LAYER = 1,
     FAULTS_END = 1200, /* milliseconds */
+    GROWS_END = 10000, /* a slot without the state may wait for ever */
     RUN_END = 60000,
 };
 
@@ -79,6 +81,9 @@ struct op {
     bool answered;  /* well, at least once */
     bool committed; /* SAVE, EXPORT: it is on the disk */
     uint64_t done_lineage, done_version, done_steps;
+    /* BACKWARD: the processes with a part of its gradients; and they have been used, or dropped. */
+    uint64_t holders[SLOTS_MAX];
+    bool spent;
 };
 
 /* One asking. */
@@ -86,7 +91,7 @@ struct call {
     bool used, progress, cancelled, joined;
     uint16_t op;
     uint32_t attempt; /* of the client: an answer to an older one is ignored */
-    uint64_t number;
+    uint64_t number, lineage;
     uint64_t id; /* progress: the job's */
     struct moe_content content;
     enum moe_step_kind kind;
@@ -104,12 +109,13 @@ enum event_kind {
     E_DONE,   /* has been run */
     E_SHARE,  /* what another slot brings to a ticket */
     /* To a slot's process. */
-    E_ASKED, /* a client asks */
-    E_LEFT,  /* a client stops waiting */
-    E_PART,  /* a share of a part has ended */
-    E_ASK,   /* a progress ticket is still wanted */
-    E_LOST,  /* a peer has gone */
-    E_STOP,  /* the coordinator ends the view */
+    E_ASKED,  /* a client asks */
+    E_LEFT,   /* a client stops waiting */
+    E_PART,   /* a share of a part has ended */
+    E_ASK,    /* a progress ticket is still wanted */
+    E_LOST,   /* a peer has gone */
+    E_STOP,   /* the coordinator ends the view */
+    E_JOINER, /* whether a process waits to join the view */
     E_PREPARE,
     E_ADOPT,
     E_READY_CHECK,
@@ -121,6 +127,7 @@ enum event_kind {
     E_DIGEST,
     E_READY,
     E_REGISTERED,
+    E_GROW, /* look whether the view can have more slots */
     /* Faults. */
     E_LINK,
     /* To a client. */
@@ -183,9 +190,9 @@ struct slot {
     uint32_t index;
     bool alive;
     uint64_t process;
-    uint64_t epoch, live; /* of the view; 0 = none */
-    uint64_t forming;     /* epoch that was prepared last */
-    uint64_t last_epoch;  /* of the last view in force here; 0 = none */
+    uint64_t epoch, live;           /* of the view; 0 = none */
+    uint64_t forming, forming_live; /* epoch that was prepared last, and its slots */
+    uint64_t last_epoch;            /* of the last view in force here; 0 = none */
     struct moe_sequencer *sequencer;
     struct moe_batcher *batcher;
     struct moe_ledger *ledger;
@@ -195,6 +202,20 @@ struct slot {
     bool checkpoint_explicit_load;
     uint64_t unsaved;
     bool inconsistent;
+
+    /* As in struct moe_train_digest. */
+    uint64_t earlier, gradient_slots, unsettled, before;
+    bool undefined;
+    bool lost_call; /* `earlier` has lost more than gradients */
+    bool open;      /* gradients are lost, and no step has named the lineage since */
+    bool joiner;    /* one waits */
+    struct moe_ledger_call backward;
+    char backward_session[MOE_TRAINING_NAME_MAX + 8];
+    uint64_t saved_calls;      /* of the ledger, when `checkpoint` had this state; 0 = never */
+    uint16_t parts[PARTS_MAX]; /* Backward calls with gradients here, since the last step */
+    uint32_t part_count;
+    uint64_t view_processes[SLOTS_MAX];
+
     uint64_t served_version; /* of the weights, as requests know it */
 
     struct call *waiting[WAITING_MAX + PROGRESS_MAX]; /* training calls without a ticket */
@@ -210,13 +231,13 @@ struct slot {
     struct share shares[SEQ_RING][SLOTS_MAX];
 
     /* The job's own. */
-    uint64_t job_lineage;
+    uint64_t job_lineage, job_calls;
     uint16_t job_op;
     struct state job_state; /* as it began */
     struct moe_ledger *job_records;
     uint64_t job_writer, job_live, copied_weights;
     bool job_met_orphan; /* an orphan ran as the job began */
-    bool job_found;
+    bool job_found, job_wrote;
     struct checkpoint taken; /* Load: what READ has seen */
     struct part part, orphan;
     uint64_t orphan_writer, orphan_live;
@@ -239,7 +260,7 @@ struct client {
 
 struct totals {
     uint64_t inputs, crashes, links, views, restarts, answers, repeats, jobs, orphans, lost_states,
-        without_copy, called_off;
+        without_copy, called_off, smaller_views, lost_gradients, joins;
 };
 
 struct world {
@@ -260,6 +281,11 @@ struct world {
         uint64_t epoch;
         bool forming, in_force;
         uint64_t registered, reported, ready; /* bits of slots */
+        uint64_t live;                        /* of the epoch that forms, or is in force */
+        uint64_t members[SLOTS_MAX];          /* processes of the last view in force; 0 = none */
+        uint64_t excluded, excluded_until;
+        uint32_t copies; /* of each expert */
+        bool grows;      /* E_GROW is under way */
         struct moe_train_digest digests[MOE_MAX_SLOTS];
     } coordinator;
 
@@ -331,6 +357,9 @@ void end_call(struct world *w, struct slot *s, struct call *c, const struct moe_
 void record_op(struct world *w, struct slot *s, uint16_t op, uint32_t origin,
                const struct moe_ledger_outcome *outcome);
 const char *session_of(const struct world *w, uint16_t op);
+/* The changes of the state that an end of a view has cut short. */
+void abandon_op(struct world *w, struct slot *s, uint16_t op, uint32_t origin);
+void hold_changes(struct slot *s);
 /* A call waits for its ticket. */
 void add_waiting(struct world *w, struct slot *s, struct call *c);
 struct call *new_call(struct world *w, struct slot *s);
@@ -356,6 +385,12 @@ struct moe_job_end disk_part(struct world *w, struct slot *s, enum moe_job_part 
                              const struct part *p, bool orphan);
 void take_checkpoint(struct world *w, struct slot *s, const struct checkpoint *c);
 void restart_state(struct world *w, struct slot *s, const struct moe_train_recovery *d);
+/* The state has no gradients any more. */
+void forget_gradients(struct slot *s);
+void lose_gradients(struct world *w, struct slot *s, const struct moe_train_recovery *d);
+void join_state(struct world *w, struct slot *s, const struct moe_train_recovery *d);
+/* `checkpoint` has all of this state. */
+bool is_saved(const struct slot *s);
 void check_disk_at_end(struct world *w);
 
 /* clients.c */

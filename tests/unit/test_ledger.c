@@ -196,6 +196,50 @@ static void damaged_records_are_refused_and_change_nothing(void **state)
     moe_ledger_destroy(other);
 }
 
+static void count_taken(void *ctx, const char *session, uint64_t id)
+{
+    uint64_t *taken = ctx;
+    *taken = *taken * 100 + id + (session[0] == 'b' ? 50 : 0);
+}
+
+/* Gradients of three calls are lost; what was settled before stays. */
+static void pending_calls_are_taken_back_and_their_ids_are_free(void **state)
+{
+    (void)state;
+    struct moe_ledger *l = fresh();
+    const struct moe_ledger_call call = {.content = content_of(5)};
+    uint64_t taken = 0;
+    for (uint64_t id = 1; id <= 4; id++) {
+        struct moe_ledger_call c = call;
+        c.id = id;
+        moe_ledger_record_pending(l, id == 2 ? "b" : "a", &c);
+        if (id == 1)
+            moe_ledger_settle(l);
+    }
+    record(l, "a", 9, 5); /* without gradients */
+    uint64_t count = moe_ledger_count(l), hash = moe_ledger_hash(l);
+    moe_ledger_take_back(l, count_taken, &taken);
+    assert_int_equal(taken, 30452); /* a/3, a/4, b/2 */
+    assert_int_equal(moe_ledger_count(l), count);
+    assert_int_equal(moe_ledger_hash(l), hash);
+    static const struct {
+        const char *session;
+        uint64_t id;
+        enum moe_ledger_decision want;
+    } looks[] = {{"a", 1, MOE_LEDGER_REPEAT},
+                 {"b", 2, MOE_LEDGER_NEW},
+                 {"a", 3, MOE_LEDGER_NEW},
+                 {"a", 4, MOE_LEDGER_NEW},
+                 {"a", 9, MOE_LEDGER_REPEAT}};
+    for (size_t i = 0; i < sizeof looks / sizeof *looks; i++)
+        assert_int_equal(moe_ledger_look(l, looks[i].session, looks[i].id, &call.content, NULL),
+                         looks[i].want);
+    taken = 0;
+    moe_ledger_take_back(l, count_taken, &taken);
+    assert_int_equal(taken, 0);
+    moe_ledger_destroy(l);
+}
+
 static void names_are_plain(void **state)
 {
     (void)state;
@@ -219,6 +263,7 @@ int main(void)
         cmocka_unit_test(no_call_is_run_twice_and_two_slots_always_agree),
         cmocka_unit_test(a_session_that_is_forgotten_is_never_run_again),
         cmocka_unit_test(damaged_records_are_refused_and_change_nothing),
+        cmocka_unit_test(pending_calls_are_taken_back_and_their_ids_are_free),
         cmocka_unit_test(names_are_plain),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -2,6 +2,7 @@
 # The request path of the worker, on the CPU backend in a group of one.
 moe_test(test_batcher SOURCES test_batcher.c USES moe_schedule LABELS worker)
 moe_test(test_ledger SOURCES test_ledger.c USES moe_training LABELS worker TIMEOUT 120)
+moe_test(test_recovery SOURCES test_recovery.c USES moe_training LABELS worker)
 moe_test(test_activation_index SOURCES test_activation_index.c USES moe_activations LABELS worker)
 moe_test(test_step_metrics SOURCES test_step_metrics.c USES moe_engine LABELS worker)
 moe_test(test_row_metrics SOURCES test_row_metrics.c USES moe_engine LABELS worker)

@@ -228,6 +228,9 @@ class TrainState:
                       retained_device_bytes_limit is their limit
     progress_bytes    bytes of `saving` or `loading` that this worker has written or checked;
                       progress_bytes_total is their sum, 0: not known
+    lost_micro_batches
+                      tuple of (session, id): Backward calls to send again after GRADIENTS_LOST;
+                      1024 at most, of lost_backwards in all
     """
 
     lineage: int
@@ -252,6 +255,8 @@ class TrainState:
     retained_device_bytes_limit: int
     progress_bytes: int
     progress_bytes_total: int
+    lost_micro_batches: tuple
+    lost_backwards: int
 
 
 @_record

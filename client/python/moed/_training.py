@@ -178,7 +178,9 @@ class TrainingCalls:
             answer.lora_rank, answer.lora_scale, tuple(answer.lora_targets), answer.checkpoint,
             answer.state_bytes, answer.retained_bytes, answer.retained_bytes_limit, answer.saving,
             answer.loading, answer.problem, answer.unsaved_steps, answer.retained_device_bytes,
-            answer.retained_device_bytes_limit, answer.progress_bytes, answer.progress_bytes_total)
+            answer.retained_device_bytes_limit, answer.progress_bytes, answer.progress_bytes_total,
+            tuple((b.session, b.micro_batch_id) for b in answer.lost_micro_batches),
+            answer.lost_backwards)
 
     def save_checkpoint(self, name, *, step_id, session=None, lineage=0, keep=0, timeout=None):
         """Writes weights and optimizer state into directory `name` of the workers' training root,

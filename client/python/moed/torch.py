@@ -56,9 +56,10 @@ def _to_torch(array, like):
 
 
 def _with_advice(error):
-    """The error; the text of STATE_LOST gets the remedy."""
+    """The error; the texts of STATE_LOST and GRADIENTS_LOST get the remedy."""
     advice = " (session.refresh() adopts the group's present state)"
-    if getattr(error, "reason", "") == "STATE_LOST" and not error.message.endswith(advice):
+    lost = getattr(error, "reason", "") in ("STATE_LOST", "GRADIENTS_LOST")
+    if lost and not error.message.endswith(advice):
         error.message += advice
         error.args = (error.args[0] + advice,)
     return error
@@ -96,8 +97,8 @@ class Session:
 
     def refresh(self):
         """Adopts the group's present state. Call it after a checkpoint was loaded or a call failed
-        with STATE_LOST. Other sessions' gradients stay in the group; until `zero_grad` a step with
-        `alone` is refused. Returns moed.TrainState."""
+        with STATE_LOST or GRADIENTS_LOST. Other sessions' gradients stay in the group; until
+        `zero_grad` a step with `alone` is refused. Returns moed.TrainState."""
         state = self.client.train_state()
         if state.lineage != self.lineage or state.backwards < self.backwards:
             self.backwards = 0  # their gradients are lost
