@@ -27,15 +27,37 @@ static bool may_lack_experts(const struct moe_membership *m, uint64_t slots)
            MOE_GUARD(PARTIAL_HAS_HALF, 2 * count >= moe_membership__size(m)) && count > 0;
 }
 
+/* Slots with a process of the view in force, or of the last one. In a group that trains, they alone
+ * know what was answered last. */
+static uint64_t find_heirs(const struct moe_membership *m, uint64_t slots)
+{
+    uint64_t heirs = 0;
+    if (m->view_epoch != 0)
+        return slots & m->view_live;
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        for (uint32_t p = 0; p < SLOTS_MAX; p++)
+            if ((slots >> s & 1) != 0 && m->members[s].incarnation != 0 &&
+                m->members[s].incarnation == m->past.incarnations[p])
+                heirs |= UINT64_C(1) << s;
+    return heirs;
+}
+
 /* These slots can serve. */
 static bool suffice(const struct moe_membership *m, uint64_t slots)
 {
-    return moe_membership__covers(m, slots) || may_lack_experts(m, slots);
+    bool whole = !m->trains || slots == m->saved.places ||
+                 MOE_GUARD(TRAINING_HAS_HEIRS, find_heirs(m, slots) != 0);
+    return whole && (moe_membership__covers(m, slots) || may_lack_experts(m, slots));
 }
 
 bool moe_membership__may_shrink(const struct moe_membership *m)
 {
     return m->config.replicas > 1 || m->config.partial;
+}
+
+bool moe_membership__has_heirs(const struct moe_membership *m)
+{
+    return find_heirs(m, m->live) != 0;
 }
 
 bool moe_membership__takes_part(const struct moe_membership *m, uint32_t slot)
@@ -314,8 +336,10 @@ void moe_membership__end_epoch(struct moe_membership *m, enum moe_membership_cau
         a->epoch = epoch;
         moe_membership_copy_text(a->status.text, sizeof a->status.text, why);
     }
-    if (forming)
+    if (forming) {
         forget_session(m);
+        memcpy(m->saved.last_members, m->past.incarnations, sizeof m->saved.last_members);
+    }
     m->awaited_save = 0;
     m->phase = PHASE_IDLE;
     if (forming && (cause == MOE_CAUSE_CANNOT_GO_BACK || cause == MOE_CAUSE_NOT_SAVED))
@@ -403,11 +427,35 @@ static bool may_mask(const struct moe_membership *m, uint64_t slots)
                                         MOE_GUARD(MASK_COVERS, suffice(m, slots)));
 }
 
+/* A checkpoint has the state of all of them, and they hold changes back. */
+static bool all_are_saved(const struct moe_membership *m, uint64_t slots)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        if ((slots >> s & 1) != 0 && !m->members[s].last.training_saved)
+            return false;
+    return true;
+}
+
+/* A process without the state of training takes part once a checkpoint has that state, or if the
+ * others cannot go on without it. */
+static uint64_t leave_out_newcomers(const struct moe_membership *m, uint64_t able)
+{
+    uint64_t heirs = find_heirs(m, able);
+    bool apart = m->trains && m->config.replicas > 1 && heirs != able && suffice(m, heirs);
+    return MOE_GUARD(NEWCOMERS_WAIT, !apart || all_are_saved(m, heirs)) ? able : heirs;
+}
+
+bool moe_membership__joiner_waits(const struct moe_membership *m)
+{
+    uint64_t able = moe_membership__able_slots(m);
+    return m->trains && m->view_epoch != 0 && (able & ~m->view_live) != 0;
+}
+
 /* The slots of the view that should form now; 0 = none. A view that serves grows only: a member
  * that cannot take part any more, but has not left, keeps it. */
 static uint64_t next_live(const struct moe_membership *m)
 {
-    uint64_t able = moe_membership__able_slots(m);
+    uint64_t able = leave_out_newcomers(m, moe_membership__able_slots(m));
     if (!may_mask(m, able))
         return 0;
     bool has_all = MOE_GUARD(GROWTH_KEEPS_MEMBERS, (m->view_live & ~able) == 0);
@@ -628,7 +676,7 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
         moe_membership__keep_error(&m->members[slot], error);
         if (error->reason == MOE_REASON_VERSION_MISMATCH) /* it is asked again to load */
             m->members[slot].assigned = m->members[slot].loaded = false;
-        moe_membership__exclude(m, m->live & ~m->view_live);
+        moe_membership__exclude(m, m->live & (together | ~m->view_live));
         m->shrinks = m->shrinks || m->masks; /* the next attempt is at once: a mask that fails is no
                                                 failure of the group */
         if (m->masks && error->reason != MOE_REASON_PEER_LOST)
@@ -652,6 +700,8 @@ void moe_membership__ready(struct moe_membership *m, uint32_t slot, uint64_t epo
         memcpy(m->saved.members[s].worker_id, m->members[s].worker_id, MOE_MEMBERSHIP_ID_BYTES);
         m->saved.members[s].incarnation = m->members[s].incarnation;
     }
+    for (uint32_t s = 0; s < SLOTS_MAX; s++)
+        m->saved.last_members[s] = m->saved.members[s].incarnation;
     moe_membership__save(m, true);
 }
 

@@ -509,11 +509,12 @@ static struct moe_status check_address(const struct moe_membership *m,
 static struct moe_status check_kind(const struct moe_membership *m,
                                     const struct moe_membership_register *r)
 {
-    if (r->trains && m->config.replicas > 1)
+    if (r->trains && m->config.replicas > 1 && !r->trains_with_copies)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
-                         "a group with replicas (%u copies of each expert) does not train: start "
-                         "the workers without --training, or the coordinator with --replicas 1",
-                         m->config.replicas);
+                         "the backend %.20s does not train in a group with replicas (%u copies of "
+                         "each expert): start the workers without --training, or the coordinator "
+                         "with --replicas 1",
+                         r->backend, m->config.replicas);
     if (r->trains && m->config.partial)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
                          "a group with views that may lack experts does not train: start the "

@@ -32,6 +32,7 @@ static void restore_past(struct moe_membership *m)
     if (m->saved.group_id == 0)
         m->saved.group_id = m->config.group_id;
     m->saved.lease_ms = (uint32_t)(m->config.lease_ns / MOE_NS_PER_MS);
+    memcpy(m->past.incarnations, m->saved.last_members, sizeof m->past.incarnations);
 }
 
 /* A group of a fixed size has all of its slots. One that was scaled, and has lost its
@@ -318,8 +319,8 @@ static void abort_stale(struct moe_membership *m, uint32_t slot, uint64_t epoch)
     moe_membership_copy_text(a->status.text, sizeof a->status.text, "this epoch is over");
 }
 
-/* How long the member has been silent that was silent for longest. After a restart that is not
- * known until all are back. */
+/* How long the member of the view, or of the group, has been silent that was silent for longest.
+ * After a restart that is not known until all are back. */
 static uint32_t oldest_ms(const struct moe_membership *m)
 {
     uint64_t oldest_ns = 0;
@@ -329,7 +330,8 @@ static uint32_t oldest_ms(const struct moe_membership *m)
             member->last_message_ns < m->now_ns ? m->now_ns - member->last_message_ns : 0;
         if (member->unverified)
             silent_ns = m->config.lease_ns;
-        if (member->state == SLOT_TAKEN && silent_ns > oldest_ns)
+        bool counts = m->view_epoch == 0 || (m->view_live >> s & 1) != 0;
+        if (counts && member->state == SLOT_TAKEN && silent_ns > oldest_ns)
             oldest_ns = silent_ns;
     }
     return (uint32_t)((oldest_ns + MOE_NS_PER_MS - 1) / MOE_NS_PER_MS);
@@ -343,6 +345,7 @@ static void answer_heartbeat(struct moe_membership *m, uint32_t slot, uint64_t s
         return;
     a->sequence = sequence;
     a->oldest_ms = oldest_ms(m);
+    a->keep = moe_membership__joiner_waits(m);
 }
 
 void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -396,6 +399,11 @@ void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_
     if (ours && error->code == MOE_OK) {
         member->loaded = true;
         member->load_failed = false;
+        if (m->trains && m->view_epoch != 0 && (m->view_live >> slot & 1) == 0)
+            moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_JOINED, slot,
+                                "slot %u takes part once a checkpoint has the present state of "
+                                "training (SaveCheckpoint)",
+                                slot);
     } else if (ours && !member->loaded) {
         member->load_failed = true;
         moe_membership__keep_error(member, error);

@@ -93,6 +93,8 @@ struct moe_membership_saved {
     char cordon_reasons[MOE_PLACEMENT_SLOTS_MAX][MOE_MEMBERSHIP_CORDON_BYTES];
     uint64_t places;       /* bit s: slot s holds experts in views that form; 0 = not known */
     uint32_t view_version; /* placement of the view in force; 0 = placement_version */
+    /* Processes of the last view that was committed, by slot; also when it has ended. 0 = none. */
+    uint64_t last_members[MOE_PLACEMENT_SLOTS_MAX];
     uint32_t last_version; /* highest version of a placement that workers may know; also of one that
                               is not saved itself */
 };
@@ -141,8 +143,9 @@ struct moe_membership_register { /* moe.v1.Register; strings are copied */
     const uint8_t *slot_token; /* [MOE_MEMBERSHIP_TOKEN_BYTES]; NULL: none was sent */
     uint32_t max_tokens_per_step, wanted_slot_plus_one;
     bool trains;
-    bool partial;       /* its backend runs steps without some experts */
-    bool moves_experts; /* it changes placements in a view */
+    bool partial;            /* its backend runs steps without some experts */
+    bool trains_with_copies; /* it trains in views without some copies of experts */
+    bool moves_experts;      /* it changes placements in a view */
     const struct moe_membership_layer *layers;
     size_t layer_count;
     struct moe_membership_host host; /* texts may be NULL: not known */
@@ -156,6 +159,7 @@ struct moe_membership_heartbeat {
     uint64_t epoch, loaded_bytes, total_bytes, tokens, steps, sequence;
     /* Of the member's heartbeats lately. Not 0: it also sends one as soon as it gets PREPARE. */
     uint64_t round_trip_ns;
+    bool training_saved; /* and the member holds changes back, as it knows that a worker waits */
 };
 
 void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -175,7 +179,7 @@ void moe_membership_on_wrong_weights(struct moe_membership *m, uint64_t now_ns, 
 void moe_membership_on_blob(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                             uint64_t epoch, uint32_t round, const uint8_t *data, size_t length);
 /* `together`: Ready.together; 0 = a later view of fewer members cannot be a mask of this session.
- */
+ * With an error: Ready.without. */
 void moe_membership_on_ready(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                              uint64_t epoch, uint64_t together, const struct moe_status *error);
 void moe_membership_on_peer_lost(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -266,7 +270,7 @@ enum moe_membership_message {
     MOE_MEMBERSHIP_DRAIN,      /* limit_ms; status.text = reason; keep: its experts move first,
                                   and another one follows */
     MOE_MEMBERSHIP_TRYING_AGAIN,
-    MOE_MEMBERSHIP_HEARTBEAT_ANSWER, /* sequence, oldest_ms */
+    MOE_MEMBERSHIP_HEARTBEAT_ANSWER, /* sequence, oldest_ms; keep: a worker waits to join */
 };
 
 enum moe_membership_event { /* values of moe.v1.EventKind */
@@ -377,6 +381,7 @@ struct moe_membership_group {
     uint32_t scaling_to; /* the size that the group is being scaled to; 0 = it is not */
     const struct moe_status *scale_error; /* of the last scaling that was undone; code MOE_OK: none,
                                              or a later one succeeded */
+    bool has_heirs;                       /* the view that forms has a process of the last one */
     bool partial, may_shrink; /* of the configuration; views may form without some slots */
     bool trains;              /* so the worker that registered last says */
     const char *model, *family, *backend, *fingerprint; /* "" until the first worker registered */

@@ -295,6 +295,10 @@ bool moe_membership__covers(const struct moe_membership *m, uint64_t slots);
 bool moe_membership__takes_part(const struct moe_membership *m, uint32_t slot);
 /* Views may form without some slots: there are replicas, or views may lack experts. */
 bool moe_membership__may_shrink(const struct moe_membership *m);
+/* phase != IDLE: a slot of `live` has a process of the last view. */
+bool moe_membership__has_heirs(const struct moe_membership *m);
+/* A worker outside of the view in force could take part. */
+bool moe_membership__joiner_waits(const struct moe_membership *m);
 /* In such a group: if the others suffice for a view, views form without `slots` for a while. Call
  * it before the epoch ends. */
 void moe_membership__exclude(struct moe_membership *m, uint64_t slots);

@@ -249,6 +249,7 @@ void moe_membership_group(const struct moe_membership *m, struct moe_membership_
                                          .replicas = m->config.replicas,
                                          .partial = m->config.partial,
                                          .may_shrink = moe_membership__may_shrink(m),
+                                         .has_heirs = moe_membership__has_heirs(m),
                                          .trains = m->trains,
                                          .model = m->model,
                                          .family = m->family,

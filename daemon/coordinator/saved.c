@@ -8,8 +8,9 @@
 #include <string.h>
 
 enum {
-    FORMAT_VERSION = 6, /* 1: records end with the members; 2: with the lease; 3: with cordons; 4:
-                           with models; 5: with places; 6: with the highest version */
+    FORMAT_VERSION = 7, /* 1: records end with the members; 2: with the lease; 3: with cordons; 4:
+                           with models; 5: with places; 6: with the highest version; 7: with the
+                           last members */
     STATE_FIXED_BYTES = 32,
     MEMBER_MAX_BYTES = 2 + MOE_MEMBERSHIP_ID_BYTES + 8,
     STATE_LEASE_BYTES = 8 + 4 + 1, /* after the members */
@@ -23,7 +24,7 @@ enum {
     RECORD_MAX_BYTES = STATE_FIXED_BYTES + STATE_LEASE_BYTES + CORDONS_MIN_BYTES +
                        MOE_PLACEMENT_SLOTS_MAX * (MEMBER_MAX_BYTES + CORDON_MAX_BYTES) +
                        MODELS_MIN_BYTES + MOE_ADDED_MAX * MODEL_MAX_BYTES + PLACES_BYTES +
-                       VERSION_BYTES,
+                       VERSION_BYTES + 8 * MOE_PLACEMENT_SLOTS_MAX,
     NUMBERS_LOST_MAX = 64, /* with the records of a bad end of the file */
 };
 
@@ -94,6 +95,8 @@ static size_t encode_record(uint8_t to[RECORD_MAX_BYTES], const struct moe_membe
     at = put(at, state->places, 8);
     at = put(at, state->view_version, 4);
     at = put(at, state->last_version, 4);
+    for (uint32_t s = 0; s < state->slots; s++)
+        at = put(at, state->last_members[s], 8);
     return (size_t)(at - to);
 }
 
@@ -188,6 +191,10 @@ static struct moe_status decode_state(const uint8_t *at, size_t length,
             if (end - at >= VERSION_BYTES)
                 state->last_version = (uint32_t)get(&at, 4);
         }
+        if (at < end && (size_t)(end - at) != 8 * (size_t)state->slots)
+            return damaged("last members cut");
+        for (uint32_t s = 0; at < end; s++)
+            state->last_members[s] = get(&at, 8);
     }
     return at == end ? moe_ok() : damaged("record too long");
 }
@@ -207,6 +214,7 @@ static void lose(size_t lost, struct moe_membership_saved *state, struct moe_add
     state->view_epoch = 0;
     state->settled = false;
     memset(state->members, 0, sizeof state->members);
+    memset(state->last_members, 0, sizeof state->last_members);
 }
 
 static struct moe_status decode(const uint8_t *record, size_t length, size_t lost,

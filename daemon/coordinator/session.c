@@ -297,6 +297,7 @@ static void send_prepare(struct moe_coordinator *c, struct session *s,
     body.group_id = g.group_id;
     body.may_shrink = g.may_shrink;
     body.partial = g.partial;
+    body.has_heirs = g.has_heirs;
     body.model = moe_coordinator__text(g.model);
     body.model_digest = moe_coordinator__text(moe_weights_digest(c->weights, g.fingerprint));
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
@@ -398,6 +399,7 @@ static void send_heartbeat_answer(const struct moe_coordinator *c, struct sessio
     char *places[MOE_PLACEMENT_SLOTS_MAX];
     body.sequence = a->sequence;
     body.oldest_ms = a->oldest_ms;
+    body.joiner_waits = a->keep;
     body.n_places = list_places(c, a->slot, places);
     body.places = places;
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
@@ -552,6 +554,7 @@ static void receive_register(struct moe_coordinator *c, struct session *s, uint6
                                          .wanted_slot_plus_one = r->wanted_slot_plus_one,
                                          .trains = r->trains,
                                          .partial = r->partial,
+                                         .trains_with_copies = r->trains_with_copies,
                                          .moves_experts = r->moves_experts,
                                          .layers = layers,
                                          .layer_count = count};
@@ -605,6 +608,7 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
                                               .tokens = h->tokens,
                                               .steps = h->steps,
                                               .sequence = h->sequence,
+                                              .training_saved = h->training_saved,
                                               .round_trip_ns =
                                                   h->round_trip_us * (MOE_NS_PER_MS / 1000)};
         moe_membership_on_heartbeat(machine, now, stream, &in);
@@ -624,7 +628,8 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_READY:
         st = status_of(m->ready->error);
-        moe_membership_on_ready(machine, now, stream, m->ready->epoch, m->ready->together, &st);
+        moe_membership_on_ready(machine, now, stream, m->ready->epoch,
+                                moe_failed(&st) ? m->ready->without : m->ready->together, &st);
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_PEER_LOST:
         moe_membership_on_peer_lost(machine, now, stream, m->peer_lost->epoch, m->peer_lost->slots);

@@ -72,7 +72,7 @@ class TrainingGroup:
     """`workers` workers in their slots, each on a separate device. Extra arguments are for the
     workers."""
 
-    def __init__(self, family, workers, *extra, lease_ms=1000, environment=None):
+    def __init__(self, family, workers, *extra, lease_ms=1000, replicas=1, environment=None):
         if workers > DEVICES:
             raise unittest.SkipTest("%d workers need as many devices" % workers)
         self.family, self.extra, self.environment = family, extra, environment
@@ -80,7 +80,7 @@ class TrainingGroup:
         try:
             self.coordinator, self.address = start(
                 COORDINATOR, "--listen", "127.0.0.1:0", "--workers", str(workers), "--state-dir",
-                self.state, "--lease-ms", str(lease_ms))
+                self.state, "--lease-ms", str(lease_ms), "--replicas", str(replicas))
         except BaseException:
             shutil.rmtree(self.state, ignore_errors=True)
             raise

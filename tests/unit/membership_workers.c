@@ -175,7 +175,7 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
         p->committed = p->committed == m->epoch ? 0 : p->committed;
         end_loading_next(w, p);
         break;
-    case SIM_HEARTBEAT_ANSWER:
+    case SIM_HEARTBEAT_ANSWER: p->joiner = m->keep; break;
     case SIM_TRYING_AGAIN: break;
     case SIM_DRAIN: /* `keep`: it waits for its experts to move, and not for long */
         if (!m->keep || p->leave_at_ns == 0)
@@ -183,6 +183,13 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
         break;
     default: on_closed(w, p, m->reason == MOE_REASON_STALE_EPOCH); break;
     }
+}
+
+/* Somebody saves from time to time. From then on the members hold changes back. */
+static bool is_saved(const struct world *w, const struct process *p)
+{
+    bool lately = w->now_ns / (4 * LEASE_MS * MOE_NS_PER_MS) % 2 != 0;
+    return p->joiner && p->committed != 0 && (lately || w->quiet);
 }
 
 bool is_running(const struct world *w, const struct process *p)
@@ -268,7 +275,9 @@ static void run_timers(struct world *w, struct process *p)
         return;
     if (w->now_ns >= p->heartbeat_at_ns) {
         p->heartbeat_at_ns = w->now_ns + LEASE_MS / 4 * MOE_NS_PER_MS;
-        send_up(w, p, (struct sim_message){.kind = SIM_HEARTBEAT, .epoch = p->committed});
+        send_up(w, p,
+                (struct sim_message){
+                    .kind = SIM_HEARTBEAT, .epoch = p->committed, .keep = is_saved(w, p)});
     }
     if (p->loading_next != 0 && w->now_ns >= p->next_done_ns) {
         bool fails = chance(w, 8); /* memory does not hold both */

@@ -95,6 +95,34 @@ static void check_mask(struct world *w, uint64_t epoch)
     w->lacking += !covers;
 }
 
+static bool is_heir(const struct world *w, uint64_t incarnation)
+{
+    for (uint32_t s = 0; s < MOE_PLACEMENT_SLOTS_MAX; s++)
+        if (incarnation != 0 && w->durable.last_members[s] == incarnation)
+            return true;
+    return false;
+}
+
+/* Once all members of a group that trains have got PREPARE. */
+static void check_heirs(struct world *w, uint64_t e)
+{
+    uint64_t heirs = 0, members = 0;
+    bool saved = true;
+    for (uint32_t s = 0; s < w->slots; s++) {
+        uint64_t incarnation = w->epochs[e].members[s];
+        bool heir = is_heir(w, incarnation);
+        members |= (uint64_t)(incarnation != 0) << s;
+        heirs |= (uint64_t)heir << s;
+        saved = saved && (!heir || w->saved[incarnation % PROCESSES_MAX]);
+    }
+    if (!w->trains || members != w->epochs[e].live)
+        return;
+    check(w, heirs != 0 || members == all_slots(w),
+          "a smaller view that trains has a process of the view before");
+    check(w, saved || heirs == members || heirs == 0 || !suffice(w, heirs),
+          "a process without the state waits until it is saved, if the others can go on");
+}
+
 /* Slots that can serve after a view. */
 bool suffice(const struct world *w, uint64_t live)
 {
@@ -216,6 +244,7 @@ static void check_prepare(struct world *w, const struct moe_membership_action *a
     check(w, w->epochs[e].members[a->slot] == 0, "PREPARE goes to each slot once");
     check(w, (w->epochs[e].live >> a->slot & 1) != 0, "PREPARE goes to slots of the mask");
     w->epochs[e].members[a->slot] = worker.incarnation;
+    check_heirs(w, e);
     check(w, w->epochs[e].session == a->session_epoch, "members get the same PREPARE");
     check(w,
           a->session_epoch == 0 ||
@@ -251,6 +280,8 @@ static void check_commit(struct world *w, const struct moe_membership_action *a)
               "COMMIT comes after READY of all members");
         check(w, w->durable.members[s].incarnation == w->epochs[e].members[s],
               "the log has the members of a view");
+        check(w, w->durable.last_members[s] == w->epochs[e].members[s],
+              "the log keeps the members of the last view");
     }
     check(w, w->durable.places == all_slots(w), "the places of a view are durable");
     w->masked += w->epochs[e].live != all_slots(w);
@@ -293,7 +324,7 @@ static void send_down(struct world *w, const struct moe_membership_action *a)
     if (a->message == MOE_MEMBERSHIP_DRAIN && strstr(a->status.text, "fewer workers") != NULL)
         check(w, (w->durable.places >> a->slot & 1) == 0,
               "a worker is drained for a smaller group once that is durable");
-    if (a->message == MOE_MEMBERSHIP_DRAIN)
+    if (a->message == MOE_MEMBERSHIP_DRAIN || a->message == MOE_MEMBERSHIP_HEARTBEAT_ANSWER)
         m.keep = a->keep;
     if (a->message == MOE_MEMBERSHIP_COMMIT)
         check_commit(w, a);
@@ -483,6 +514,8 @@ static void register_up(struct world *w, const struct process *p)
                                         .slot_token = slot_token,
                                         .max_tokens_per_step = 64,
                                         .partial = true,
+                                        .trains = w->trains,
+                                        .trains_with_copies = true,
                                         .session = {p->session, p->together, 64},
                                         .layers = layers,
                                         .layer_count = 2};
@@ -498,7 +531,10 @@ void deliver_up(struct world *w, struct process *p, const struct sim_message *m)
     switch (m->kind) {
     case SIM_REGISTER: register_up(w, p); break;
     case SIM_HEARTBEAT: {
-        struct moe_membership_heartbeat h = {.epoch = m->epoch, .round_trip_ns = w->round_trip_ns};
+        struct moe_membership_heartbeat h = {
+            .epoch = m->epoch, .round_trip_ns = w->round_trip_ns, .training_saved = m->keep};
+        if (m->keep)
+            w->saved[p->incarnation % PROCESSES_MAX] = true;
         moe_membership_on_heartbeat(w->machine, w->now_ns, p->stream, &h);
         break;
     }

@@ -42,6 +42,7 @@ struct process {
     struct sim_queue up, down;
     uint64_t connect_at_ns, heartbeat_at_ns;
     bool registered, leaving;
+    bool joiner; /* it knows that a process waits to join its view */
     uint32_t slot, loaded_slot, loaded_version;
     uint64_t load_done_ns;
     uint32_t load_version;
@@ -62,7 +63,9 @@ struct world {
     bool elastic, shutting_down;
     uint64_t places; /* of the machine, as it was last seen */
     size_t scalings, scaled, undone, refused;
+    bool trains;                      /* processes of a new view need the state of the last one */
     bool partial;                     /* views may lack experts */
+    bool saved[PROCESSES_MAX];        /* has reported so, by incarnation */
     bool quiet, async_saves, verbose; /* verbose: the log is printed */
     bool busy;                        /* steps run in each view */
     struct moe_membership *machine;

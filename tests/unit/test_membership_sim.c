@@ -273,6 +273,7 @@ static void run_one(struct world *w, uint64_t seed)
     uint32_t size = w->elastic ? 1 + (uint32_t)rnd(w, w->slots) : 0;
     w->replicas = 1 + (rnd(w, 2) == 0 ? (uint32_t)rnd(w, w->elastic ? size : w->slots) : 0);
     w->partial = rnd(w, 3) == 0;
+    w->trains = w->replicas > 1 && !w->partial && !w->elastic && rnd(w, 2) == 0;
     w->ids = w->slots + (uint32_t)rnd(w, 2);
     w->rounds = (uint32_t)rnd(w, 4);
     w->async_saves = rnd(w, 2) == 0;

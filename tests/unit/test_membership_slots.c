@@ -364,7 +364,7 @@ static void the_last_copy_is_drained_by_force_only(void **unused)
     expect_state(MOE_GROUP_DEGRADED); /* slot 2 is leaving too */
 }
 
-static void copies_and_training_exclude_each_other(void **unused)
+static void copies_and_training_need_a_backend_for_both(void **unused)
 {
     (void)unused;
     create_with_copies();
@@ -678,7 +678,7 @@ int main(void)
         STORY(after_a_restart_members_tell_of_their_session),
         STORY(a_session_that_cannot_be_takes_no_mask),
         STORY(the_last_copy_is_drained_by_force_only),
-        STORY(copies_and_training_exclude_each_other),
+        STORY(copies_and_training_need_a_backend_for_both),
         STORY(a_reconnect_within_the_lease_costs_nothing),
         STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
         STORY(a_living_worker_keeps_its_slot),

@@ -57,6 +57,7 @@ static struct moe_membership_saved state_of(uint64_t epoch, bool view)
                                      .cordoned = view ? 0 : 2,
                                      .places = 3,
                                      .view_version = view ? 2 : 0,
+                                     .last_members = {41, view ? 42 : 0},
                                      .last_version = 4};
     if (!view)
         strcpy(s.cordon_reasons[1], "a fan is broken");
@@ -169,7 +170,7 @@ static void write_older(const struct moe_membership_saved *state, uint8_t format
     append(s, *state);
     moe_store_close(s);
     size_t length = read_file(image, sizeof image) - less;
-    assert_int_equal(image[8], 6); /* so older releases refuse it by its format */
+    assert_int_equal(image[8], 7); /* so older releases refuse it by its format */
     image[8] = format;
     put_sum(image + 12, crc(image, 12));
     image[16] = (uint8_t)(image[16] - less);
@@ -181,13 +182,19 @@ static void write_older(const struct moe_membership_saved *state, uint8_t format
 static void a_log_of_an_older_release_is_read(void **unused)
 {
     (void)unused;
-    enum { VERSION_BYTES = 4, PLACES_BYTES = 8 + 4 };
+    enum { VERSION_BYTES = 4, PLACES_BYTES = 8 + 4, LAST_MEMBERS_BYTES = 2 * 8 };
     struct moe_membership_saved found, want = state_of(7, false);
-    write_older(&want, 5, VERSION_BYTES);
+    want.last_members[0] = 71;
+    want.last_members[1] = 72;
+    write_older(&want, 6, LAST_MEMBERS_BYTES);
+    memset(want.last_members, 0, sizeof want.last_members);
+    moe_store_close(open_store(&found));
+    assert_memory_equal(&found, &want, sizeof want);
+    write_older(&want, 5, VERSION_BYTES + LAST_MEMBERS_BYTES);
     want.last_version = 0; /* not known */
     moe_store_close(open_store(&found));
     assert_memory_equal(&found, &want, sizeof want);
-    write_older(&want, 4, PLACES_BYTES + VERSION_BYTES);
+    write_older(&want, 4, PLACES_BYTES + VERSION_BYTES + LAST_MEMBERS_BYTES);
     want.places = 0;
     want.view_version = 0;
     for (int i = 0; i < 2; i++) { /* the second time, in the format of this release */
@@ -382,16 +389,16 @@ static void files_of_other_releases_are_refused_by_name(void **unused)
     struct moe_status st = moe_saved_decode(image, length, &found, &models, &incomplete);
     assert_int_equal(st.code, MOE_DATA_LOSS);
     print_message("  %s\n", st.text);
-    /* Format 7, and record kind 2, with good checksums. The kind of the first record is at 20. */
-    static const uint8_t format_7[16] = {'m', 'o', 'e', 'd', 'l', 'o', 'g', '\n', 7, 0, 0, 0};
+    /* Format 8, and record kind 2, with good checksums. The kind of the first record is at 20. */
+    static const uint8_t format_8[16] = {'m', 'o', 'e', 'd', 'l', 'o', 'g', '\n', 8, 0, 0, 0};
     uint8_t kind_2[32];
-    memcpy(kind_2, "moedlog\n\6\0\0\0", 12);
+    memcpy(kind_2, "moedlog\n\7\0\0\0", 12);
     image[0] ^= 1;
     memcpy(kind_2 + 12, image + 12, 4);
     const uint8_t head[12] = {0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0};
     memcpy(kind_2 + 16, head, 12);
     uint8_t newer[16];
-    memcpy(newer, format_7, 16);
+    memcpy(newer, format_8, 16);
     put_sum(newer + 12, crc(newer, 12));
     put_sum(kind_2 + 28, crc(kind_2 + 16, 12));
     st = moe_saved_decode(newer, sizeof newer, &found, &models, &incomplete);
