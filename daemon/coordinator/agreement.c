@@ -207,14 +207,15 @@ void moe_coordinator__receive_digests(struct moe_coordinator *c, uint64_t now_ns
 }
 
 /* Without a slot, or for an assignment that is over, there is nothing to compare. */
-static struct moe_status compare(struct moe_coordinator *c, uint64_t stream, uint32_t version)
+static struct moe_status compare(struct moe_coordinator *c, uint64_t stream, uint32_t version,
+                                 uint64_t order)
 {
     struct moe_membership_group g;
     uint32_t slot;
     uint64_t incarnation;
     bool begun = false;
     if (!find_reporter(c, stream, &slot, &incarnation) ||
-        !moe_membership_awaits(c->machine, slot, version))
+        !moe_membership_awaits(c->machine, slot, version, order))
         return moe_ok();
     moe_membership_group(c->machine, &g);
     const char *before = moe_weights_digest(c->weights, NULL);
@@ -234,7 +235,7 @@ void moe_coordinator__receive_loaded(struct moe_coordinator *c, uint64_t now_ns,
 {
     struct moe_status st = moe_ok();
     if (!moe_failed(error))
-        st = compare(c, stream, loaded->placement_version);
+        st = compare(c, stream, loaded->placement_version, loaded->order);
     if (moe_failed(&st))
         moe_membership_on_wrong_weights(c->machine, now_ns, stream, &st);
     else

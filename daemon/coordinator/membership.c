@@ -389,8 +389,7 @@ void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_
     if (!begin_member_input(m, now_ns, stream, &slot))
         return;
     struct member *member = &m->members[slot];
-    bool last = MOE_GUARD(LAST_ORDER_COUNTS, order == 0 || order == member->order);
-    bool awaited = last && moe_membership_awaits(m, slot, placement_version);
+    bool awaited = moe_membership_awaits(m, slot, placement_version, order);
     bool ours = awaited && placement_version == moe_placement_version(m->placement);
     if (awaited && !ours)
         moe_membership__next_loaded(m, slot, error);

@@ -410,9 +410,10 @@ struct moe_membership_worker {
 void moe_membership_group(const struct moe_membership *m, struct moe_membership_group *out);
 /* The slot of the process with this stream; false when it has none. */
 bool moe_membership_slot_of(const struct moe_membership *m, uint64_t stream, uint32_t *slot);
-/* True if the process in `slot` was asked to load this version of the placement. */
+/* True if the process in `slot` was asked to load this version of the placement, and `order` is
+ * that of its last ASSIGN or 0 (of an older release). */
 bool moe_membership_awaits(const struct moe_membership *m, uint32_t slot,
-                           uint32_t placement_version);
+                           uint32_t placement_version, uint64_t order);
 /* False when the slot was never taken, or holds no experts and its worker has left. */
 bool moe_membership_worker(const struct moe_membership *m, uint32_t slot,
                            struct moe_membership_worker *out);

@@ -326,8 +326,10 @@ bool moe_membership_slot_of(const struct moe_membership *m, uint64_t stream, uin
 }
 
 bool moe_membership_awaits(const struct moe_membership *m, uint32_t slot,
-                           uint32_t placement_version)
+                           uint32_t placement_version, uint64_t order)
 {
+    if (order != 0 && order != m->members[slot].order)
+        return false;
     if (m->next.places != 0 && placement_version == moe_placement_version(m->next.placement))
         return (m->next.asked >> slot & 1) != 0;
     return m->members[slot].assigned && placement_version == moe_placement_version(m->placement);

@@ -300,20 +300,25 @@ void report_digests(struct worker *w, uint32_t model)
     moe_digest_table_destroy(t);
 }
 
+void send_loaded(struct worker *w, uint32_t version, uint64_t order)
+{
+    Moe__V1__Loaded loaded = MOE__V1__LOADED__INIT;
+    loaded.placement_version = version;
+    loaded.order = order;
+    Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
+    m.body_case = MOE__V1__SESSION_REQUEST__BODY_LOADED;
+    m.loaded = &loaded;
+    send_request(w, &m);
+}
+
 void load(struct worker *w)
 {
     Moe__V1__SessionResponse *r = expect(w, MOE__V1__SESSION_RESPONSE__BODY_ASSIGN);
     check_assign(r->assign);
     if (!w->silent)
         report_digests(w, 0);
-    Moe__V1__Loaded loaded = MOE__V1__LOADED__INIT;
-    loaded.placement_version = r->assign->placement_version;
-    loaded.order = r->assign->order;
+    send_loaded(w, r->assign->placement_version, r->assign->order);
     moe__v1__session_response__free_unpacked(r, NULL);
-    Moe__V1__SessionRequest m = MOE__V1__SESSION_REQUEST__INIT;
-    m.body_case = MOE__V1__SESSION_REQUEST__BODY_LOADED;
-    m.loaded = &loaded;
-    send_request(w, &m);
 }
 
 static void check_prepare(struct worker *w, const Moe__V1__Prepare *p)

@@ -60,6 +60,7 @@ void send_digests(struct worker *w, uint32_t model, const uint8_t *part, size_t 
 /* All digests of a model: the common units, and those of the slot's experts. */
 void report_digests(struct worker *w, uint32_t model);
 
+void send_loaded(struct worker *w, uint32_t version, uint64_t order);
 /* Answers Assign, unless silent with digests, and reports that it has loaded. */
 void load(struct worker *w);
 /* From PREPARE to COMMIT of SLOTS workers, with two all-gather rounds; returns the epoch. */

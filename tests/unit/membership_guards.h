@@ -24,4 +24,3 @@ X(PREPARE_IS_ANSWERED, "the others serve long before the leases of the lost ones
 X(TRAINING_HAS_HEIRS, "a smaller view that trains has a process of the view before")
 X(NEWCOMERS_WAIT, "a process without the state of training waits until it is saved")
 X(LATER_REPORTS_COUNT, "a dead member loses its slot when its peers miss it")
-X(LAST_ORDER_COUNTS, "a member has loaded the placement of its view")

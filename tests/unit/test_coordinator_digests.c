@@ -80,6 +80,27 @@ static void a_worker_with_other_weights_is_refused_and_the_rest_goes_on(void **u
     shut_down(w);
 }
 
+/* It is about a share that the worker may hold no more. */
+static void a_late_answer_to_an_earlier_order_is_not_compared(void **unused)
+{
+    (void)unused;
+    struct worker w[SLOTS], early;
+    start_coordinator(SLOTS, 60000);
+    bring_up(w);
+    lose_worker(w, 2);
+    join(&early, 2, 990);
+    Moe__V1__SessionResponse *r = expect(&early, MOE__V1__SESSION_RESPONSE__BODY_ASSIGN);
+    w[2] = early;
+    send_register(&w[2], &honest); /* on a new stream: it is asked again */
+    expect_and_free(&w[2], MOE__V1__SESSION_RESPONSE__BODY_REGISTERED);
+    expect_end(&early, MOE_ABORTED, MOE_REASON_NONE);
+    send_loaded(&w[2], r->assign->placement_version, r->assign->order); /* without digests */
+    moe__v1__session_response__free_unpacked(r, NULL);
+    load(&w[2]);
+    form(w);
+    shut_down(w);
+}
+
 static void the_record_survives_a_restart_until_an_operator_accepts_another_model(void **unused)
 {
     (void)unused;
@@ -151,6 +172,7 @@ int main(void)
 #define SERVICE_TEST(f) cmocka_unit_test_setup_teardown(f, make_directory, remove_directory)
     const struct CMUnitTest tests[] = {
         SERVICE_TEST(a_worker_with_other_weights_is_refused_and_the_rest_goes_on),
+        SERVICE_TEST(a_late_answer_to_an_earlier_order_is_not_compared),
         SERVICE_TEST(the_record_survives_a_restart_until_an_operator_accepts_another_model),
         SERVICE_TEST(a_damaged_record_of_digests_is_a_clear_error),
     };

@@ -226,7 +226,7 @@ static void a_moved_placement_is_that_of_later_views_and_coordinators(void **unu
     carry_out(m);
     join(m, 21, 201, true, false); /* a new process of worker 1 */
     assert_int_equal(assigned, 1);
-    assert_true(moe_membership_awaits(m, 1, 2));
+    assert_true(moe_membership_awaits(m, 1, 2, 0));
     const uint64_t streams[SLOTS] = {10, 21};
     load_and_form(m, streams);
     moe_membership_group(m, &g);
