@@ -407,6 +407,13 @@ void moe_membership__drain(struct moe_membership *m, uint32_t slot, const char *
     moe_membership_copy_text(a->status.text, sizeof a->status.text, reason);
 }
 
+/* A member of the view loads its next share, and holds its present one. An order of the present one
+ * would end that load. */
+static bool loads_next(const struct moe_membership *m, uint32_t slot)
+{
+    return (m->view_live & m->next.asked & ~m->next.loaded & UINT64_C(1) << slot) != 0;
+}
+
 /* The slot's process registers on a new stream, or again on the same one. Messages of the old
  * stream may be lost: a forming epoch starts over, and the next heartbeat must confirm a view. */
 static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
@@ -438,7 +445,8 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
     member->missed = false;
     if (moe_membership__is_place(m, slot))
         m->trains = r->trains;
-    member->assigned = (member->loaded || member->load_failed) && member->order == 0;
+    if (!loads_next(m, slot))
+        member->assigned = (member->loaded || member->load_failed) && member->order == 0;
     member->order = 0;
     m->next.asked &= m->next.loaded | ~(UINT64_C(1) << slot);
     moe_membership__learn_session(m, slot, r);

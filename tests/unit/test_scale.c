@@ -291,6 +291,30 @@ static void an_order_without_an_answer_is_repeated_on_the_next_stream(void **unu
     assert_int_equal(group().epoch, 1);
 }
 
+/* An order of the present share would throw away what has been read of the next one: with a stream
+ * that is lost more often than a share loads, scaling would not end. */
+static void a_member_that_reconnects_goes_on_loading_its_next_share(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    serve(s, 3);
+    assert_ok(scale(2));
+    const uint32_t next = version;
+    loaded(s[0], next, moe_ok());
+    for (int times = 0; times < 2; times++) {
+        forget();
+        s[1] = join(1);
+        assert_int_equal(assigned, 2);
+        assert_int_equal(kept, 2); /* and no other order: `version` would be the present one */
+        assert_int_equal(version, next);
+        struct moe_membership_heartbeat h = {.epoch = 1};
+        moe_membership_on_heartbeat(m, now, s[1], &h);
+        carry_out();
+    }
+    loaded(s[1], next, moe_ok());
+    assert_int_equal(disk.places, 3);
+}
+
 /* Those who leave do so together: the view serves the last one's requests until then. */
 static void workers_without_a_place_leave_together(void **unused)
 {
@@ -611,6 +635,7 @@ int main(void)
         STORY(a_failed_load_undoes_it),
         STORY(only_the_answer_to_the_last_order_counts),
         STORY(an_order_without_an_answer_is_repeated_on_the_next_stream),
+        STORY(a_member_that_reconnects_goes_on_loading_its_next_share),
         STORY(workers_without_a_place_leave_together),
         STORY(what_is_refused_changes_nothing),
         STORY(the_last_holder_leaves_only_by_force),
