@@ -77,8 +77,9 @@ struct process {
     struct moe_lease lease;
     uint64_t answered_ns; /* local time of the last answer, for SENT */
     uint64_t floor, preparing, view;
-    uint32_t loaded_version, loaded_slot;
-    uint64_t ready_ns, save_ns; /* when due; 0 = not */
+    uint32_t load_version;
+    uint64_t load_order;
+    uint64_t load_ns, ready_ns, save_ns; /* when due; 0 = not */
     /* State of training. */
     uint64_t lineage, applied, hash;
     bool inconsistent;
@@ -120,7 +121,9 @@ struct world {
     uint64_t last_begun, last_committed; /* epochs */
     uint64_t lineages, answered[LINEAGES_MAX];
     uint64_t fence;
+    uint64_t orders[SLOTS_MAX]; /* of the last ASSIGN to each slot */
     size_t commits, done, answers, refused, saves, fenced, replaced;
+    size_t late; /* answers to earlier orders */
 };
 
 static void check(struct world *w, bool holds, const char *promise)
@@ -238,10 +241,13 @@ static void send_down(struct world *w, const struct moe_membership_action *a)
                             .slot = a->slot,
                             .sequence = a->sequence,
                             .oldest_ns = a->oldest_ms * MOE_NS_PER_MS,
+                            .order = a->order,
                             .version = moe_placement_version(moe_membership_placement(w->machine))};
     struct process *p = by_stream(w, a->stream);
     if (p == NULL || a->epoch >= EPOCHS_MAX)
         return;
+    if (a->message == MOE_MEMBERSHIP_ASSIGN)
+        w->orders[a->slot] = a->order;
     if (a->message == MOE_MEMBERSHIP_PREPARE)
         w->epochs[a->epoch].members[a->slot] = (size_t)(p - w->processes);
     if (a->message == MOE_MEMBERSHIP_COMMIT && !w->epochs[a->epoch].committed)
@@ -347,11 +353,14 @@ static void deliver_up(struct world *w, const struct process *p, const struct si
     const struct moe_status ok = moe_ok();
     uint64_t now = coordinator_time(w, m->at_ns); /* when it came in */
     struct moe_membership_heartbeat h = {.epoch = m->epoch, .sequence = m->sequence};
+    uint32_t slot;
     switch (m->kind) {
     case SIM_REGISTER: register_up(w, p, now, m->stream); break;
     case SIM_HEARTBEAT: moe_membership_on_heartbeat(w->machine, now, m->stream, &h); break;
     case SIM_LOADED:
-        moe_membership_on_loaded(w->machine, now, m->stream, m->version, 0, &ok);
+        w->late += m->order != 0 && moe_membership_slot_of(w->machine, m->stream, &slot) &&
+                   m->order < w->orders[slot];
+        moe_membership_on_loaded(w->machine, now, m->stream, m->version, m->order, &ok);
         break;
     case SIM_READY:
         moe_membership_on_ready(w->machine, now, m->stream, m->epoch, false, &ok);
@@ -445,7 +454,9 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
         heartbeat(w, p);
         break;
     case SIM_ASSIGN:
-        send_up(w, p, (struct sim_message){.kind = SIM_LOADED, .version = m->version});
+        p->load_version = m->version;
+        p->load_order = m->order;
+        p->load_ns = w->now_ns + (1 + rnd(w, 100)) * MOE_NS_PER_MS;
         break;
     case SIM_PREPARE:
         p->view = 0;
@@ -487,6 +498,12 @@ static void run_timers(struct world *w, struct process *p)
     }
     if (p->registered && local(w, p) >= p->heartbeat_ns)
         heartbeat(w, p);
+    if (p->registered && p->load_ns != 0 && w->now_ns >= p->load_ns) {
+        p->load_ns = 0;
+        send_up(w, p,
+                (struct sim_message){
+                    .kind = SIM_LOADED, .version = p->load_version, .order = p->load_order});
+    }
     if (p->preparing != 0 && p->ready_ns != 0 && w->now_ns >= p->ready_ns) {
         p->ready_ns = 0;
         if (p->slot == 0 && w->fence < p->preparing)
@@ -756,7 +773,7 @@ static void run_one(struct world *w, uint64_t seed)
 
 struct totals {
     uint64_t broken; /* a seed with a broken promise; 0 = none */
-    size_t commits, done, answers, refused, saves, fenced, replaced;
+    size_t commits, done, answers, refused, saves, fenced, replaced, late;
 };
 
 static struct totals run_seeds(struct world *w, uint64_t first, uint64_t count)
@@ -772,6 +789,7 @@ static struct totals run_seeds(struct world *w, uint64_t first, uint64_t count)
         t.saves += w->saves;
         t.fenced += w->fenced;
         t.replaced += w->replaced;
+        t.late += w->late;
     }
     return t;
 }
@@ -824,9 +842,11 @@ int main(int argc, char **argv)
                    (double)w->now_ns / 1e9, w->broken, t.broken);
         printf("%" PRIu64 " runs: %zu views, %zu changes, %zu answered, %zu not answered for want "
                "of a lease or a view, %zu checkpoints, %zu stopped by the fence, %zu living "
-               "processes replaced\n",
-               seeds, t.commits, t.done, t.answers, t.refused, t.saves, t.fenced, t.replaced);
-        if (!failed && seeds >= 1000 && (t.answers < seeds || t.fenced == 0 || t.replaced < seeds))
+               "processes replaced, %zu late reports of loads\n",
+               seeds, t.commits, t.done, t.answers, t.refused, t.saves, t.fenced, t.replaced,
+               t.late);
+        if (!failed && seeds >= 1000 &&
+            (t.answers < seeds || t.fenced == 0 || t.replaced < seeds || t.late == 0))
             failed = 1; /* the world is not as rough as it claims to be */
     }
     free(processes);
