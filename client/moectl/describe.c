@@ -25,12 +25,14 @@ struct describe {
 };
 
 /* What the worker says of itself; null when it does not answer. */
-static json_t *server_info(const Moe__V1__WorkerStatus *w, uint64_t deadline_ns)
+static json_t *server_info(const struct describe *d, const Moe__V1__WorkerStatus *w,
+                           uint64_t deadline_ns)
 {
     struct moectl_link *link = NULL;
     Moe__V1__GetServerInfoResponse *info = NULL;
     uint64_t limit = moe_clock_ns() + WORKER_LIMIT_MS * MOE_NS_PER_MS;
-    struct moe_status st = moectl_link_open(w->endpoint, &link);
+    struct moe_status st =
+        moectl_link_open_worker(moectl_link_endpoint(d->link), w->endpoint, &link);
     if (!moe_failed(&st))
         st = moectl_link_server_info(link, moe_earlier(limit, deadline_ns), &info);
     json_t *said = NULL;
@@ -83,7 +85,8 @@ static struct moe_status build(const struct describe *d, uint64_t deadline_ns, j
         return moe_error(MOE_NOT_FOUND, MOE_REASON_NONE, "slot %d never had a worker", d->slot);
     *out = moectl_document("Worker");
     json_object_set_new(*out, "worker", moectl_proto_json(&w->base));
-    json_object_set_new(*out, "server", w->connected ? server_info(w, deadline_ns) : json_null());
+    json_object_set_new(*out, "server",
+                        w->connected ? server_info(d, w, deadline_ns) : json_null());
     return moe_ok();
 }
 

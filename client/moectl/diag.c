@@ -57,7 +57,7 @@ static void add_metrics(struct diag *d, struct moectl_link *link, const char *na
     free(page);
 }
 
-static void add_worker(struct diag *d, const Moe__V1__WorkerStatus *w)
+static void add_worker(struct diag *d, const char *by, const Moe__V1__WorkerStatus *w)
 {
     char info_name[64], metrics_name[64];
     struct moectl_link *link = NULL;
@@ -65,7 +65,7 @@ static void add_worker(struct diag *d, const Moe__V1__WorkerStatus *w)
     uint64_t limit = moe_clock_ns() + WORKER_LIMIT_MS * MOE_NS_PER_MS;
     (void)snprintf(info_name, sizeof info_name, "slot-%" PRIu32 "/server.json", w->slot);
     (void)snprintf(metrics_name, sizeof metrics_name, "slot-%" PRIu32 "/metrics.txt", w->slot);
-    struct moe_status st = moectl_link_open(w->endpoint, &link);
+    struct moe_status st = moectl_link_open_worker(by, w->endpoint, &link);
     if (!moe_failed(&st))
         st = moectl_link_server_info(link, moe_earlier(limit, d->deadline_ns), &info);
     if (moe_failed(&st)) {
@@ -99,7 +99,7 @@ static struct moe_status add_group(struct diag *d)
     add_metrics(d, link, "coordinator/metrics.txt");
     for (size_t i = 0; i < status->n_workers; i++)
         if (status->workers[i]->endpoint[0] != '\0')
-            add_worker(d, status->workers[i]);
+            add_worker(d, moectl_link_endpoint(link), status->workers[i]);
     moe__v1__get_status_response__free_unpacked(status, NULL);
     moectl_link_close(link);
     return moe_ok();

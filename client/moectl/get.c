@@ -182,7 +182,7 @@ static struct moe_status make_rows(struct get *g)
 static struct moe_status add_rows(struct get *g, const char *worker, uint64_t deadline_ns)
 {
     struct moectl_link *link = NULL;
-    struct moe_status st = moectl_link_open(worker, &link);
+    struct moe_status st = moectl_link_open_worker(moectl_link_endpoint(g->link), worker, &link);
     for (size_t i = 0; i < g->layer_count && !moe_failed(&st); i++)
         if (g->placements[i] != NULL)
             st = moectl_link_add_expert_rows(link, g->layers[i]->layer, deadline_ns, g->rows[i],

@@ -288,7 +288,8 @@ static void check_answers(struct health *h, const char *subject, const Moe__V1__
     Moe__V1__GetServerInfoResponse *info = NULL;
     struct moectl_samples samples = {0};
     uint64_t begun = moe_clock_ns(), limit = begun + WORKER_LIMIT_MS * MOE_NS_PER_MS;
-    struct moe_status st = moectl_link_open(w->endpoint, &link);
+    struct moe_status st =
+        moectl_link_open_worker(moectl_link_endpoint(h->link), w->endpoint, &link);
     if (!moe_failed(&st))
         st = moectl_link_server_info(link, moe_earlier(limit, h->deadline_ns), &info);
     add(h, "WORKER_ANSWERS", subject, moe_failed(&st) ? RESULT_CRITICAL : RESULT_OK, "at %s%s%s",

@@ -27,11 +27,12 @@ static struct moe_status set(struct moectl_link *link, const char *daemon, const
     return st;
 }
 
-static struct moe_status set_at(const char *endpoint, const char *level, uint64_t deadline_ns,
-                                json_t *list)
+/* `by`: the daemon that names `endpoint`; itself if the command names it. */
+static struct moe_status set_at(const char *by, const char *endpoint, const char *level,
+                                uint64_t deadline_ns, json_t *list)
 {
     struct moectl_link *link = NULL;
-    struct moe_status st = moectl_link_open(endpoint, &link);
+    struct moe_status st = moectl_link_open_worker(by, endpoint, &link);
     if (!moe_failed(&st))
         st = set(link, endpoint, level, deadline_ns, list);
     moectl_link_close(link);
@@ -60,8 +61,8 @@ static struct moe_status set_named(const struct moectl_common *common, const cha
     MOE_TRY(moe_endpoints_parse("--endpoint", named, &endpoints));
     struct moe_status st = moe_ok();
     for (size_t i = 0; i < endpoints.count; i++) {
-        struct moe_status one =
-            set_at(endpoints.all[i], level, moectl_share(deadline_ns, endpoints.count - i), list);
+        struct moe_status one = set_at(endpoints.all[i], endpoints.all[i], level,
+                                       moectl_share(deadline_ns, endpoints.count - i), list);
         if (!moe_failed(&st))
             st = one;
     }
@@ -81,7 +82,8 @@ static struct moe_status set_group(struct moectl_link *link,
         const Moe__V1__WorkerStatus *w = status->workers[i];
         if (w->state == MOE__V1__WORKER_STATE__WORKER_STATE_GONE || is_listed(list, w->endpoint))
             continue;
-        one = set_at(w->endpoint, level, moectl_share(deadline_ns, status->n_workers - i), list);
+        one = set_at(moectl_link_endpoint(link), w->endpoint, level,
+                     moectl_share(deadline_ns, status->n_workers - i), list);
         if (!moe_failed(&st))
             st = one;
     }

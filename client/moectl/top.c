@@ -65,13 +65,14 @@ static void forget(struct look *l)
 }
 
 /* A worker that does not answer has no figures. */
-static void look_at_worker(struct look *l, const Moe__V1__WorkerStatus *w, uint64_t deadline_ns)
+static void look_at_worker(struct look *l, const char *by, const Moe__V1__WorkerStatus *w,
+                           uint64_t deadline_ns)
 {
     struct moectl_link *link = NULL;
     uint64_t limit = moe_clock_ns() + WORKER_LIMIT_MS * MOE_NS_PER_MS;
     if (!w->connected || w->slot >= MOE_MAX_SLOTS)
         return;
-    struct moe_status st = moectl_link_open(w->endpoint, &link);
+    struct moe_status st = moectl_link_open_worker(by, w->endpoint, &link);
     if (!moe_failed(&st))
         st = moectl_link_samples(link, moe_earlier(limit, deadline_ns), &l->samples[w->slot]);
     if (moe_failed(&st))
@@ -88,11 +89,11 @@ static struct moe_status look(struct top *t)
     struct moe_status st = moectl_admin_find(&t->common, deadline, &link, &l->status);
     if (!moe_failed(&st))
         l->models = moectl_models_try(link, deadline);
+    for (size_t i = 0; !moe_failed(&st) && i < l->status->n_workers; i++)
+        look_at_worker(l, moectl_link_endpoint(link), l->status->workers[i], deadline);
     moectl_link_close(link);
     if (moe_failed(&st))
         return st;
-    for (size_t i = 0; i < l->status->n_workers; i++)
-        look_at_worker(l, l->status->workers[i], deadline);
     l->at_ns = moe_clock_ns();
     return st;
 }

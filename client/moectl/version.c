@@ -32,7 +32,8 @@ static struct moe_status ask(const char *endpoint, uint64_t deadline_ns, json_t 
     json_object_set_new(document, "coordinator", json_string(status->version));
     struct moe_status st = moe_ok();
     if (status->n_workers > 0) {
-        st = moectl_link_open(status->workers[0]->endpoint, &worker);
+        st = moectl_link_open_worker(moectl_link_endpoint(link), status->workers[0]->endpoint,
+                                     &worker);
         if (st.code == MOE_OK)
             st = moectl_link_server_info(worker, deadline_ns, &info);
     }

@@ -20,7 +20,7 @@ from commands import (FAILED, FAMILY, NOT_FOUND, OK, PERMISSION, UNHEALTHY, UNRE
                       folder, run)
 from group import (BUILD, MOECTL, Group, golden_cases, main, model_directory, relative_error,
                     to_bf16)
-from fake_group import FakeAdmin, FakeWorker, Ledger
+from fake_group import FakeAdmin, FakeWorker, Ledger, rows
 from wire import admin
 
 import moed
@@ -368,6 +368,72 @@ class AgainstAFakeCoordinator(unittest.TestCase):
         finally:
             for fake in (worker, leader):
                 fake.server.stop(None).wait()
+
+    def test_a_worker_that_names_a_leader_of_before_is_asked_again(self):
+        """In a failover its coordinator waits while it lives, and the worker finds the new one."""
+        worker = FakeWorker(Ledger())
+        before, leader = (FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_SERVING)
+                          for _ in range(2))
+        before.leader = leader.endpoint
+        worker.coordinator = before.endpoint
+        try:
+            for seconds in ("1", "5", "30"):  # a busy machine needs more for an answer
+                done = run("status", "--endpoint", worker.endpoint, "--timeout", seconds)
+                if "the leader is" in done.stderr:
+                    break
+            self.assertEqual(done.returncode, UNREACHABLE, done.stderr)
+            self.assertIn("the leader is " + leader.endpoint, done.stderr)
+            self.assertNotIn("--endpoint does not name", done.stderr)
+            self.assertEqual(leader.calls, 0)
+            asked = before.calls
+
+            def find_the_leader(_context):
+                if before.calls > asked:
+                    worker.coordinator = leader.endpoint
+
+            worker.called = find_the_leader
+            done = run("status", "--endpoint", worker.endpoint, "--timeout", "30")
+            self.assertEqual(done.returncode, OK, done.stderr)
+            self.assertGreater(before.calls, asked)
+        finally:
+            for fake in (worker, before, leader):
+                fake.server.stop(None).wait()
+
+    def test_a_coordinator_of_another_host_lists_no_worker_of_this_one(self):
+        worker, asked = FakeWorker(Ledger()), []
+        serve = worker.service
+        worker.service = lambda details: asked.append(details.method) or serve(details)
+        fake = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_SERVING, slots=1, size=1)
+        fake.events = admin.ListEventsResponse()
+        fake.status.workers.add(slot=0, worker_id="w0", endpoint=worker.endpoint, connected=True,
+                                state=admin.WORKER_STATE_SERVING, lease_remaining_ms=900)
+        elsewhere = "0.0.0.0:" + fake.endpoint.rpartition(":")[2]  # no loopback address
+        with folder() as path:
+            file, archive = (os.path.join(path, name) for name in ("x.safetensors", "diag.tar"))
+            commands = (["version"], ["health"], ["describe", "worker", "0"], ["top", "--once"],
+                        ["log-level", "debug", "--all"],
+                        ["diag", "--output", archive],
+                        ["training", "status"],
+                        ["forward", "--layer", "3", "--input", file, "--output", file + ".out"])
+            moed.write_safetensors(file, {"x": rows(2)})
+            try:
+                for command in commands:
+                    with self.subTest(command=command[0]):
+                        asked.clear()
+                        run(*command, "--endpoint", fake.endpoint)
+                        self.assertNotEqual(asked, [], "the command does ask workers")
+                        asked.clear()
+                        if os.path.exists(archive):
+                            os.unlink(archive)  # diag replaces no file
+                        done = run(*command, "--endpoint", elsewhere)
+                        self.assertEqual(asked, [], done.stderr)
+                done = run("version", "--endpoint", elsewhere)
+                self.assertEqual(done.returncode, FAILED, done.stderr)
+                self.assertIn("%s lists a worker on its own host (%s)"
+                              % (elsewhere, worker.endpoint), done.stderr)
+            finally:
+                for one in (worker, fake):
+                    one.server.stop(None).wait()
 
     def test_workers_that_have_ended_do_not_count(self):
         fake = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_WAITING, slots=2)

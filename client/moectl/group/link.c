@@ -45,6 +45,32 @@ struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **ou
     return st;
 }
 
+/* A daemon of another host cannot mean a loopback address of this one: another group may be there.
+ */
+static bool names_own_host(const char *by, const char *named)
+{
+    struct moe_status here = moe_endpoint_check_loopback(by);
+    struct moe_status there = moe_endpoint_check_loopback(named);
+    return moe_failed(&here) && !moe_failed(&there);
+}
+
+struct moe_status moectl_link_check_worker(const char *by, const char *worker)
+{
+    if (!names_own_host(by, worker))
+        return moe_ok();
+    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
+                     "%.100s lists a worker on its own host (%.100s): run moectl there with a "
+                     "loopback address, or start the worker with --advertise",
+                     by, worker);
+}
+
+struct moe_status moectl_link_open_worker(const char *by, const char *worker,
+                                          struct moectl_link **out)
+{
+    MOE_TRY(moectl_link_check_worker(by, worker));
+    return moectl_link_open(worker, out);
+}
+
 const char *moectl_link_endpoint(const struct moectl_link *link)
 {
     return link->endpoint;
@@ -221,22 +247,12 @@ static bool is_silence(const struct moe_status *st)
     return st->code == MOE_UNAVAILABLE || st->code == MOE_DEADLINE_EXCEEDED;
 }
 
-/* A worker of another host cannot mean a loopback address of this one: another group may be there.
- */
-static struct moe_status check_named(const char *worker, const char *coordinator)
-{
-    struct moe_status here = moe_endpoint_check_loopback(worker);
-    struct moe_status there = moe_endpoint_check_loopback(coordinator);
-    if (!moe_failed(&here) || moe_failed(&there))
-        return moe_ok();
-    return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
-                     "this worker names a coordinator on its own host: give --endpoint the "
-                     "coordinator's address");
-}
-
+/* `*by_worker`: another coordinator was asked, which the worker at `endpoint` names. */
 static struct moe_status open_one(const char *endpoint, uint64_t deadline_ns,
-                                  struct moectl_link **out, Moe__V1__GetStatusResponse **status)
+                                  struct moectl_link **out, Moe__V1__GetStatusResponse **status,
+                                  bool *by_worker)
 {
+    *by_worker = false;
     struct moectl_link *link = NULL;
     Moe__V1__GetServerInfoResponse *info = NULL;
     struct moe_status st = open_and_ask(endpoint, deadline_ns, &link, status);
@@ -244,9 +260,12 @@ static struct moe_status open_one(const char *endpoint, uint64_t deadline_ns,
         st = explain(moectl_link_server_info(link, deadline_ns, &info));
         moectl_link_close(link);
         link = NULL;
-        if (st.code == MOE_OK)
-            st = check_named(endpoint, info->coordinator);
-        if (st.code == MOE_OK)
+        if (st.code == MOE_OK && names_own_host(endpoint, info->coordinator))
+            st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
+                           "this worker names a coordinator on its own host: give --endpoint the "
+                           "coordinator's address");
+        *by_worker = st.code == MOE_OK;
+        if (*by_worker)
             st = open_and_ask(info->coordinator, deadline_ns, &link, status);
         if (st.code != MOE_OK && info != NULL)
             st = moe_error_context(st, "coordinator %s", info->coordinator);
@@ -280,6 +299,7 @@ struct round {
     struct moe_status waits;  /* it does not lead, and names the one that does */
     struct moe_status lacks;  /* it knows of none that leads */
     struct moe_status silent; /* there is no answer */
+    bool by_worker;           /* a worker names one that does not lead, and another one soon */
     bool again;               /* another one may lead soon */
 };
 
@@ -291,8 +311,9 @@ static bool is_listed(const struct moe_endpoints *list, const char *endpoint)
     return false;
 }
 
-static void note_answer(struct round *r, const struct moe_status *st)
+static void note_answer(struct round *r, const struct moe_status *st, bool by_worker)
 {
+    r->by_worker |= by_worker && st->reason == MOE_REASON_NOT_LEADER;
     if (st->reason != MOE_REASON_NOT_LEADER)
         r->silent = *st;
     else if (moe_endpoint_of_leader(st)[0] != '\0')
@@ -308,10 +329,10 @@ static struct moe_status judge_round(const struct moe_endpoints *list, struct ro
 {
     bool waits = moe_failed(&r->waits), silent = moe_failed(&r->silent);
     if (moe_failed(&r->lacks)) {
-        r->again = silent;
+        r->again = silent || r->by_worker;
         return r->lacks;
     }
-    r->again = r->silent.code == MOE_DEADLINE_EXCEEDED ||
+    r->again = r->by_worker || r->silent.code == MOE_DEADLINE_EXCEEDED ||
                (waits && (silent || is_listed(list, moe_endpoint_of_leader(&r->waits))));
     if (waits && silent)
         return moe_error_context(r->silent, "%s", r->waits.text);
@@ -329,10 +350,11 @@ static struct moe_status ask_round(const struct moe_endpoints *list, uint64_t de
         uint64_t limit = moectl_share(deadline_ns, list->count - i);
         if (list->count > 1)
             limit = moe_earlier(limit, moe_clock_ns() + r->limit_ns);
-        struct moe_status st = open_one(list->all[i], limit, out, status);
+        bool by_worker;
+        struct moe_status st = open_one(list->all[i], limit, out, status, &by_worker);
         if (!is_silence(&st))
             return st;
-        note_answer(r, &st);
+        note_answer(r, &st, by_worker);
     }
     return judge_round(list, r);
 }
@@ -415,16 +437,19 @@ struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uin
     Moe__V1__GetStatusResponse *status = NULL;
     if (st.code == MOE_UNIMPLEMENTED) { /* `endpoint` is the coordinator's */
         st = moectl_admin_open(endpoint, deadline_ns, &link, &status);
-        moectl_link_close(link);
         MOE_TRY(st);
     }
     if (st.code != MOE_OK)
         return moe_error_context(st, "%s", endpoint);
     const char *worker = any_worker(status);
+    if (worker != NULL)
+        st = moectl_link_check_worker(link->endpoint, worker);
+    moectl_link_close(link);
     if (worker == NULL)
         st = moe_error(MOE_UNAVAILABLE, MOE_REASON_NONE, "coordinator %.200s has no workers",
                        endpoint);
-    else if (snprintf(endpoint, MOECTL_ENDPOINT_MAX, "%s", worker) >= MOECTL_ENDPOINT_MAX)
+    else if (!moe_failed(&st) &&
+             snprintf(endpoint, MOECTL_ENDPOINT_MAX, "%s", worker) >= MOECTL_ENDPOINT_MAX)
         st = moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED, "the worker's endpoint is too long");
     moe__v1__get_status_response__free_unpacked(status, NULL);
     return st;

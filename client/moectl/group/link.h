@@ -11,6 +11,12 @@
 struct moectl_link;
 
 struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **out) MOE_CHECKED;
+/* To a worker that the daemon at `by` lists. Errors: also INVALID_ARGUMENT if the worker is at a
+ * loopback address and `by` is not: such an address is one of the daemon's host. */
+struct moe_status moectl_link_open_worker(const char *by, const char *worker,
+                                          struct moectl_link **out) MOE_CHECKED;
+/* Only checks that. */
+struct moe_status moectl_link_check_worker(const char *by, const char *worker) MOE_CHECKED;
 /* As it was opened with. */
 const char *moectl_link_endpoint(const struct moectl_link *link);
 /* NULL is ignored. */
@@ -55,9 +61,10 @@ uint64_t moectl_call_deadline(uint64_t deadline_ns);
 
 /* Opens a link to the coordinator of a group and asks for the group's state. `endpoint` is that of
  * a coordinator or of any worker, or a list of them: the first that answers counts. A worker names
- * its coordinator. A coordinator that does not lead names the one that does; the link goes there
- * only if the list has it. If one of several says nothing, all are asked again until the deadline:
- * another one leads when the lease of that one is over. */
+ * its coordinator; it is asked again until the deadline while that one does not lead. A coordinator
+ * that does not lead names the one that does; the link goes there only if the list has it. If one
+ * of several says nothing, all are asked again until the deadline: another one leads when the lease
+ * of that one is over. */
 struct moe_status moectl_admin_open(const char *endpoint, uint64_t deadline_ns,
                                     struct moectl_link **out,
                                     Moe__V1__GetStatusResponse **status) MOE_CHECKED;

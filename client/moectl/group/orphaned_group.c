@@ -32,7 +32,7 @@ static struct moe_status ask(const char *endpoint, Moe__V1__GetServerInfoRespons
     return st;
 }
 
-/* Asks worker `i`, which may name further workers. */
+/* Asks worker `i`, which may name further workers; see moectl_link_check_worker. */
 static void probe(struct moectl_orphaned_group *r, size_t i)
 {
     Moe__V1__GetServerInfoResponse *info;
@@ -44,8 +44,11 @@ static void probe(struct moectl_orphaned_group *r, size_t i)
     r->serving += info->epoch != 0;
     if (r->coordinator[0] == '\0')
         snprintf(r->coordinator, sizeof r->coordinator, "%s", info->coordinator);
-    for (size_t n = 0; n < info->n_workers; n++)
-        add_worker(r, info->workers[n]);
+    for (size_t n = 0; n < info->n_workers; n++) {
+        st = moectl_link_check_worker(r->workers[i], info->workers[n]);
+        if (!moe_failed(&st))
+            add_worker(r, info->workers[n]);
+    }
     moe__v1__get_server_info_response__free_unpacked(info, NULL);
 }
 
