@@ -171,8 +171,10 @@ static struct moe_status set_frozen(struct moe_train *t, struct moe_session *ses
 
 /* The resident weights are the merged ones already; new adapters start from them. After a failure
  * the trainers are undefined. */
-static struct moe_status merge(struct moe_train *t)
+static struct moe_status merge(struct moe_train *t, struct moe_session *session,
+                               struct moe_call_exec *x)
 {
+    MOE_TRY(meet(t, session, x));
     moe_train__end_copying(t);
     moe_train__drop_trainers(t);
     MOE_TRY(moe_train__make_trainers(t));
@@ -212,7 +214,7 @@ static struct moe_status run(struct moe_train *t, struct moe_session *session,
     x->refusal = check_job(t, &x->call);
     if (moe_failed(&x->refusal))
         return moe_ok();
-    return x->call.merge ? merge(t) : moe_train__run_job(t, session, ticket, x);
+    return x->call.merge ? merge(t, session, x) : moe_train__run_job(t, session, ticket, x);
 }
 
 /* ------------------------------------------------------------------------ begin */

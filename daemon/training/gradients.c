@@ -46,8 +46,7 @@ void moe_train__cut_short(struct moe_train *t, const struct moe_call_exec *x)
     bool backward = c->kind == MOE_STEP_BACKWARD;
     if (!x->run)
         return;
-    if (moe_step_traits(c->kind)->is_job ||
-        !(x->unchanged && t->config.backend->training->live_copies)) {
+    if (!(x->unchanged && t->config.backend->training->live_copies)) {
         t->inconsistent = t->inconsistent || x->changes;
         t->unsettled |= x->changes ? 0 : t->live;
         return;

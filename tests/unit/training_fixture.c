@@ -98,7 +98,8 @@ void begin_view(void)
     begin_view_of(BUCKET);
 }
 
-static int open_engine_with(uint64_t retained_ns, uint32_t lora_rank)
+static int open_engine_with(const struct moe_backend *backend, uint64_t retained_ns,
+                            uint32_t lora_rank)
 {
     static struct moe_layer *layers[1];
     static const uint32_t offset[] = {0, 1, 2};
@@ -113,7 +114,7 @@ static int open_engine_with(uint64_t retained_ns, uint32_t lora_rank)
     moe_mutex_init(&test.lock);
     layers[0] = (struct moe_layer *)(void *)&layer_memory;
     const struct moe_train_config train = {
-        .backend = &script_backend,
+        .backend = backend,
         .device = (struct moe_device *)(void *)&device_memory,
         .specs = specs,
         .layer_count = 1,
@@ -129,7 +130,7 @@ static int open_engine_with(uint64_t retained_ns, uint32_t lora_rank)
     assert_ok(moe_train_create(&train, &test.train));
     assert_ok(moe_train_attach(test.train, layers, &placement));
     const struct moe_engine_config config = {
-        .backend = &script_backend,
+        .backend = backend,
         .device = (struct moe_device *)(void *)&device_memory,
         .layers = layers,
         .specs = specs,
@@ -152,13 +153,25 @@ static int open_engine_with(uint64_t retained_ns, uint32_t lora_rank)
 int open_engine(void **state)
 {
     (void)state;
-    return open_engine_with(KEPT_NS, 0);
+    return open_engine_with(&script_backend, KEPT_NS, 0);
 }
 
 int open_adapters(void **state)
 {
     (void)state;
-    return open_engine_with(KEPT_NS, 2);
+    return open_engine_with(&script_backend, KEPT_NS, 2);
+}
+
+int open_copies(void **state)
+{
+    static struct moe_training training;
+    static struct moe_backend backend;
+    (void)state;
+    training = *script_backend.training;
+    training.live_copies = true;
+    backend = script_backend;
+    backend.training = &training;
+    return open_engine_with(&backend, KEPT_NS, 2);
 }
 
 int close_engine(void **state)

@@ -48,6 +48,8 @@ extern struct training_fixture test;
 int open_engine(void **state);
 /* With adapters of rank 2 in place of the experts themselves. */
 int open_adapters(void **state);
+/* The same with a backend that trains with copies of experts. */
+int open_copies(void **state);
 int close_engine(void **state);
 #define with_engine(name) cmocka_unit_test_setup_teardown(name, open_engine, close_engine)
 

@@ -240,6 +240,13 @@ static struct moe_status script_zero(struct moe_trainer *t)
     return moe_ok();
 }
 
+static struct moe_status script_set_frozen(struct moe_trainer *t, uint32_t frozen)
+{
+    (void)t;
+    (void)frozen;
+    return moe_ok();
+}
+
 static struct moe_status script_optimizer(struct moe_session *s, struct moe_trainer *const *t,
                                           size_t count, const struct moe_optimizer_args *args,
                                           struct moe_optimizer_result *result)
@@ -297,6 +304,7 @@ static const struct moe_training script_training = {
     .trainer_destroy = script_trainer_destroy,
     .trainer_bytes = script_bytes,
     .zero_grad = script_zero,
+    .set_frozen = script_set_frozen,
     .backward_enqueue = script_backward,
     .optimizer_step = script_optimizer,
     .retained_limit = script_retained_limit,

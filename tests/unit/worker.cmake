@@ -8,7 +8,7 @@ moe_test(test_step_metrics SOURCES test_step_metrics.c USES moe_engine LABELS wo
 moe_test(test_row_metrics SOURCES test_row_metrics.c USES moe_engine LABELS worker)
 moe_test(test_pass_store SOURCES test_pass_store.c USES moe_activations LABELS worker)
 moe_test(test_fence SOURCES test_fence.c USES moe_checkpoint moe_daemon_base LABELS worker)
-foreach(part training_engine retain_engine copying_engine)
+foreach(part training_engine retain_engine copying_engine gradients)
   moe_test(test_${part} SOURCES test_${part}.c training_fixture.c training_script.c engine_hooks.c
            USES moe_worker_core moe_test_clock LABELS worker)
 endforeach()
