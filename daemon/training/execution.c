@@ -322,7 +322,6 @@ static void record(struct moe_train *t, const struct moe_ticket *ticket, struct 
         moe_train__record(t, &x->call, ticket->descriptor.origin, o);
     if (is_backward) {
         o->number = x->aux_loss;
-        t->backwards += !x->call.input_only;
         t->gradients |= x->call.input_only ? 0 : t->live;
         moe_train__count(t->metrics.backwards, 1);
     }

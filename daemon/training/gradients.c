@@ -6,7 +6,8 @@
 
 #include <string.h>
 
-/* A Backward is recorded alike on all slots, whether it has ended there or was cut short. */
+/* A Backward is recorded and counted alike on all slots, whether it has ended there or was cut
+ * short. */
 void moe_train__record_backward(struct moe_train *t, const char *session,
                                 const struct moe_ledger_call *call)
 {
@@ -14,6 +15,7 @@ void moe_train__record_backward(struct moe_train *t, const char *session,
     t->backward = *call;
     memset(t->backward_session, 0, sizeof t->backward_session);
     strncpy(t->backward_session, session, MOE_TRAINING_NAME_MAX);
+    t->backwards += (uint32_t)call->outcome.backwards;
     if (call->outcome.backwards != 0)
         moe_ledger_record_pending(t->ledger, session, call);
     else
@@ -63,7 +65,6 @@ void moe_train__cut_short(struct moe_train *t, const struct moe_call_exec *x)
 static void add_lost(void *ctx, const char *session, uint64_t id)
 {
     struct moe_train *t = ctx;
-    t->lost_total++;
     if (t->lost_count == MOE_TRAIN_LOST_MAX)
         return;
     struct moe_train_micro_batch *b = &t->lost[t->lost_count++];
@@ -84,6 +85,7 @@ struct moe_status moe_train__lose_gradients(struct moe_train *t, const struct mo
     if (t->earlier != r->earlier)
         moe_train__forget_lost(t);
     moe_ledger_take_back(t->ledger, add_lost, t);
+    t->lost_total += t->backwards; /* also those that the ledger has forgotten */
     moe_train__drop_gradients(t);
     t->lineage = r->lineage;
     t->earlier = r->earlier;

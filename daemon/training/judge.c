@@ -13,14 +13,17 @@
 static struct moe_status lost_gradients(const struct moe_train *t) MOE_REQUIRES(t->lock)
 {
     const struct moe_train_micro_batch *b = &t->lost[0];
+    const bool all = t->lost_count == t->lost_total;
     char first[sizeof b->session + 32] = "";
     if (t->lost_count > 0)
         (void)snprintf(first, sizeof first, " (%s/%llu%s)", b->session, (unsigned long long)b->id,
                        t->lost_total > 1 ? ", ..." : "");
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_LOST,
-                     "the gradients of %llu Backward calls%s went with a worker: send them again, "
-                     "with lineage %llu; GetTrainState names them",
-                     (unsigned long long)t->lost_total, first, (unsigned long long)t->lineage);
+                     "the gradients of %llu Backward calls%s went with a worker: send %s, with "
+                     "lineage %llu; GetTrainState names %s",
+                     (unsigned long long)t->lost_total, first,
+                     all ? "them again" : "all since the last step again under new ids",
+                     (unsigned long long)t->lineage, all ? "them" : "only some");
 }
 
 static struct moe_status wrong_lineage(const struct moe_train *t, uint64_t asked)

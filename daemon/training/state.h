@@ -59,8 +59,8 @@ struct moe_train {
     uint64_t saved_calls;     /* of the ledger, when `checkpoint` had this state; 0 = never */
     enum moe_train_loss loss; /* of the lineage `earlier` */
     bool gradients_lost;      /* and no step or ZeroGrad has been run since */
-    uint64_t lost_total;
-    uint32_t lost_count;                                   /* also those that are not in `lost` */
+    uint64_t lost_total;      /* also those that are not in `lost` */
+    uint32_t lost_count;
     struct moe_train_micro_batch lost[MOE_TRAIN_LOST_MAX]; /* Backward calls to send again */
     struct moe_train_job *job; /* the Save, Load or Export under way; NULL = none */
 
@@ -176,7 +176,7 @@ void moe_train__end_jobs(void *train);
 
 /* -------------------------------------------------------------------- gradients.c */
 
-/* Into the ledger, pending if it has gradients (outcome.backwards). */
+/* Into the ledger, pending if it has gradients (outcome.backwards); those are counted. */
 void moe_train__record_backward(struct moe_train *t, const char *session,
                                 const struct moe_ledger_call *call) MOE_REQUIRES(t->lock);
 /* A step has used the gradients, or a call has dropped them. */

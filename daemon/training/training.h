@@ -157,7 +157,9 @@ struct moe_train_micro_batch {
     uint64_t id;
 };
 
-enum { MOE_TRAIN_LOST_MAX = 1024 }; /* that are named */
+enum {
+    MOE_TRAIN_LOST_MAX = 1024
+}; /* that are named, and no more of a session than its ledger has */
 
 struct moe_train_state {
     uint64_t lineage, weights_version, steps, last_step_id, state_bytes, retained_bytes,
@@ -165,7 +167,7 @@ struct moe_train_state {
     uint64_t unsaved; /* steps since the state of `checkpoint`, or since the model was loaded */
     uint32_t backwards, frozen;
     char checkpoint[MOE_TRAINING_NAME_MAX + 1];
-    uint64_t lost_total;    /* Backward calls to send again: moe_train_read_lost */
+    uint64_t lost_total;    /* all Backward calls to send again: moe_train_read_lost */
     enum moe_step_kind job; /* kind of the job under way; 0 = none */
     char job_name[MOE_TRAINING_NAME_MAX + 1];
     char problem[MOE_STATUS_TEXT];       /* why the group cannot go back; "" = none */
@@ -173,7 +175,8 @@ struct moe_train_state {
                                             not known */
 };
 void moe_train_read_state(struct moe_train *t, struct moe_train_state *out);
-/* Backward calls to send again after GRADIENTS_LOST; returns their number. */
+/* Backward calls to send again after GRADIENTS_LOST; returns their number. Calls that the ledger
+ * has forgotten are not named. */
 uint32_t moe_train_read_lost(struct moe_train *t,
                              struct moe_train_micro_batch out[MOE_TRAIN_LOST_MAX]);
 /* A process waits to join the view: until it has, changes wait as soon as a checkpoint has the

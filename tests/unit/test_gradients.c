@@ -24,6 +24,32 @@ static struct moe_train_digest digest_now(void)
     return d;
 }
 
+static struct moe_call_exec backward(uint64_t id)
+{
+    return (struct moe_call_exec){.call = {.kind = MOE_STEP_BACKWARD, .session = "s", .id = id}};
+}
+
+/* Its whole ticket. */
+static void run(struct moe_call_exec *x)
+{
+    const struct moe_ticket ticket = {.epoch = test.epoch, .layer = 7, .kind = x->call.kind};
+    struct moe_trainer *trainer;
+    assert_ok(moe_train__begin(test.train, &ticket, x, &trainer));
+    assert_true(x->run);
+    assert_ok(moe_train__end(test.train, &ticket, x));
+}
+
+/* Slot 1 is lost, and slot 0 goes on alone. */
+static struct moe_train_recovery lose_slot_1(void)
+{
+    struct moe_train_digest d = digest_now();
+    struct moe_train_recovery r;
+    assert_ok(moe_train_choose_recovery(&d, 1, &r));
+    assert_false(r.restart);
+    assert_ok(moe_train_adopt(test.train, &r, 0, 2, 1));
+    return r;
+}
+
 /* The view ends while the call runs. */
 static void cut_short(struct moe_call_exec *x)
 {
@@ -45,12 +71,62 @@ static void a_merge_that_is_cut_short_before_it_begins_leaves_the_weights(void *
     assert_int_equal(d.calls, 0);
 }
 
+/* One session's ledger does not name so many. */
+static void all_lost_calls_are_counted_though_not_all_are_named(void **state)
+{
+    enum { CALLS = MOE_LEDGER_CALLS + 44 };
+    struct moe_train_micro_batch lost[MOE_TRAIN_LOST_MAX];
+    (void)state;
+    for (uint64_t id = 1; id <= CALLS; id++) {
+        struct moe_call_exec x = backward(id);
+        run(&x);
+    }
+    struct moe_call_exec last = backward(CALLS + 1);
+    const struct moe_ticket ticket = {.layer = 7, .kind = MOE_STEP_BACKWARD};
+    struct moe_trainer *trainer;
+    assert_ok(moe_train__begin(test.train, &ticket, &last, &trainer));
+    cut_short(&last);
+    assert_int_equal(lose_slot_1().loss, MOE_TRAIN_LOSS_GRADIENTS);
+    assert_int_equal(state_now().lost_total, CALLS + 1);
+    assert_int_equal(moe_train_read_lost(test.train, lost), MOE_LEDGER_CALLS);
+    assert_int_equal(lost[0].id, CALLS + 2 - MOE_LEDGER_CALLS);
+    assert_int_equal(state_now().backwards, 0);
+}
+
+/* Another slot has recorded a Backward, which was not begun here. */
+static void a_lost_call_that_only_another_slot_has_recorded_is_counted(void **state)
+{
+    struct moe_train_digest d[2];
+    struct moe_train_recovery r;
+    struct moe_call_exec x = backward(1);
+    (void)state;
+    run(&x);
+    d[0] = d[1] = digest_now();
+    d[1].before = d[1].record;
+    d[1].calls++;
+    d[1].record++;
+    d[1].backward.id = 2;
+    d[1].backward.outcome.backwards = 1;
+    strcpy(d[1].backward_session, "s");
+    assert_ok(moe_train_choose_recovery(d, 3, &r));
+    assert_false(r.restart);
+    struct moe_ledger *copy; /* for the hash with that call */
+    assert_ok(moe_ledger_copy(test.train->ledger, &copy));
+    moe_ledger_record(copy, "s", &r.backward);
+    r.record = moe_ledger_hash(copy);
+    moe_ledger_destroy(copy);
+    assert_ok(moe_train_adopt(test.train, &r, 0, 2, 3));
+    assert_int_equal(state_now().lost_total, 2);
+}
+
 #define with_copies(name) cmocka_unit_test_setup_teardown(name, open_copies, close_engine)
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         with_copies(a_merge_that_is_cut_short_before_it_begins_leaves_the_weights),
+        with_copies(all_lost_calls_are_counted_though_not_all_are_named),
+        with_copies(a_lost_call_that_only_another_slot_has_recorded_is_counted),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

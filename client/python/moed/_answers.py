@@ -230,7 +230,8 @@ class TrainState:
                       progress_bytes_total is their sum, 0: not known
     lost_micro_batches
                       tuple of (session, id): Backward calls to send again after GRADIENTS_LOST;
-                      1024 at most, of lost_backwards in all
+                      1024 at most, and 256 of a session. If lost_backwards, the number of all, is
+                      more: send all since the last step again, under new ids
     """
 
     lineage: int
