@@ -26,12 +26,30 @@ static struct moe_status lost_gradients(const struct moe_train *t) MOE_REQUIRES(
                      (unsigned long long)t->lineage, all ? "them" : "only some");
 }
 
+/* A worker was lost, and perhaps an answered call with it. The weights are those before that call.
+ */
+static struct moe_status lost_call(const struct moe_train *t) MOE_REQUIRES(t->lock)
+{
+    return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STATE_LOST,
+                     "one call that a lost worker has answered may be lost, and gradients since "
+                     "the last step are: steps are %llu, weights version %llu, lineage %llu. Read "
+                     "the state, and go on from there",
+                     (unsigned long long)t->steps, (unsigned long long)t->weights_version,
+                     (unsigned long long)t->lineage);
+}
+
+/* What went with the lineage before, and the weights stayed. */
+static struct moe_status lost_with_a_slot(const struct moe_train *t) MOE_REQUIRES(t->lock)
+{
+    return t->loss == MOE_TRAIN_LOSS_CALL ? lost_call(t) : lost_gradients(t);
+}
+
 static struct moe_status wrong_lineage(const struct moe_train *t, uint64_t asked)
     MOE_REQUIRES(t->lock)
 {
     const uint64_t present = t->lineage;
-    if (asked == t->earlier && t->loss == MOE_TRAIN_LOSS_GRADIENTS)
-        return lost_gradients(t);
+    if (asked == t->earlier)
+        return lost_with_a_slot(t);
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_STATE_LOST,
                      "lineage %llu was asked for; it is %llu: the group went back to a checkpoint "
                      "or loaded one, or is another group; what was not saved is lost. Read the "
@@ -50,7 +68,7 @@ static struct moe_status check_new(const struct moe_train *t, const struct moe_t
                          (unsigned long long)t->weights_version);
     if (c->kind == MOE_STEP_OPTIMIZER && c->lineage == 0 && c->expected_backwards == 0 &&
         t->gradients_lost)
-        return lost_gradients(t);
+        return lost_with_a_slot(t);
     if (c->kind == MOE_STEP_OPTIMIZER && c->expected_backwards != 0 &&
         c->expected_backwards != t->backwards)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_MISSING,

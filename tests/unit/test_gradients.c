@@ -119,6 +119,47 @@ static void a_lost_call_that_only_another_slot_has_recorded_is_counted(void **st
     assert_int_equal(state_now().lost_total, 2);
 }
 
+static struct moe_status refusal_of(uint64_t lineage)
+{
+    struct moe_call_exec x = {.call = {.kind = MOE_STEP_OPTIMIZER, .id = 99, .lineage = lineage}};
+    moe_train__judge(test.train, &x);
+    return x.refusal;
+}
+
+/* A Backward has ended, and ZeroGrad is cut short: slot 1 may have answered it. */
+static void clients_learn_that_a_call_may_be_lost_whatever_lineage_they_name(void **state)
+{
+    struct moe_call_exec x = backward(1);
+    struct moe_call_exec zero = {.call = {.kind = MOE_STEP_ZERO_GRAD, .id = 1}};
+    uint64_t lineage = state_now().lineage;
+    (void)state;
+    run(&x);
+    script.aborted = true;
+    assert_refused(begin(&zero), MOE_ABORTED, MOE_REASON_ABORTED);
+    cut_short(&zero);
+    assert_int_equal(lose_slot_1().loss, MOE_TRAIN_LOSS_CALL);
+    for (int named = 0; named < 2; named++) {
+        struct moe_status st = refusal_of(named ? lineage : 0);
+        assert_refused(st, MOE_FAILED_PRECONDITION, MOE_REASON_STATE_LOST);
+        assert_non_null(strstr(st.text, "one call"));
+        assert_non_null(strstr(st.text, "steps are 0"));
+    }
+    assert_null(strstr(refusal_of(lineage - 1).text, "one call")); /* of another group, perhaps */
+    assert_ok(refusal_of(state_now().lineage));
+}
+
+static void clients_learn_that_gradients_are_lost_whatever_lineage_they_name(void **state)
+{
+    struct moe_call_exec x = backward(1);
+    uint64_t lineage = state_now().lineage;
+    (void)state;
+    run(&x);
+    assert_int_equal(lose_slot_1().loss, MOE_TRAIN_LOSS_GRADIENTS);
+    assert_refused(refusal_of(0), MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_LOST);
+    assert_refused(refusal_of(lineage), MOE_FAILED_PRECONDITION, MOE_REASON_GRADIENTS_LOST);
+    assert_refused(refusal_of(lineage - 1), MOE_FAILED_PRECONDITION, MOE_REASON_STATE_LOST);
+}
+
 #define with_copies(name) cmocka_unit_test_setup_teardown(name, open_copies, close_engine)
 
 int main(void)
@@ -127,6 +168,8 @@ int main(void)
         with_copies(a_merge_that_is_cut_short_before_it_begins_leaves_the_weights),
         with_copies(all_lost_calls_are_counted_though_not_all_are_named),
         with_copies(a_lost_call_that_only_another_slot_has_recorded_is_counted),
+        with_copies(clients_learn_that_a_call_may_be_lost_whatever_lineage_they_name),
+        with_copies(clients_learn_that_gradients_are_lost_whatever_lineage_they_name),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

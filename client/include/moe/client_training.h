@@ -18,8 +18,9 @@
  * endpoint. They go to another worker only while that one does not answer. Forward passes with
  * retain_session go to that worker too, whole, and to no other.
  *
- * Common failures: FAILED_PRECONDITION with STATE_LOST (the group went back to a checkpoint: read
- * the state and repeat what came after it), GRADIENTS_LOST (a lost worker had a part of the
+ * Common failures: FAILED_PRECONDITION with STATE_LOST (the group went back to a checkpoint, or a
+ * lost worker has answered one call that is gone: read the state, which has the number of steps,
+ * and repeat what came after it), GRADIENTS_LOST (a lost worker had a part of the
  * gradients since the last step, and all else is there: read the state and send these micro batches
  * again), VERSION_MISMATCH (the weights moved since the forward pass) or GRADIENTS_MISSING;
  * ALREADY_EXISTS with ID_REUSED, ID_TOO_OLD or ANSWER_GONE; UNIMPLEMENTED (the group does not
