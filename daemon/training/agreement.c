@@ -29,7 +29,6 @@ void moe_train_read_digest(struct moe_train *t, struct moe_train_digest *out)
     out->has_target = t->has_target;
     memcpy(out->target, t->target, sizeof t->target);
     out->earlier = t->earlier;
-    out->earlier_loss = t->loss;
     out->gradients = t->gradients;
     out->undefined = t->undefined;
     out->unsettled = t->unsettled;
@@ -112,7 +111,8 @@ static struct moe_status check_joined(struct moe_train *t, const struct moe_trai
                      (unsigned long long)moe_ledger_count(t->ledger), (unsigned long long)r->calls);
 }
 
-/* The others go on with a state that `checkpoint` has. */
+/* The others go on with a state that `checkpoint` has. What they lost before it is not known here:
+ * calls of the lineage before get STATE_LOST. */
 static struct moe_status join(struct moe_train *t, const struct moe_train_recovery *r)
 {
     moe_mutex_lock(&t->lock);
@@ -124,8 +124,6 @@ static struct moe_status join(struct moe_train *t, const struct moe_train_recove
     if (!moe_failed(&st)) {
         moe_ledger_set_hash(t->ledger, r->record);
         t->saved_calls = moe_ledger_count(t->ledger);
-        t->earlier = r->earlier;
-        t->loss = r->earlier_loss;
         t->inconsistent = false;
     }
     moe_mutex_unlock(&t->lock);

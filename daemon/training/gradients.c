@@ -62,9 +62,28 @@ void moe_train__cut_short(struct moe_train *t, const struct moe_call_exec *x)
 
 /* --------------------------------------------------------------- the next view forms */
 
+/* Of a call that was sent again and is lost again. */
+static bool is_named(const struct moe_train *t, uint32_t count, const char *session, uint64_t id)
+{
+    for (uint32_t i = 0; i < count; i++)
+        if (t->lost[i].id == id && strcmp(t->lost[i].session, session) == 0)
+            return true;
+    return false;
+}
+
+struct losses {
+    struct moe_train *t;
+    uint32_t before; /* calls that were named before */
+};
+
 static void add_lost(void *ctx, const char *session, uint64_t id)
 {
-    struct moe_train *t = ctx;
+    const struct losses *l = ctx;
+    struct moe_train *t = l->t;
+    if (is_named(t, l->before, session, id)) {
+        t->lost_total--; /* it is counted already */
+        return;
+    }
     if (t->lost_count == MOE_TRAIN_LOST_MAX)
         return;
     struct moe_train_micro_batch *b = &t->lost[t->lost_count++];
@@ -82,14 +101,15 @@ struct moe_status moe_train__lose_gradients(struct moe_train *t, const struct mo
         return moe_error(MOE_INTERNAL, MOE_REASON_NONE,
                          "this slot has recorded other calls than the group");
     }
-    if (t->earlier != r->earlier)
+    if (t->earlier != r->earlier && !t->gradients_lost)
         moe_train__forget_lost(t);
-    moe_ledger_take_back(t->ledger, add_lost, t);
+    struct losses losses = {t, t->lost_count};
     t->lost_total += t->backwards; /* also those that the ledger has forgotten */
+    moe_ledger_take_back(t->ledger, add_lost, &losses);
     moe_train__drop_gradients(t);
     t->lineage = r->lineage;
     t->earlier = r->earlier;
-    t->loss = r->loss;
+    t->loss = r->loss > t->loss ? r->loss : t->loss; /* a lost call, until a step is taken */
     t->gradients_lost = true;
     t->saved_calls = 0;
     moe_pass_store_clear(t->passes);

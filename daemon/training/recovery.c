@@ -238,8 +238,6 @@ struct moe_status moe_train_keep_copies(const struct moe_train_digest *digests, 
     r->lost_steps = 0;
     r->calls = heir->calls;
     r->record = heir->record;
-    r->earlier = heir->earlier;
-    r->earlier_loss = (enum moe_train_loss)heir->earlier_loss;
     return moe_ok();
 }
 

@@ -25,7 +25,7 @@ struct moe_train_digest {
     char target[MOE_TRAINING_NAME_MAX + 8]; /* "" = the model as loaded */
     /* Of a lineage that began without a restart: the one before it, with the same weights. 0 = none
      */
-    uint64_t earlier, earlier_loss; /* enum moe_train_loss */
+    uint64_t earlier;
     uint64_t gradients; /* slots with a part of the gradients since the last step; 0 = none */
     uint64_t undefined; /* 1: a pass or step was cut short, and weights are as before it */
     /* Slots of the view in which a call was cut short here that another slot may have answered. 0 =
@@ -60,9 +60,8 @@ struct moe_train_recovery {
      * new; `earlier` is the one before it. */
     enum moe_train_loss loss;
     uint64_t earlier;
-    enum moe_train_loss earlier_loss; /* of a slot that joins */
-    uint64_t calls, record;           /* of the ledger, before that */
-    struct moe_ledger_call backward;  /* for a ledger with one call less */
+    uint64_t calls, record;          /* of the ledger, before that */
+    struct moe_ledger_call backward; /* for a ledger with one call less */
     char backward_session[MOE_TRAINING_NAME_MAX + 8];
     /* With `restart`: slots with the state that the group had last, and whether their checkpoint
      * has it. `by_choice`: an operator wants to go back. */

@@ -455,7 +455,6 @@ void join_state(struct world *w, struct slot *s, const struct moe_train_recovery
     moe_ledger_set_hash(s->ledger, d->record);
     s->state.lineage = d->lineage;
     s->state.version = d->weights_version;
-    s->earlier = d->earlier;
     s->inconsistent = false;
     s->checkpoint = checkpoint_named(d->checkpoint);
     s->checkpoint_explicit_load = d->explicit_load;

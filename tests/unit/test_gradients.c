@@ -50,6 +50,25 @@ static struct moe_train_recovery lose_slot_1(void)
     return r;
 }
 
+/* Slot 0 goes on with gradients that a step has left undefined. */
+static struct moe_train_recovery lose_undefined(void)
+{
+    struct moe_train_digest d = digest_now();
+    struct moe_train_recovery r;
+    d.undefined = 1;
+    assert_ok(moe_train_choose_recovery(&d, 1, &r));
+    assert_ok(moe_train_adopt(test.train, &r, 0, 2, 1));
+    return r;
+}
+
+static void run_backwards(const uint64_t *ids, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        struct moe_call_exec x = backward(ids[i]);
+        run(&x);
+    }
+}
+
 /* The view ends while the call runs. */
 static void cut_short(struct moe_call_exec *x)
 {
@@ -160,6 +179,46 @@ static void clients_learn_that_gradients_are_lost_whatever_lineage_they_name(voi
     assert_refused(refusal_of(lineage - 1), MOE_FAILED_PRECONDITION, MOE_REASON_STATE_LOST);
 }
 
+/* Two of three calls were sent again, and one is new, when the group loses its gradients again. */
+static void a_second_loss_adds_to_what_is_to_be_sent_again(void **state)
+{
+    static const uint64_t first[] = {1, 2, 3}, second[] = {2, 1, 4}, third[] = {5};
+    struct moe_train_micro_batch lost[MOE_TRAIN_LOST_MAX];
+    struct moe_call_exec zero = {.call = {.kind = MOE_STEP_ZERO_GRAD, .id = 1}};
+    (void)state;
+    run_backwards(first, 3);
+    lose_slot_1();
+    run_backwards(second, 3);
+    lose_undefined();
+    assert_int_equal(state_now().lost_total, 4);
+    assert_int_equal(moe_train_read_lost(test.train, lost), 4);
+    for (uint64_t i = 0; i < 4; i++)
+        assert_int_equal(lost[i].id, i + 1);
+    assert_ok(begin(&zero));
+    assert_ok(moe_train__end(test.train, &(struct moe_ticket){.kind = MOE_STEP_ZERO_GRAD}, &zero));
+    assert_int_equal(state_now().lost_total, 4); /* other clients have not read it yet */
+    run_backwards(third, 1);
+    lose_undefined();
+    assert_int_equal(state_now().lost_total, 1);
+    assert_int_equal(moe_train_read_lost(test.train, lost), 1);
+    assert_int_equal(lost[0].id, 5);
+}
+
+/* A client that looks at nothing has seen neither loss. */
+static void a_loss_of_gradients_does_not_hide_a_lost_call(void **state)
+{
+    static const uint64_t ids[] = {1};
+    struct moe_call_exec zero = {.call = {.kind = MOE_STEP_ZERO_GRAD, .id = 1}};
+    (void)state;
+    script.aborted = true;
+    assert_refused(begin(&zero), MOE_ABORTED, MOE_REASON_ABORTED);
+    cut_short(&zero);
+    assert_int_equal(lose_slot_1().loss, MOE_TRAIN_LOSS_CALL);
+    run_backwards(ids, 1);
+    assert_int_equal(lose_undefined().loss, MOE_TRAIN_LOSS_GRADIENTS);
+    assert_refused(refusal_of(0), MOE_FAILED_PRECONDITION, MOE_REASON_STATE_LOST);
+}
+
 #define with_copies(name) cmocka_unit_test_setup_teardown(name, open_copies, close_engine)
 
 int main(void)
@@ -170,6 +229,8 @@ int main(void)
         with_copies(a_lost_call_that_only_another_slot_has_recorded_is_counted),
         with_copies(clients_learn_that_a_call_may_be_lost_whatever_lineage_they_name),
         with_copies(clients_learn_that_gradients_are_lost_whatever_lineage_they_name),
+        with_copies(a_second_loss_adds_to_what_is_to_be_sent_again),
+        with_copies(a_loss_of_gradients_does_not_hide_a_lost_call),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

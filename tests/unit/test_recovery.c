@@ -140,6 +140,7 @@ static void a_new_process_waits_for_a_checkpoint_with_the_state(void **state)
         s[i].saved = 1;
         s[i].unsaved = 0;
         strcpy(s[i].checkpoint, "b");
+        s[i].earlier = 3; /* with gradients that were lost; the new slot has no list of them */
     }
     d = choose(ALL);
     assert_ok(moe_train_keep_copies(s, ALL, true, &d));
@@ -149,6 +150,7 @@ static void a_new_process_waits_for_a_checkpoint_with_the_state(void **state)
     assert_int_equal(d.weights_version, 6);
     assert_string_equal(d.checkpoint, "b");
     assert_int_equal(d.calls, 20);
+    assert_int_equal(d.earlier, 0);
     s[1].has_target = 1; /* an operator wants to go back */
     strcpy(s[1].target, "a");
     d = choose(ALL);
