@@ -7,7 +7,7 @@
 #include <string.h>
 
 /* A Backward is recorded and counted alike on all slots, whether it has ended there or was cut
- * short. */
+ * short. It can be taken back with the gradients, also if it has none: its answer goes too. */
 void moe_train__record_backward(struct moe_train *t, const char *session,
                                 const struct moe_ledger_call *call)
 {
@@ -16,10 +16,7 @@ void moe_train__record_backward(struct moe_train *t, const char *session,
     memset(t->backward_session, 0, sizeof t->backward_session);
     strncpy(t->backward_session, session, MOE_TRAINING_NAME_MAX);
     t->backwards += (uint32_t)call->outcome.backwards;
-    if (call->outcome.backwards != 0)
-        moe_ledger_record_pending(t->ledger, session, call);
-    else
-        moe_ledger_record(t->ledger, session, call);
+    moe_ledger_record_pending(t->ledger, session, call);
 }
 
 void moe_train__drop_gradients(struct moe_train *t)
@@ -41,7 +38,7 @@ bool moe_train__is_saved(const struct moe_train *t)
 /* ----------------------------------------------------------------------- a view ends */
 
 /* A call has begun here, and its view ends. Another slot may have run it to its end and answered.
- * A Backward leaves undefined gradients and good weights. */
+ * A Backward leaves undefined gradients and good weights; one without gradients leaves nothing. */
 void moe_train__cut_short(struct moe_train *t, const struct moe_call_exec *x)
 {
     const struct moe_train_call *c = &x->call;
@@ -53,6 +50,8 @@ void moe_train__cut_short(struct moe_train *t, const struct moe_call_exec *x)
         t->unsettled |= x->changes ? 0 : t->live;
         return;
     }
+    if (backward && c->input_only)
+        return;
     t->undefined = t->undefined || backward || c->kind == MOE_STEP_OPTIMIZER;
     t->unsettled |= backward ? 0 : t->live;
     struct moe_ledger_outcome o = {.epoch = x->epoch};
@@ -76,11 +75,13 @@ struct losses {
     uint32_t before; /* calls that were named before */
 };
 
-static void add_lost(void *ctx, const char *session, uint64_t id)
+static void add_lost(void *ctx, const char *session, const struct moe_ledger_call *call)
 {
     const struct losses *l = ctx;
     struct moe_train *t = l->t;
-    if (is_named(t, l->before, session, id)) {
+    if (call->outcome.backwards == 0) /* it had no gradients */
+        return;
+    if (is_named(t, l->before, session, call->id)) {
         t->lost_total--; /* it is counted already */
         return;
     }
@@ -89,7 +90,7 @@ static void add_lost(void *ctx, const char *session, uint64_t id)
     struct moe_train_micro_batch *b = &t->lost[t->lost_count++];
     memset(b, 0, sizeof *b);
     strncpy(b->session, session, MOE_TRAINING_NAME_MAX);
-    b->id = id;
+    b->id = call->id;
 }
 
 struct moe_status moe_train__lose_gradients(struct moe_train *t, const struct moe_train_recovery *r)

@@ -258,8 +258,10 @@ static struct moe_status record(const struct context *c, const struct moe_job_ac
     moe_train__record(t, &j->call, c->ticket->descriptor.origin, o);
     bool same = j->wrote && moe_ledger_count(t->ledger) == j->calls + 1 &&
                 strcmp(t->checkpoint, j->call.name) == 0;
-    if (j->call.kind == MOE_STEP_SAVE && same)
+    if (j->call.kind == MOE_STEP_SAVE && same) {
         t->saved_calls = moe_ledger_count(t->ledger);
+        moe_ledger_settle(t->ledger); /* as for a slot that reads these records */
+    }
     moe_mutex_unlock(&t->lock);
     return moe_ok();
 }

@@ -271,7 +271,7 @@ static void take_back(struct moe_ledger *l, struct session *s, moe_ledger_each_f
             i++;
             continue;
         }
-        each(ctx, s->name, s->calls[i].id);
+        each(ctx, s->name, &s->calls[i]);
         remove_call(s, i);
     }
 }

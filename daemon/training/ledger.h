@@ -94,7 +94,8 @@ void moe_ledger_record_pending(struct moe_ledger *l, const char *session,
 void moe_ledger_settle(struct moe_ledger *l);
 /* Forgets all pending calls: their ids are free again, as far as the session remembers them. Calls
  * `each` for every one, ordered by session and id. Count and hash stay. */
-typedef void (*moe_ledger_each_fn)(void *ctx, const char *session, uint64_t id);
+typedef void (*moe_ledger_each_fn)(void *ctx, const char *session,
+                                   const struct moe_ledger_call *call);
 void moe_ledger_take_back(struct moe_ledger *l, moe_ledger_each_fn each, void *ctx);
 
 /* Calls recorded since the beginning or the last reset or unpack, and a hash over all of them in

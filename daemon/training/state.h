@@ -176,7 +176,7 @@ void moe_train__end_jobs(void *train);
 
 /* -------------------------------------------------------------------- gradients.c */
 
-/* Into the ledger, pending if it has gradients (outcome.backwards); those are counted. */
+/* Into the ledger, pending; counted if it has gradients (outcome.backwards). */
 void moe_train__record_backward(struct moe_train *t, const char *session,
                                 const struct moe_ledger_call *call) MOE_REQUIRES(t->lock);
 /* A step has used the gradients, or a call has dropped them. */

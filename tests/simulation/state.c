@@ -419,11 +419,11 @@ static void take_out_parts(struct slot *s)
     s->state.applied_count = kept;
 }
 
-static void ignore_call(void *ctx, const char *session, uint64_t id)
+static void ignore_call(void *ctx, const char *session, const struct moe_ledger_call *call)
 {
     (void)ctx;
     (void)session;
-    (void)id;
+    (void)call;
 }
 
 /* The group goes on without the gradients since the last step. */

@@ -113,19 +113,16 @@ static void all_lost_calls_are_counted_though_not_all_are_named(void **state)
 }
 
 /* Another slot has recorded a Backward, which was not begun here. */
-static void a_lost_call_that_only_another_slot_has_recorded_is_counted(void **state)
+static void learn_of_a_backward(uint64_t id, bool has_gradients)
 {
     struct moe_train_digest d[2];
     struct moe_train_recovery r;
-    struct moe_call_exec x = backward(1);
-    (void)state;
-    run(&x);
     d[0] = d[1] = digest_now();
     d[1].before = d[1].record;
     d[1].calls++;
     d[1].record++;
-    d[1].backward.id = 2;
-    d[1].backward.outcome.backwards = 1;
+    d[1].backward.id = id;
+    d[1].backward.outcome.backwards = has_gradients;
     strcpy(d[1].backward_session, "s");
     assert_ok(moe_train_choose_recovery(d, 3, &r));
     assert_false(r.restart);
@@ -135,6 +132,14 @@ static void a_lost_call_that_only_another_slot_has_recorded_is_counted(void **st
     r.record = moe_ledger_hash(copy);
     moe_ledger_destroy(copy);
     assert_ok(moe_train_adopt(test.train, &r, 0, 2, 3));
+}
+
+static void a_lost_call_that_only_another_slot_has_recorded_is_counted(void **state)
+{
+    struct moe_call_exec x = backward(1);
+    (void)state;
+    run(&x);
+    learn_of_a_backward(2, true);
     assert_int_equal(state_now().lost_total, 2);
 }
 
@@ -219,6 +224,52 @@ static void a_loss_of_gradients_does_not_hide_a_lost_call(void **state)
     assert_refused(refusal_of(0), MOE_FAILED_PRECONDITION, MOE_REASON_STATE_LOST);
 }
 
+static enum moe_ledger_decision look(uint64_t id)
+{
+    const struct moe_content content = {0};
+    return moe_ledger_look(test.train->ledger, "s", id, &content, NULL);
+}
+
+/* It leaves gradients as they are, and its client has no answer. */
+static void a_pass_without_gradients_that_is_cut_short_has_not_happened(void **state)
+{
+    static const uint64_t ids[] = {1};
+    struct moe_call_exec x = backward(2);
+    const struct moe_ticket ticket = {.layer = 7, .kind = MOE_STEP_BACKWARD};
+    struct moe_trainer *trainer;
+    uint64_t lineage = state_now().lineage;
+    (void)state;
+    run_backwards(ids, 1);
+    x.call.input_only = true;
+    assert_ok(moe_train__begin(test.train, &ticket, &x, &trainer));
+    cut_short(&x);
+    assert_int_equal(digest_now().undefined, 0);
+    assert_int_equal(digest_now().unsettled, 0);
+    assert_int_equal(digest_now().inconsistent, 0);
+    assert_int_equal(look(2), MOE_LEDGER_NEW);
+    begin_view();
+    assert_int_equal(state_now().lineage, lineage);
+    assert_int_equal(state_now().backwards, 1);
+    assert_int_equal(look(1), MOE_LEDGER_REPEAT);
+}
+
+/* The answers go with the gradients, here and on a slot that has not recorded it. */
+static void a_pass_without_gradients_is_taken_back_and_not_to_be_sent_again(void **state)
+{
+    struct moe_call_exec x = backward(1), y = backward(2);
+    (void)state;
+    x.call.input_only = true;
+    run(&x);
+    run(&y);
+    lose_slot_1();
+    assert_int_equal(state_now().lost_total, 1);
+    assert_int_equal(look(1), MOE_LEDGER_NEW);
+    assert_int_equal(look(2), MOE_LEDGER_NEW);
+    learn_of_a_backward(3, false);
+    assert_int_equal(state_now().lost_total, 1);
+    assert_int_equal(look(3), MOE_LEDGER_NEW);
+}
+
 #define with_copies(name) cmocka_unit_test_setup_teardown(name, open_copies, close_engine)
 
 int main(void)
@@ -231,6 +282,8 @@ int main(void)
         with_copies(clients_learn_that_gradients_are_lost_whatever_lineage_they_name),
         with_copies(a_second_loss_adds_to_what_is_to_be_sent_again),
         with_copies(a_loss_of_gradients_does_not_hide_a_lost_call),
+        with_copies(a_pass_without_gradients_that_is_cut_short_has_not_happened),
+        with_copies(a_pass_without_gradients_is_taken_back_and_not_to_be_sent_again),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

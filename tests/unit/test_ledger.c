@@ -196,10 +196,10 @@ static void damaged_records_are_refused_and_change_nothing(void **state)
     moe_ledger_destroy(other);
 }
 
-static void count_taken(void *ctx, const char *session, uint64_t id)
+static void count_taken(void *ctx, const char *session, const struct moe_ledger_call *call)
 {
     uint64_t *taken = ctx;
-    *taken = *taken * 100 + id + (session[0] == 'b' ? 50 : 0);
+    *taken = *taken * 100 + call->id + (session[0] == 'b' ? 50 : 0);
 }
 
 /* Gradients of three calls are lost; what was settled before stays. */
