@@ -49,7 +49,13 @@ class Client(Trainer):
     def begin(self):
         state = self.state()
         self.lineage, self.step = state.lineage, state.last_step_id
+        self.version = state.weights_version
         return state
+
+    def use(self, endpoint):
+        """Further calls are made to another worker."""
+        self.channel.close()
+        self.channel = wire.open_channel(endpoint)
 
     def ask(self):
         return self.forward(self.layer, self.x).y_data
@@ -75,10 +81,14 @@ class Client(Trainer):
             self.take_step(batches)
             self.accepted.append(list(ids))
 
-    def save(self, name):
-        self.step += 1
+    def save(self, name, step=None):
+        if step is None:
+            step = self.step = self.step + 1
         return wire.train(self.channel, "SaveCheckpoint", training.SaveCheckpointRequest(
-            step_id=self.step, name=name, lineage=self.lineage), 60)
+            step_id=step, name=name, lineage=self.lineage), 60)
+
+    def zero_grad(self, step):
+        return self.call("ZeroGrad", training.ZeroGradRequest(step_id=step, lineage=self.lineage))
 
     def persist(self, call, seconds=60):
         """Repeats a call while the group forms. Returns its answer, or the reason of a refusal."""
@@ -119,9 +129,10 @@ class Copies(unittest.TestCase):
 
     def lose(self, g, slot=3):
         """Returns when the others serve without it."""
-        epoch = g.info().epoch
+        other = (slot + 1) % 4
+        epoch = g.info(other).epoch
         g.kill_worker(slot)
-        wait_until(lambda: g.info().epoch > epoch)
+        wait_until(lambda: g.info(other).epoch > epoch)
 
     # ------------------------------------------------------------------ one loss
 
@@ -183,9 +194,7 @@ class Copies(unittest.TestCase):
             client = Client(g, 1)
             client.train(2)
             client.feed(21)
-            epoch = g.info(1).epoch
-            g.kill_worker(0)
-            wait_until(lambda: g.info(1).epoch > epoch)
+            self.lose(g, 0)
             answer, _ = refusal(client.feed, 22)
             self.assertEqual(answer, ("FAILED_PRECONDITION", "GRADIENTS_LOST"))
             self.assertEqual(client.begin().steps, 2)
@@ -231,8 +240,8 @@ class Copies(unittest.TestCase):
     # ------------------------------------------------------------------- at any time
 
     def step_with_losses(self, client, number, tally, before):
-        """One step of a loop that acts on GRADIENTS_LOST and STATE_LOST. before(n): call n
-        begins."""
+        """One step of a loop that acts on GRADIENTS_LOST and STATE_LOST. before(n): call n begins.
+        The last checkpoint has all earlier steps."""
         ids = [10 * number + 1, 10 * number + 2, 10 * number + 3]
         while True:
             sent, reason = 0, None
@@ -245,25 +254,46 @@ class Copies(unittest.TestCase):
             if reason is None:
                 before(sent)
                 step = client.step + 1
-                _, reason = client.persist(lambda: client.take_step(len(ids), step=step))
+                answer, reason = client.persist(lambda: client.take_step(len(ids), step=step))
                 if reason is None:
-                    client.step = step
+                    client.step, client.version = step, answer.weights_version
                     client.accepted.append(ids)
                     return
-            tally.append(reason)
-            self.assertIn(reason, ("GRADIENTS_LOST", "STATE_LOST"))
-            known = len(client.accepted)
+            known, version = len(client.accepted), client.version
             state = client.begin()
+            self.assertIn(reason, ("GRADIENTS_LOST", "STATE_LOST"))
             if reason == "GRADIENTS_LOST":
-                self.assertEqual(state.steps, known)
+                self.assertEqual((state.steps, state.weights_version), (known, version))
                 lost = [b.micro_batch_id for b in state.lost_micro_batches]
                 self.assertLessEqual(set(ids[:sent]), set(lost))
                 self.assertLessEqual(set(lost), set(ids))
-            elif state.steps == known + 1:  # it was taken, and its answer is lost
+                tally.append(reason)
+                continue
+            self.assertEqual(sent, len(ids), "a Backward costs no state")
+            if state.steps == known + 1:  # it was taken, and its answer is lost
+                tally.append("taken")
                 client.accepted.append(ids)
                 return
-            else:
-                self.assertEqual(state.steps, known, "answered steps are lost")
+            self.assertEqual(state.steps, known, "answered steps are lost")
+            # One slot may have run the step and another one not: then all go back.
+            tally.append("went back" if state.weights_version > version else "not taken")
+
+    def save_all(self, client, name, tally):
+        """Saves, although a worker may be lost meanwhile."""
+        end = time.monotonic() + 60
+        for n in range(1000):
+            step = client.step + 1
+            _, reason = client.persist(lambda: client.save("%s-%d" % (name, n), step))
+            if reason is None:
+                client.step = step
+                return
+            # SAVE_RUNNING: the files of one that a view has ended are being removed
+            self.assertIn(reason, ("STATE_LOST", "SAVE_RUNNING"))
+            if reason == "STATE_LOST":
+                tally.append("in a Save")
+                self.assertEqual(client.begin().steps, len(client.accepted))
+            self.assertLess(time.monotonic(), end, "no Save completes")
+            time.sleep(0.1)
 
     def test_a_worker_lost_in_any_call_costs_no_answered_step(self):
         seed = random.randrange(1 << 32)
@@ -273,8 +303,12 @@ class Copies(unittest.TestCase):
             client = Client(g)
             tally = []
             for number in range(STEPS):
-                victim, killer = 1 + number % 3, []
-                call = number % 4 if number % 2 == 0 else -1
+                # Of each two steps, one has a loss: in each call twice, and each slot twice.
+                loss, killer = number // 2, []
+                call = loss % 4 if number % 2 == 0 else -1
+                victim = (loss + loss // 4) % 4
+                other = (victim + 1) % 4
+                client.use(g.endpoints[other])
 
                 def begin(n, victim=victim, call=call, killer=killer):
                     if n == call and not killer:
@@ -283,10 +317,11 @@ class Copies(unittest.TestCase):
                         killer[0].start()
 
                 self.step_with_losses(client, number, tally, begin)
+                self.save_all(client, "step%d" % number, tally)
                 if not killer:
                     continue
                 killer[0].join()
-                epoch = g.info().epoch
+                epoch = g.info(other).epoch
                 g.start_worker(victim)
                 self.join(g, client, victim, "s%d" % number, epoch)
             print(len(client.accepted), "steps,", tally)
@@ -295,14 +330,19 @@ class Copies(unittest.TestCase):
             client.close()
 
     def join(self, g, client, slot, name, epoch):
-        """Saves until the worker takes part."""
+        """Saves until the worker takes part. A ZeroGrad first: after a loss that no later step or
+        ZeroGrad has confirmed, no Save lets it join."""
         end = time.monotonic() + 60
         for n in range(1000):
-            _, reason = client.persist(lambda: client.save("%s-%d" % (name, n)))
-            if reason in ("GRADIENTS_LOST", "STATE_LOST"):
-                client.begin()
-            else:  # SAVE_RUNNING: the files of one that a view has ended are being removed
-                self.assertIn(reason, (None, "SAVE_RUNNING"))
+            for change in (client.zero_grad, lambda step: client.save("%s-%d" % (name, n), step)):
+                step = client.step + 1
+                _, reason = client.persist(lambda: change(step))
+                if reason is None:
+                    client.step = step
+                elif reason in ("GRADIENTS_LOST", "STATE_LOST"):
+                    client.begin()
+                else:  # the files of a Save that a view has ended are being removed
+                    self.assertEqual(reason, "SAVE_RUNNING")
             try:
                 if g.info(slot).epoch > epoch:
                     return g.wait_serving(epoch)
