@@ -3,6 +3,7 @@
 same weights, and clients send lost gradients again. Results are compared with those of a group
 without a loss that got the same micro batches."""
 
+import os
 import random
 import shutil
 import tempfile
@@ -235,6 +236,58 @@ class Copies(unittest.TestCase):
             self.assertEqual(client.state().lineage, before.lineage)
             self.compare(client, client.ask())
             last.close()
+            client.close()
+
+    def tensors(self, name):
+        """Of a checkpoint, by name: the state, with the file that has it, and the weights."""
+        state, weights = {}, {}
+        path = os.path.join(self.root, name)
+        for folder, _, files in os.walk(path):
+            for file in sorted(f for f in files if f.endswith(".safetensors")):
+                part = moed.read_safetensors(os.path.join(folder, file))
+                if folder == path:
+                    weights.update(part)
+                else:
+                    state.update({tensor: (file, part[tensor]) for tensor in part})
+        return state, weights
+
+    def compare_bits(self, first, second, lost):
+        """Two checkpoints of one state. In the second, others have written the lost slot's."""
+        states, weights = zip(self.tensors(first), self.tensors(second))
+        self.assertEqual(set(states[0]), set(states[1]))
+        self.assertEqual(set(weights[0]), set(weights[1]))
+        for name in weights[0]:
+            self.assertTrue(weights[0][name].tobytes() == weights[1][name].tobytes(), name)
+        experts = 0
+        for name, (file, tensor) in states[0].items():
+            other, again = states[1][name]
+            self.assertTrue(tensor.tobytes() == again.tobytes(), name)
+            if file == "slot-%05d.safetensors" % lost:
+                self.assertNotEqual(other, file)
+                experts += ".experts." in name
+        print("%d tensors of experts that slot %d wrote" % (experts, lost))
+        self.assertGreater(experts, 0)
+
+    def test_copies_have_the_same_bits(self):
+        with self.group() as g:
+            client = Client(g, 3)
+            client.train(2)
+            self.lose(g, 2)
+            client.train(2)
+            epoch = g.info(3).epoch
+            g.start_worker(2)
+            self.join(g, client, 2, "joined", epoch)
+            client.train(3)
+            before = client.state()
+            client.save("all")
+            for slot, name in ((0, "without-0"), (1, "without-0-and-1")):
+                self.lose(g, slot)
+                client.save(name)
+            after = client.state()
+            self.assertEqual((after.lineage, after.weights_version, after.steps),
+                             (before.lineage, before.weights_version, before.steps))
+            self.compare_bits("all", "without-0", 0)
+            self.compare_bits("without-0", "without-0-and-1", 1)
             client.close()
 
     # ------------------------------------------------------------------- at any time
