@@ -83,13 +83,14 @@ static uint64_t max_unsaved(const struct moe_train_digest *digests, uint64_t liv
 }
 
 /* Epochs of two groups cannot be compared: a member of another group with another known state than
- * that of `best`; NULL if there is none. */
+ * that of `best`; NULL if there is none. A process without a view in force has answered nothing:
+ * what it has read for a view that failed keeps nobody apart. */
 static const struct moe_train_digest *find_apart(const struct moe_train_digest *digests,
                                                  uint64_t live, const struct moe_train_digest *best)
 {
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
         const struct moe_train_digest *d = &digests[s];
-        if ((live >> s & 1) != 0 && knows_state(d) && d->group != best->group &&
+        if ((live >> s & 1) != 0 && d->epoch != 0 && knows_state(d) && d->group != best->group &&
             strcmp(d->checkpoint, best->checkpoint) != 0)
             return d;
     }

@@ -159,6 +159,24 @@ static void a_new_process_waits_for_a_checkpoint_with_the_state(void **state)
     assert_string_equal(d.checkpoint, "a");
 }
 
+/* The view was given up while it read checkpoint a. */
+static void a_process_that_has_read_a_checkpoint_in_vain_is_as_a_new_one(void **state)
+{
+    (void)state;
+    begin();
+    for (int i = 0; i < 3; i++) {
+        strcpy(s[i].checkpoint, "b");
+        s[i].saved = 1;
+        s[i].unsaved = 0;
+    }
+    strcpy(s[3].checkpoint, "a");
+    struct moe_train_recovery d = choose(ALL);
+    assert_ok(moe_train_keep_copies(s, ALL, true, &d));
+    assert_int_equal(d.joiners, 8);
+    assert_string_equal(d.checkpoint, "b");
+    assert_int_equal(d.calls, 20);
+}
+
 static void a_member_that_has_missed_a_call_makes_the_group_go_back(void **state)
 {
     (void)state;
@@ -203,6 +221,7 @@ int main(void)
         cmocka_unit_test(a_call_that_a_lost_slot_may_have_answered_ends_the_lineage),
         cmocka_unit_test(a_lineage_that_only_some_have_begun_is_followed_by_another),
         cmocka_unit_test(a_new_process_waits_for_a_checkpoint_with_the_state),
+        cmocka_unit_test(a_process_that_has_read_a_checkpoint_in_vain_is_as_a_new_one),
         cmocka_unit_test(a_member_that_has_missed_a_call_makes_the_group_go_back),
         cmocka_unit_test(a_process_of_an_earlier_view_is_as_a_new_one),
     };
