@@ -445,24 +445,32 @@ static uint64_t leave_out_newcomers(const struct moe_membership *m, uint64_t abl
     return MOE_GUARD(NEWCOMERS_WAIT, !apart || all_are_saved(m, heirs)) ? able : heirs;
 }
 
+/* The view in force may end for one of these slots. A view that serves grows only: a member that
+ * cannot take part any more, but has not left, keeps it. */
+static bool may_grow(const struct moe_membership *m, uint64_t able)
+{
+    bool has_all = MOE_GUARD(GROWTH_KEEPS_MEMBERS, (m->view_live & ~able) == 0);
+    bool scaling = m->next.places != 0; /* would lose what its members have loaded */
+    return !m->restoring && !scaling && has_all;
+}
+
+/* As next_live, once a checkpoint has the state. */
 bool moe_membership__joiner_waits(const struct moe_membership *m)
 {
     uint64_t able = moe_membership__able_slots(m);
-    return m->trains && m->view_epoch != 0 && (able & ~m->view_live) != 0;
+    return m->trains && m->view_epoch != 0 && (able & ~m->view_live) != 0 && may_grow(m, able) &&
+           m->now_ns >= m->next_try_ns;
 }
 
-/* The slots of the view that should form now; 0 = none. A view that serves grows only: a member
- * that cannot take part any more, but has not left, keeps it. */
+/* The slots of the view that should form now; 0 = none. */
 static uint64_t next_live(const struct moe_membership *m)
 {
     uint64_t able = leave_out_newcomers(m, moe_membership__able_slots(m));
     if (!may_mask(m, able))
         return 0;
-    bool has_all = MOE_GUARD(GROWTH_KEEPS_MEMBERS, (m->view_live & ~able) == 0);
     bool changes = able != m->view_live || moe_membership__is_replaced(m);
-    bool scaling = m->next.places != 0; /* would lose what its members have loaded */
     if (m->view_epoch != 0)
-        return !m->restoring && !scaling && changes && has_all ? able : 0;
+        return changes && may_grow(m, able) ? able : 0;
     if (able != m->saved.places && !m->degraded && loading_slots(m) != 0)
         return 0; /* the group starts */
     return moe_membership__fenced(m) ? 0 : able;

@@ -14,7 +14,7 @@ uint64_t last_epoch, closed_stream, last_stream;
 struct moe_status closed_with;
 bool exited, disk_full;
 enum moe_log_level ended_level;
-bool trains;
+bool trains, trains_with_copies, answered_keep;
 uint32_t replicas;
 size_t heartbeat_answers;
 uint64_t answered_sequence;
@@ -59,6 +59,7 @@ void carry_out(void)
                 heartbeat_answers++;
                 answered_sequence = a.sequence;
                 answered_oldest_ms = a.oldest_ms;
+                answered_keep = a.keep;
             }
             if (a.message == MOE_MEMBERSHIP_PREPARE) {
                 last_epoch = a.epoch;
@@ -111,7 +112,7 @@ int setup(void **unused)
     memset(&disk, 0, sizeof disk);
     now = MOE_NS_PER_S;
     last_stream = 0;
-    exited = disk_full = trains = false;
+    exited = disk_full = trains = trains_with_copies = false;
     domain = 0;
     registered_session = 0;
     registered_tokens = 64;
@@ -155,6 +156,7 @@ uint64_t join_as(uint32_t id, uint64_t incarnation, const char *identity, int to
         .slot_token = slot_token,
         .max_tokens_per_step = 64,
         .trains = trains,
+        .trains_with_copies = trains_with_copies,
         .session = {registered_session, together_with(id), registered_tokens},
         .layers = &layer,
         .layer_count = 1};

@@ -25,11 +25,12 @@ extern size_t heartbeat_answers;
 extern uint64_t last_epoch, closed_stream, last_stream, answered_sequence;
 extern struct moe_status closed_with;
 extern uint32_t answered_oldest_ms;
+extern bool answered_keep;
 extern bool exited;
 extern enum moe_log_level ended_level; /* of the last end of an epoch */
 /* Of the next machine, write or Register. */
 extern uint32_t replicas, experts;
-extern bool disk_full, trains;
+extern bool disk_full, trains, trains_with_copies;
 extern uint32_t domain;             /* of READYs: slots that masks have together; 0: no masks */
 extern uint64_t last_session;       /* of the last PREPARE; 0 = a new one */
 extern uint64_t registered_session; /* epoch of the session that Registers tell of; 0 = none */

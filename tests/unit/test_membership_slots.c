@@ -380,6 +380,31 @@ static void copies_and_training_need_a_backend_for_both(void **unused)
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
 }
 
+/* Members of a view that trains hold changes back for a worker that waits, and no longer than it
+ * can take part: who leaves waits for calls that are held. */
+static void changes_are_held_for_a_worker_only_if_the_view_can_grow(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS], epoch;
+    trains = trains_with_copies = true;
+    create_with_copies();
+    serve(s);
+    lose(s, 2, 1);
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    assert_int_equal(group().live, 3);
+    heartbeat(s[0], 2);
+    assert_false(answered_keep);
+    loaded(join(2, 99));
+    heartbeat(s[0], 2);
+    assert_true(answered_keep);
+    struct moe_status st = moe_membership_drain(m, now, 1, "test", 0, true, &epoch);
+    assert_int_equal(st.code, MOE_OK);
+    carry_out();
+    heartbeat(s[0], 2);
+    assert_false(answered_keep);
+}
+
 static void a_reconnect_within_the_lease_costs_nothing(void **unused)
 {
     (void)unused;
@@ -679,6 +704,7 @@ int main(void)
         STORY(a_session_that_cannot_be_takes_no_mask),
         STORY(the_last_copy_is_drained_by_force_only),
         STORY(copies_and_training_need_a_backend_for_both),
+        STORY(changes_are_held_for_a_worker_only_if_the_view_can_grow),
         STORY(a_reconnect_within_the_lease_costs_nothing),
         STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
         STORY(a_living_worker_keeps_its_slot),
