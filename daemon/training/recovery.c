@@ -84,7 +84,7 @@ static uint64_t max_unsaved(const struct moe_train_digest *digests, uint64_t liv
 
 /* Epochs of two groups cannot be compared: a member of another group with another known state than
  * that of `best`; NULL if there is none. A process without a view in force has answered nothing:
- * what it has read for a view that failed keeps nobody apart. */
+ * what it has read for a view that failed does not set it apart. */
 static const struct moe_train_digest *find_apart(const struct moe_train_digest *digests,
                                                  uint64_t live, const struct moe_train_digest *best)
 {
