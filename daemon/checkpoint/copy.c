@@ -154,7 +154,8 @@ struct moe_status moe_checkpoint_copy_take(const struct moe_checkpoint_context *
     if (copy == NULL)
         return moe_ckpt__no_memory();
     MOE_TRY_GOTO(st, moe_ckpt__list_copied(c, &copy->tensors), fail);
-    qsort(copy->tensors.list, copy->tensors.count, sizeof *copy->tensors.list, compare);
+    if (copy->tensors.count > 0) /* another slot may write all that this one has copies of */
+        qsort(copy->tensors.list, copy->tensors.count, sizeof *copy->tensors.list, compare);
     MOE_TRY_GOTO(st, lay_out(c, copy, &floats), fail);
     MOE_TRY_GOTO(st, take_room(copy, floats), fail);
     MOE_TRY_GOTO(st, fill(c, copy, floats), fail);

@@ -36,7 +36,9 @@ WORKERS = min(4, DEVICES)
 MEMBER = WORKERS // 2  # not the sequencer
 FORMS_S = 20
 # Of a gap, on a busy machine. With its worker back, a group of GPUs forms a communicator.
-CEILING_S = (1.0, 1.0 if BACKEND == "cpu" else 5.0)
+# A sanitizer slows all processes down, and two cores run them all.
+SLOWER = 3.0 if is_sanitized() else 1.0
+CEILING_S = (SLOWER, SLOWER if BACKEND == "cpu" else 5.0)
 
 
 def gap_after(callers, begin):

@@ -153,13 +153,17 @@ class Faults(unittest.TestCase):
             Mixed(FAMILY, 2)
 
 
+PATIENT_MS = 10000  # a lease that no busy machine lets end
+
+
 class MixedLoad(unittest.TestCase):
     def test_forward_clients_go_on_during_training(self):
         """With every share, no call fails, no version decreases, and both sides make progress.
         tests/bench/while_training.py measures how long they wait for each other."""
         layer, x, dy = case()
         for share in ("0.1", "0.5"):
-            with training_group(FAMILY, 2, "--training-share", share) as g, Load() as load:
+            with training_group(FAMILY, 2, "--training-share", share,
+                                lease_ms=PATIENT_MS) as g, Load() as load:
                 load.forwards(8, g.endpoints, layer, x)
                 t = Trainer(g.endpoints[0])
                 routing = t.forward(layer, x)
@@ -175,7 +179,7 @@ class MixedLoad(unittest.TestCase):
     def test_a_request_of_many_steps_sees_one_version(self):
         """If an optimizer step comes between rows of a request, the rows are computed again."""
         layer, x, dy = case()
-        with training_group(FAMILY, 2, "--max-tokens-per-step", "64") as g:
+        with training_group(FAMILY, 2, "--max-tokens-per-step", "64", lease_ms=PATIENT_MS) as g:
             many = np.tile(x, (60, 1))  # 35 steps
             stop = threading.Event()
             mixed, versions, failures = [], set(), []
