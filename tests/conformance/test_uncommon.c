@@ -257,7 +257,7 @@ static struct moe_status find_limit(const struct tensors *t, const double *want,
         for (size_t i = 0; i < n; i++)
             x[i] = (float)row[i];
         MOE_TRY(forward(oracle, t, x, moved));
-        *limit += times * times * squares_between(t, moved, want) / DRAWS;
+        *limit += times * times * squares_between(t, moved, want) / (double)DRAWS;
         moe_oracle_destroy(oracle);
     }
     return moe_ok();

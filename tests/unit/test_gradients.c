@@ -146,7 +146,9 @@ static void a_lost_call_that_only_another_slot_has_recorded_is_counted(void **st
 static struct moe_status refusal_of(uint64_t lineage)
 {
     struct moe_call_exec x = {.call = {.kind = MOE_STEP_OPTIMIZER, .id = 99, .lineage = lineage}};
+    moe_mutex_lock(&test.train->lock);
     moe_train__judge(test.train, &x);
+    moe_mutex_unlock(&test.train->lock);
     return x.refusal;
 }
 
