@@ -162,6 +162,18 @@ static struct moe_status refuse(const struct moe_access_caller *caller,
                      method, needs, grant->who, has);
 }
 
+static struct moe_status check_roles(const struct moe_access_caller *caller,
+                                     const struct moe_access_policy *policy,
+                                     const struct moe_access_grant *grant)
+{
+    return (policy->roles & grant->roles) != 0 ? moe_ok() : refuse(caller, policy, grant);
+}
+
+static struct moe_status no_such_method(void)
+{
+    return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED, "no such method");
+}
+
 struct moe_status moe_access_decide(struct moe_access *a, const struct moe_access_caller *caller,
                                     const char *path, const char *token,
                                     struct moe_access_grant *grant)
@@ -187,7 +199,7 @@ struct moe_status moe_access_decide(struct moe_access *a, const struct moe_acces
         moe_mutex_unlock(&a->lock);
     }
     if (policy == NULL)
-        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED, "no such method");
+        return no_such_method();
     if (policy->public)
         return moe_ok();
     if (token == NULL)
@@ -196,16 +208,14 @@ struct moe_status moe_access_decide(struct moe_access *a, const struct moe_acces
                          "blank, and a token of printable characters");
     if (!known)
         return moe_error(MOE_UNAUTHENTICATED, MOE_REASON_NONE, "the token is not known here");
-    return (policy->roles & grant->roles) != 0 ? moe_ok() : refuse(caller, policy, grant);
+    return check_roles(caller, policy, grant);
 }
 
 struct moe_status moe_access_may_call(const struct moe_access_caller *caller,
                                       const struct moe_access_grant *grant, const char *path)
 {
     const struct moe_access_policy *policy = moe_access_policy_find(path);
-    if (policy == NULL)
-        return moe_error(MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED, "no such method");
-    return (policy->roles & grant->roles) != 0 ? moe_ok() : refuse(caller, policy, grant);
+    return policy == NULL ? no_such_method() : check_roles(caller, policy, grant);
 }
 
 static bool is_exempt(const struct moe_access *a, const char *who)
