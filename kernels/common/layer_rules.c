@@ -252,6 +252,15 @@ uint64_t moe_placement_slots_of(const struct moe_placement *p, uint32_t expert)
     return slots;
 }
 
+struct moe_status moe_placement_check_live(const struct moe_placement *p, uint64_t live)
+{
+    for (uint32_t e = 0; e < p->experts; e++)
+        if ((moe_placement_slots_of(p, e) & live) == 0)
+            return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
+                             "expert %u has no copy on a live slot", e);
+    return moe_ok();
+}
+
 bool moe_placement_has(const struct moe_placement *p, uint32_t expert, uint32_t slot)
 {
     for (uint32_t i = p->offset[expert]; i < p->offset[expert + 1]; i++)

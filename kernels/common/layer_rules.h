@@ -78,6 +78,10 @@ struct moe_status moe_placement_list_local(const struct moe_placement *placement
 
 /* The slots with a copy of the expert; bit s: slot s. */
 uint64_t moe_placement_slots_of(const struct moe_placement *placement, uint32_t expert);
+/* Whether each expert has a copy on one of the slots `live`. Errors:
+ * MOE_UNAVAILABLE/EXPERT_UNAVAILABLE. */
+struct moe_status moe_placement_check_live(const struct moe_placement *placement,
+                                           uint64_t live) MOE_CHECKED;
 
 #ifdef __cplusplus
 }

@@ -64,12 +64,7 @@ static struct moe_status check_placement(const struct moe_session_config *c,
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH,
                          "the layer was placed for slot %u of %u, the session has slot %u of %u",
                          slot, p->slots, c->slot, c->slots);
-    for (uint32_t e = 0; !c->partial && e < p->experts; e++) {
-        if ((moe_placement_slots_of(p, e) & c->live) == 0)
-            return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
-                             "expert %u has no copy on a live slot", e);
-    }
-    return moe_ok();
+    return c->partial ? moe_ok() : moe_placement_check_live(p, c->live);
 }
 
 struct moe_status moe_session_check_step(const struct moe_session_config *c,

@@ -260,11 +260,7 @@ struct moe_status moe_optimizer_check_live(const struct moe_session_config *sess
                                            const struct moe_placement *p, uint32_t slot)
 {
     MOE_TRY(check_slot(session, spec, p, slot));
-    for (uint32_t e = 0; e < p->experts; e++)
-        if ((moe_placement_slots_of(p, e) & session->live) == 0)
-            return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
-                             "expert %u has no copy on a live slot", e);
-    return moe_ok();
+    return moe_placement_check_live(p, session->live);
 }
 
 struct moe_status moe_optimizer_check_layer(const struct moe_session_config *session,
