@@ -455,6 +455,24 @@ static const struct moe_optimizer_args usual = {.learning_rate = 0.01,
                                                 .balance_rate = 0.01,
                                                 .number = 1};
 
+static void check_equal_tensors(struct bench b[2])
+{
+    const struct moe_layer_spec *spec = &b[0].layer->spec;
+    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
+        for (enum moe_train_tensor tensor = MOE_TRAIN_VALUE; tensor <= MOE_TRAIN_MOMENT2;
+             tensor++) {
+            struct moe_train_key key = {w, 2, MOE_PART_WEIGHT, tensor};
+            size_t rows, columns, count;
+            moe_weight_shape(spec, w, &rows, &columns);
+            if (rows == 0 || w == MOE_WEIGHT_SELECT_BIAS)
+                continue;
+            float *v[2] = {read_tensor(&b[0], key, &count), read_tensor(&b[1], key, &count)};
+            assert_memory_equal(v[0], v[1], count * sizeof(float));
+            free(v[0]);
+            free(v[1]);
+        }
+}
+
 static void the_number_of_threads_changes_no_bit(void **state)
 {
     (void)state;
@@ -471,19 +489,36 @@ static void the_number_of_threads_changes_no_bit(void **state)
     }
     assert_memory_equal(b[0].dx, b[1].dx, n * sizeof(float));
     assert_true(result[0].grad_norm == result[1].grad_norm && result[0].grad_norm > 0);
-    for (enum moe_weight w = 0; w < MOE_WEIGHT_COUNT; w++)
-        for (enum moe_train_tensor tensor = MOE_TRAIN_VALUE; tensor <= MOE_TRAIN_MOMENT2;
-             tensor++) {
-            struct moe_train_key key = {w, 2, MOE_PART_WEIGHT, tensor};
-            size_t rows, columns, count;
-            moe_weight_shape(&spec, w, &rows, &columns);
-            if (rows == 0 || w == MOE_WEIGHT_SELECT_BIAS)
-                continue;
-            float *v[2] = {read_tensor(&b[0], key, &count), read_tensor(&b[1], key, &count)};
-            assert_memory_equal(v[0], v[1], count * sizeof(float));
-            free(v[0]);
-            free(v[1]);
-        }
+    check_equal_tensors(b);
+    close_bench(&b[0]);
+    close_bench(&b[1]);
+}
+
+/* As a slot does that has missed the last exchange: from the squares of one that has not. */
+static void a_step_can_be_finished_from_the_squares_of_its_gradients(void **state)
+{
+    (void)state;
+    struct moe_layer_spec spec = wide_spec();
+    struct bench b[2];
+    struct moe_optimizer_result result[2];
+    struct moe_optimizer_args args = usual;
+    for (int i = 0; i < 2; i++)
+        b[i] = wide_bench(&spec, 2, MOE_OPTIMIZER_ADAMW);
+    copy_bench(&b[0], &b[1]);
+    for (args.number = 1; args.number <= 2; args.number++) {
+        for (int i = 0; i < 2; i++)
+            backward(&b[i], true);
+        result[0] = move(&b[0], &args);
+        must(training->optimizer_finish(&b[1].trainer, 1, &args, result[0].squares, &result[1]));
+        assert_true(result[0].grad_norm == result[1].grad_norm && result[0].grad_norm > 0);
+        check_equal_tensors(b);
+    }
+    for (int i = 0; i < 2; i++)
+        backward(&b[i], true);
+    must(training->optimizer_finish(&b[1].trainer, 1, &args, INFINITY, &result[1]));
+    assert_true(result[1].nonfinite);
+    must(training->zero_grad(b[0].trainer));
+    check_equal_tensors(b); /* it was skipped */
     close_bench(&b[0]);
     close_bench(&b[1]);
 }
@@ -656,6 +691,7 @@ int main(void)
         cmocka_unit_test(gradients_of_adapters_are_slopes_too),
         cmocka_unit_test(activations_have_their_derivatives_on_both_sides_of_their_limits),
         cmocka_unit_test(the_number_of_threads_changes_no_bit),
+        cmocka_unit_test(a_step_can_be_finished_from_the_squares_of_its_gradients),
         cmocka_unit_test(a_step_is_the_formula),
         cmocka_unit_test(a_gradient_that_is_not_finite_moves_nothing),
         cmocka_unit_test(frozen_parameters_do_not_change),

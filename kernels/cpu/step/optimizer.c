@@ -170,12 +170,14 @@ static double own_squares(const struct step *step, const struct moe_trainer *t,
     return sum;
 }
 
-static struct moe_status measure(const struct step *step, double *squares)
+/* The last that slots exchange: one that has the squares of all takes the step. */
+static struct moe_status measure(const struct step *step, double *squares, bool *can_finish)
 {
     double own = 0, all[MOE_MAX_SLOTS];
     for (size_t i = 0; i < step->count; i++)
         for (uint32_t p = 0; p < step->trainers[i]->params; p++)
             own += own_squares(step, step->trainers[i], &step->trainers[i]->param[p]);
+    *can_finish = true;
     MOE_TRY(moe_cpu_session_gather(step->session, &own, all, sizeof own));
     *squares = 0;
     for (uint32_t s = 0; s < step->session->config.slots; s++)
@@ -229,7 +231,8 @@ static struct moe_status optimize_all(const struct step *step, double squares,
                                       struct moe_optimizer_result *result)
 {
     double norm = sqrt(squares) * fabs(step->args->grad_scale);
-    *result = (struct moe_optimizer_result){.grad_norm = norm, .nonfinite = !isfinite(squares)};
+    *result = (struct moe_optimizer_result){
+        .grad_norm = norm, .nonfinite = !isfinite(squares), .squares = squares};
     for (size_t i = 0; i < step->count; i++) {
         struct moe_trainer *t = step->trainers[i];
         moe_activation_cache_drop(moe_cpu_device_activation_cache(t->layer->device), t->layer, 0);
@@ -250,14 +253,14 @@ static struct moe_status optimize_all(const struct step *step, double squares,
 static struct moe_status run(struct step *step, struct moe_optimizer_result *result)
 {
     struct moe_session *s = step->session;
-    double squares;
-    bool refused = false;
+    double squares = 0;
+    bool refused = false, can_finish = false;
     struct moe_status own = prepare(step), st = agree(step, &own, &refused);
     if (!moe_failed(&st))
         st = moe_cpu_reduce(s, step->piece, step->pieces);
     if (!moe_failed(&st))
-        st = measure(step, &squares);
-    *result = (struct moe_optimizer_result){.unchanged = moe_failed(&st)};
+        st = measure(step, &squares, &can_finish);
+    *result = (struct moe_optimizer_result){.unchanged = moe_failed(&st), .can_finish = can_finish};
     if (!moe_failed(&st))
         st = optimize_all(step, squares, result);
     if (moe_failed(&st) && !refused)
@@ -278,4 +281,15 @@ struct moe_status moe_cpu_optimizer_step(struct moe_session *session,
     free(step.piece);
     free(step.squares);
     return st;
+}
+
+struct moe_status moe_cpu_optimizer_finish(struct moe_trainer *const *trainers, size_t count,
+                                           const struct moe_optimizer_args *args, double squares,
+                                           struct moe_optimizer_result *result)
+{
+    const struct step step = {.trainers = trainers, .count = count, .args = args};
+    *result = (struct moe_optimizer_result){0};
+    for (size_t i = 0; i < count; i++)
+        MOE_TRY(moe_optimizer_check(trainers[i]->config.optimizer, args));
+    return optimize_all(&step, squares, result);
 }

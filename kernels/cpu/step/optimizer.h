@@ -5,10 +5,13 @@
 
 #include "cpu/training/trainer.h"
 
-/* Member of struct moe_training. */
+/* Members of struct moe_training. */
 struct moe_status moe_cpu_optimizer_step(struct moe_session *session,
                                          struct moe_trainer *const *trainers, size_t count,
                                          const struct moe_optimizer_args *args,
                                          struct moe_optimizer_result *result) MOE_CHECKED;
+struct moe_status moe_cpu_optimizer_finish(struct moe_trainer *const *trainers, size_t count,
+                                           const struct moe_optimizer_args *args, double squares,
+                                           struct moe_optimizer_result *result) MOE_CHECKED;
 
 #endif

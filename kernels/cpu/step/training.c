@@ -137,6 +137,7 @@ const struct moe_training moe_cpu_training = {
     .set_frozen = moe_cpu_set_frozen,
     .backward_enqueue = moe_cpu_backward_enqueue,
     .optimizer_step = moe_cpu_optimizer_step,
+    .optimizer_finish = moe_cpu_optimizer_finish,
     .retained_limit = retained_limit,
     .retained_drop = retained_drop,
     .retained_bytes = retained_bytes,

@@ -174,8 +174,11 @@ struct moe_optimizer_result {
     double grad_norm; /* after grad_scale, before clipping: over all layers and slots */
     bool nonfinite;   /* a gradient is NaN or infinite: gradients and counted loads are zero now,
                          nothing else has changed */
+    double squares;   /* of the gradients of all slots, before grad_scale */
     bool unchanged;   /* of a failure that is no refusal: weights and moments are as they were, and
                          gradients undefined (zero_grad). False: this slot may have taken it */
+    bool can_finish;  /* with `unchanged`: only the squares of other slots are missing. So others
+                         may have taken the step, and optimizer_finish can complete it here */
 };
 
 struct moe_training {
@@ -257,6 +260,13 @@ struct moe_training {
     struct moe_status (*optimizer_step)(struct moe_session *, struct moe_trainer *const *trainers,
                                         size_t count, const struct moe_optimizer_args *,
                                         struct moe_optimizer_result *result);
+    /* Completes a step that failed with `can_finish`, without a session. The same trainers and
+     * args; `squares` is the result of a slot that has taken it. Nothing that changes gradients may
+     * have been called since. The bits are those of the other slots. A failure leaves the trainers
+     * undefined. NULL: no step fails with `can_finish`. */
+    struct moe_status (*optimizer_finish)(struct moe_trainer *const *trainers, size_t count,
+                                          const struct moe_optimizer_args *, double squares,
+                                          struct moe_optimizer_result *result);
 
     /* Sets the largest device memory for retained activations, over all layers; 0, the initial
      * value, means none. Drops all retained activations. The first step that retains allocates the
