@@ -36,6 +36,10 @@ void moe_train_read_digest(struct moe_train *t, struct moe_train_digest *out)
     out->before = t->before;
     out->backward = t->backward;
     memcpy(out->backward_session, t->backward_session, sizeof t->backward_session);
+    out->change = t->change;
+    out->squares = t->squares;
+    out->only_recorded = t->only_recorded;
+    out->begun = t->begun.id;
     moe_mutex_unlock(&t->lock);
 }
 
@@ -66,12 +70,56 @@ static void keep_state(struct moe_train *t, const struct moe_train_recovery *r)
     if (r->loss == MOE_TRAIN_LOSS_NONE &&
         r->lineage != t->lineage) /* nothing is learnt yet, and a member is new */
         moe_train__begin_lineage(t, r->lineage, r->weights_version);
+    if (r->saved)
+        t->saved_calls = moe_ledger_count(t->ledger);
     if (t->unsaved == r->lost_steps && strcmp(t->checkpoint, r->checkpoint) == 0)
         return;
-    if (strcmp(t->checkpoint, r->checkpoint) != 0)
+    if (!r->saved && strcmp(t->checkpoint, r->checkpoint) != 0)
         t->saved_calls = 0;
     take_checkpoint(t, r);
     t->unsaved = r->lost_steps;
+}
+
+/* What was cut short here, as on the slots that have run it. */
+static struct moe_status run_begun(struct moe_train *t, const struct moe_train_recovery *r)
+{
+    struct moe_optimizer_args args = t->begun.optimizer;
+    struct moe_optimizer_result unused;
+    args.number = t->steps + 1;
+    switch (t->begun.kind) {
+    case MOE_STEP_OPTIMIZER:
+        MOE_TRY(t->config.backend->training->optimizer_finish(t->trainers, t->config.layer_count,
+                                                              &args, r->squares, &unused));
+        moe_mutex_lock(&t->lock);
+        moe_train__count_step(t, r->change.outcome.nonfinite);
+        moe_mutex_unlock(&t->lock);
+        return moe_ok();
+    case MOE_STEP_ZERO_GRAD:
+        MOE_TRY(moe_train__zero_grad(t));
+        moe_mutex_lock(&t->lock);
+        moe_train__drop_gradients(t);
+        moe_mutex_unlock(&t->lock);
+        return moe_ok();
+    default:
+        MOE_TRY(moe_train__set_frozen(t, t->begun.frozen));
+        t->frozen = t->begun.frozen;
+        return moe_ok();
+    }
+}
+
+/* Others have recorded a call that this slot lacks. After a failure the state is inconsistent. */
+static struct moe_status finish(struct moe_train *t, const struct moe_train_recovery *r)
+{
+    struct moe_status st = r->only_recorded ? moe_ok() : run_begun(t, r);
+    moe_mutex_lock(&t->lock);
+    t->inconsistent = moe_failed(&st);
+    t->squares = r->squares;
+    moe_train__record_change(t, &r->change, r->only_recorded ? MOE_TRAIN_RECORD : MOE_TRAIN_FINISH);
+    moe_mutex_unlock(&t->lock);
+    if (!moe_failed(&st))
+        moe_log_info("training: this worker has finished call %llu, which others had run",
+                     (unsigned long long)r->change.id);
+    return st;
 }
 
 /* The group keeps its weights, and goes on without gradients. */
@@ -185,8 +233,12 @@ void moe_train_note_problem(struct moe_train *t, const char *why)
 struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_recovery *r,
                                   uint32_t slot, uint32_t slots, uint64_t live)
 {
+    struct moe_status st = moe_ok();
     moe_train__end_copying(t);
+    if ((r->finishers >> slot & 1) != 0)
+        st = finish(t, r);
     moe_mutex_lock(&t->lock);
+    t->begun.id = 0;
     t->slot = slot;
     t->slots = slots;
     t->live = live;
@@ -195,10 +247,11 @@ struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_re
     if (!r->restart && !joins)
         keep_state(t, r);
     moe_mutex_unlock(&t->lock);
-    struct moe_status st = r->restart ? restart(t, r)
-                           : joins    ? join(t, r)
-                           : loses    ? lose_gradients(t, r)
-                                      : moe_ok();
+    if (!moe_failed(&st))
+        st = r->restart ? restart(t, r)
+             : joins    ? join(t, r)
+             : loses    ? lose_gradients(t, r)
+                        : moe_ok();
     /* After a restart here, another slot may still fail: what the last attempt met stays known. */
     if (moe_failed(&st) || !r->restart)
         moe_train_note_problem(t, moe_failed(&st) ? st.text : "");

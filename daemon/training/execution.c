@@ -116,32 +116,31 @@ static struct moe_status step_optimizer(struct moe_train *t, struct moe_session 
     struct moe_status st = t->config.backend->training->optimizer_step(
         session, t->trainers, t->config.layer_count, &args, &result);
     x->unchanged = moe_failed(&st) && result.unchanged;
+    x->can_finish = moe_failed(&st) && result.can_finish;
     if (moe_failed(&st))
         return agree_on_refusal(t, session, st, &x->refusal);
     moe_mutex_lock(&t->lock);
     o->backwards = t->backwards;
     o->number = result.grad_norm;
     o->nonfinite = result.nonfinite;
-    moe_train__drop_gradients(t);
-    t->steps += !result.nonfinite;
-    t->unsaved += !result.nonfinite;
-    t->weights_version += !result.nonfinite;
+    t->squares = result.squares;
+    moe_train__count_step(t, result.nonfinite);
     moe_mutex_unlock(&t->lock);
     moe_train__log_stepped(t, x->call.id, begun_ns, result.nonfinite);
     return moe_ok();
 }
 
-/* A slot answers only once all have begun the call: if it is lost then, the others know that there
- * was one. */
+/* A slot runs the call only once all have begun it: if it is lost then, the others know that there
+ * was one; and those that still wait for it can finish the call. */
 static struct moe_status meet(struct moe_train *t, struct moe_session *session,
                               struct moe_call_exec *x)
 {
     uint64_t all[MOE_MAX_SLOTS];
     if (!t->config.backend->training->live_copies)
         return moe_ok();
-    x->unchanged = true;
+    x->unchanged = x->can_finish = true;
     MOE_TRY(t->config.backend->session_exchange(session, &x->epoch, all, sizeof x->epoch));
-    x->unchanged = false;
+    x->unchanged = x->can_finish = false;
     return moe_ok();
 }
 

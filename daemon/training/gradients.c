@@ -16,7 +16,30 @@ void moe_train__record_backward(struct moe_train *t, const char *session,
     memset(t->backward_session, 0, sizeof t->backward_session);
     strncpy(t->backward_session, session, MOE_TRAINING_NAME_MAX);
     t->backwards += (uint32_t)call->outcome.backwards;
+    t->change.id = 0; /* another call came after it */
     moe_ledger_record_pending(t->ledger, session, call);
+}
+
+enum moe_train_missed moe_train__missed(const struct moe_train_call *call)
+{
+    switch (call->kind) {
+    case MOE_STEP_OPTIMIZER:
+    case MOE_STEP_ZERO_GRAD:
+    case MOE_STEP_SET_FROZEN: return MOE_TRAIN_FINISH;
+    case MOE_STEP_SAVE: return MOE_TRAIN_RECORD;
+    case MOE_STEP_EXPORT: return call->merge ? MOE_TRAIN_LOST : MOE_TRAIN_RECORD;
+    default: return MOE_TRAIN_LOST;
+    }
+}
+
+void moe_train__record_change(struct moe_train *t, const struct moe_ledger_call *call,
+                              enum moe_train_missed missed)
+{
+    t->before = moe_ledger_hash(t->ledger);
+    t->backward.id = 0; /* another call came after it */
+    t->change = missed != MOE_TRAIN_LOST ? *call : (struct moe_ledger_call){0};
+    t->only_recorded = missed == MOE_TRAIN_RECORD;
+    moe_ledger_record(t->ledger, "", call);
 }
 
 void moe_train__drop_gradients(struct moe_train *t)
@@ -25,7 +48,7 @@ void moe_train__drop_gradients(struct moe_train *t)
     t->gradients = t->unsettled = 0;
     t->undefined = t->gradients_lost = false;
     t->backwards = 0;
-    t->backward = (struct moe_ledger_call){0};
+    t->backward = t->change = (struct moe_ledger_call){0};
 }
 
 bool moe_train__is_saved(const struct moe_train *t)
@@ -54,6 +77,8 @@ void moe_train__cut_short(struct moe_train *t, const struct moe_call_exec *x)
         return;
     t->undefined = t->undefined || backward || c->kind == MOE_STEP_OPTIMIZER;
     t->unsettled |= backward ? 0 : t->live;
+    if (x->can_finish && moe_train__missed(c) == MOE_TRAIN_FINISH)
+        t->begun = *c;
     struct moe_ledger_outcome o = {.epoch = x->epoch};
     if (backward)
         moe_train__record(t, c, x->origin, &o);

@@ -20,14 +20,23 @@ static bool one_behind(const struct moe_train_digest *b, const struct moe_train_
     return a->backward.id != 0 && b->calls + 1 == a->calls && b->record == a->before;
 }
 
-/* The same weights, masters, moments and settings; the same calls, but perhaps for one Backward. */
+/* `b` lacks the change that `a` recorded last, and can finish it. */
+static bool can_finish(const struct moe_train_digest *b, const struct moe_train_digest *a)
+{
+    bool same_weights = a->only_recorded != 0 && b->weights_version == a->weights_version;
+    return a->change.id != 0 && (same_weights || b->begun == a->change.id) &&
+           b->lineage == a->lineage && b->calls + 1 == a->calls && b->record == a->before;
+}
+
+/* The same weights, masters, moments and settings; the same calls, but perhaps for one Backward, or
+ * for a change that one of them can finish. */
 static bool same_weights(const struct moe_train_digest *a, const struct moe_train_digest *b)
 {
     bool same_calls = a->calls == b->calls && a->record == b->record;
-    return a->lineage != 0 && b->lineage != 0 && related(a, b) &&
-           a->weights_version == b->weights_version &&
-           (same_calls || one_behind(a, b) || one_behind(b, a)) && a->inconsistent == 0 &&
-           b->inconsistent == 0;
+    bool same = a->weights_version == b->weights_version &&
+                (same_calls || one_behind(a, b) || one_behind(b, a));
+    return a->lineage != 0 && b->lineage != 0 && related(a, b) && a->inconsistent == 0 &&
+           b->inconsistent == 0 && (same || can_finish(a, b) || can_finish(b, a));
 }
 
 /* 1, 0 or -1: a > b, a == b, a < b. */
@@ -161,14 +170,16 @@ static bool are_older(const struct moe_train_digest *digests, uint64_t slots, ui
     return true;
 }
 
-/* What members with the same weights have lost together. */
-static enum moe_train_loss find_loss(const struct moe_train_digest *digests, uint64_t live)
+/* What members with the same weights have lost together. Those that finish a change are then as the
+ * others are. */
+static enum moe_train_loss find_loss(const struct moe_train_digest *digests, uint64_t live,
+                                     uint64_t finishers)
 {
-    const struct moe_train_digest *first = &digests[__builtin_ctzll(live)];
+    const struct moe_train_digest *first = &digests[__builtin_ctzll(live & ~finishers)];
     enum moe_train_loss loss = MOE_TRAIN_LOSS_NONE;
     for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
         const struct moe_train_digest *d = &digests[s];
-        if ((live >> s & 1) == 0)
+        if (((live & ~finishers) >> s & 1) == 0)
             continue;
         bool whole = MOE_GUARD(ALL_PARTS_ARE_THERE, (d->gradients & ~live) == 0) &&
                      MOE_GUARD(GRADIENTS_ARE_WHOLE, d->undefined == 0);
@@ -205,7 +216,13 @@ static void keep(const struct moe_train_digest *digests, uint64_t live, uint64_t
                  struct moe_train_recovery *out)
 {
     const struct moe_train_digest *furthest = find_furthest(digests, live);
-    out->loss = find_loss(digests, live);
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
+        if ((live >> s & 1) != 0 && can_finish(&digests[s], furthest))
+            out->finishers |= UINT64_C(1) << s;
+    out->change = furthest->change;
+    out->squares = furthest->squares;
+    out->only_recorded = furthest->only_recorded != 0;
+    out->loss = find_loss(digests, live, out->finishers);
     out->calls = furthest->calls;
     out->record = furthest->record;
     if (out->loss == MOE_TRAIN_LOSS_NONE)
@@ -276,6 +293,8 @@ struct moe_status moe_train_choose_recovery(const struct moe_train_digest *diges
     out->explicit_load = best->explicit_load != 0;
     if (find_heirs(digests, live, find_furthest(digests, live)) == live) {
         keep(digests, live, lineage, out);
+        out->saved =
+            best->saved != 0 && best->calls == out->calls && out->loss == MOE_TRAIN_LOSS_NONE;
         return moe_ok();
     }
     const struct moe_train_digest *apart = find_apart(digests, live, best);
@@ -288,7 +307,7 @@ struct moe_status moe_train_choose_recovery(const struct moe_train_digest *diges
     const struct moe_train_digest *latest = find_latest(digests, live);
     out->heirs = latest != NULL ? find_heirs(digests, live, latest) : 0;
     out->saved = out->heirs != 0 && latest->saved != 0 &&
-                 find_loss(digests, out->heirs) == MOE_TRAIN_LOSS_NONE;
+                 find_loss(digests, out->heirs, 0) == MOE_TRAIN_LOSS_NONE;
     out->older = latest != NULL && are_older(digests, live & ~out->heirs, latest->epoch);
     out->by_choice = named != NULL;
     out->weights_version = version + 1;

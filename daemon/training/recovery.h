@@ -38,6 +38,15 @@ struct moe_train_digest {
     uint64_t before;
     struct moe_ledger_call backward; /* id 0 = none */
     char backward_session[MOE_TRAINING_NAME_MAX + 8];
+    /* The same for an OptimizerStep, a ZeroGrad, a SetFrozen, and a Save or Export that leaves the
+     * weights as they are. `squares`: of an OptimizerStep, as in struct moe_optimizer_result. */
+    struct moe_ledger_call change;
+    double squares;
+    uint64_t only_recorded; /* 1: `change` is of the last two kinds */
+    /* Id of a call of the first three kinds that was cut short here as it waited for other slots
+     * only: this slot can finish it. 0 = none. A slot that has run it has had what all bring to it.
+     */
+    uint64_t begun;
 };
 
 /* Why clients of the lineage before have to look at the state. */
@@ -63,11 +72,18 @@ struct moe_train_recovery {
     uint64_t calls, record;          /* of the ledger, before that */
     struct moe_ledger_call backward; /* for a ledger with one call less */
     char backward_session[MOE_TRAINING_NAME_MAX + 8];
-    /* With `restart`: slots with the state that the group had last, and whether their checkpoint
-     * has it. `by_choice`: an operator wants to go back. */
+    /* Without `restart`: slots that first finish `change`, which the others have run, or only
+     * record it. */
+    uint64_t finishers;
+    bool only_recorded;
+    struct moe_ledger_call change;
+    double squares;
+    bool saved; /* `checkpoint` has the state of all members, or with `restart` of the heirs */
+    /* With `restart`: slots with the state that the group had last. `by_choice`: an operator wants
+     * to go back. */
     uint64_t heirs;
     bool older; /* all others are of earlier views, or new */
-    bool saved, by_choice;
+    bool by_choice;
     uint64_t joiners; /* slots that read `checkpoint`, while the others keep the same state */
 };
 

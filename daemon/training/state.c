@@ -65,6 +65,14 @@ void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t ve
     moe_pass_store_clear(t->answers);
 }
 
+void moe_train__count_step(struct moe_train *t, bool nonfinite)
+{
+    moe_train__drop_gradients(t);
+    t->steps += !nonfinite;
+    t->unsaved += !nonfinite;
+    t->weights_version += !nonfinite;
+}
+
 void moe_train__set_checkpoint(struct moe_train *t, const char *name)
 {
     memset(t->checkpoint, 0, sizeof t->checkpoint);
@@ -87,6 +95,5 @@ void moe_train__record(struct moe_train *t, const struct moe_train_call *call, u
         moe_train__record_backward(t, call->session, &entry);
         return;
     }
-    t->backward.id = 0; /* another call came after it */
-    moe_ledger_record(t->ledger, call->session, &entry);
+    moe_train__record_change(t, &entry, moe_train__missed(call));
 }

@@ -56,10 +56,14 @@ struct moe_train {
     bool undefined;
     struct moe_ledger_call backward;
     char backward_session[MOE_TRAINING_NAME_MAX + 1];
-    uint64_t saved_calls;     /* of the ledger, when `checkpoint` had this state; 0 = never */
-    enum moe_train_loss loss; /* of the lineage `earlier` */
-    bool gradients_lost;      /* and no step or ZeroGrad has been run since */
-    uint64_t lost_total;      /* also those that are not in `lost` */
+    struct moe_ledger_call change;
+    double squares;
+    bool only_recorded;
+    struct moe_train_call begun; /* id 0 = none */
+    uint64_t saved_calls;        /* of the ledger, when `checkpoint` had this state; 0 = never */
+    enum moe_train_loss loss;    /* of the lineage `earlier` */
+    bool gradients_lost;         /* and no step or ZeroGrad has been run since */
+    uint64_t lost_total;         /* also those that are not in `lost` */
     uint32_t lost_count;
     struct moe_train_micro_batch lost[MOE_TRAIN_LOST_MAX]; /* Backward calls to send again */
     struct moe_train_job *job; /* the Save, Load or Export under way; NULL = none */
@@ -105,6 +109,7 @@ struct moe_call_exec {
     bool settles;                   /* with `run`: the calls that wait end with this execution */
     bool changes;                   /* until its end the state may be half changed */
     bool unchanged;                 /* but weights and settings are still as before */
+    bool can_finish;                /* and it only waits for other slots, which may have run it */
     uint64_t origin, epoch;         /* of the ticket */
     uint64_t weights_version;       /* as it began */
     struct moe_status refusal;      /* why it does not run; or all slots refuse, without effect */
@@ -130,6 +135,8 @@ void moe_train__set_checkpoint(struct moe_train *t, const char *name) MOE_REQUIR
 void moe_train__record(struct moe_train *t, const struct moe_train_call *call, uint64_t origin,
                        struct moe_ledger_outcome *outcome) MOE_REQUIRES(t->lock);
 struct moe_status moe_train__out_of_memory(void) MOE_CHECKED;
+/* The trainers have taken a step, or skipped it: its gradients are gone, and it counts. */
+void moe_train__count_step(struct moe_train *t, bool nonfinite) MOE_REQUIRES(t->lock);
 
 /* ---------------------------------------------------------------------- metrics.c */
 
@@ -179,6 +186,17 @@ void moe_train__end_jobs(void *train);
 /* Into the ledger, pending; counted if it has gradients (outcome.backwards). */
 void moe_train__record_backward(struct moe_train *t, const char *session,
                                 const struct moe_ledger_call *call) MOE_REQUIRES(t->lock);
+/* What a slot does that lacks a call which the others have recorded. */
+enum moe_train_missed {
+    MOE_TRAIN_LOST,   /* nothing: its state is another one */
+    MOE_TRAIN_FINISH, /* it finishes what it has begun */
+    MOE_TRAIN_RECORD, /* it records the call, which has changed no weights */
+};
+/* Of a call of the sequence of all sessions. */
+enum moe_train_missed moe_train__missed(const struct moe_train_call *call);
+/* Such a call, into the ledger. */
+void moe_train__record_change(struct moe_train *t, const struct moe_ledger_call *call,
+                              enum moe_train_missed missed) MOE_REQUIRES(t->lock);
 /* A step has used the gradients, or a call has dropped them. */
 void moe_train__drop_gradients(struct moe_train *t) MOE_REQUIRES(t->lock);
 /* `checkpoint` has this state, with all records. */

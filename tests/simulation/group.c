@@ -335,7 +335,10 @@ static void send_digest(struct world *w, struct slot *s)
                                    .unsettled = s->unsettled,
                                    .saved = is_saved(s),
                                    .before = s->before,
-                                   .backward = s->backward};
+                                   .backward = s->backward,
+                                   .change = s->change,
+                                   .only_recorded = s->only_recorded,
+                                   .begun = s->begun_op != 0 ? w->ops[s->begun_op].id : 0};
     memcpy(d->backward_session, s->backward_session, sizeof d->backward_session);
     name_checkpoint(s->checkpoint, d->checkpoint);
     post(w, e, 1 + rnd(w, 10));
@@ -353,6 +356,9 @@ static void adopt(struct world *w, struct slot *s)
         return;
     }
     bool joins = (d->joiners >> s->index & 1) != 0;
+    if ((d->finishers >> s->index & 1) != 0)
+        finish_op(w, s, d);
+    s->begun_op = 0;
     if (d->restart) {
         w->totals.lost_states += s->index == 0;
         restart_state(w, s, d);
@@ -370,7 +376,9 @@ static void adopt(struct world *w, struct slot *s)
     }
     if (!d->restart) {
         s->unsettled = 0; /* all members of that view are here, and none has answered the call */
-        if (s->checkpoint != checkpoint_named(d->checkpoint))
+        if (d->saved)
+            s->saved_calls = moe_ledger_count(s->ledger);
+        else if (s->checkpoint != checkpoint_named(d->checkpoint))
             s->saved_calls = 0;
         s->checkpoint = checkpoint_named(d->checkpoint);
         s->checkpoint_explicit_load = d->explicit_load;
@@ -385,12 +393,29 @@ static void adopt(struct world *w, struct slot *s)
     post(w, e, 1 + rnd(w, d->restart || joins ? 20 : 5));
 }
 
+/* Whatever was cut short, the members of a view have all that was answered in it. */
+static void check_members_stay(struct world *w, const struct slot *s)
+{
+    const struct moe_train_digest *first = NULL;
+    bool members = true;
+    for (uint32_t i = 0; i < w->slot_count; i++) {
+        const struct moe_train_digest *d = &w->coordinator.digests[i];
+        if ((s->forming_live >> i & 1) == 0)
+            continue;
+        first = first != NULL ? first : d;
+        members = members && d->epoch != 0 && d->epoch == first->epoch &&
+                  d->lineage == first->lineage && d->inconsistent == 0;
+    }
+    check(w, !members || !s->adopting.restart, "members of a view do not go back together");
+}
+
 static void decide(struct world *w, struct slot *s)
 {
     const struct moe_train_digest *digests = w->coordinator.digests;
     uint64_t live = s->forming_live;
     struct moe_status st = moe_train_choose_recovery(digests, live, &s->adopting);
     check(w, !moe_failed(&st), "a group can always decide from where to go on");
+    check_members_stay(w, s);
     st = moe_train_keep_copies(digests, live, covers(w, s->adopting.heirs), &s->adopting);
     if (!moe_failed(&st)) {
         adopt(w, s);

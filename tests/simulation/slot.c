@@ -230,9 +230,31 @@ static void record_backward(struct world *w, struct slot *s, uint16_t op,
                             const struct moe_ledger_call *entry)
 {
     s->before = moe_ledger_hash(s->ledger);
+    s->change = (struct moe_ledger_call){0};
     s->backward = *entry;
     strcpy(s->backward_session, session_of(w, op));
     moe_ledger_record_pending(s->ledger, s->backward_session, entry);
+}
+
+static bool can_be_finished(enum op_kind kind)
+{
+    return kind == OP_STEP || kind == OP_ZERO;
+}
+
+static void record_change(struct world *w, struct slot *s, uint16_t op,
+                          const struct moe_ledger_call *entry)
+{
+    s->before = moe_ledger_hash(s->ledger);
+    s->backward = s->change = (struct moe_ledger_call){0};
+    moe_ledger_record(s->ledger, session_of(w, op), entry);
+    s->only_recorded = w->ops[op].kind == OP_SAVE || w->ops[op].kind == OP_EXPORT;
+    if (s->only_recorded || can_be_finished(w->ops[op].kind))
+        s->change = *entry;
+    if (!can_be_finished(w->ops[op].kind))
+        return;
+    moe_ledger_settle(s->ledger);
+    s->gradient_slots = 0;
+    s->open = false;
 }
 
 void record_op(struct world *w, struct slot *s, uint16_t op, uint32_t origin,
@@ -246,22 +268,42 @@ void record_op(struct world *w, struct slot *s, uint16_t op, uint32_t origin,
         entry.outcome.weights_version = s->state.version;
         entry.outcome.steps = s->state.steps;
     }
-    s->backward = (struct moe_ledger_call){0};
-    if (w->ops[op].kind == OP_BACKWARD) {
-        record_backward(w, s, op, &entry);
-        s->gradient_slots |= s->live;
+    if (w->ops[op].kind != OP_BACKWARD) {
+        record_change(w, s, op, &entry);
         return;
     }
-    moe_ledger_record(s->ledger, session_of(w, op), &entry);
-    if (w->ops[op].kind == OP_STEP || w->ops[op].kind == OP_ZERO) {
-        moe_ledger_settle(s->ledger);
-        s->gradient_slots = 0;
-        s->open = false;
+    record_backward(w, s, op, &entry);
+    s->gradient_slots |= s->live;
+}
+
+/* The operation that a record is of. */
+static uint16_t op_of(const struct world *w, const struct moe_ledger_call *entry)
+{
+    for (uint16_t i = 1; i < w->op_count; i++) {
+        const struct op *op = &w->ops[i];
+        if (op->id == entry->id && op->kind != OP_BACKWARD &&
+            memcmp(&op->content, &entry->content, sizeof op->content) == 0)
+            return i;
     }
+    return 0;
+}
+
+void finish_op(struct world *w, struct slot *s, const struct moe_train_recovery *d)
+{
+    uint16_t op = d->only_recorded ? op_of(w, &d->change) : s->begun_op;
+    check(w, op != 0 && op == op_of(w, &d->change), "a slot finishes what the others have run");
+    if (w->broken != NULL)
+        return;
+    TRACE(w, "slot %u finishes %s #%u", s->index, op_names[w->ops[op].kind], op);
+    s->undefined = s->undefined && d->only_recorded;
+    apply(w, s, op);
+    record_change(w, s, op, &d->change);
+    w->totals.finished++;
 }
 
 /* A Backward may have run on another slot: its record is there, and its gradients are undefined.
- * Any other call leaves the state as it was, and another slot may have answered it. */
+ * Any other call leaves the state as it was, and another slot may have answered it. A slot that has
+ * run it has had the shares of all: so a step can be finished here. */
 void abandon_op(struct world *w, struct slot *s, uint16_t op, uint32_t origin)
 {
     const struct moe_ledger_call entry = {.id = w->ops[op].id,
@@ -276,6 +318,7 @@ void abandon_op(struct world *w, struct slot *s, uint16_t op, uint32_t origin)
         record_backward(w, s, op, &entry);
     else
         s->unsettled |= s->live;
+    s->begun_op = can_be_finished(kind) ? op : 0;
 }
 
 static void answer_repeat(struct world *w, struct slot *s, struct call *c)

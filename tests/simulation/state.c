@@ -102,7 +102,7 @@ void forget_gradients(struct slot *s)
     s->part_count = 0;
     s->undefined = false;
     s->state.gradients = s->state.backwards = 0;
-    s->backward = (struct moe_ledger_call){0};
+    s->backward = s->change = (struct moe_ledger_call){0};
 }
 
 void apply(struct world *w, struct slot *s, uint16_t op)

@@ -209,8 +209,10 @@ struct slot {
     bool lost_call; /* `earlier` has lost more than gradients */
     bool open;      /* gradients are lost, and no step has named the lineage since */
     bool joiner;    /* one waits */
-    struct moe_ledger_call backward;
+    struct moe_ledger_call backward, change;
     char backward_session[MOE_TRAINING_NAME_MAX + 8];
+    bool only_recorded;
+    uint16_t begun_op;         /* can be finished here; 0 = none */
     uint64_t saved_calls;      /* of the ledger, when `checkpoint` had this state; 0 = never */
     uint16_t parts[PARTS_MAX]; /* Backward calls with gradients here, since the last step */
     uint32_t part_count;
@@ -260,7 +262,7 @@ struct client {
 
 struct totals {
     uint64_t inputs, crashes, links, views, restarts, answers, repeats, jobs, orphans, lost_states,
-        without_copy, called_off, smaller_views, lost_gradients, joins;
+        without_copy, called_off, smaller_views, lost_gradients, joins, finished;
 };
 
 struct world {
@@ -357,6 +359,8 @@ void end_call(struct world *w, struct slot *s, struct call *c, const struct moe_
 void record_op(struct world *w, struct slot *s, uint16_t op, uint32_t origin,
                const struct moe_ledger_outcome *outcome);
 const char *session_of(const struct world *w, uint16_t op);
+/* Others have run a call that this slot lacks. */
+void finish_op(struct world *w, struct slot *s, const struct moe_train_recovery *d);
 /* The changes of the state that an end of a view has cut short. */
 void abandon_op(struct world *w, struct slot *s, uint16_t op, uint32_t origin);
 void hold_changes(struct slot *s);

@@ -272,6 +272,110 @@ static void a_pass_without_gradients_is_taken_back_and_not_to_be_sent_again(void
     assert_int_equal(look(3), MOE_LEDGER_NEW);
 }
 
+/* Slot 1 has run the call that was cut short here, with this outcome. */
+static void learn_that_slot_1_has_run(const struct moe_train_call *call,
+                                      struct moe_ledger_outcome outcome)
+{
+    struct moe_train_digest d[2];
+    struct moe_train_recovery r;
+    d[0] = d[1] = digest_now();
+    outcome.lineage = d[0].lineage;
+    outcome.weights_version = d[0].weights_version + (call->kind == MOE_STEP_OPTIMIZER);
+    const struct moe_ledger_call entry = {
+        .id = call->id, .content = call->content, .origin = 1, .outcome = outcome};
+    struct moe_ledger *copy; /* for the hash with that call */
+    assert_ok(moe_ledger_copy(test.train->ledger, &copy));
+    moe_ledger_record(copy, "", &entry);
+    d[1].before = d[1].record;
+    d[1].record = moe_ledger_hash(copy);
+    moe_ledger_destroy(copy);
+    d[1].calls++;
+    d[1].weights_version = outcome.weights_version;
+    d[1].change = entry;
+    d[1].only_recorded = call->kind == MOE_STEP_SAVE;
+    d[1].squares = 6.25;
+    d[1].gradients = d[1].undefined = d[1].unsettled = 0;
+    assert_ok(moe_train_choose_recovery(d, 3, &r));
+    assert_false(r.restart);
+    assert_int_equal(r.loss, MOE_TRAIN_LOSS_NONE);
+    assert_ok(moe_train_adopt(test.train, &r, 0, 2, 3));
+    assert_int_equal(digest_now().record, d[1].record);
+    assert_int_equal(digest_now().calls, d[1].calls);
+    assert_int_equal(digest_now().begun, 0);
+    assert_int_equal(digest_now().change.id, call->id); /* and tells a slot that lacks it */
+    assert_int_equal(moe_ledger_look(test.train->ledger, "", call->id, &call->content, NULL),
+                     MOE_LEDGER_REPEAT);
+}
+
+static void an_optimizer_step_that_others_have_taken_is_finished(void **state)
+{
+    static const uint64_t ids[] = {1};
+    struct moe_call_exec x = {.call = {.kind = MOE_STEP_OPTIMIZER, .id = 4}};
+    uint64_t lineage = state_now().lineage, version = state_now().weights_version;
+    (void)state;
+    run_backwards(ids, 1);
+    script.aborted = true;
+    assert_refused(begin(&x), MOE_ABORTED, MOE_REASON_ABORTED);
+    cut_short(&x);
+    assert_int_equal(digest_now().begun, 4);
+    assert_int_equal(digest_now().undefined, 1);
+    learn_that_slot_1_has_run(
+        &x.call, (struct moe_ledger_outcome){.steps = 1, .backwards = 1, .number = 2.5});
+    assert_int_equal(script.finished_steps, 1);
+    assert_true(script.squares == 6.25);
+    assert_int_equal(state_now().lineage, lineage);
+    assert_int_equal(state_now().weights_version, version + 1);
+    assert_int_equal(state_now().steps, 1);
+    assert_int_equal(state_now().backwards, 0);
+    assert_int_equal(digest_now().undefined, 0);
+    assert_int_equal(digest_now().gradients, 0);
+}
+
+static void a_zero_grad_and_a_new_frozen_set_that_others_have_run_are_finished(void **state)
+{
+    static const uint64_t ids[] = {1};
+    struct moe_call_exec zero = {.call = {.kind = MOE_STEP_ZERO_GRAD, .id = 4}};
+    struct moe_call_exec freeze = {.call = {.kind = MOE_STEP_SET_FROZEN, .id = 5, .frozen = 2}};
+    (void)state;
+    run_backwards(ids, 1);
+    script.aborted = true;
+    assert_refused(begin(&zero), MOE_ABORTED, MOE_REASON_ABORTED);
+    cut_short(&zero);
+    int before = script.zero_grads;
+    learn_that_slot_1_has_run(&zero.call, (struct moe_ledger_outcome){.backwards = 1});
+    assert_int_equal(script.zero_grads, before + 1);
+    assert_int_equal(state_now().backwards, 0);
+    assert_refused(begin(&freeze), MOE_ABORTED, MOE_REASON_ABORTED);
+    cut_short(&freeze);
+    learn_that_slot_1_has_run(&freeze.call, (struct moe_ledger_outcome){0});
+    assert_int_equal(state_now().frozen, 2);
+}
+
+/* This slot learns of it like of a Backward. */
+static void a_save_that_others_have_recorded_is_recorded(void **state)
+{
+    const struct moe_train_call save = {.kind = MOE_STEP_SAVE, .id = 4};
+    uint64_t lineage = state_now().lineage;
+    (void)state;
+    learn_that_slot_1_has_run(&save, (struct moe_ledger_outcome){.bytes = 100});
+    assert_int_equal(state_now().lineage, lineage);
+    assert_int_equal(script.finished_steps, 0);
+}
+
+/* No slot has run it: it has not happened, and can be sent again. */
+static void a_call_that_nobody_has_run_is_not_finished(void **state)
+{
+    struct moe_call_exec x = {.call = {.kind = MOE_STEP_OPTIMIZER, .id = 4}};
+    (void)state;
+    script.aborted = true;
+    assert_refused(begin(&x), MOE_ABORTED, MOE_REASON_ABORTED);
+    cut_short(&x);
+    assert_int_equal(lose_slot_1().loss, MOE_TRAIN_LOSS_CALL);
+    assert_int_equal(script.finished_steps, 0);
+    assert_int_equal(digest_now().begun, 0);
+    assert_int_equal(state_now().steps, 0);
+}
+
 #define with_copies(name) cmocka_unit_test_setup_teardown(name, open_copies, close_engine)
 
 int main(void)
@@ -286,6 +390,10 @@ int main(void)
         with_copies(a_loss_of_gradients_does_not_hide_a_lost_call),
         with_copies(a_pass_without_gradients_that_is_cut_short_has_not_happened),
         with_copies(a_pass_without_gradients_is_taken_back_and_not_to_be_sent_again),
+        with_copies(an_optimizer_step_that_others_have_taken_is_finished),
+        with_copies(a_zero_grad_and_a_new_frozen_set_that_others_have_run_are_finished),
+        with_copies(a_save_that_others_have_recorded_is_recorded),
+        with_copies(a_call_that_nobody_has_run_is_not_finished),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -95,6 +95,62 @@ static void the_others_learn_a_backward_that_only_some_have_recorded(void **stat
     assert_true(choose(SURVIVORS).restart);
 }
 
+/* Slots 0 and 1 have run a call, and slot 2 was cut short in it. */
+static void run_on_two(uint64_t weights_version)
+{
+    for (int i = 0; i < 2; i++) {
+        s[i].before = s[i].record;
+        s[i].calls++;
+        s[i].record = 99;
+        s[i].weights_version = weights_version;
+        s[i].change = (struct moe_ledger_call){.id = 9};
+        s[i].squares = 2.5;
+    }
+    s[2].gradients = s[2].unsettled = ALL;
+    s[2].undefined = 1;
+}
+
+static void a_slot_finishes_a_call_that_others_have_run(void **state)
+{
+    (void)state;
+    begin();
+    run_on_two(7);
+    assert_true(choose(SURVIVORS).restart); /* it has not all that it needs */
+    s[2].begun = 8;
+    assert_true(choose(SURVIVORS).restart);
+    s[2].begun = 9;
+    struct moe_train_recovery d = choose(SURVIVORS);
+    assert_false(d.restart);
+    assert_int_equal(d.loss, MOE_TRAIN_LOSS_NONE);
+    assert_int_equal(d.lineage, 4);
+    assert_int_equal(d.weights_version, 7);
+    assert_int_equal(d.finishers, 4);
+    assert_int_equal(d.change.id, 9);
+    assert_true(d.squares == 2.5);
+    assert_int_equal(d.calls, 21);
+    s[0].gradients = s[1].gradients = ALL; /* SetFrozen keeps them */
+    d = choose(SURVIVORS);
+    assert_int_equal(d.loss, MOE_TRAIN_LOSS_GRADIENTS);
+    assert_int_equal(d.finishers, 4);
+    s[2].inconsistent = 1;
+    assert_true(choose(SURVIVORS).restart);
+}
+
+static void a_slot_records_a_save_that_others_have_recorded(void **state)
+{
+    (void)state;
+    begin();
+    run_on_two(6);
+    assert_true(choose(SURVIVORS).restart);
+    s[0].only_recorded = s[1].only_recorded = 1;
+    struct moe_train_recovery d = choose(SURVIVORS);
+    assert_false(d.restart);
+    assert_int_equal(d.finishers, 4);
+    assert_true(d.only_recorded);
+    s[2].weights_version = 5;
+    assert_true(choose(SURVIVORS).restart);
+}
+
 static void a_call_that_a_lost_slot_may_have_answered_ends_the_lineage(void **state)
 {
     (void)state;
@@ -218,6 +274,8 @@ int main(void)
         cmocka_unit_test(members_with_whole_gradients_go_on),
         cmocka_unit_test(gradients_with_a_part_on_a_lost_slot_are_dropped_and_the_weights_stay),
         cmocka_unit_test(the_others_learn_a_backward_that_only_some_have_recorded),
+        cmocka_unit_test(a_slot_finishes_a_call_that_others_have_run),
+        cmocka_unit_test(a_slot_records_a_save_that_others_have_recorded),
         cmocka_unit_test(a_call_that_a_lost_slot_may_have_answered_ends_the_lineage),
         cmocka_unit_test(a_lineage_that_only_some_have_begun_is_followed_by_another),
         cmocka_unit_test(a_new_process_waits_for_a_checkpoint_with_the_state),

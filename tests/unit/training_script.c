@@ -258,13 +258,26 @@ static struct moe_status script_optimizer(struct moe_session *s, struct moe_trai
     script.optimizer_overlaps_step |= script.unfinished > 0;
     script.changed_while_read |= script.reading > 0;
     script.optimizer_steps++;
-    if (script.refuse) {
-        moe_mutex_unlock(&script.lock);
-        return no_memory();
-    }
     *result = (struct moe_optimizer_result){.grad_norm = (double)args->number,
-                                            .nonfinite = script.nonfinite};
+                                            .nonfinite = script.nonfinite,
+                                            .unchanged = script.aborted,
+                                            .can_finish = script.aborted};
+    struct moe_status st = script.aborted  ? moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "aborted")
+                           : script.refuse ? no_memory()
+                                           : moe_ok();
     moe_mutex_unlock(&script.lock);
+    return st;
+}
+
+static struct moe_status script_finish(struct moe_trainer *const *t, size_t count,
+                                       const struct moe_optimizer_args *args, double squares,
+                                       struct moe_optimizer_result *result)
+{
+    (void)t;
+    (void)count;
+    script.finished_steps++;
+    script.squares = squares;
+    *result = (struct moe_optimizer_result){.grad_norm = (double)args->number};
     return moe_ok();
 }
 
@@ -307,6 +320,7 @@ static const struct moe_training script_training = {
     .set_frozen = script_set_frozen,
     .backward_enqueue = script_backward,
     .optimizer_step = script_optimizer,
+    .optimizer_finish = script_finish,
     .retained_limit = script_retained_limit,
     .retained_drop = script_retained_drop,
     .retained_bytes = script_retained_bytes,

@@ -23,7 +23,9 @@ struct training_script {
     int running_passes;      /* backward passes that have not ended */
     int unfinished;          /* steps of either kind that have not ended; never above two */
     int optimizer_steps, zero_grads;
-    int trainers; /* that exist */
+    int finished_steps; /* by optimizer_finish */
+    double squares;     /* of the last of these */
+    int trainers;       /* that exist */
     int exchanges;
     bool hold_passes;    /* backward passes do not end, until aborted */
     bool nobodys;        /* forward steps have no rows on this slot but for its own tokens */
