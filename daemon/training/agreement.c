@@ -2,6 +2,7 @@
 /* How this slot takes the state with which a forming group continues; see training/recovery.h. */
 #include "training/state.h"
 
+#include "base/clock.h"
 #include "daemon/log.h"
 
 #include <string.h>
@@ -39,6 +40,7 @@ void moe_train_read_digest(struct moe_train *t, struct moe_train_digest *out)
     out->change = t->change;
     out->squares = t->squares;
     out->only_recorded = t->only_recorded;
+    out->settled = t->saved_calls != 0 && t->saved_calls == out->calls;
     out->begun = t->begun.id;
     moe_mutex_unlock(&t->lock);
 }
@@ -70,11 +72,9 @@ static void keep_state(struct moe_train *t, const struct moe_train_recovery *r)
     if (r->loss == MOE_TRAIN_LOSS_NONE &&
         r->lineage != t->lineage) /* nothing is learnt yet, and a member is new */
         moe_train__begin_lineage(t, r->lineage, r->weights_version);
-    if (r->saved)
-        t->saved_calls = moe_ledger_count(t->ledger);
     if (t->unsaved == r->lost_steps && strcmp(t->checkpoint, r->checkpoint) == 0)
         return;
-    if (!r->saved && strcmp(t->checkpoint, r->checkpoint) != 0)
+    if (!r->settled && strcmp(t->checkpoint, r->checkpoint) != 0)
         t->saved_calls = 0;
     take_checkpoint(t, r);
     t->unsaved = r->lost_steps;
@@ -85,6 +85,7 @@ static struct moe_status run_begun(struct moe_train *t, const struct moe_train_r
 {
     struct moe_optimizer_args args = t->begun.optimizer;
     struct moe_optimizer_result unused;
+    uint64_t begun_ns = moe_clock_ns();
     args.number = t->steps + 1;
     switch (t->begun.kind) {
     case MOE_STEP_OPTIMIZER:
@@ -93,6 +94,7 @@ static struct moe_status run_begun(struct moe_train *t, const struct moe_train_r
         moe_mutex_lock(&t->lock);
         moe_train__count_step(t, r->change.outcome.nonfinite);
         moe_mutex_unlock(&t->lock);
+        moe_train__log_stepped(t, t->begun.id, begun_ns, r->change.outcome.nonfinite);
         return moe_ok();
     case MOE_STEP_ZERO_GRAD:
         MOE_TRY(moe_train__zero_grad(t));
@@ -102,7 +104,9 @@ static struct moe_status run_begun(struct moe_train *t, const struct moe_train_r
         return moe_ok();
     default:
         MOE_TRY(moe_train__set_frozen(t, t->begun.frozen));
+        moe_mutex_lock(&t->lock);
         t->frozen = t->begun.frozen;
+        moe_mutex_unlock(&t->lock);
         return moe_ok();
     }
 }
@@ -115,6 +119,10 @@ static struct moe_status finish(struct moe_train *t, const struct moe_train_reco
     t->inconsistent = moe_failed(&st);
     t->squares = r->squares;
     moe_train__record_change(t, &r->change, r->only_recorded ? MOE_TRAIN_RECORD : MOE_TRAIN_FINISH);
+    if (r->settled) { /* as on the slots that have written it */
+        t->saved_calls = moe_ledger_count(t->ledger);
+        moe_ledger_settle(t->ledger);
+    }
     moe_mutex_unlock(&t->lock);
     if (!moe_failed(&st))
         moe_log_info("training: this worker has finished call %llu, which others had run",

@@ -20,11 +20,13 @@ static bool one_behind(const struct moe_train_digest *b, const struct moe_train_
     return a->backward.id != 0 && b->calls + 1 == a->calls && b->record == a->before;
 }
 
-/* `b` lacks the change that `a` recorded last, and can finish it. */
+/* `b` lacks the change that `a` recorded last, and can finish it. Both are of the same view: a slot
+ * may have begun a call that no other has got, and the others, without it, another one. */
 static bool can_finish(const struct moe_train_digest *b, const struct moe_train_digest *a)
 {
     bool same_weights = a->only_recorded != 0 && b->weights_version == a->weights_version;
-    return a->change.id != 0 && (same_weights || b->begun == a->change.id) &&
+    bool same_view = b->group == a->group && b->epoch == a->epoch;
+    return same_view && a->change.id != 0 && (same_weights || b->begun == a->change.id) &&
            b->lineage == a->lineage && b->calls + 1 == a->calls && b->record == a->before;
 }
 
@@ -191,14 +193,23 @@ static enum moe_train_loss find_loss(const struct moe_train_digest *digests, uin
     return loss;
 }
 
+static bool tells_last(const struct moe_train_digest *d)
+{
+    return d->backward.id != 0 || d->change.id != 0;
+}
+
 /* The member with most calls; of those, one that can tell the last. */
 static const struct moe_train_digest *find_furthest(const struct moe_train_digest *digests,
                                                     uint64_t live)
 {
     const struct moe_train_digest *furthest = &digests[__builtin_ctzll(live)];
-    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++)
-        if ((live >> s & 1) != 0 && digests[s].calls > furthest->calls)
-            furthest = &digests[s];
+    for (uint32_t s = 0; s < MOE_MAX_SLOTS; s++) {
+        const struct moe_train_digest *d = &digests[s];
+        if ((live >> s & 1) == 0)
+            continue;
+        bool tells_more = d->calls == furthest->calls && tells_last(d) && !tells_last(furthest);
+        furthest = d->calls > furthest->calls || tells_more ? d : furthest;
+    }
     return furthest;
 }
 
@@ -293,8 +304,7 @@ struct moe_status moe_train_choose_recovery(const struct moe_train_digest *diges
     out->explicit_load = best->explicit_load != 0;
     if (find_heirs(digests, live, find_furthest(digests, live)) == live) {
         keep(digests, live, lineage, out);
-        out->saved =
-            best->saved != 0 && best->calls == out->calls && out->loss == MOE_TRAIN_LOSS_NONE;
+        out->settled = best->settled != 0 && best->calls == out->calls;
         return moe_ok();
     }
     const struct moe_train_digest *apart = find_apart(digests, live, best);

@@ -43,9 +43,10 @@ struct moe_train_digest {
     struct moe_ledger_call change;
     double squares;
     uint64_t only_recorded; /* 1: `change` is of the last two kinds */
-    /* Id of a call of the first three kinds that was cut short here as it waited for other slots
-     * only: this slot can finish it. 0 = none. A slot that has run it has had what all bring to it.
-     */
+    uint64_t settled;       /* 1: `checkpoint` has all records, and no call can be taken back */
+    /* Id of a call of the first three kinds that was cut short here, in the view `epoch`, as it
+     * waited for other slots only: this slot can finish it. 0 = none. A slot that has run it has
+     * had what all bring to it. */
     uint64_t begun;
 };
 
@@ -78,12 +79,12 @@ struct moe_train_recovery {
     bool only_recorded;
     struct moe_ledger_call change;
     double squares;
-    bool saved; /* `checkpoint` has the state of all members, or with `restart` of the heirs */
-    /* With `restart`: slots with the state that the group had last. `by_choice`: an operator wants
-     * to go back. */
+    bool settled; /* as in the digest */
+    /* With `restart`: slots with the state that the group had last, and whether their checkpoint
+     * has it. `by_choice`: an operator wants to go back. */
     uint64_t heirs;
     bool older; /* all others are of earlier views, or new */
-    bool by_choice;
+    bool saved, by_choice;
     uint64_t joiners; /* slots that read `checkpoint`, while the others keep the same state */
 };
 

@@ -338,6 +338,8 @@ static void send_digest(struct world *w, struct slot *s)
                                    .backward = s->backward,
                                    .change = s->change,
                                    .only_recorded = s->only_recorded,
+                                   .settled = s->saved_calls != 0 &&
+                                              s->saved_calls == moe_ledger_count(s->ledger),
                                    .begun = s->begun_op != 0 ? w->ops[s->begun_op].id : 0};
     memcpy(d->backward_session, s->backward_session, sizeof d->backward_session);
     name_checkpoint(s->checkpoint, d->checkpoint);
@@ -376,9 +378,7 @@ static void adopt(struct world *w, struct slot *s)
     }
     if (!d->restart) {
         s->unsettled = 0; /* all members of that view are here, and none has answered the call */
-        if (d->saved)
-            s->saved_calls = moe_ledger_count(s->ledger);
-        else if (s->checkpoint != checkpoint_named(d->checkpoint))
+        if (!d->settled && s->checkpoint != checkpoint_named(d->checkpoint))
             s->saved_calls = 0;
         s->checkpoint = checkpoint_named(d->checkpoint);
         s->checkpoint_explicit_load = d->explicit_load;

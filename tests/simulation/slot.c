@@ -298,6 +298,10 @@ void finish_op(struct world *w, struct slot *s, const struct moe_train_recovery 
     s->undefined = s->undefined && d->only_recorded;
     apply(w, s, op);
     record_change(w, s, op, &d->change);
+    if (d->settled) {
+        s->saved_calls = moe_ledger_count(s->ledger);
+        moe_ledger_settle(s->ledger);
+    }
     w->totals.finished++;
 }
 

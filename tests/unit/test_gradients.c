@@ -292,7 +292,7 @@ static void learn_that_slot_1_has_run(const struct moe_train_call *call,
     d[1].calls++;
     d[1].weights_version = outcome.weights_version;
     d[1].change = entry;
-    d[1].only_recorded = call->kind == MOE_STEP_SAVE;
+    d[1].only_recorded = d[1].settled = call->kind == MOE_STEP_SAVE;
     d[1].squares = 6.25;
     d[1].gradients = d[1].undefined = d[1].unsettled = 0;
     assert_ok(moe_train_choose_recovery(d, 3, &r));
@@ -351,14 +351,23 @@ static void a_zero_grad_and_a_new_frozen_set_that_others_have_run_are_finished(v
     assert_int_equal(state_now().frozen, 2);
 }
 
-/* This slot learns of it like of a Backward. */
+/* Its checkpoint has the records of all earlier calls, which no slot takes back then. */
 static void a_save_that_others_have_recorded_is_recorded(void **state)
 {
     const struct moe_train_call save = {.kind = MOE_STEP_SAVE, .id = 4};
     uint64_t lineage = state_now().lineage;
+    struct moe_call_exec x = backward(1);
+    static const uint64_t more[] = {2};
     (void)state;
+    x.call.input_only = true;
+    run(&x);
     learn_that_slot_1_has_run(&save, (struct moe_ledger_outcome){.bytes = 100});
+    assert_int_equal(digest_now().settled, 1);
     assert_int_equal(state_now().lineage, lineage);
+    run_backwards(more, 1);
+    lose_undefined();
+    assert_int_equal(look(1), MOE_LEDGER_REPEAT);
+    assert_int_equal(look(2), MOE_LEDGER_NEW);
     assert_int_equal(script.finished_steps, 0);
 }
 

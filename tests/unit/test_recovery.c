@@ -134,6 +134,9 @@ static void a_slot_finishes_a_call_that_others_have_run(void **state)
     assert_int_equal(d.finishers, 4);
     s[2].inconsistent = 1;
     assert_true(choose(SURVIVORS).restart);
+    s[2].inconsistent = 0;
+    s[2].epoch--; /* it was cut off earlier, in another call of this id */
+    assert_true(choose(SURVIVORS).restart);
 }
 
 static void a_slot_records_a_save_that_others_have_recorded(void **state)
@@ -147,6 +150,9 @@ static void a_slot_records_a_save_that_others_have_recorded(void **state)
     assert_false(d.restart);
     assert_int_equal(d.finishers, 4);
     assert_true(d.only_recorded);
+    assert_false(d.settled); /* calls were run while it was written */
+    s[0].settled = s[1].settled = 1;
+    assert_true(choose(SURVIVORS).settled);
     s[2].weights_version = 5;
     assert_true(choose(SURVIVORS).restart);
 }
