@@ -3,6 +3,7 @@
 
 #include <ctype.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <getopt.h>
 #include <ini.h>
 #include <inttypes.h>
@@ -11,6 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 enum {
     LONG_BASE = 256,
@@ -185,17 +188,51 @@ char *moe_options_line(char *line, int size, void *file)
     return line;
 }
 
+/* A device may never end, and a FIFO may wait for a writer. */
+static struct moe_status check_file(const char *path, int fd)
+{
+    struct stat st;
+    if (fstat(fd, &st) != 0)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "cannot read %s: %s", path,
+                         strerror(errno));
+    if (!S_ISREG(st.st_mode))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
+                         "%s is not a regular file", path);
+    if (st.st_size > MOE_OPTIONS_FILE_MAX)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "%s is larger than %d bytes",
+                         path, MOE_OPTIONS_FILE_MAX);
+    return moe_ok();
+}
+
+struct moe_status moe_options_open(const char *path, FILE **out)
+{
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO must not block */
+    if (fd < 0)
+        return moe_error(errno == ENOENT ? MOE_NOT_FOUND : MOE_FAILED_PRECONDITION, MOE_REASON_IO,
+                         "cannot read %s: %s", path, strerror(errno));
+    struct moe_status st = check_file(path, fd);
+    FILE *file = moe_failed(&st) ? NULL : fdopen(fd, "r");
+    if (file == NULL) {
+        if (!moe_failed(&st))
+            st = moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "options");
+        (void)close(fd);
+    }
+    *out = file;
+    return st;
+}
+
 static struct moe_status read_file(const char *path, struct file_context *f)
 {
+    FILE *file;
+    MOE_TRY(moe_options_open(path, &file));
     f->status = moe_ok();
-    FILE *file = fopen(path, "re");
-    int line = file != NULL ? ini_parse_stream(moe_options_line, file, on_file_value, f) : -1;
-    bool unread = file == NULL || ferror(file) != 0;
+    int line = ini_parse_stream(moe_options_line, file, on_file_value, f);
+    bool unread = ferror(file) != 0;
     int cause = errno;
-    if (file != NULL)
-        (void)fclose(file);
+    (void)fclose(file);
     if (line < 0 || unread)
-        return moe_error(MOE_NOT_FOUND, MOE_REASON_IO, "cannot read %s: %s", path, strerror(cause));
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "cannot read %s: %s", path,
+                         strerror(cause));
     if (f->status.code != MOE_OK)
         return moe_error_context(f->status, "%s:%d", path, line);
     if (line > 0)

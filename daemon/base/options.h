@@ -53,7 +53,8 @@ struct moe_options {
 /* Parses argv[1..]; positional arguments are moved to the end as getopt does, and `*first` is the
  * index of the first of them. `config_name` is the option that names an INI file ("config"), or
  * NULL when the program takes none.
- * Errors: MOE_INVALID_ARGUMENT (unknown name, bad value) with a text to show to the user. */
+ * Errors: MOE_INVALID_ARGUMENT (unknown name, bad value), those of moe_options_open; with a text to
+ * show to the user. */
 struct moe_status moe_options_parse(const struct moe_option *table, size_t count,
                                     const char *config_name, int argc, char **argv, int *first,
                                     struct moe_options *out) MOE_CHECKED;
@@ -67,6 +68,15 @@ size_t moe_options_columns(int file);
 void moe_options_print(FILE *to, const struct moe_option *table, size_t count, size_t columns);
 
 void moe_options_free(struct moe_options *o);
+
+/* Bytes of a file of settings. */
+enum { MOE_OPTIONS_FILE_MAX = 1 << 20 };
+/* Opens a file of settings for moe_options_line; fclose it. Follows links; refuses devices, FIFOs
+ * and folders, and larger files. `*out` is NULL after a failure.
+ * Errors: MOE_NOT_FOUND/IO (it does not exist), MOE_FAILED_PRECONDITION/IO (it cannot be opened),
+ * MOE_INVALID_ARGUMENT/CONFIG_INVALID (not a regular file), MOE_INVALID_ARGUMENT/TOO_LARGE,
+ * MOE_RESOURCE_EXHAUSTED/OUT_OF_MEMORY. */
+struct moe_status moe_options_open(const char *path, FILE **out) MOE_CHECKED;
 
 /* A reader of lines for ini_parse_stream, from a FILE. Blanks before a setting mean nothing. A line
  * of more than about 200 bytes, or with a zero byte, is refused like one without a `=`, unless it

@@ -6,6 +6,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -236,7 +237,7 @@ static void a_long_setting_is_refused(void **unused)
     }
 }
 
-static void a_file_with_a_zero_byte_and_a_folder_are_refused(void **unused)
+static void a_file_with_a_zero_byte_is_refused(void **unused)
 {
     (void)unused;
     static const char text[] = "name = x\nworkers = 3\0verbose = true\n";
@@ -249,9 +250,40 @@ static void a_file_with_a_zero_byte_and_a_folder_are_refused(void **unused)
     assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
     assert_non_null(strstr(st.text, ":2: not"));
     unlink(path);
-    char folder[] = "/";
-    st = parse(f_c, folder, NULL);
-    assert_int_equal(st.code, MOE_NOT_FOUND);
+}
+
+/* A read of /dev/zero never ends, and an open of a FIFO waits for a writer. */
+static void a_file_that_is_not_regular_is_refused(void **unused)
+{
+    (void)unused;
+    char folder[] = "/", device[] = "/dev/zero";
+    char *fifo = write_config(""), *const paths[] = {folder, device, fifo};
+    unlink(fifo);
+    assert_int_equal(mkfifo(fifo, 0600), 0);
+    for (size_t i = 0; i < sizeof paths / sizeof *paths; i++) {
+        struct moe_status st = parse(f_c, paths[i], NULL);
+        print_message("  %s\n", st.text);
+        assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+        assert_non_null(strstr(st.text, "is not a regular file"));
+    }
+    unlink(fifo);
+}
+
+static void a_file_above_the_limit_is_refused(void **unused)
+{
+    (void)unused;
+    static char text[MOE_OPTIONS_FILE_MAX + 2];
+    memset(text, '#', MOE_OPTIONS_FILE_MAX + 1);
+    char *path = write_config(text);
+    struct moe_status st = parse(f_c, path, NULL);
+    assert_int_equal(st.code, MOE_INVALID_ARGUMENT);
+    assert_int_equal(st.reason, MOE_REASON_TOO_LARGE);
+    unlink(path);
+    text[MOE_OPTIONS_FILE_MAX] = '\0';
+    path = write_config(text);
+    ok(parse(f_c, path, NULL));
+    moe_options_free(&owned);
+    unlink(path);
 }
 
 static void the_help_lists_every_option_with_its_default(void **unused)
@@ -326,7 +358,9 @@ int main(void)
         cmocka_unit_test(bad_files_are_refused_with_the_line),
         cmocka_unit_test(a_comment_of_any_length_is_one),
         cmocka_unit_test(a_long_setting_is_refused),
-        cmocka_unit_test(a_file_with_a_zero_byte_and_a_folder_are_refused),
+        cmocka_unit_test(a_file_with_a_zero_byte_is_refused),
+        cmocka_unit_test(a_file_that_is_not_regular_is_refused),
+        cmocka_unit_test(a_file_above_the_limit_is_refused),
         cmocka_unit_test(the_help_lists_every_option_with_its_default),
         cmocka_unit_test(the_help_breaks_lines_before_the_last_column),
     };

@@ -124,12 +124,11 @@ struct moe_status moectl_contexts_read(struct moectl_contexts *out)
     struct reading r = {.to = out};
     memset(out, 0, sizeof *out);
     MOE_TRY(path_of_file(path));
-    FILE *file = fopen(path, "re");
-    if (file == NULL && errno == ENOENT)
+    FILE *file;
+    struct moe_status opened = moe_options_open(path, &file);
+    if (opened.code == MOE_NOT_FOUND)
         return moe_ok();
-    if (file == NULL)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO, "%.160s: %s", path,
-                         strerror(errno));
+    MOE_TRY(opened);
     int line = ini_parse_stream(moe_options_line, file, on_setting, &r);
     (void)fclose(file);
     if (line != 0)
