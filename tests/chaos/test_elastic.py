@@ -17,7 +17,7 @@ import unittest
 
 LONG = "--long" in sys.argv and sys.argv.remove("--long") is None
 
-from watched import LONG_S, Group, Here, Loop, wait_until  # noqa: E402
+from watched import CEILING_S, LONG_S, Group, Here, Loop, wait_until  # noqa: E402
 from group import BUILD, moectl, relative_error  # noqa: E402
 
 import moed  # noqa: E402
@@ -25,8 +25,6 @@ import numpy as np  # noqa: E402
 
 FAMILY, LAYER, SMALL, LARGE, TOKENS = "mixtral", 0, 3, 4, 16
 NEAR = 1e-5  # float32
-CEILING_S = 1.0  # of a gap, on a busy machine
-SOON_S = 5.0
 CONFLICT, FAILED, USAGE = 7, 1, 2
 
 
@@ -105,7 +103,7 @@ class Elastic(unittest.TestCase):
         return gap
 
     def test_grows_and_shrinks(self):
-        self.start(SMALL, LARGE)
+        self.start(SMALL, LARGE, patient=True)
         gaps = []
         for i in range(5 if LONG else 1):
             name = "more%d" % i
@@ -114,7 +112,7 @@ class Elastic(unittest.TestCase):
             gaps.append(self.change(LARGE, self.endpoints))
             gaps.append(self.change(SMALL, self.endpoints + [more]))
             self.assertEqual(self.group.processes[name].wait(LONG_S), 0)
-        self.assertLess(min(gaps), CEILING_S)
+        self.assertLess(max(gaps), CEILING_S)
 
     def placed(self):
         """What a refused change must leave as it was."""
@@ -215,7 +213,7 @@ class Elastic(unittest.TestCase):
 
     def refused_by_a_spare(self, endpoint, x):
         """The refusal names those that have experts."""
-        address = moed.Client(endpoint, spread=False, retry_time=0.0, timeout=SOON_S)
+        address = moed.Client(endpoint, spread=False, retry_time=0.0, timeout=LONG_S)
         self.addCleanup(address.close)
         with self.assertRaises(moed.MoeError) as caught:
             address.forward(LAYER, x)

@@ -92,8 +92,10 @@ class Mixed(unittest.TestCase):
         self.start_again(slot)
 
     def stop(self, slot, process):
+        epoch = self.group.last_epoch()
         os.kill(process.pid, signal.SIGSTOP)
-        sleep_s(self.rng.uniform(1, 8))  # long enough to be noticed on a full machine
+        sleep_s(self.rng.uniform(0, 7))
+        wait_until(lambda: self.group.last_epoch() > epoch, LATER_S)  # it is missed
         os.kill(process.pid, signal.SIGCONT)
 
     def drain(self, slot, process):

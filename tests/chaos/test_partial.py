@@ -20,7 +20,7 @@ import unittest
 
 LONG = "--long" in sys.argv and sys.argv.remove("--long") is None
 
-from watched import Group, Here, Loop, model_directory, wait_until  # noqa: E402
+from watched import CEILING_S, Group, Here, Loop, model_directory, wait_until  # noqa: E402
 from group import moectl  # noqa: E402
 
 import grpc  # noqa: E402
@@ -30,7 +30,6 @@ import numpy as np  # noqa: E402
 FAMILY, LAYER, EXPERTS, TOP_K = "mixtral", 0, 8, 2
 WORKERS, VICTIM = 4, 2
 LOST = range(EXPERTS // WORKERS * VICTIM, EXPERTS // WORKERS * (VICTIM + 1))
-CEILING_S = 1.0  # of a gap, on a busy machine
 SOON_S, LATER_S = 1.0, 60.0
 
 
@@ -54,7 +53,7 @@ class Partly(Loop):
 class Partial(unittest.TestCase):
     def setUp(self):
         net = self.enterContext(Here())
-        self.group = Group(net, WORKERS, lease_ms=5000, insecure=False, family=FAMILY,
+        self.group = Group(net, WORKERS, patient=True, insecure=False, family=FAMILY,
                            coordinator=["--partial-views"])
         self.addCleanup(self.stop)
         self.endpoints = []
@@ -171,10 +170,8 @@ class Partial(unittest.TestCase):
         return gap
 
     def test_killed(self):
-        gaps = []  # a busy machine may take the time of one or two
-        while not gaps or (len(gaps) < 3 and gaps[-1] >= CEILING_S) or (LONG and len(gaps) < 10):
-            gaps.append(self.scene())
-        self.assertLess(min(gaps), CEILING_S)
+        for _ in range(10 if LONG else 1):
+            self.assertLess(self.scene(), CEILING_S)
 
     def test_a_group_without_the_setting_waits(self):
         """Also one that starts: its first view has all experts."""
