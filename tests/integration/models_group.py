@@ -28,7 +28,7 @@ class Models(TrainingGroup):
 
     def __init__(self, workers, *extra, **options):
         self.root = tempfile.mkdtemp(prefix="moed-models-")
-        self.lease_ms = options.get("lease_ms", 1000)
+        self.lease_ms = options.get("lease_ms", 3000)
         for slot in range(workers):
             os.mkdir(self.folder(slot))
         try:

@@ -79,7 +79,7 @@ class Case(unittest.TestCase):
             return ""
 
     def await_log(self, log, text):
-        wait_until(lambda: text in self.read(log), 30)
+        wait_until(lambda: text in self.read(log))
 
     def refused(self, arguments, text, code=1):
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
@@ -137,7 +137,7 @@ class Away(Case):
         self.assertIsNone(process.poll())
         self.etcd(endpoint=at)
         self.await_log(log, LEADS)
-        wait_until(lambda: probe(metrics, "/readyz")[0] == 200, 30)
+        wait_until(lambda: probe(metrics, "/readyz")[0] == 200)
         process.terminate()
         self.assertEqual(process.wait(timeout=30), 0)
 
@@ -252,7 +252,7 @@ class Keys(Case):
         lease = etcd.ctl("lease", "list").stdout.decode().split()[-1]
         etcd.ctl("lease", "revoke", lease)
         self.await_log(log, "this coordinator does not lead any more")
-        wait_until(lambda: self.read(log).count(LEADS) == 2, 30)
+        wait_until(lambda: self.read(log).count(LEADS) == 2)
         self.assertEqual(etcd.get(PREFIX + "/state"), state)
 
 

@@ -72,7 +72,7 @@ class Coordinator(unittest.TestCase):
 
         def coordinator(listen):
             return daemon("coordinator", "--listen", listen, "--workers", "2", "--lease-ms",
-                          "4000", "--state-dir", state)
+                          "8000", "--state-dir", state)
 
         def status():
             done = moectl("status", "--endpoint", address, "-o", "json", check=False)
@@ -130,7 +130,7 @@ class KeptSession(unittest.TestCase):
     def test_a_worker_that_waits_for_a_lost_one_gives_its_windows_back(self):
         with tempfile.TemporaryDirectory(prefix="moed-test-") as state:
             _, address = self.daemon("coordinator", "--listen", "127.0.0.1:0", "--workers", "2",
-                                     "--lease-ms", "500", "--state-dir", state)
+                                     "--lease-ms", "2000", "--state-dir", state)
             stays, goes = (self.worker(address, name) for name in ("w0", "w1"))
             serving = ("wait", "--endpoint", address, "--timeout", "60")
             moectl(*serving)
@@ -160,21 +160,21 @@ class DownAfterARestart(unittest.TestCase):
 
     def test_down_waits_for_all_workers(self):
         for asked in ("coordinator", "worker"):
-            g = self.restarted(2000)
+            g = self.restarted(10000)
             done = moectl("down", "--endpoint",
                           g.address if asked == "coordinator" else g.endpoints[1])
             print(done.stderr)
             self.assertNotIn("has not reconnected", done.stderr)
-            self.assertEqual([each.wait(timeout=5) for each in [*g.workers, g.coordinator]],
+            self.assertEqual([each.wait(timeout=60) for each in [*g.workers, g.coordinator]],
                              [0, 0, 0])
 
     def test_a_worker_that_does_not_reconnect_is_named(self):
-        g = self.restarted(1000, 1)
+        g = self.restarted(3000, 1)
         done = moectl("down", "--endpoint", g.address)
         print(done.stderr)
         self.assertIn("slot 1 (worker w1) has not reconnected", done.stderr)
         self.assertNotIn("slot 0", done.stderr)
-        self.assertEqual([g.workers[0].wait(timeout=5), g.coordinator.wait(timeout=5)], [0, 0])
+        self.assertEqual([g.workers[0].wait(timeout=60), g.coordinator.wait(timeout=60)], [0, 0])
         self.assertIsNone(g.workers[1].poll())
 
     def test_daemons_that_have_not_ended_at_the_time_limit_are_named(self):
@@ -242,10 +242,12 @@ class Lifecycle(unittest.TestCase):
     def test_every_worker_serves_the_whole_layer(self):
         layer, tokens, x, want = case()
         with group(FAMILY, 4) as g:
-            with wire.open_channel(g.endpoint) as channel:
-                workers = wire.get_server_info(channel).workers
-            self.assertEqual(len(workers), 4)
-            for endpoint in workers:
+            def workers():
+                with wire.open_channel(g.endpoint) as channel:
+                    return wire.get_server_info(channel).workers
+
+            wait_until(lambda: len(workers()) == 4)  # the coordinator knows of the view first
+            for endpoint in workers():
                 with wire.open_channel(endpoint) as channel:
                     answer = wire.forward(channel, request())
                 got = np.frombuffer(answer.y_data, np.float32).reshape(want.shape)

@@ -270,7 +270,7 @@ class Errors(unittest.TestCase):
 
     def test_a_worker_that_says_nothing_counts_as_one_that_refuses(self):
         with fakes(2) as group, moed.Client(group[0].endpoint, hedge=True, timeout=30,
-                                            attempt_time=0.2) as client:
+                                            attempt_time=2) as client:
             group[0].silent = True
             client.forward(LAYER, rows(1))
             self.assertEqual(len(group[1].requests), 1)

@@ -337,7 +337,7 @@ class Real(unittest.TestCase):
         for _ in range(10):
             use()
         gc.collect()
-        wait_until(lambda: len(open_files(os.getpid())) <= before, 20)
+        wait_until(lambda: len(open_files(os.getpid())) <= before)
 
     def test_a_child_is_refused_and_the_parent_goes_on(self):
         skip_without_fork(self, self.g.endpoint)
@@ -527,7 +527,7 @@ class Ends(unittest.TestCase):
         del client, stream, futures, blocked, each
         gc.collect()
         # The connections end with the last request at the worker.
-        wait_until(lambda: len(open_files(os.getpid())) <= before, 30)
+        wait_until(lambda: len(open_files(os.getpid())) <= before)
 
     def test_an_async_client_closed_in_flight(self):
         async def run():
@@ -589,7 +589,7 @@ class Ends(unittest.TestCase):
         asyncio.run(run())
         self.fake.release()
         gc.collect()
-        wait_until(lambda: gc.collect() >= 0 and len(open_files(os.getpid())) <= before, 30)
+        wait_until(lambda: gc.collect() >= 0 and len(open_files(os.getpid())) <= before)
 
     def test_a_child_may_drop_an_async_client(self):
         skip_without_fork(self, self.fake.endpoint)

@@ -239,7 +239,7 @@ class SharedMemory(unittest.TestCase):
         self.assertGreater(mappings(), before)
         del part
         gc.collect()
-        wait_until(lambda: mappings() == before and len(open_files(os.getpid())) <= files, 10)
+        wait_until(lambda: mappings() == before and len(open_files(os.getpid())) <= files)
 
     def test_memory_is_given_back(self):
         pid = self.g.worker_pids()[0]

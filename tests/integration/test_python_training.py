@@ -43,6 +43,14 @@ class Calls(unittest.TestCase):
         self.assertEqual(caught.exception.reason, reason, caught.exception)
         return caught.exception
 
+    def expect_the_end(self, call, *arguments, **options):
+        """A call that was refused until its limit. Without a reason, the limit has cut off an
+        attempt, as on a busy machine."""
+        with self.assertRaises(moed.MoeError) as caught:
+            call(*arguments, **options)
+        self.assertIn(caught.exception.reason, ("REFORMING", ""), caught.exception)
+        return caught.exception
+
     def test_backward_returns_gradients(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             dy = rows(4)
@@ -70,10 +78,7 @@ class Calls(unittest.TestCase):
     def test_retries_end_with_the_time_limit(self):
         with fakes() as (worker,), moed.Client(worker.endpoint) as client:
             worker.script = [unavailable()] * 100
-            with self.assertRaises(moed.MoeError) as caught:
-                client.zero_grad(step_id=1, timeout=2)
-            # Without a reason: the limit has cut off an attempt, on a busy machine.
-            self.assertIn(caught.exception.reason, ("REFORMING", ""))
+            self.expect_the_end(client.zero_grad, step_id=1, timeout=2)
             self.assertGreater(len(worker.requests), 4)
             self.assertLess(len(worker.requests), 50)
 
@@ -139,7 +144,7 @@ class Calls(unittest.TestCase):
                 # nothing.
                 with self.assertLogs("moed", "WARNING") as log, unittest.mock.patch.multiple(
                         "moed._retry", _SILENCE=2, _PROBE=30):
-                    error = self.expect("REFORMING", client.zero_grad, step_id=1, timeout=5)
+                    error = self.expect_the_end(client.zero_grad, step_id=1, timeout=5)
                 print("   ", log.output[0], "\n   ", error)
                 self.assertEqual(len(log.output), 1)
                 for text in (log.output[0], error.message):
@@ -187,7 +192,7 @@ class Calls(unittest.TestCase):
                 self.assertRegex(caught.exception.message, "the group is LOADING|does not answer")
 
     def test_a_save_has_only_the_callers_limit(self):
-        with fakes() as (worker,), moed.Client(worker.endpoint, timeout=0.3) as client:
+        with fakes() as (worker,), moed.Client(worker.endpoint, timeout=2) as client:
             gate = threading.Event()
             save = worker.SaveCheckpoint
 
@@ -208,7 +213,7 @@ class Calls(unittest.TestCase):
             self.assertIn("timeout=0.5 s", error.message)
             worker.script = [unavailable()] * 1000
             # No worker answers: the client's timeout applies.
-            self.expect("REFORMING", client.save_checkpoint, "c", step_id=3)
+            self.expect_the_end(client.save_checkpoint, "c", step_id=3)
 
     def test_too_large_requests_are_refused_by_the_client(self):
         with fakes() as (worker,):

@@ -69,13 +69,13 @@ class Schedules(unittest.TestCase):
                 self.assertEqual(done.returncode, 0)
                 first += count
                 # All connections of clients have ended, those over gRPC too.
-                wait_until(lambda: mappings(pid) == 0, 10)
+                wait_until(lambda: mappings(pid) == 0)
                 if i == 0:
                     files = self.settled_files(pid)
                     used = gpu_memory()
                 wait_until(lambda: kinds(pid)["socket"] <= files["socket"] and
                            kinds(pid).total() <= files.total() + SPARE, 10)
-                wait_until(lambda: gpu_memory() <= used, 10)
+                wait_until(lambda: gpu_memory() <= used)
                 sizes.append(status(pid, "RssAnon"))
                 print("%d schedules: %d descriptors, %.1f MiB, GPU %d MiB" % (
                     first, len(open_files(pid)), sizes[-1] / MIB, gpu_memory()))

@@ -21,6 +21,8 @@ from training import Trainer, golden_gradients, refusal
 import wire
 from wire import training
 
+SOON_S = 4  # of a call that is to end early: a slow machine begins it long before
+
 
 class Saving(Saves):
     # ---------------------------------------------------------------------- during a Save
@@ -144,7 +146,7 @@ class Saving(Saves):
             client = Client(g, 1)
             client.train(1)
             self.close_gate(".copy")
-            save = Background(client.save, "late", 15, timeout=1)
+            save = Background(client.save, "late", 15, timeout=SOON_S)
             wait_until(lambda: self.saving(g) == {"late"})
             step = Background(Client(g).optimizer_step, step=20)
             save.thread.join()
@@ -258,8 +260,8 @@ class Saving(Saves):
             Client(g).train(1)
             self.close_gate()
             late = Background(self.moectl, g, 5,
-                              "(--timeout 1 s); late is cancelled and has left nothing behind",
-                              "save", "late", "--timeout", "1")
+                              "(--timeout 4 s); late is cancelled and has left nothing behind",
+                              "save", "late", "--timeout", "4")
             wait_until(lambda: self.saving(g) == {"late"})
             wait_until(lambda: self.ended_saves(port) == 1)  # the worker has cancelled it
             self.open_gate()
@@ -457,7 +459,7 @@ class Saving(Saves):
             client.train(1)
             self.close_gate()
             with self.assertRaises(grpc.RpcError) as caught:
-                client.save("late", 15, timeout=1)
+                client.save("late", 15, timeout=SOON_S)
             self.assertEqual(caught.exception.code(), grpc.StatusCode.DEADLINE_EXCEEDED)
             self.open_gate()
             wait_until(lambda: self.saving(g) == {""})
@@ -470,7 +472,7 @@ class Saving(Saves):
         for slot in (0, 1):
             with self.group(2) as g:
                 self.close_gate()
-                first = Background(Client(g).save, "both", 15, timeout=2)
+                first = Background(Client(g).save, "both", 15, timeout=SOON_S)
                 wait_until(lambda: self.saving(g) == {"both"})
                 second = Background(Client(g, slot).save, "both", 15)
                 first.thread.join()
@@ -483,9 +485,9 @@ class Saving(Saves):
     def test_a_save_without_callers_at_any_worker_is_cancelled(self):
         with self.group(2) as g:
             self.close_gate()
-            calls = [Background(Client(g).save, "late", 15, timeout=1)]
+            calls = [Background(Client(g).save, "late", 15, timeout=SOON_S)]
             wait_until(lambda: self.saving(g) == {"late"})
-            calls.append(Background(Client(g, 1).save, "late", 15, timeout=2))
+            calls.append(Background(Client(g, 1).save, "late", 15, timeout=SOON_S + 1))
             for call in calls:
                 call.thread.join()
                 self.assertEqual(call.error.code(), grpc.StatusCode.DEADLINE_EXCEEDED)

@@ -138,7 +138,7 @@ class Matrix(unittest.TestCase):
             w = s.worker(c, "w0")
             other = s.worker(c, "w1", "w1")
             for each in (w, other):
-                wait_until(lambda: "serving under epoch" in read(each.log), 30)  # noqa: B023
+                wait_until(lambda: "serving under epoch" in read(each.log))  # noqa: B023
             calls = 0
             for endpoint in (c.endpoint, w.endpoint):
                 for role in [None, *ROLES]:
@@ -168,7 +168,7 @@ class Matrix(unittest.TestCase):
             self.assertIn("spiffe://moed/worker/w0 may not register as worker_id w1",
                           read(thief.log))
             w0 = s.worker(c, "w0")
-            wait_until(lambda: "serving under epoch" in read(w0.log), 30)
+            wait_until(lambda: "serving under epoch" in read(w0.log))
 
     def test_insecure_gives_no_role_to_the_unnamed(self):
         """The address is not loopback: TLS alone allows it."""
@@ -203,7 +203,7 @@ class Matrix(unittest.TestCase):
                     self.assertNotIn(answer(each, "moe.v1.AdminService", "GetStatus"), REFUSALS)
                 begun = time.monotonic()
                 write(s.rules, access("metrics"))
-                wait_until(lambda: not lost.is_active(), 10)
+                wait_until(lambda: not lost.is_active())
                 print("gone after %.1f s" % (time.monotonic() - begun))
                 self.assertTrue(kept.is_active())
                 # A call may still leave on the connection that ends.
@@ -221,7 +221,7 @@ class Rotation(unittest.TestCase):
             s.c.pair("client", "ca", "URI:spiffe://moed/client")
             c = s.coordinator()
             w = s.worker(c, "w0")
-            wait_until(lambda: "serving under epoch" in read(w.log), 30)
+            wait_until(lambda: "serving under epoch" in read(w.log))
             credentials = s.credentials("client")
             failures, counts, stop = [], {"old": 0, "new": 0}, threading.Event()
 
@@ -256,7 +256,7 @@ class Rotation(unittest.TestCase):
                     rotate(s.c, "w0", pair)
                     w.send_signal(signal.SIGHUP)
                     want = s.der(s.c.pem(pair))
-                    wait_until(lambda: s.shown(w.endpoint) == want, 10)  # noqa: B023
+                    wait_until(lambda: s.shown(w.endpoint) == want)  # noqa: B023
             finally:
                 stop.set()
                 for thread in threads:
@@ -273,14 +273,14 @@ class Rotation(unittest.TestCase):
             c = s.coordinator()
             first = s.shown(c.endpoint)
             s.c.replace(s.c.key("server"), b"garbage")
-            wait_until(lambda: "stay in use" in read(c.log), 10)
+            wait_until(lambda: "stay in use" in read(c.log))
             time.sleep(4)  # another look
             self.assertEqual(read(c.log).count("stay in use"), 1)
             self.assertEqual(s.shown(c.endpoint), first)
             begun = time.monotonic()
             rotate(s.c, "server", "next")
             want = s.der(s.c.pem("next"))
-            wait_until(lambda: s.shown(c.endpoint) == want, 10)
+            wait_until(lambda: s.shown(c.endpoint) == want)
             print("used after %.1f s" % (time.monotonic() - begun))
 
     def test_strange_files_do_not_stop_a_daemon(self):
@@ -297,7 +297,7 @@ class Rotation(unittest.TestCase):
                     os.symlink(path, target + ".new")
                     os.rename(target + ".new", target)
                     c.send_signal(signal.SIGHUP)
-                    wait_until(lambda: read(c.log).count("stay in use") > before, 30)
+                    wait_until(lambda: read(c.log).count("stay in use") > before)
                     self.assertIn(why, read(c.log))
                     self.assertEqual(s.shown(c.endpoint, kept), first)
                 s.c.replace(target, good, 0o600)

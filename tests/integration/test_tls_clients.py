@@ -203,6 +203,13 @@ class Rotation(Case):
     def test_the_same_through_grpcio(self):
         self.rotate("grpc")
 
+    def become(self, server, name, ca):
+        """Replaces the client's certificate, and returns once the server has seen the new one."""
+        self.c.pair(name, ca, IDENTITY)
+        for what in (self.c.pem, self.c.key):  # for a moment they do not match
+            self.c.replace(what("me"), self.c.read(what(name)))
+        wait_until(lambda: name.encode() in server.callers)
+
     def rotate(self, transport):
         me = {"tls_ca": self.ca, "tls_certificate": self.pem, "tls_key": self.key}
         stop, failures, calls = threading.Event(), [], [0]
@@ -226,20 +233,14 @@ class Rotation(Case):
                 for number in range(3):
                     self.c.replace(self.pem, b"rubbish")  # changes nothing
                     time.sleep(1.2)
-                    self.c.pair("next-%d" % number, "ca", IDENTITY)
-                    for what in (self.c.pem, self.c.key):  # for a moment they do not match
-                        self.c.replace(what("me"), self.c.read(what("next-%d" % number)))
-                    wait_until(lambda n=number: b"next-%d" % n in server.callers, 10)
-                # Another CA signs all, with an overlap.
+                    self.become(server, "next-%d" % number, "ca")
+                # Another CA signs all, with an overlap. It is read by the time of a later name.
                 self.c.ca("later")
                 both = self.c.read(self.ca) + self.c.read(self.c.pem("later"))
                 self.c.replace(self.ca, both, 0o644)
-                time.sleep(2.5)
+                self.become(server, "overlap", "ca")
                 self.c.pair("server", "later", NAMES)
-                self.c.pair("last", "later", IDENTITY)
-                for what in (self.c.pem, self.c.key):
-                    self.c.replace(what("me"), self.c.read(what("last")))
-                wait_until(lambda: b"last" in server.callers, 10)
+                self.become(server, "last", "later")
             finally:
                 stop.set()
                 for thread in threads:

@@ -143,7 +143,7 @@ class Group(Case):
         self.assertEqual(thief.wait(timeout=30), 1)
         self.assertIn("may not register as worker_id w9", read(thief.log))
         right = self.start_worker("w1", "w1")
-        wait_until(lambda: "serving under epoch" in read(right.log), 30)
+        wait_until(lambda: "serving under epoch" in read(right.log))
 
     def test_a_worker_finds_its_way_when_files_become_right(self):
         self.c.ca("other")
@@ -151,10 +151,10 @@ class Group(Case):
         write(own_ca, read(self.c.pem("other")))
         self.coordinator = self.start_coordinator(1)
         worker = self.start_worker("w0", "w0", own_ca)
-        wait_until(lambda: "does not lead to the CA" in read(worker.log), 20)
+        wait_until(lambda: "does not lead to the CA" in read(worker.log))
         self.assertIsNone(worker.poll())
         write(own_ca, read(self.ca))
-        wait_until(lambda: "serving under epoch" in read(worker.log), 30)
+        wait_until(lambda: "serving under epoch" in read(worker.log))
         # Rubbish changes nothing, not even for a new connection to a new coordinator.
         endpoint = self.coordinator.endpoint
         write(own_ca, "rubbish")
@@ -163,7 +163,7 @@ class Group(Case):
         again = self.d.start(
             "coordinator-2", self.coordinator.args[0], "--listen", endpoint, "--workers", "1",
             *self.served("coordinator"), environment=self.alone("coordinator"))
-        wait_until(lambda: "registered" in read(again.log) or "serving" in read(again.log), 30)
+        wait_until(lambda: "registered" in read(again.log) or "serving" in read(again.log))
         self.assertIn("go on with", read(worker.log))
         self.check_logs()
 

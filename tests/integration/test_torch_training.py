@@ -180,11 +180,11 @@ class Torch(unittest.TestCase):
             self.assertEqual((worker.requests[-1][0], worker.ledger.backwards), ("ZeroGrad", 0))
 
     def test_a_step_without_an_answer_is_made_once(self):
-        with fakes() as (worker,), moed.Client(worker.endpoint, timeout=0.3) as client:
+        with fakes() as (worker,), moed.Client(worker.endpoint, timeout=2) as client:
             moe = moed.torch.RemoteMoE(LAYER, client)
             optimizer = moed.torch.RemoteOptimizer([moe], lr=0.5)
             moe(torch.randn(4, HIDDEN)).sum().backward()
-            worker.script = [(unavailable(),)] + [unavailable()] * 50
+            worker.script = [(unavailable(),)] + [unavailable()] * 1000
             with self.assertRaises(moed.MoeError):
                 optimizer.step()
             worker.script = []
@@ -218,11 +218,11 @@ class Torch(unittest.TestCase):
                 self.assertEqual(worker.ledger.steps, steps + 6)
 
     def test_zero_grad_recovers_from_a_failed_backward(self):
-        with fakes() as (worker,), moed.Client(worker.endpoint, timeout=0.3) as client:
+        with fakes() as (worker,), moed.Client(worker.endpoint, timeout=2) as client:
             moe = moed.torch.RemoteMoE(LAYER, client)
             optimizer = moed.torch.RemoteOptimizer([moe], lr=0.5)
             y = moe(torch.randn(4, HIDDEN)).sum()
-            worker.script = [(unavailable(),)] + [unavailable()] * 50
+            worker.script = [(unavailable(),)] + [unavailable()] * 1000
             with self.assertRaises(moed.MoeError):
                 y.backward()
             worker.script = []

@@ -504,7 +504,7 @@ class UpAndDown(unittest.TestCase):
                 freeze(victim["pid"])
                 wait_until(lambda: any(worker["state"] == "GONE" for worker in json.loads(
                     run("status", "-o", "json", *here).stdout)["workers"]))
-                done = run("replace", "--timeout", "0.5", *here)
+                done = run("replace", "--timeout", "4", *here)
                 self.assertEqual((done.returncode, done.stdout), (UNREACHABLE, ""))
                 self.assertIn("kill -9 %d" % victim["pid"], done.stderr)
                 with self.start_replace(state) as replace:
@@ -574,7 +574,7 @@ class UpAndDown(unittest.TestCase):
             try:
                 coordinator, *workers = self.processes(state)
                 self.kill(coordinator)
-                for command in (("status", *here), ("wait", "--timeout", "2", *here),
+                for command in (("status", *here), ("wait", "--timeout", "5", *here),
                                 ("status", "--endpoint", workers[1]["endpoint"])):
                     done = run(*command)
                     self.assertEqual((done.returncode, done.stdout), (UNREACHABLE, ""))

@@ -63,7 +63,7 @@ class Scene(unittest.TestCase):
     def start_coordinator(self, listen):
         self.coordinator, self.address = start(
             COORDINATOR, "--listen", listen, "--workers", "2", "--state-dir", self.path("state"),
-            "--lease-ms", "1000", "--log-level", "info", "--log-file",
+            "--lease-ms", "3000", "--log-level", "info", "--log-file",
             self.path("coordinator.log"))
         self.addCleanup(self.end, self.coordinator)
 

@@ -72,7 +72,7 @@ class TrainingGroup:
     """`workers` workers in their slots, each on a separate device. Extra arguments are for the
     workers."""
 
-    def __init__(self, family, workers, *extra, lease_ms=1000, replicas=1, environment=None):
+    def __init__(self, family, workers, *extra, lease_ms=3000, replicas=1, environment=None):
         if workers > DEVICES:
             raise unittest.SkipTest("%d workers need as many devices" % workers)
         self.family, self.extra, self.environment = family, extra, environment
