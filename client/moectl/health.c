@@ -20,7 +20,7 @@
 #include <time.h>
 
 enum {
-    CHECKS_MAX = 32 + 10 * MOE_MAX_SLOTS,
+    CHECKS_MAX = 32 + 11 * MOE_MAX_SLOTS,
     WORKER_LIMIT_MS = 5000,
     STANDBY_LIMIT_MS = 2000,
     RECENT_MS = 10 * 60 * 1000,
@@ -244,6 +244,28 @@ static void check_certificate(struct health *h, const char *subject,
         moectl_time_text((int64_t)ends_s * 1000, when));
 }
 
+/* What the daemon read before is in use, so it serves until that expires, or until it restarts. */
+static void check_trust(struct health *h, const char *subject, const struct moectl_samples *samples)
+{
+    static const char name[] = "moe_trust_file_refused";
+    static const char *const files[] = {"tls-certificate", "tls-ca", "access-file", "token-file"};
+    char label[48], list[128] = "";
+    if (!moectl_samples_have(samples, name))
+        return;
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        (void)snprintf(label, sizeof label, "file=\"%s\"", files[i]);
+        if (moectl_samples_sum(samples, name, label) > 0)
+            (void)snprintf(list + strlen(list), sizeof list - strlen(list), "%s--%s",
+                           list[0] != '\0' ? ", " : "", files[i]);
+    }
+    if (list[0] == '\0')
+        add(h, "TRUST_FILES", subject, RESULT_OK, "its files of trust are those in use");
+    else
+        add(h, "TRUST_FILES", subject, RESULT_WARNING,
+            "not valid as it is on the disk: %s; what was read before is in use, its log says more",
+            list);
+}
+
 static void check_numerics(struct health *h, const char *subject,
                            const struct moectl_samples *samples)
 {
@@ -301,6 +323,7 @@ static void check_answers(struct health *h, const char *subject, const Moe__V1__
     }
     if (!moe_failed(&st)) {
         check_certificate(h, subject, &samples);
+        check_trust(h, subject, &samples);
         check_numerics(h, subject, &samples);
         check_training(h, subject, w->endpoint);
     }
@@ -340,8 +363,10 @@ static void check_coordinator(struct health *h)
         same ? "release %s" : "release %s, and the coordinator has %s", moe_build_version(),
         h->status->version);
     struct moe_status st = moectl_link_samples(h->link, h->deadline_ns, &samples);
-    if (!moe_failed(&st))
+    if (!moe_failed(&st)) {
         check_certificate(h, "coordinator", &samples);
+        check_trust(h, "coordinator", &samples);
+    }
     if (!moe_failed(&st) || h->events != NULL)
         check_saved(h, &samples);
     check_store(h);

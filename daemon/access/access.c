@@ -20,10 +20,13 @@ static const char group_name[] = "token:group", anonymous_name[] = "anonymous";
 
 struct moe_access {
     struct moe_access_config config;
-    struct moe_trusted_mark rules_mark; /* of the refreshing thread */
+    /* Of the refreshing thread. */
+    struct moe_trusted_mark rules_mark;
+    bool rules_refused;
 
     struct moe_mutex token_lock; /* held while the token's file is read */
     MOE_GUARDED_BY(token_lock) struct moe_trusted_mark token_mark;
+    MOE_GUARDED_BY(token_lock) bool token_refused;
 
     struct moe_mutex lock;
     MOE_GUARDED_BY(lock) struct {
@@ -76,6 +79,8 @@ static void refresh_token(struct moe_access *a, uint64_t now_ns)
     bool changed = moe_trusted_file_changed(a->config.token_file, &a->token_mark);
     if (changed)
         st = read_token(a, hash);
+    if (changed)
+        a->token_refused = moe_failed(&st);
     if (changed && !moe_failed(&st))
         take_token(a, hash, now_ns);
     moe_mutex_unlock(&a->token_lock);
@@ -259,7 +264,8 @@ static bool refresh_rules(struct moe_access *a)
         !moe_trusted_file_changed(a->config.access_file, &a->rules_mark))
         return false;
     struct moe_status st = read_rules(a, &rules);
-    if (moe_failed(&st)) {
+    a->rules_refused = moe_failed(&st);
+    if (a->rules_refused) {
         moe_log_error("%s; the rules read before stay in force", st.text);
         return false;
     }
@@ -283,6 +289,14 @@ bool moe_access_refresh(struct moe_access *a, uint64_t now_ns)
     moe_mutex_unlock(&a->lock);
     refresh_token(a, now_ns);
     return refresh_rules(a) || lost;
+}
+
+struct moe_access_refused moe_access_refused(struct moe_access *a)
+{
+    moe_mutex_lock(&a->token_lock);
+    struct moe_access_refused refused = {.rules = a->rules_refused, .token = a->token_refused};
+    moe_mutex_unlock(&a->token_lock);
+    return refused;
 }
 
 bool moe_access_has_lost(struct moe_access *a, const struct moe_access_caller *caller)

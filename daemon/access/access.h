@@ -69,6 +69,12 @@ bool moe_access_speaks_for(struct moe_access *a, const struct moe_access_grant *
  * SIGHUP. Logs what it did. True if callers may have lost roles: then drop the connections of those
  * for which moe_access_has_lost holds. */
 bool moe_access_refresh(struct moe_access *a, uint64_t now_ns);
+/* Which files the last look has refused; what was read of them before is in force. */
+struct moe_access_refused {
+    bool rules, token; /* --access-file, --token-file */
+};
+/* [the thread that calls moe_access_refresh] */
+struct moe_access_refused moe_access_refused(struct moe_access *a);
 /* [any thread] True if the last refresh has taken a role or a worker_id from this connection, or
  * from some token, where the connection may have used one. */
 bool moe_access_has_lost(struct moe_access *a, const struct moe_access_caller *caller);

@@ -54,7 +54,8 @@ static void look_at_ca(struct moe_expiry *e)
     if (f->path == NULL || !moe_trusted_file_changed(f->path, &e->ca_mark))
         return;
     struct moe_status st = moe_tls_dates_read(&(struct moe_rpc_tls_files){.ca = f->path}, &dates);
-    if (!moe_failed(&st))
+    e->ca_refused = moe_failed(&st);
+    if (!e->ca_refused)
         f->ends = dates.ca;
 }
 

@@ -28,6 +28,7 @@ struct moe_expiry_file {
 struct moe_expiry {
     struct moe_expiry_file files[MOE_EXPIRY_FILES];
     struct moe_trusted_mark ca_mark;
+    bool ca_refused; /* the last look has refused --tls-ca */
 };
 
 /* Zero: no metrics yet. */

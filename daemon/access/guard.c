@@ -37,6 +37,12 @@ struct refusals {
     char last[LINE_BYTES]; /* of the last one that was counted */
 };
 
+/* Files of trust that are read again when they change. The certificate of a server, its key and the
+ * roots of its clients are one: they are checked together. */
+enum { FILE_CERTIFICATE, FILE_CA, FILE_RULES, FILE_TOKEN, FILES };
+static const char *const file_options[FILES] = {"tls-certificate", "tls-ca", "access-file",
+                                                "token-file"};
+
 struct moe_guard {
     const struct moe_daemon_settings *config;
     struct moe_access *access;
@@ -53,6 +59,8 @@ struct moe_guard {
         bool look_now, looking, quit;
         struct refusals refusals;
         struct moe_expiry_metrics dates;
+        bool refused[FILES]; /* at the last look */
+        struct moe_gauge *refused_gauges[FILES];
         bool has_metrics;
     };
 };
@@ -220,9 +228,31 @@ static void look(struct moe_guard *g, struct moe_rpc_server *const *servers)
             moe_rpc_server_disconnect(servers[i], has_lost, g);
 }
 
+/* On the thread that looks. */
+static void find_refused(struct moe_guard *g, bool refused[FILES])
+{
+    const struct moe_access_refused access = moe_access_refused(g->access);
+    refused[FILE_CERTIFICATE] = g->tls != NULL && moe_tls_refused(g->tls);
+    refused[FILE_CA] = g->expiry.ca_refused;
+    refused[FILE_RULES] = access.rules;
+    refused[FILE_TOKEN] = access.token;
+}
+
+/* Passes what the last look has found on to the metrics. */
+static void show(struct moe_guard *g, const bool refused[FILES]) MOE_REQUIRES(g->lock)
+{
+    moe_expiry_show(&g->expiry, &g->dates);
+    for (size_t i = 0; i < FILES; i++) {
+        g->refused[i] = refused[i];
+        if (g->refused_gauges[i] != NULL)
+            moe_gauge_set(g->refused_gauges[i], refused[i] ? 1 : 0);
+    }
+}
+
 static void *guard_main(void *arg)
 {
     struct moe_guard *g = arg;
+    bool refused[FILES];
     moe_mutex_lock(&g->lock);
     while (!g->quit) {
         if (!g->look_now)
@@ -235,14 +265,34 @@ static void *guard_main(void *arg)
         g->looking = true;
         moe_mutex_unlock(&g->lock);
         look(g, servers);
+        find_refused(g, refused);
         report_refusals(g, moe_clock_ns(), false);
         moe_mutex_lock(&g->lock);
-        moe_expiry_show(&g->expiry, &g->dates);
+        show(g, refused);
         g->looking = false;
         pthread_cond_broadcast(&g->changed);
     }
     moe_mutex_unlock(&g->lock);
     return NULL;
+}
+
+/* Of the files that are given. */
+static struct moe_status add_refused(struct moe_guard *g, struct moe_metrics *metrics)
+    MOE_REQUIRES(g->lock)
+{
+    const struct moe_daemon_settings *c = g->config;
+    const char *const paths[FILES] = {c->tls_certificate, c->tls_ca, c->access_file, c->token_file};
+    for (size_t i = 0; i < FILES; i++) {
+        const struct moe_metric_desc d = {
+            .name = "moe_trust_file_refused",
+            .help = "1 if a file of trust is not valid; what was read before is in use.",
+            .labels = {{"file", file_options[i]}}};
+        if (paths[i] == NULL)
+            continue;
+        MOE_TRY(moe_metrics_add_gauge(metrics, &d, &g->refused_gauges[i]));
+        moe_gauge_set(g->refused_gauges[i], g->refused[i] ? 1 : 0);
+    }
+    return moe_ok();
 }
 
 /* The registry of the first server is that of the daemon. */
@@ -252,11 +302,13 @@ static void add_metrics(struct moe_guard *g, struct moe_metrics *metrics)
     moe_mutex_lock(&g->lock);
     if (metrics != NULL && !g->has_metrics) {
         st = moe_expiry_add_metrics(&g->dates, g->config, metrics);
+        if (!moe_failed(&st))
+            st = add_refused(g, metrics);
         g->has_metrics = true;
     }
     moe_mutex_unlock(&g->lock);
     if (moe_failed(&st))
-        moe_log_warn("metrics of certificates: %s", st.text);
+        moe_log_warn("metrics of files of trust: %s", st.text);
 }
 
 static void add(struct moe_guard *g, struct moe_rpc_server *server)
@@ -317,8 +369,10 @@ void moe_guard_remove(struct moe_guard *g, struct moe_rpc_server *server)
     bool others = false;
     for (size_t i = 0; i < MOE_GUARD_SERVERS_MAX; i++)
         others = others || g->servers[i] != NULL;
-    if (!others) /* the registry may end with its last server */
+    if (!others) { /* the registry may end with its last server */
         memset(g->dates.gauges, 0, sizeof g->dates.gauges);
+        memset(g->refused_gauges, 0, sizeof g->refused_gauges);
+    }
     while (g->looking)
         moe_wait(&g->changed, &g->lock);
     moe_mutex_unlock(&g->lock);

@@ -189,6 +189,11 @@ bool moe_tls_refresh(struct moe_tls *t)
     return true;
 }
 
+bool moe_tls_refused(const struct moe_tls *t)
+{
+    return t->failed;
+}
+
 struct moe_tls_dates moe_tls_dates(struct moe_tls *t)
 {
     moe_mutex_lock(&t->lock);

@@ -30,6 +30,10 @@ void moe_tls_destroy(struct moe_tls *t);
  * read before stay in use. Call every few seconds. True if new files are in use. */
 bool moe_tls_refresh(struct moe_tls *t);
 
+/* [the thread that calls moe_tls_refresh] True if the last look has refused the files, and those
+ * read before are in use. */
+bool moe_tls_refused(const struct moe_tls *t);
+
 /* When the files end, in Unix seconds; 0 for one that is not given. A certificate ends with the
  * first of its chain. Roots end with the last one: a file may hold old and new ones. */
 struct moe_tls_dates {

@@ -102,6 +102,34 @@ class Group(Case):
         return self.d.worker(self.coordinator.endpoint, name, *self.served(pair), "--tls-ca",
                              ca or self.ca, *more, environment=self.alone(name + pair))
 
+    def test_health_warns_of_changed_files_that_are_not_valid(self):
+        """What was read before is in use, so all calls go on, until a file is valid again."""
+        self.coordinator = c = self.start_coordinator(1)
+        worker = self.start_worker("w0", "w0")
+
+        def trust_files():
+            done = self.moectl("ops", "health", "--detail", "-o", "json", "--endpoint", c.endpoint)
+            checks = json.loads(done.stdout)["checks"]
+            found = {each["subject"]: (each["result"], re.findall(r"--([\w-]+)", each["text"]))
+                     for each in checks if each["code"] == "TRUST_FILES"}
+            if any(result == "WARNING" for result, _ in found.values()):
+                self.assertIn(done.returncode, (3, 8))
+            return found
+
+        fine, pem = ("OK", []), self.c.read(self.c.pem("coordinator"))
+        wait_until(lambda: "serving under epoch" in read(worker.log))
+        self.assertEqual(trust_files(), {"coordinator": fine, "slot 0": fine})
+        self.c.replace(self.c.pem("coordinator"), b"rubbish", 0o644)
+        wait_until(lambda: trust_files() == {
+            "coordinator": ("WARNING", ["tls-certificate"]), "slot 0": fine})
+        write(self.rules, "rubbish")
+        wait_until(lambda: trust_files() == {
+            "coordinator": ("WARNING", ["tls-certificate", "access-file"]),
+            "slot 0": ("WARNING", ["access-file"])})
+        self.c.replace(self.c.pem("coordinator"), pem, 0o644)
+        write(self.rules, RULES)
+        wait_until(lambda: trust_files() == {"coordinator": fine, "slot 0": fine})
+
     def test_all_links_use_tls(self):
         training = os.path.join(self.d.where, "training")
         os.mkdir(training)

@@ -386,14 +386,19 @@ static void a_bad_new_file_leaves_the_rules_in_force(void **state)
     (void)state;
     write_rules();
     struct moe_access *a = make(false, 0, true, false);
+    assert_false(moe_access_refused(a).rules);
     write_file(rules_path, "garbage", 0600);
     assert_false(moe_access_refresh(a, 1));
+    assert_true(moe_access_refused(a).rules);
     assert_int_equal(ask(a, tls("spiffe://moed/ops"), SHUTDOWN, ""), MOE_OK);
     assert_int_equal(remove(rules_path), 0);
     assert_false(moe_access_refresh(a, 2));
+    assert_false(moe_access_refresh(a, 2)); /* not changed since, and still not valid */
+    assert_true(moe_access_refused(a).rules);
     assert_int_equal(ask(a, tls("spiffe://moed/ops"), SHUTDOWN, ""), MOE_OK);
     write_file(rules_path, "{}", 0600);
     assert_true(moe_access_refresh(a, 3));
+    assert_false(moe_access_refused(a).rules);
     assert_int_equal(ask(a, tls("spiffe://moed/ops"), SHUTDOWN, ""), MOE_PERMISSION_DENIED);
     moe_access_destroy(a);
 }
@@ -406,10 +411,12 @@ static void the_old_token_of_a_group_counts_for_a_minute(void **state)
     uint64_t now = moe_clock_ns();
     write_file(token_path, "readable-by-everybody-here", 0644);
     assert_false(moe_access_refresh(a, now));
+    assert_true(moe_access_refused(a).token);
     assert_int_equal(ask(a, tcp, SHUTDOWN, "readable-by-everybody-here"), MOE_UNAUTHENTICATED);
     write_file(token_path, "the-new-token-of-this-group", 0600); /* known without a refresh */
     assert_int_equal(ask(a, tcp, SHUTDOWN, "the-new-token-of-this-group"), MOE_OK);
     assert_int_equal(ask(a, tcp, SHUTDOWN, "the-old-token-of-this-group"), MOE_OK);
+    assert_false(moe_access_refused(a).token);
     assert_false(moe_access_refresh(a, now + 59 * MOE_NS_PER_S));
     assert_true(moe_access_refresh(a, now + 70 * MOE_NS_PER_S));
     assert_true(moe_access_has_lost(a, &tcp));

@@ -87,10 +87,17 @@ static void the_metric_follows_a_replaced_file(void **state)
         free(text);
         certificates_make(at, "ca", NULL, NULL, -60, 60 * DAY);
     }
+    assert_false(e.ca_refused);
     certificates_write(at, "ca", "pem", "rubbish\n", 0644);
-    moe_expiry_look(&e, NULL, (int64_t)time(NULL));
+    for (int look = 0; look < 2; look++) { /* until it is replaced */
+        moe_expiry_look(&e, NULL, (int64_t)time(NULL));
+        assert_true(e.ca_refused);
+    }
     moe_expiry_show(&e, &shown);
     assert_int_equal(days_left(shown.ends[2]), 60); /* the roots before stay in use */
+    certificates_make(at, "ca", NULL, NULL, -60, 60 * DAY);
+    moe_expiry_look(&e, NULL, (int64_t)time(NULL));
+    assert_false(e.ca_refused);
     moe_metrics_destroy(m);
     certificates_remove(at);
 }
