@@ -75,10 +75,10 @@ static bool add_worker(struct moectl_watch *w, const char *worker, uint64_t limi
 {
     char endpoint[MOECTL_ENDPOINT_MAX];
     struct moe_status st = moectl_link_check_worker(w->endpoint, worker);
-    if (moe_failed(&st))
-        return false;
-    moectl_trainer_endpoint(worker, limit_ns, endpoint);
-    st = moectl_link_open(endpoint, &w->links[w->count]);
+    if (!moe_failed(&st))
+        st = moectl_trainer_endpoint(worker, limit_ns, endpoint);
+    if (!moe_failed(&st))
+        st = moectl_link_open(endpoint, &w->links[w->count]);
     w->count += !moe_failed(&st);
     return !moe_failed(&st);
 }

@@ -4,6 +4,7 @@
 #include "base/guard.h"
 #include "base/secret.h"
 #include "coordinator/membership_state.h"
+#include "daemon/endpoint.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -204,12 +205,20 @@ static void copy_host(struct member *member, const struct moe_membership_host *h
     copy_host_text(member->host.network_address, h->network_address);
 }
 
+/* Others connect to it. */
+static bool is_endpoint(const char *text)
+{
+    if (!is_word(text, MOE_MEMBERSHIP_ENDPOINT_BYTES))
+        return false;
+    struct moe_status st = moe_endpoint_check("", text);
+    return !moe_failed(&st);
+}
+
 static struct moe_status check_register(const struct moe_membership_register *r)
 {
-    const char *bad = !is_word(r->worker_id, MOE_MEMBERSHIP_ID_BYTES)        ? "worker_id"
-                      : !is_word(r->endpoint, MOE_MEMBERSHIP_ENDPOINT_BYTES) ? "endpoint"
-                      : !is_word(r->control_endpoint, MOE_MEMBERSHIP_ENDPOINT_BYTES)
-                          ? "control_endpoint"
+    const char *bad = !is_word(r->worker_id, MOE_MEMBERSHIP_ID_BYTES)      ? "worker_id"
+                      : !is_endpoint(r->endpoint)                          ? "endpoint"
+                      : !is_endpoint(r->control_endpoint)                  ? "control_endpoint"
                       : !is_word(r->backend, MOE_MEMBERSHIP_SHORT_BYTES)   ? "backend"
                       : !is_name(r->model, MOE_MEMBERSHIP_ID_BYTES)        ? "model"
                       : !is_word(r->fingerprint, MOE_MEMBERSHIP_ID_BYTES)  ? "model_fingerprint"

@@ -127,6 +127,7 @@ class FakeWorker(grpc.GenericRpcHandler):
         self.tokens = set()  # "Bearer ..." of all calls
         self.ledger, self.script, self.requests, self.retained = ledger, [], [], {}
         self.workers, self.slot, self.coordinator = [], 0, ""
+        self.training_endpoint = ""
         self.message_bytes, self.extensions = 1 << 20, ["training"]
         self.seconds_left = None  # until the deadline of the last call
         self.server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
@@ -184,7 +185,7 @@ class FakeWorker(grpc.GenericRpcHandler):
             name="moe-worker", slot=self.slot, workers=self.workers,
             coordinator=self.coordinator, max_tokens_per_request=100,
             max_tokens_per_step=STEP_TOKENS, max_message_bytes=self.message_bytes,
-            extensions=self.extensions)
+            extensions=self.extensions, training_endpoint=self.training_endpoint)
 
     def GetModel(self, _request):
         layer = types_pb2.LayerInfo(layer=LAYER, hidden=HIDDEN, experts=EXPERTS, top_k=TOP_K)

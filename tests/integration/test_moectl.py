@@ -435,6 +435,31 @@ class AgainstAFakeCoordinator(unittest.TestCase):
                 for one in (worker, fake):
                     one.server.stop(None).wait()
 
+    def test_a_worker_of_another_host_names_no_trainers_endpoint_of_this_one(self):
+        """Nor anything else than HOST:PORT, which gRPC may take."""
+        worker, here = FakeWorker(Ledger()), FakeWorker(Ledger())
+        asked, serve = [], here.service
+        here.service = lambda details: asked.append(details.method) or serve(details)
+        elsewhere = "0.0.0.0:" + worker.endpoint.rpartition(":")[2]  # no loopback address
+        try:
+            for named, why in ((here.endpoint, "is on its own host (%s)" % here.endpoint),
+                               ("dns:///" + here.endpoint, "is not HOST:PORT"),
+                               ("unix:/run/x", "is not HOST:PORT")):
+                worker.training_endpoint = named
+                for command in (["training", "zero-grad"], ["training", "status"]):
+                    done = run(*command, "--endpoint", elsewhere)
+                    self.assertNotEqual(done.returncode, OK)
+                    self.assertIn("%s: its endpoint for training" % elsewhere, done.stderr)
+                    self.assertIn(why, done.stderr)
+                self.assertEqual(asked, [])
+            worker.training_endpoint = here.endpoint
+            done = run("training", "zero-grad", "--endpoint", worker.endpoint)
+            self.assertEqual(done.returncode, OK, done.stderr)
+            self.assertNotEqual(asked, [])
+        finally:
+            for one in (worker, here):
+                one.server.stop(None).wait()
+
     def test_workers_that_have_ended_do_not_count(self):
         fake = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_WAITING, slots=2)
         fake.status.workers.add(slot=0, state=admin.WORKER_STATE_LOADED)

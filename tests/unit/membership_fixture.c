@@ -130,7 +130,7 @@ int teardown(void **unused)
 
 uint32_t experts = 6;
 
-bool address_of_0; /* workers register with the address of worker 0 */
+const char *given_endpoint, *given_control;
 
 /* Worker `id`'s process `incarnation` registers on a new stream under this identity, with a slot
  * token of bytes `token`; returns the stream's number. */
@@ -140,12 +140,12 @@ uint64_t join_as(uint32_t id, uint64_t incarnation, const char *identity, int to
     uint8_t slot_token[MOE_MEMBERSHIP_TOKEN_BYTES];
     memset(slot_token, token, sizeof slot_token);
     snprintf(name, sizeof name, "w%u", id);
-    snprintf(endpoint, sizeof endpoint, "127.0.0.1:%u", 1 + (address_of_0 ? 0 : id));
+    snprintf(endpoint, sizeof endpoint, "127.0.0.1:%u", 1 + id);
     struct moe_membership_layer layer = {.layer = 0, .hidden = 8, .experts = experts, .top_k = 2};
     struct moe_membership_register r = {
         .worker_id = name,
-        .endpoint = endpoint,
-        .control_endpoint = "127.0.0.1:2",
+        .endpoint = given_endpoint != NULL ? given_endpoint : endpoint,
+        .control_endpoint = given_control != NULL ? given_control : "127.0.0.1:2",
         .backend = "cpu",
         .model = "Mod\xc3\xa8le 7 B",
         .fingerprint = "f00d",

@@ -35,7 +35,8 @@ extern uint32_t domain;             /* of READYs: slots that masks have together
 extern uint64_t last_session;       /* of the last PREPARE; 0 = a new one */
 extern uint64_t registered_session; /* epoch of the session that Registers tell of; 0 = none */
 extern uint32_t registered_tokens;  /* its max_tokens */
-extern bool address_of_0;           /* workers register with the address of worker 0 */
+/* Of workers that register; NULL: their own. */
+extern const char *given_endpoint, *given_control;
 
 void carry_out(void);
 void forget(void);

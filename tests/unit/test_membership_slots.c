@@ -455,7 +455,7 @@ static void the_address_of_another_worker_is_refused(void **unused)
 {
     (void)unused;
     uint64_t first = join(0, 10);
-    address_of_0 = true;
+    given_endpoint = "127.0.0.1:1";
     join(1, 11);
     assert_int_equal(closed_with.code, MOE_ALREADY_EXISTS);
     assert_non_null(strstr(closed_with.text, "is the address of w0, in slot 0"));
@@ -464,7 +464,28 @@ static void the_address_of_another_worker_is_refused(void **unused)
     forget();
     join(1, 11);
     assert_int_equal(closes, 0);
-    address_of_0 = false;
+    given_endpoint = NULL;
+}
+
+/* gRPC would take most of these, and reach something else than a worker. */
+static void an_address_that_is_not_host_and_port_is_refused(void **unused)
+{
+    (void)unused;
+    static const char *const bad[] = {"",           "h",      "h:0", "h:65536", "unix:/run/x",
+                                      "dns:///h:1", "h:1,g:2"};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        for (int control = 0; control < 2; control++) {
+            const char **given = control ? &given_control : &given_endpoint;
+            *given = bad[i];
+            join(0, 10);
+            *given = NULL;
+            assert_int_equal(closed_with.code, MOE_INVALID_ARGUMENT);
+            assert_non_null(strstr(closed_with.text, control ? "control_endpoint" : "endpoint"));
+            forget();
+        }
+    }
+    join(0, 10);
+    assert_int_equal(closes, 0);
 }
 
 static void another_identity_waits_for_the_end_of_the_lease(void **unused)
@@ -709,6 +730,7 @@ int main(void)
         STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
         STORY(a_living_worker_keeps_its_slot),
         STORY(the_address_of_another_worker_is_refused),
+        STORY(an_address_that_is_not_host_and_port_is_refused),
         STORY(the_reason_of_a_refusal_is_shown_whole),
         STORY(another_identity_waits_for_the_end_of_the_lease),
         STORY(the_same_process_proves_itself_by_its_token),

@@ -455,20 +455,37 @@ struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uin
     return st;
 }
 
-void moectl_trainer_endpoint(const char *worker, uint64_t deadline_ns,
-                             char endpoint[MOECTL_ENDPOINT_MAX])
+/* Calls to it may carry a token. */
+static struct moe_status check_trainer_endpoint(const char *worker, const char *named)
+{
+    struct moe_status st = moe_endpoint_check("its endpoint for training", named);
+    if (!moe_failed(&st) && strlen(named) >= MOECTL_ENDPOINT_MAX)
+        st = moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED, "its endpoint for training is too long");
+    if (!moe_failed(&st) && names_own_host(worker, named))
+        st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
+                       "its endpoint for training is on its own host (%.100s): run moectl there "
+                       "with that endpoint",
+                       named);
+    return moe_error_context(st, "%.100s", worker);
+}
+
+struct moe_status moectl_trainer_endpoint(const char *worker, uint64_t deadline_ns,
+                                          char endpoint[MOECTL_ENDPOINT_MAX])
 {
     struct moectl_link *link = NULL;
     Moe__V1__GetServerInfoResponse *info = NULL;
     struct moe_status st = moectl_link_open(worker, &link);
     if (st.code == MOE_OK)
         st = moectl_link_server_info(link, deadline_ns, &info);
-    bool other = st.code == MOE_OK && info->training_endpoint[0] != '\0' &&
-                 strlen(info->training_endpoint) < MOECTL_ENDPOINT_MAX;
-    (void)snprintf(endpoint, MOECTL_ENDPOINT_MAX, "%s", other ? info->training_endpoint : worker);
+    bool other = st.code == MOE_OK && info->training_endpoint[0] != '\0';
+    st = other ? check_trainer_endpoint(worker, info->training_endpoint) : moe_ok();
+    if (!moe_failed(&st))
+        (void)snprintf(endpoint, MOECTL_ENDPOINT_MAX, "%s",
+                       other ? info->training_endpoint : worker);
     if (info != NULL)
         moe__v1__get_server_info_response__free_unpacked(info, NULL);
     moectl_link_close(link);
+    return st;
 }
 
 struct moe_status moectl_training_endpoint(const struct moectl_common *common, uint64_t deadline_ns,
@@ -476,6 +493,5 @@ struct moe_status moectl_training_endpoint(const struct moectl_common *common, u
 {
     char worker[MOECTL_ENDPOINT_MAX];
     MOE_TRY(moectl_worker_endpoint(common, deadline_ns, worker));
-    moectl_trainer_endpoint(worker, deadline_ns, endpoint);
-    return moe_ok();
+    return moectl_trainer_endpoint(worker, deadline_ns, endpoint);
 }

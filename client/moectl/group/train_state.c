@@ -42,7 +42,7 @@ struct moe_status moectl_train_probe(const char *worker, uint64_t deadline_ns,
     struct moe_status st = probe(worker, limit, out);
     if (st.code != MOE_UNIMPLEMENTED)
         return st;
-    moectl_trainer_endpoint(worker, limit, endpoint);
+    MOE_TRY(moectl_trainer_endpoint(worker, limit, endpoint));
     return strcmp(endpoint, worker) == 0 ? st : probe(endpoint, limit, out);
 }
 
