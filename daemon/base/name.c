@@ -1,8 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "daemon/name.h"
 
-#include <stddef.h>
-
 bool moe_training_name_ok(const char *name)
 {
     size_t n = 0;
@@ -14,4 +12,13 @@ bool moe_training_name_ok(const char *name)
             return false;
     }
     return n > 0 && name[0] != '.';
+}
+
+bool moe_word_ok(const char *text, size_t max)
+{
+    size_t n = 0;
+    for (; text[n] != '\0'; n++)
+        if (n == max || text[n] <= ' ' || text[n] > '~' || text[n] == '"' || text[n] == '\\')
+            return false;
+    return n > 0;
 }

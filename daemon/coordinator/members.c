@@ -5,6 +5,7 @@
 #include "base/secret.h"
 #include "coordinator/membership_state.h"
 #include "daemon/endpoint.h"
+#include "daemon/name.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -152,15 +153,13 @@ static bool find_worker(const struct moe_membership *m, const char *worker_id, u
 
 /* ------------------------------------------------------------------ agreement of workers */
 
-/* One word of printable ASCII, of less than `size` bytes: logs, tables and files hold it unescaped.
- */
+_Static_assert((int)MOE_WORKER_ID_MAX < (int)MOE_MEMBERSHIP_ID_BYTES,
+               "a worker_id fits with its final 0");
+
+/* A word that fits `size` bytes with its final 0. */
 static bool is_word(const char *s, size_t size)
 {
-    size_t n = 0;
-    for (; s[n] != '\0'; n++)
-        if (n + 1 >= size || s[n] <= ' ' || s[n] > '~' || s[n] == '"' || s[n] == '\\')
-            return false;
-    return n > 0;
+    return moe_word_ok(s, size - 1);
 }
 
 /* A name: UTF-8 without control characters. Checks only the form of sequences. */

@@ -83,9 +83,7 @@ struct moe_worker_config {
 struct moe_status moe_worker_check_names(const char *listen, const char *control_listen,
                                          const char *advertise) MOE_CHECKED;
 
-enum { MOE_WORKER_ID_MAX = 127 }; /* characters */
-/* Whether a coordinator takes this worker_id: 1 to MOE_WORKER_ID_MAX printable ASCII characters,
- * none of them a blank, a quote or a backslash. Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID. */
+/* Whether a coordinator takes this worker_id. Errors: MOE_INVALID_ARGUMENT/CONFIG_INVALID. */
 struct moe_status moe_worker_check_id(const char *worker_id) MOE_CHECKED;
 
 /* Opens the model, listens, and begins to register; the worker's threads do the rest. */

@@ -81,10 +81,7 @@ struct moe_status moe_worker_check_names(const char *listen, const char *control
 
 struct moe_status moe_worker_check_id(const char *worker_id)
 {
-    size_t n = 0;
-    while (worker_id[n] > ' ' && worker_id[n] <= '~' && strchr("\"\\", worker_id[n]) == NULL)
-        n++;
-    if (n == 0 || n > MOE_WORKER_ID_MAX || worker_id[n] != '\0')
+    if (!moe_word_ok(worker_id, MOE_WORKER_ID_MAX))
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID,
                          "--worker-id: 1 to %d printable ASCII characters, none of them a blank, "
                          "a quote or a backslash",

@@ -4,6 +4,7 @@
 #include "base/secret.h"
 #include "base/size.h"
 #include "daemon/log.h"
+#include "daemon/name.h"
 
 #include <jansson.h>
 #include <setjmp.h>
@@ -478,9 +479,21 @@ static void lines_that_could_not_be_written_are_counted(void **unused)
     assert_int_equal(unlink(path), 0);
 }
 
+/* ------------------------------------------------------------------ words */
+
+static void a_word_has_no_blank_quote_or_backslash(void **state)
+{
+    (void)state;
+    static const char *const bad[] = {"", "a b", "a\t", "\"a", "a\\", "a\x7f", "\xc3\xa8", "12345"};
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        assert_false(moe_word_ok(bad[i], 4));
+    assert_true(moe_word_ok("!~:1", 4));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_word_has_no_blank_quote_or_backslash),
         cmocka_unit_test(a_failure_stops_the_function_and_reaches_the_caller),
         cmocka_unit_test(context_is_put_before_the_text),
         cmocka_unit_test(long_texts_are_cut_not_spilled),
