@@ -6,6 +6,7 @@
 #include "base/clock.h"
 #include "checkpoint/checkpoint.h"
 #include "daemon/log.h"
+#include "moe/window.h"
 #include "training/training.h"
 
 #include <stddef.h>
@@ -279,10 +280,8 @@ struct proof {
     struct moe_train_digest digest;
 };
 
-/* An exchange of a session carries no more bytes. */
-enum { EXCHANGE_MAX = 256 };
-
-_Static_assert(offsetof(struct proof, digest.config) + sizeof(uint64_t) <= EXCHANGE_MAX,
+_Static_assert(offsetof(struct proof, digest.config) + sizeof(uint64_t) <=
+                   MOE_WINDOW_EXCHANGE_BYTES,
                "the first exchange shows whether all train alike");
 
 /* After the first exchange: a group that does not train has no more to tell, and one with different
@@ -299,11 +298,12 @@ static bool all_train_alike(const struct proof *mine, const struct moe_group_vie
 static struct moe_status exchange(struct moe_worker *w, const struct moe_group_view *v,
                                   const struct proof *mine, struct proof *all)
 {
-    uint8_t parts[MOE_MAX_SLOTS * EXCHANGE_MAX];
-    for (size_t at = 0; at < sizeof *mine; at += EXCHANGE_MAX) {
+    uint8_t parts[MOE_MAX_SLOTS * MOE_WINDOW_EXCHANGE_BYTES];
+    for (size_t at = 0; at < sizeof *mine; at += MOE_WINDOW_EXCHANGE_BYTES) {
         if (at > 0 && !all_train_alike(mine, v, all))
             return moe_ok();
-        size_t bytes = sizeof *mine - at < EXCHANGE_MAX ? sizeof *mine - at : EXCHANGE_MAX;
+        size_t left = sizeof *mine - at;
+        size_t bytes = left < MOE_WINDOW_EXCHANGE_BYTES ? left : MOE_WINDOW_EXCHANGE_BYTES;
         memset(parts, 0, sizeof parts);
         MOE_TRY(w->config.backend->session_exchange(w->session, (const uint8_t *)mine + at, parts,
                                                     bytes));
