@@ -3,6 +3,7 @@
 #include "training/state.h"
 
 #include "base/clock.h"
+#include "common/layer_rules.h"
 #include "daemon/log.h"
 
 #include <string.h>
@@ -276,25 +277,15 @@ struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_re
     return st;
 }
 
-static bool holds_all(const struct moe_placement *p, uint64_t slots)
-{
-    for (uint32_t e = 0; e < p->experts; e++) {
-        bool held = false;
-        for (uint32_t i = p->offset[e]; i < p->offset[e + 1]; i++)
-            held = held || (slots >> p->slot[i] & 1) != 0;
-        if (!held)
-            return false;
-    }
-    return true;
-}
-
 bool moe_train_covers(const struct moe_train *t, uint64_t slots)
 {
     if (!t->config.backend->training->live_copies)
         return false;
-    for (size_t i = 0; i < t->config.layer_count; i++)
-        if (!holds_all(&t->placements[i], slots))
+    for (size_t i = 0; i < t->config.layer_count; i++) {
+        struct moe_status st = moe_placement_check_live(&t->placements[i], slots);
+        if (moe_failed(&st))
             return false;
+    }
     return true;
 }
 
