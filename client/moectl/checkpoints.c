@@ -85,7 +85,7 @@ static void print_row(const Moe__V1__CheckpointInfo *c, const char *present)
     moectl_put("\n");
 }
 
-static int print_table(const Moe__V1__ListCheckpointsResponse *a)
+static void print_table(const Moe__V1__ListCheckpointsResponse *a)
 {
     moectl_put("  %-20s %6s %8s  %-20s  %10s  %-12s  %s\n", "NAME", "STEPS", "VERSION", "MADE",
                "SIZE", "PARENT", "SETTINGS OR PROBLEM");
@@ -93,7 +93,6 @@ static int print_table(const Moe__V1__ListCheckpointsResponse *a)
         print_row(a->checkpoints[i], a->checkpoint);
     if (a->count > a->n_checkpoints)
         moectl_put("  and %zu more\n", (size_t)a->count - a->n_checkpoints);
-    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }
 
 int moectl_list_checkpoints(const struct moectl_common *common, struct moe_status *st)
@@ -102,8 +101,11 @@ int moectl_list_checkpoints(const struct moectl_common *common, struct moe_statu
     *st = ask(common, &answer);
     if (st->code != MOE_OK)
         return moectl_exit_code(st->code);
-    int code =
-        common->document ? moectl_print_message("Checkpoints", &answer->base) : print_table(answer);
+    int code = MOECTL_OK;
+    if (common->document)
+        code = moectl_print_message("Checkpoints", &answer->base);
+    else
+        print_table(answer);
     moe__v1__list_checkpoints_response__free_unpacked(answer, NULL);
     return code;
 }

@@ -32,7 +32,7 @@ static int list(const struct moectl_common *common, const struct moectl_contexts
     if (contexts->current[0] == '\0')
         moectl_put("* the local group\n");
     json_decref(document);
-    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    return MOECTL_OK;
 }
 
 static int run(const struct moectl_command *self, int argc, char **argv)

@@ -406,7 +406,7 @@ static int show(struct get *g)
     int code = none_new ? MOECTL_OK : g->common.document ? show_document(g) : show_table(g);
     if (g->events != NULL && g->events->n_events > 0)
         g->after = g->events->events[g->events->n_events - 1]->sequence;
-    return code;
+    return code == MOECTL_OK ? moectl_flush() : code;
 }
 
 /* Until a signal or --timeout ends it. A group that does not answer for a while is reported once.

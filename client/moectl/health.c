@@ -454,7 +454,7 @@ static int show_table(const struct health *h)
     moectl_put("%s: %zu of %zu checks are OK\n", result_names[worst(h)], fine, h->count);
     int code = shown > 0 ? moectl_table_print(t, NULL) : MOECTL_OK;
     moectl_table_free(t);
-    return code == MOECTL_OK && fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    return code;
 }
 
 static struct moe_status ask(struct health *h)

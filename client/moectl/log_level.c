@@ -124,7 +124,7 @@ static int show(const struct moectl_common *common, json_t *list)
                    json_string_value(json_object_get(item, "previous")));
     }
     json_decref(list);
-    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    return MOECTL_OK;
 }
 
 static int run(const struct moectl_command *self, int argc, char **argv)

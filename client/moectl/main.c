@@ -89,7 +89,7 @@ int main(int argc, char **argv)
     signal(SIGPIPE, SIG_IGN);
     signal(SIGXFSZ, SIG_IGN);
     int code = run(argc, argv);
-    if (fflush(stdout) == 0 && ferror(stdout) == 0)
+    if (moectl_flush() == MOECTL_OK)
         return code;
     if (!reader_is_gone())
         moectl_say("cannot write the answer to the standard output");

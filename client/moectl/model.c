@@ -94,7 +94,7 @@ static int print_plan(FILE *to, const Moe__V1__LoadModelResponse *plan)
         moectl_table_cell(t, "%.1f MiB", (double)s->resident_bytes * mib);
         moectl_table_cell(t, "%.1f MiB", (double)s->free_bytes * mib);
     }
-    bool good = moectl_table_write(to, t, NULL) && fflush(to) == 0;
+    bool good = moectl_table_write(to, t, NULL);
     moectl_table_free(t);
     return good ? MOECTL_OK : MOECTL_FAILED;
 }
@@ -107,7 +107,7 @@ static int show_load(const struct model_change *c, const Moe__V1__LoadModelRespo
             return print_plan(stdout, answer);
         moectl_put("serving %s: %s, %zu MoE layer%s, digest %s\n", m->name, m->family, m->n_layers,
                    m->n_layers == 1 ? "" : "s", m->digest);
-        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+        return MOECTL_OK;
     }
     json_t *document = moectl_document(c->dry_run ? "ModelPlan" : "LoadedModel");
     json_t *slots = json_array();
@@ -211,7 +211,7 @@ static int show_unload(const struct moectl_common *common, const char *name)
         return moectl_print(document);
     }
     moectl_put("unloaded %s\n", name);
-    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    return MOECTL_OK;
 }
 
 static int run_unload(const struct moectl_command *self, int argc, char **argv)
@@ -263,7 +263,7 @@ static int show_accepted(const struct moectl_common *common, const char *forgott
     moectl_put(forgotten[0] != '\0' ? "forgot the digests of model %s\n"
                                     : "no digests were recorded%s\n",
                forgotten);
-    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    return MOECTL_OK;
 }
 
 static int accept(struct model_change *c)

@@ -136,7 +136,7 @@ static int show(const struct rebalance *r, const Moe__V1__RebalanceResponse *ans
         moectl_put("placement %" PRIu32 " is in force\n", answer->placement_version);
     else if (!r->dry_run)
         moectl_put("nothing has moved: the gain is below --min-gain %" PRIu64 "\n", r->least_gain);
-    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    return MOECTL_OK;
 }
 
 /* ------------------------------------------------------------------ the command */

@@ -276,7 +276,7 @@ static int announce(const struct replace *r)
             moectl_say("nothing to replace: all %zu daemons run", r->group.count);
         else
             moectl_say("`moectl wait` waits until the group serves");
-        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+        return MOECTL_OK;
     }
     json_t *document = moectl_document("Replaced"), *started = json_array();
     for (size_t i = 0; i < r->daemons.count; i++) {

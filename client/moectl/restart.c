@@ -264,7 +264,7 @@ static int report(const struct restart *r)
 {
     if (!r->common.document) {
         moectl_put("%" PRIu32 " workers restarted, one after another\n", r->count);
-        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+        return MOECTL_OK;
     }
     json_t *document = moectl_document("Restarted"), *slots = json_array();
     for (uint32_t i = 0; i < r->count; i++)

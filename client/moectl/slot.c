@@ -72,7 +72,7 @@ static int show(const struct moectl_command *self, const struct slot_change *c, 
                    : self == &moectl_cordon ? "slot %" PRIu32 ": gets no new worker\n"
                                             : "slot %" PRIu32 ": takes workers again\n",
                    c->slot);
-        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+        return MOECTL_OK;
     }
     json_t *document = moectl_document(drains                   ? "DrainedSlot"
                                        : self == &moectl_cordon ? "CordonedSlot"

@@ -171,7 +171,7 @@ static int print_status(const struct moectl_common *common, const Moe__V1__GetSt
     if (common->document)
         return print_document(s, models);
     int code = print_table(s, models);
-    fflush(stdout);
+    (void)moectl_flush(); /* messages follow the table */
     if (cordon_keeps_empty(s))
         moectl_say("an empty slot is cordoned: it gets no worker until `moectl uncordon`; then "
                    "start one again");
@@ -183,7 +183,7 @@ static int print_status(const struct moectl_common *common, const Moe__V1__GetSt
     else if (moectl_workers_gone(s) > 0)
         say_replace(common);
     report_at_stake(s, deadline_ns);
-    return code == MOECTL_OK && fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    return code;
 }
 
 /* Gives up after CALL_LIMIT_MS if a worker answers: then the coordinator hangs. */

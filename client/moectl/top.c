@@ -406,7 +406,7 @@ static int print_frame(const struct top *t)
     }
     fputs(text, stdout);
     free(text);
-    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    return MOECTL_OK;
 }
 
 /* Lines, for pipes and files. */
@@ -418,6 +418,8 @@ static int print_frames(struct top *t)
         if (moe_failed(&st))
             return moectl_fail(&st);
         code = print_frame(t);
+        if (code == MOECTL_OK)
+            code = moectl_flush();
         if (t->once)
             return code;
         moectl_put("\n");

@@ -96,7 +96,7 @@ static int print_state(const struct moectl_common *common, const Moe__V1__GetTra
 {
     if (!common->document) {
         print_table(s);
-        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+        return MOECTL_OK;
     }
     return moectl_print_message("TrainState", &s->base);
 }
@@ -179,7 +179,7 @@ static int recover(const struct moectl_common *common, const char *name)
     moectl_put("the group goes back to %s when it forms, now or when its coordinator is back "
                "(`moectl wait` waits for it)\n",
                name != NULL ? name : "the model as loaded");
-    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    return MOECTL_OK;
 }
 
 /* --------------------------------------------------------------------------- changes */
@@ -512,7 +512,7 @@ static int run_change(struct training *t, const struct action *a)
         report_lost(t);
     if (!t->common.document) {
         a->report(t);
-        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+        return MOECTL_OK;
     }
     json_t *document = moectl_document(a->kind), *body = a->json(t);
     if (document != NULL && (body == NULL || json_object_update(document, body) != 0)) {

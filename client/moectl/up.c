@@ -340,13 +340,13 @@ static struct moe_status await_serving(struct up *u, uint64_t deadline_ns)
     }
 }
 
-static int announce(const struct up *u)
+static int print_group(const struct up *u)
 {
     const struct moectl_group *g = &u->group;
     if (!u->common.document) {
         for (size_t i = 1; i < g->count; i++)
             moectl_put("%s\n", g->processes[i].endpoint);
-        return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+        return MOECTL_OK;
     }
     json_t *document = moectl_document("StartedGroup");
     json_t *workers = json_array();
@@ -357,6 +357,13 @@ static int announce(const struct up *u)
     json_object_set_new(document, "coordinator", json_string(g->processes[0].endpoint));
     json_object_set_new(document, "stateDir", json_string(u->state_path));
     return moectl_print(document);
+}
+
+/* The group goes on in the foreground, so it must be known now. */
+static int announce(const struct up *u)
+{
+    int code = print_group(u);
+    return code == MOECTL_OK ? moectl_flush() : code;
 }
 
 /* ------------------------------------------------------------------ ending */

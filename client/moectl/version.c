@@ -57,7 +57,7 @@ static int print_table(json_t *document)
             moectl_put("%-12s %s\n", keys[i], value);
     }
     json_decref(document);
-    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    return MOECTL_OK;
 }
 
 static int run(const struct moectl_command *self, int argc, char **argv)

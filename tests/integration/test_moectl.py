@@ -460,6 +460,22 @@ class AgainstAFakeCoordinator(unittest.TestCase):
             for one in (worker, here):
                 one.server.stop(None).wait()
 
+    def test_a_command_that_goes_on_ends_when_its_reader_has_gone(self):
+        fake = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_SERVING)
+        try:
+            for command in (["get", "workers", "--watch"], ["top", "--interval", "0.1"],
+                            ["top", "-o", "json", "--interval", "0.1"]):
+                going = subprocess.Popen([MOECTL, *command, "--endpoint", fake.endpoint],
+                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                self.assertNotEqual(going.stdout.readline(), "")
+                going.stdout.close()
+                fake.status.workers.add(slot=len(fake.status.workers), worker_id="new",
+                                        state=admin.WORKER_STATE_LOADED)
+                self.assertEqual((going.wait(60), going.stderr.read()), (FAILED, ""), command)
+                going.stderr.close()
+        finally:
+            fake.server.stop(None).wait()
+
     def test_workers_that_have_ended_do_not_count(self):
         fake = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_WAITING, slots=2)
         fake.status.workers.add(slot=0, state=admin.WORKER_STATE_LOADED)

@@ -339,9 +339,14 @@ int moectl_print(json_t *document)
         moectl_write(text);
     else
         moectl_say("no memory for the answer");
-    bool written = text != NULL && fflush(stdout) == 0 && !ferror(stdout);
+    int code = text != NULL ? MOECTL_OK : MOECTL_FAILED;
     free(text);
-    return written ? MOECTL_OK : MOECTL_FAILED;
+    return code;
+}
+
+int moectl_flush(void)
+{
+    return fflush(stdout) == 0 && ferror(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
 }
 
 uint64_t moectl_timeout_ms(const struct moectl_common *common)

@@ -88,6 +88,9 @@ int moectl_usage_error(const char *fmt, ...) MOE_PRINTF(1, 2);
 void moectl_put(const char *fmt, ...) MOE_PRINTF(1, 2);
 /* The same on another stream. */
 void moectl_put_to(FILE *to, const char *fmt, ...) MOE_PRINTF(2, 3);
+/* Writes what was printed on stdout now, for a command that goes on. MOECTL_FAILED: it cannot be
+ * written, and the command ends. Other commands leave both to main. */
+int moectl_flush(void);
 /* A copy of `text`, escaped in the same way; the caller frees it. NULL when out of memory. */
 char *moectl_escaped(const char *text);
 /* Prints "moectl: " and a line on stderr, escaped in the same way. */

@@ -163,5 +163,5 @@ int moectl_table_print(const struct moectl_table *t, const struct moectl_table *
         moectl_say("out of memory");
         return MOECTL_FAILED;
     }
-    return fflush(stdout) == 0 ? MOECTL_OK : MOECTL_FAILED;
+    return MOECTL_OK;
 }
