@@ -29,11 +29,16 @@ struct moe_status moe_ckpt__open_root(const char *root, int *fd)
 
 struct moe_status moe_ckpt__open_dir(int at, const char *name, int *fd)
 {
+    struct stat there;
     *fd = openat(at, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (*fd >= 0)
         return moe_ok();
     struct moe_status st = moe_ckpt__io("opening a directory");
     st.code = errno == ENOENT ? MOE_NOT_FOUND : st.code;
+    /* Of a link, the kernel says that it is not a directory. */
+    if (fstatat(at, name, &there, AT_SYMLINK_NOFOLLOW) == 0 && S_ISLNK(there.st_mode))
+        st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_IO,
+                       "%s is a symbolic link; links are not followed", name);
     return st;
 }
 

@@ -40,7 +40,7 @@ struct moe_status moe_ckpt__go_on(const struct moe_checkpoint_context *c) MOE_CH
  * Every name is opened inside an open directory and never through a link. */
 
 struct moe_status moe_ckpt__open_root(const char *root, int *fd) MOE_CHECKED;
-/* NOT_FOUND/IO if there is none. */
+/* NOT_FOUND/IO if there is none; FAILED_PRECONDITION/IO, by name, of a link. */
 struct moe_status moe_ckpt__open_dir(int at, const char *name, int *fd) MOE_CHECKED;
 /* Makes the hidden directory ".NAME.WRITER.saving": no client can name it, and no earlier writer
  * touches it. CHECKPOINT_EXISTS if the name is taken. Removes hidden leftovers of crashed

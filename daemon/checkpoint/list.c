@@ -116,21 +116,15 @@ static bool look_at(const struct moe_checkpoint_context *c, int root, const char
 {
     struct stat there;
     int directory = -1;
-    struct moe_status st;
     *out = (struct moe_checkpoint_listed){0};
     if (fstatat(root, name, &there, AT_SYMLINK_NOFOLLOW) != 0 ||
         (!S_ISDIR(there.st_mode) && !S_ISLNK(there.st_mode)))
         return false;
     strcpy(out->name, name);
-    if (S_ISLNK(there.st_mode)) {
-        st = moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_NONE,
-                       "it is a link; links are not followed");
-    } else {
-        st = moe_ckpt__open_dir(root, name, &directory);
-        if (!moe_failed(&st)) {
-            st = look_into(c, directory, out);
-            close(directory);
-        }
+    struct moe_status st = moe_ckpt__open_dir(root, name, &directory);
+    if (!moe_failed(&st)) {
+        st = look_into(c, directory, out);
+        close(directory);
     }
     if (moe_failed(&st))
         snprintf(out->problem, sizeof out->problem, "%s", st.text);

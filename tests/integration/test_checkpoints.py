@@ -367,6 +367,9 @@ class Checkpoints(unittest.TestCase):
             answer, error = refusal(client.load, "link", 51)
             self.assertEqual(answer[0], "FAILED_PRECONDITION")
             self.assertNotIn(self.root, error.details())
+            self.assertIn("link is a symbolic link; links are not followed", error.details())
+            listed, = client.call("ListCheckpoints", training.ListCheckpointsRequest()).checkpoints
+            self.assertIn("link is a symbolic link", listed.problem)
             client.save("a" * 64, 52)
             self.assertEqual(refusal(client.save, "a" * 64, 53)[0],
                              ("ALREADY_EXISTS", "CHECKPOINT_EXISTS"))

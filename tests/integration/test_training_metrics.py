@@ -128,7 +128,7 @@ class Listing(MetricsCase):
                              {"good", "lost", "cut", "grown"})
             self.assertEqual({c.bytes for c in listed.values() if not c.readable}, {0})
             table = moectl("training", "list", "--endpoint", g.endpoints[0]).stdout
-            self.assertRegex(table, r"(?m)^  link +it is a link")
+            self.assertRegex(table, r"(?m)^  link +link is a symbolic link")
             self.assertRegex(table, r"(?m)^  cut .*damaged: model\.safetensors: ")
 
     def test_without_a_training_directory_there_is_nothing_to_list(self):
