@@ -6,7 +6,7 @@ foreach(scene partition coordinator leader replicas partial rolling elastic mixe
   set(command ${MOE_PYTHON} -B ${PROJECT_SOURCE_DIR}/tests/chaos/test_${scene}.py
     ${PROJECT_BINARY_DIR} ${MOE_GOLDEN_MODELS})
   add_test(NAME chaos_${scene} COMMAND ${command})
-  set_tests_properties(chaos_${scene} PROPERTIES TIMEOUT 300 LABELS "integration;slow")
+  set_tests_properties(chaos_${scene} PROPERTIES TIMEOUT 600 LABELS "integration;slow")
   add_test(NAME chaos_${scene}_long COMMAND ${command} --long)
   set_tests_properties(chaos_${scene}_long PROPERTIES TIMEOUT 1500 LABELS "integration;nightly")
 endforeach()
