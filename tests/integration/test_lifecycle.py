@@ -147,7 +147,8 @@ class DownAfterARestart(unittest.TestCase):
     """A restarted coordinator has no address of a worker that has not reconnected."""
 
     def restarted(self, lease_ms, *stopped):
-        g = TrainingGroup(FAMILY, 2, lease_ms=lease_ms)
+        # A worker misses a stopped one after that budget, and the coordinator then waits for none.
+        g = TrainingGroup(FAMILY, 2, "--wait-budget-ms", str(lease_ms), lease_ms=lease_ms)
         self.addCleanup(g.stop)
         for slot in stopped:
             freeze(g.workers[slot].pid)
