@@ -279,6 +279,7 @@ static struct moe_status take_tensors(const struct moe_checkpoint_context *c,
         const struct moe_ckpt_tensor *t = &all->list[i];
         const struct moe_st_file *file = NULL;
         const struct moe_tensor *tensor = NULL;
+        MOE_TRY_GOTO(st, moe_ckpt__go_on(c), done);
         MOE_TRY_GOTO(st, find(s, t, &file, &tensor), done);
         if (tensor->bytes > room || buffer == NULL) {
             free(buffer);
@@ -312,6 +313,7 @@ static struct moe_status take_weight(void *ctx, enum moe_weight weight, uint32_t
     const struct plain *p = ctx;
     const struct moe_checkpoint_context *c = p->context;
     const struct moe_train_key key = {weight, expert, MOE_PART_WEIGHT, MOE_TRAIN_VALUE};
+    MOE_TRY(moe_ckpt__go_on(c));
     if (moe_ckpt__has_value(c, p->layer, weight))
         return moe_ok();
     size_t count = bytes / moe_dtype_bytes(dtype);

@@ -427,22 +427,34 @@ static bool may_mask(const struct moe_membership *m, uint64_t slots)
                                         MOE_GUARD(MASK_COVERS, suffice(m, slots)));
 }
 
-/* A checkpoint has the state of all of them, and they hold changes back. */
-static bool all_are_saved(const struct moe_membership *m, uint64_t slots)
+/* The state that a checkpoint has, as the lowest of these slots reports it; NULL = none. `*all`:
+ * the others report the same. All that report it hold changes back. */
+static const struct moe_saved_training *find_saved(const struct moe_membership *m, uint64_t slots,
+                                                   bool *all)
 {
-    for (uint32_t s = 0; s < m->config.slots; s++)
-        if ((slots >> s & 1) != 0 && !m->members[s].last.training_saved)
-            return false;
-    return true;
+    const struct moe_saved_training *first = NULL;
+    *all = true;
+    for (uint32_t s = 0; s < m->config.slots; s++) {
+        const struct moe_saved_training *saved = &m->members[s].last.training_saved;
+        if ((slots >> s & 1) == 0)
+            continue;
+        first = first == NULL ? saved : first;
+        *all = *all && saved->calls != 0 && moe_saved_training_same(saved, first);
+    }
+    return first != NULL && first->calls != 0 ? first : NULL;
 }
 
-/* A process without the state of training takes part once a checkpoint has that state, or if the
- * others cannot go on without it. */
+/* A process without the state of training takes part once it has read the checkpoint that has that
+ * state, or if the others cannot go on without it. */
 static uint64_t leave_out_newcomers(const struct moe_membership *m, uint64_t able)
 {
+    bool all;
     uint64_t heirs = find_heirs(m, able);
     bool apart = m->trains && m->config.replicas > 1 && heirs != able && suffice(m, heirs);
-    return MOE_GUARD(NEWCOMERS_WAIT, !apart || all_are_saved(m, heirs)) ? able : heirs;
+    if (MOE_GUARD(NEWCOMERS_WAIT, !apart))
+        return able;
+    const struct moe_saved_training *state = find_saved(m, heirs, &all);
+    return heirs | (all ? moe_membership__find_readers(m, able & ~heirs, state) : 0);
 }
 
 /* The view in force may end for one of these slots. A view that serves grows only: a member that
@@ -454,12 +466,20 @@ static bool may_grow(const struct moe_membership *m, uint64_t able)
     return !m->restoring && !scaling && has_all;
 }
 
-/* As next_live, once a checkpoint has the state. */
-bool moe_membership__joiner_waits(const struct moe_membership *m)
+/* As next_live, once they have the state. */
+uint64_t moe_membership__newcomers(const struct moe_membership *m)
 {
     uint64_t able = moe_membership__able_slots(m);
-    return m->trains && m->view_epoch != 0 && (able & ~m->view_live) != 0 && may_grow(m, able) &&
-           m->now_ns >= m->next_try_ns;
+    bool wait = m->trains && m->view_epoch != 0 && may_grow(m, able) && m->now_ns >= m->next_try_ns;
+    return wait ? able & ~m->view_live : 0;
+}
+
+static void ask_newcomers(struct moe_membership *m)
+{
+    bool all;
+    const struct moe_saved_training *state = find_saved(m, m->view_live, &all);
+    if (m->trains && m->view_epoch != 0)
+        moe_membership__ask_to_read(m, moe_membership__newcomers(m), state, all);
 }
 
 /* The slots of the view that should form now; 0 = none. */
@@ -518,6 +538,7 @@ void moe_membership__advance(struct moe_membership *m)
         return;
     }
     assign(m);
+    ask_newcomers(m);
     uint64_t live = next_live(m);
     if (live == 0)
         return;
@@ -578,6 +599,7 @@ static void commit(struct moe_membership *m)
         m->members[s].error = moe_ok();
         m->members[s].missed = false;
     }
+    moe_membership__forget_readers(m, m->view_live);
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_SERVING, MOE_MEMBERSHIP_NO_SLOT,
                         "serving under epoch %" PRIu64, m->view_epoch);
 }

@@ -17,7 +17,8 @@ struct settings {
     const char *listen, *control_listen, *state_dir;
     const char *store, *etcd, *etcd_prefix, *rebalance;
     uint64_t rebalance_every_s, min_gain;
-    uint64_t workers, max_workers, replicas, spare, lease_ms, form_timeout_ms, leader_lease_s;
+    uint64_t workers, max_workers, replicas, spare, lease_ms, form_timeout_ms, leader_lease_s,
+        join_wait_s;
     bool partial;
 };
 
@@ -121,6 +122,7 @@ static struct moe_status serve(const struct moe_daemon_settings *common, void *c
                       .least_gain = (uint32_t)s->min_gain},
         .lease_ms = (uint32_t)s->lease_ms,
         .form_timeout_ms = (uint32_t)s->form_timeout_ms,
+        .join_wait_s = (uint32_t)s->join_wait_s,
         .state_dir = s->state_dir,
         .etcd = uses_etcd(s) ? &etcd : NULL,
         .metrics_listen = common->metrics_listen,
@@ -158,6 +160,7 @@ int main(int argc, char **argv)
                          .replicas = 1,
                          .lease_ms = 5000,
                          .form_timeout_ms = 60000,
+                         .join_wait_s = 300,
                          .leader_lease_s = 5};
     const struct moe_option table[] = {
         {"listen", 'l', MOE_OPTION_STRING, &s.listen, 0, 0, "HOST:PORT",
@@ -211,6 +214,10 @@ int main(int argc, char **argv)
          "Milliseconds without a message after which a worker loses its slot"},
         {"form-timeout-ms", 0, MOE_OPTION_UINT, &s.form_timeout_ms, 100, 3600000, "MS",
          "Milliseconds to form the group once all workers have loaded"},
+        {"join-wait-s", 0, MOE_OPTION_UINT, &s.join_wait_s, 1, 86400, "S",
+         "In a group that trains with --replicas: seconds that training waits, after one Save, for "
+         "a "
+         "worker that returns and reads the checkpoint. Forward does not wait"},
     };
     const struct moe_daemon daemon = {
         .name = "moe-coordinator",

@@ -7,6 +7,7 @@
 #include "daemon/endpoint.h"
 #include "daemon/name.h"
 
+#include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -382,6 +383,7 @@ static void take_slot(struct moe_membership *m, uint64_t stream, uint32_t slot,
                       const struct moe_membership_register *r)
 {
     struct member *member = &m->members[slot];
+    moe_membership__forget_readers(m, UINT64_C(1) << slot);
     *member = (struct member){.state = SLOT_TAKEN,
                               .incarnation = r->incarnation,
                               .stream = stream,
@@ -457,12 +459,129 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
         member->assigned = (member->loaded || member->load_failed) && member->order == 0;
     member->order = 0;
     m->next.asked &= m->next.loaded | ~(UINT64_C(1) << slot);
+    moe_membership__forget_readers(m, UINT64_C(1) << slot);
     moe_membership__learn_session(m, slot, r);
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_RECONNECTED, slot, "%s", why);
     confirm(m, slot);
     if (member->draining)
         moe_membership__drain(m, slot, "requested before", member->drain_limit_ms);
 }
+
+/* ------------------------------------------------------------------ newcomers that read
+ *
+ * In a group that trains with copies, a worker outside of the view lacks the members' state. Once a
+ * checkpoint has it, the members hold changes back and report it, and the worker is ordered to read
+ * it. The view goes on meanwhile. It ends once all that read have answered, or time is up. */
+
+void moe_membership__forget_readers(struct moe_membership *m, uint64_t slots)
+{
+    m->join.asked &= ~slots;
+    m->join.awaited &= ~slots;
+    m->join.read &= ~slots;
+    m->join.failed &= ~slots;
+}
+
+/* Training waits for them in the state `state`, from now on. */
+static void begin_reading(struct moe_membership *m, const struct moe_saved_training *state)
+{
+    m->join.state = *state;
+    m->join.first_order = m->last_order + 1;
+    m->join.deadline_ns = m->now_ns + m->config.read_ns;
+    m->join.awaited = m->join.read = m->join.failed = 0;
+}
+
+static void order_to_read(struct moe_membership *m, uint32_t slot)
+{
+    struct moe_membership_action *a = moe_membership__send(m, slot, MOE_MEMBERSHIP_READ_CHECKPOINT);
+    if (a == NULL)
+        return;
+    a->order = m->members[slot].read_order = ++m->last_order;
+    m->join.asked |= UINT64_C(1) << slot;
+    m->join.awaited |= UINT64_C(1) << slot;
+    moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_JOINED, slot,
+                        "slot %u reads checkpoint %s; training waits meanwhile, for %" PRIu64
+                        " s at most",
+                        slot, m->join.state.checkpoint, m->config.read_ns / MOE_NS_PER_S);
+}
+
+/* Training goes on without those that have not read the state yet. */
+static void end_reading(struct moe_membership *m, uint64_t newcomers)
+{
+    char slots[MOE_MEMBERSHIP_SLOT_LIST_BYTES];
+    moe_membership__list_slots(slots, m->join.awaited);
+    if (m->join.awaited != 0)
+        moe_membership__log(m, MOE_LOG_WARN, MOE_EVENT_LOAD_FAILED,
+                            (uint32_t)__builtin_ctzll(m->join.awaited),
+                            "checkpoint %s is not read in time by %s: training goes on",
+                            m->join.state.checkpoint, slots);
+    m->join.awaited = 0;
+    m->join.failed |= newcomers & ~m->join.asked & ~m->join.read;
+}
+
+void moe_membership__ask_to_read(struct moe_membership *m, uint64_t newcomers,
+                                 const struct moe_saved_training *state, bool all)
+{
+    if (newcomers == 0) {
+        const struct moe_saved_training none = {0};
+        begin_reading(m, &none);
+        return;
+    }
+    if (state != NULL && !moe_saved_training_same(state, &m->join.state))
+        begin_reading(m, state);
+    if (m->join.state.calls == 0)
+        return;
+    if (m->now_ns >= m->join.deadline_ns) {
+        end_reading(m, newcomers);
+        return;
+    }
+    uint64_t able = newcomers & ~m->join.asked & ~m->join.read & ~m->join.failed;
+    for (uint32_t s = 0; state != NULL && all && s < m->config.slots; s++)
+        if ((able >> s & 1) != 0)
+            order_to_read(m, s);
+}
+
+void moe_membership__checkpoint_read(struct moe_membership *m, uint32_t slot, uint64_t order,
+                                     const struct moe_status *error)
+{
+    uint64_t bit = UINT64_C(1) << slot;
+    if ((m->join.asked & bit) == 0 || order != m->members[slot].read_order)
+        return;
+    m->join.asked &= ~bit;
+    m->join.awaited &= ~bit;
+    bool present = MOE_GUARD(READ_IS_OF_THIS_STATE, order >= m->join.first_order);
+    if (error->code == MOE_OK) {
+        m->join.read |= present ? bit : 0;
+        return;
+    }
+    m->join.failed |= present ? bit : 0;
+    moe_membership__keep_error(&m->members[slot], error);
+    moe_membership__log(m, MOE_LOG_ERROR, MOE_EVENT_LOAD_FAILED, slot,
+                        "slot %u cannot take part before the next SaveCheckpoint: %s", slot,
+                        error->text);
+}
+
+uint64_t moe_membership__find_readers(const struct moe_membership *m, uint64_t newcomers,
+                                      const struct moe_saved_training *state)
+{
+    if (state == NULL || !moe_saved_training_same(state, &m->join.state) ||
+        (newcomers & m->join.awaited) != 0)
+        return 0;
+    bool all_have = MOE_GUARD(NEWCOMERS_READ, (newcomers & ~m->join.read) == 0);
+    return all_have ? newcomers : newcomers & m->join.read;
+}
+
+uint64_t moe_membership__free_to_read(const struct moe_membership *m, uint64_t newcomers)
+{
+    return newcomers & ~(m->join.asked & ~m->join.awaited);
+}
+
+uint64_t moe_membership__released_calls(const struct moe_membership *m, uint64_t newcomers)
+{
+    uint64_t waits = moe_membership__free_to_read(m, newcomers) & ~m->join.failed;
+    return waits == 0 ? m->join.state.calls : 0;
+}
+
+/* ------------------------------------------------------------------ who has a slot */
 
 static struct moe_status cordoned_slot(const struct moe_membership *m, uint32_t slot)
 {

@@ -345,7 +345,12 @@ static void answer_heartbeat(struct moe_membership *m, uint32_t slot, uint64_t s
         return;
     a->sequence = sequence;
     a->oldest_ms = oldest_ms(m);
-    a->keep = moe_membership__joiner_waits(m);
+    uint64_t newcomers = moe_membership__newcomers(m);
+    a->keep = moe_membership__free_to_read(m, newcomers) != 0;
+    a->released_calls = moe_membership__released_calls(m, newcomers);
+    struct moe_saved_training *saved = &m->members[slot].last.training_saved;
+    if (!a->keep || a->released_calls == saved->calls)
+        *saved = (struct moe_saved_training){0}; /* the member holds it no longer */
 }
 
 void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -409,6 +414,16 @@ void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_
         moe_membership__log(m, MOE_LOG_ERROR, MOE_EVENT_LOAD_FAILED, slot,
                             "slot %u cannot load: %s", slot, error->text);
     }
+    moe_membership__end_input(m);
+}
+
+void moe_membership_on_checkpoint_read(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
+                                       uint64_t order, const struct moe_status *error)
+{
+    uint32_t slot;
+    if (!begin_member_input(m, now_ns, stream, &slot))
+        return;
+    moe_membership__checkpoint_read(m, slot, order, error);
     moe_membership__end_input(m);
 }
 
@@ -695,6 +710,8 @@ uint64_t moe_membership_deadline(const struct moe_membership *m)
         at = moe_earlier(moe_earlier(at, m->form_deadline_ns), moe_membership__answer_deadline(m));
     else if (m->next_try_ns > m->now_ns)
         at = moe_earlier(at, m->next_try_ns);
+    if (m->join.state.calls != 0 && m->join.deadline_ns > m->now_ns)
+        at = moe_earlier(at, m->join.deadline_ns);
     if (m->shutting_down)
         at = moe_earlier(at, m->shutdown_deadline_ns);
     if (m->mask_from_ns > m->now_ns)

@@ -15,7 +15,8 @@
  *    member that is at once. A group that had no view since the start waits a lease for the others;
  *  - with `partial`, a view forms also without experts that were lost with their slots: at least
  *    half of the slots form it, after a view that had all experts;
- *  - once a worker has taken an empty slot and has loaded, the view ends and one with it forms;
+ *  - once a worker has taken an empty slot and has loaded, the view ends and one with it forms. In
+ *    a group that trains, the worker first reads the checkpoint that has the members' state;
  *  - experts are on the slots of `places`; a worker in another slot is a spare. Scaling changes
  *    places: the new shares are loaded while the view in force goes on, and only then do the places
  * change, durably. Slots that lose their place are drained after that;
@@ -29,6 +30,7 @@
 
 #include "coordinator/placement.h"
 #include "daemon/log.h"
+#include "daemon/name.h"
 
 #include <stdarg.h>
 #include <string.h>
@@ -65,6 +67,9 @@ struct moe_membership_config {
     /* The least time that a member has to answer PREPARE with a heartbeat, if it does so (see
      * moe_membership_heartbeat). 0 = any time. */
     uint64_t answer_ns;
+    /* The longest time that training waits, after one Save, for workers that read its checkpoint.
+     */
+    uint64_t read_ns;
     uint64_t shutdown_ns; /* time for a shutdown that names no limit */
     uint64_t backoff_ns;  /* pause after the first failed attempt; doubles up to backoff_max_ns */
     uint64_t backoff_max_ns;
@@ -159,7 +164,9 @@ struct moe_membership_heartbeat {
     uint64_t epoch, loaded_bytes, total_bytes, tokens, steps, sequence;
     /* Of the member's heartbeats lately. Not 0: it also sends one as soon as it gets PREPARE. */
     uint64_t round_trip_ns;
-    bool training_saved; /* and the member holds changes back, as it knows that a worker waits */
+    /* The state that a checkpoint has. The member holds changes back, as it knows that a worker
+     * waits. */
+    struct moe_saved_training training_saved;
 };
 
 void moe_membership_on_register(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
@@ -170,6 +177,9 @@ void moe_membership_on_heartbeat(struct moe_membership *m, uint64_t now_ns, uint
 void moe_membership_on_loaded(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
                               uint32_t placement_version, uint64_t order,
                               const struct moe_status *error);
+/* Answer to READ_CHECKPOINT with this order. `error`: code MOE_OK on success. */
+void moe_membership_on_checkpoint_read(struct moe_membership *m, uint64_t now_ns, uint64_t stream,
+                                       uint64_t order, const struct moe_status *error);
 /* A member's message that concerns the caller alone; it renews the lease. */
 void moe_membership_on_digests(struct moe_membership *m, uint64_t now_ns, uint64_t stream);
 /* The member has other weights than the group, or has broken its protocol about them: it loses its
@@ -270,7 +280,9 @@ enum moe_membership_message {
     MOE_MEMBERSHIP_DRAIN,      /* limit_ms; status.text = reason; keep: its experts move first,
                                   and another one follows */
     MOE_MEMBERSHIP_TRYING_AGAIN,
-    MOE_MEMBERSHIP_HEARTBEAT_ANSWER, /* sequence, oldest_ms; keep: a worker waits to join */
+    MOE_MEMBERSHIP_HEARTBEAT_ANSWER, /* sequence, oldest_ms; keep: a worker waits to join;
+                                        released_calls */
+    MOE_MEMBERSHIP_READ_CHECKPOINT,  /* order; moe_membership_to_read() */
 };
 
 enum moe_membership_event { /* values of moe.v1.EventKind */
@@ -318,8 +330,10 @@ struct moe_membership_action {
     enum moe_membership_message message;
     enum moe_log_level level;
     uint64_t stream, sequence, epoch, order;
-    uint64_t session_epoch; /* PREPARE: in which the members joined the session that they keep; 0 =
-                               they join a new one */
+    uint64_t session_epoch;  /* PREPARE: in which the members joined the session that they keep; 0 =
+                                they join a new one */
+    uint64_t released_calls; /* HEARTBEAT_ANSWER: calls of the state in which training does not wait
+                                for a worker; 0 = none */
     uint32_t slot, round, limit_ms, oldest_ms, version;
     bool keep;
     struct moe_status status;
@@ -425,6 +439,8 @@ uint32_t moe_membership_next_version(const struct moe_membership *m);
 const struct moe_placement *moe_membership_find_placement(const struct moe_membership *m,
                                                           uint32_t version);
 const struct moe_membership_saved *moe_membership_to_save(const struct moe_membership *m);
+/* The state that READ_CHECKPOINT orders a worker to read. */
+const struct moe_saved_training *moe_membership_to_read(const struct moe_membership *m);
 /* Blob of `slot` in the last completed round. May hold secrets: do not log. */
 const uint8_t *moe_membership_blob(const struct moe_membership *m, uint32_t slot, size_t *length);
 

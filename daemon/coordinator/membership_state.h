@@ -39,6 +39,7 @@ struct member {
     bool assigned;  /* ASSIGN was sent to this process */
     uint64_t order; /* of the last one, while it is not answered; 0 = it is. `loaded` may still be
                        true from before */
+    uint64_t read_order; /* of the last READ_CHECKPOINT */
     bool loaded;
     bool load_failed;    /* this process cannot take part; see `error` */
     bool draining;       /* DRAIN was sent */
@@ -92,6 +93,16 @@ struct moe_membership {
     bool moved;                   /* `placement` is no linear one */
     struct moe_placement *before; /* of the last move */
     bool moved_before;
+
+    /* Workers outside of the view that read the state of its members, before they join it. */
+    struct {
+        struct moe_saved_training state; /* of the members; `calls` 0 = none is known */
+        uint64_t first_order;  /* of the first READ_CHECKPOINT of this state, or a later number */
+        uint64_t deadline_ns;  /* training does not wait in this state any longer */
+        uint64_t asked;        /* slots that have not answered their last order, of any state */
+        uint64_t awaited;      /* those of them for which training waits */
+        uint64_t read, failed; /* slots that have read `state`; that have not, and will not */
+    } join;
 
     /* Processes that have taken a slot, oldest first; a ring. Only the latest process of a worker
      * may register again: a late message of an older one must not regain the slot. */
@@ -246,6 +257,22 @@ void moe_membership__drain(struct moe_membership *m, uint32_t slot, const char *
 void moe_membership__begin_drain(struct moe_membership *m, uint32_t slot, const char *why,
                                  const char *reason, uint32_t limit_ms);
 
+/* Takes the next step to let `newcomers` join the view in force; 0: none waits. `state`: that the
+ * sequencer reports; NULL = none. `all`: all members report it. */
+void moe_membership__ask_to_read(struct moe_membership *m, uint64_t newcomers,
+                                 const struct moe_saved_training *state, bool all);
+/* Those of `newcomers` that have read `state`; 0 while training waits for one that reads it. */
+uint64_t moe_membership__find_readers(const struct moe_membership *m, uint64_t newcomers,
+                                      const struct moe_saved_training *state);
+/* Those of `newcomers` that have read a state or can be ordered to: not late with an order. */
+uint64_t moe_membership__free_to_read(const struct moe_membership *m, uint64_t newcomers);
+/* As HeartbeatAnswer.released_calls. */
+uint64_t moe_membership__released_calls(const struct moe_membership *m, uint64_t newcomers);
+void moe_membership__checkpoint_read(struct moe_membership *m, uint32_t slot, uint64_t order,
+                                     const struct moe_status *error);
+/* These slots join a view, or their processes are lost or connect again. */
+void moe_membership__forget_readers(struct moe_membership *m, uint64_t slots);
+
 /* ------------------------------------------------------------------ places (scale.c) */
 
 bool moe_membership__is_place(const struct moe_membership *m, uint32_t slot);
@@ -297,8 +324,8 @@ bool moe_membership__takes_part(const struct moe_membership *m, uint32_t slot);
 bool moe_membership__may_shrink(const struct moe_membership *m);
 /* phase != IDLE: a slot of `live` has a process of the last view. */
 bool moe_membership__has_heirs(const struct moe_membership *m);
-/* A worker outside of the view in force could take part. */
-bool moe_membership__joiner_waits(const struct moe_membership *m);
+/* Workers outside of the view in force that could take part; 0 = none. */
+uint64_t moe_membership__newcomers(const struct moe_membership *m);
 /* In such a group: if the others suffice for a view, views form without `slots` for a while. Call
  * it before the epoch ends. */
 void moe_membership__exclude(struct moe_membership *m, uint64_t slots);

@@ -359,6 +359,11 @@ const struct moe_membership_saved *moe_membership_to_save(const struct moe_membe
     return &m->saved;
 }
 
+const struct moe_saved_training *moe_membership_to_read(const struct moe_membership *m)
+{
+    return &m->join.state;
+}
+
 const uint8_t *moe_membership_blob(const struct moe_membership *m, uint32_t slot, size_t *length)
 {
     MOE_INVARIANT(slot < m->config.slots);

@@ -288,6 +288,7 @@ struct moe_status moe_coordinator_create(const struct moe_coordinator_config *co
         .lease_ns = config->lease_ms * MOE_NS_PER_MS,
         .form_ns = config->form_timeout_ms * MOE_NS_PER_MS,
         .answer_ns = ANSWER_NS,
+        .read_ns = config->join_wait_s * MOE_NS_PER_S,
         .shutdown_ns = SHUTDOWN_NS,
         .backoff_ns = BACKOFF_NS,
         .backoff_max_ns = BACKOFF_MAX_NS,

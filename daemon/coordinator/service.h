@@ -26,6 +26,7 @@ struct moe_coordinator_config {
     struct moe_rebalancer_policy rebalance; /* moves without an operator; every_ns 0: none */
     uint32_t lease_ms;
     uint32_t form_timeout_ms;
+    uint32_t join_wait_s; /* training waits for a worker that reads: see read_ns of membership.h */
     /* The file store: NULL = no durable state; epochs start at 1. With `etcd`: remembers the group
      * of the prefix; may be NULL. */
     const char *state_dir;

@@ -400,11 +400,31 @@ static void send_heartbeat_answer(const struct moe_coordinator *c, struct sessio
     body.sequence = a->sequence;
     body.oldest_ms = a->oldest_ms;
     body.joiner_waits = a->keep;
+    body.released_calls = a->released_calls;
     body.n_places = list_places(c, a->slot, places);
     body.places = places;
     Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
     m.body_case = MOE__V1__SESSION_RESPONSE__BODY_HEARTBEAT_ANSWER;
     m.heartbeat_answer = &body;
+    send_message(s, &m);
+}
+
+static void send_read_checkpoint(const struct moe_coordinator *c, struct session *s,
+                                 const struct moe_membership_action *a)
+{
+    const struct moe_saved_training *t = moe_membership_to_read(c->machine);
+    Moe__V1__SavedTraining state = MOE__V1__SAVED_TRAINING__INIT;
+    state.checkpoint = moe_coordinator__text(t->checkpoint);
+    state.lineage = t->lineage;
+    state.weights_version = t->weights_version;
+    state.calls = t->calls;
+    state.record = t->record;
+    Moe__V1__ReadCheckpoint body = MOE__V1__READ_CHECKPOINT__INIT;
+    body.order = a->order;
+    body.state = &state;
+    Moe__V1__SessionResponse m = MOE__V1__SESSION_RESPONSE__INIT;
+    m.body_case = MOE__V1__SESSION_RESPONSE__BODY_READ_CHECKPOINT;
+    m.read_checkpoint = &body;
     send_message(s, &m);
 }
 
@@ -419,6 +439,7 @@ static void send_action(struct moe_coordinator *c, const struct moe_membership_a
     case MOE_MEMBERSHIP_PREPARE: send_prepare(c, s, a); break;
     case MOE_MEMBERSHIP_BLOBS: send_blobs(c, s, a); break;
     case MOE_MEMBERSHIP_HEARTBEAT_ANSWER: send_heartbeat_answer(c, s, a); break;
+    case MOE_MEMBERSHIP_READ_CHECKPOINT: send_read_checkpoint(c, s, a); break;
     case MOE_MEMBERSHIP_COMMIT: send_commit(s, a); break;
     case MOE_MEMBERSHIP_ABORT: send_abort(s, a); break;
     case MOE_MEMBERSHIP_DRAIN: send_drain(s, a); break;
@@ -580,6 +601,17 @@ static struct moe_status status_of(const Moe__V1__Error *e)
                      "%s", e->message);
 }
 
+static void read_training(const Moe__V1__SavedTraining *from, struct moe_saved_training *to)
+{
+    if (from == NULL)
+        return;
+    moe_membership_copy_text(to->checkpoint, sizeof to->checkpoint, from->checkpoint);
+    to->lineage = from->lineage;
+    to->weights_version = from->weights_version;
+    to->calls = from->calls;
+    to->record = from->record;
+}
+
 /* A message about an added model: it renews the lease. False if its sender has no slot. */
 static bool renew(struct moe_coordinator *c, uint64_t now, uint64_t stream, uint32_t *slot)
 {
@@ -608,15 +640,19 @@ static bool receive(struct moe_coordinator *c, struct session *s, const Moe__V1_
                                               .tokens = h->tokens,
                                               .steps = h->steps,
                                               .sequence = h->sequence,
-                                              .training_saved = h->training_saved,
                                               .round_trip_ns =
                                                   h->round_trip_us * (MOE_NS_PER_MS / 1000)};
+        read_training(h->training_saved, &in.training_saved);
         moe_membership_on_heartbeat(machine, now, stream, &in);
         return true;
     }
     case MOE__V1__SESSION_REQUEST__BODY_LOADED:
         st = status_of(m->loaded->error);
         moe_coordinator__receive_loaded(c, now, stream, m->loaded, &st);
+        return true;
+    case MOE__V1__SESSION_REQUEST__BODY_CHECKPOINT_READ:
+        st = status_of(m->checkpoint_read->error);
+        moe_membership_on_checkpoint_read(machine, now, stream, m->checkpoint_read->order, &st);
         return true;
     case MOE__V1__SESSION_REQUEST__BODY_DIGESTS:
         moe_coordinator__receive_digests(c, now, stream, m->digests->model, m->digests->part.data,

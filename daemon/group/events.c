@@ -154,6 +154,6 @@ void moe_group__on_heartbeat_answer(struct moe_group *g, const Moe__V1__Heartbea
         g->config.hooks.places_listed(g->config.hooks.ctx, (const char *const *)a->places,
                                       a->n_places);
     if (g->config.hooks.joiner_waits != NULL)
-        g->config.hooks.joiner_waits(g->config.hooks.ctx, a->joiner_waits);
+        g->config.hooks.joiner_waits(g->config.hooks.ctx, a->joiner_waits, a->released_calls);
     moe_group__show_lease(g);
 }

@@ -10,6 +10,7 @@
 #define MOE_GROUP_GROUP_H
 
 #include "daemon/identity.h"
+#include "daemon/name.h"
 #include "moe/backend.h"
 
 struct moe_group;
@@ -112,7 +113,7 @@ struct moe_group_layer_memory {
 
 struct moe_group_numbers { /* moe.v1.Heartbeat */
     uint64_t loaded_bytes, total_bytes, tokens, steps;
-    bool training_saved;
+    struct moe_saved_training training_saved;
 };
 
 /* Largest part of digests; one message of the session carries it. */
@@ -144,6 +145,10 @@ struct moe_group_hooks {
     /* Passes the digests of what is loaded to `add`, in parts of at most MOE_GROUP_PART_BYTES.
      * Called after each successful `load`. */
     struct moe_status (*digests)(void *ctx, moe_group_part_fn add, void *add_ctx);
+    /* Reads the state of training before a view with this worker forms, or does nothing if that is
+     * done. No view is in force here. Fails soon once allow_read says so. NULL: no training. */
+    struct moe_status (*read_checkpoint)(void *ctx, const struct moe_saved_training *state,
+                                         uint32_t slot, uint32_t slots);
     /* Leaves the previous view, joins the session of this one or takes a mask of an earlier one,
      * and checks that all members agree. `allgather` may be used until it returns. `*slots`,
      * 0 before: as Ready.together (coordinator.proto); after a failure, as Ready.without. There is
@@ -168,13 +173,17 @@ struct moe_group_hooks {
     /* Whether loads of assignments with `keep` may run. If not, a running or queued one fails soon:
      * the view has ended, and the next one must not wait. */
     void (*allow_next_load)(void *ctx, bool allowed);
+    /* Whether read_checkpoint may run. If not, one that runs fails soon: a view forms, or experts
+     * must be loaded. NULL: no training. */
+    void (*allow_read)(void *ctx, bool allowed);
     /* The lease was renewed, is a little shorter, or has ended. The gate shows it already. */
     void (*lease_changed)(void *ctx, bool held);
     /* With each answer to a heartbeat: endpoints for clients of the workers that hold experts, if
      * this one is a spare; else none. NULL: not needed. */
     void (*places_listed)(void *ctx, const char *const *endpoints, size_t count);
-    /* Whether a worker waits to join the view; with each answer to a heartbeat. */
-    void (*joiner_waits)(void *ctx, bool waits);
+    /* With each answer to a heartbeat: whether a worker waits to join the view; calls of the state
+     * in which training does not wait for it, 0 = none. */
+    void (*joiner_waits)(void *ctx, bool waits, uint64_t released_calls);
     /* There has been no view for reform_ms: fails waiting requests with `why`. */
     void (*give_up)(void *ctx, struct moe_status why);
     /* Refuses new requests; accepted ones continue. */

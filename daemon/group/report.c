@@ -104,7 +104,14 @@ void moe_report_heartbeat(struct moe_rpc_stream *stream, uint64_t epoch, uint64_
     h.total_bytes = numbers->total_bytes;
     h.tokens = numbers->tokens;
     h.steps = numbers->steps;
-    h.training_saved = numbers->training_saved;
+    Moe__V1__SavedTraining saved = MOE__V1__SAVED_TRAINING__INIT;
+    saved.checkpoint = (char *)numbers->training_saved.checkpoint;
+    saved.lineage = numbers->training_saved.lineage;
+    saved.weights_version = numbers->training_saved.weights_version;
+    saved.calls = numbers->training_saved.calls;
+    saved.record = numbers->training_saved.record;
+    if (saved.calls != 0)
+        h.training_saved = &saved;
     h.round_trip_us = round_trip_us < UINT32_MAX ? (uint32_t)round_trip_us : UINT32_MAX;
     Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
     q.body_case = MOE__V1__SESSION_REQUEST__BODY_HEARTBEAT;
@@ -244,6 +251,22 @@ void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version, uint64_t
     Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
     q.body_case = MOE__V1__SESSION_REQUEST__BODY_LOADED;
     q.loaded = &loaded;
+    send_message(stream, &q);
+}
+
+void moe_report_checkpoint_read(struct moe_rpc_stream *stream, uint64_t order,
+                                const struct moe_status *status)
+{
+    Moe__V1__Error error;
+    Moe__V1__CheckpointRead read = MOE__V1__CHECKPOINT_READ__INIT;
+    read.order = order;
+    if (moe_failed(status)) {
+        moe_control_error(status, &error);
+        read.error = &error;
+    }
+    Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
+    q.body_case = MOE__V1__SESSION_REQUEST__BODY_CHECKPOINT_READ;
+    q.checkpoint_read = &read;
     send_message(stream, &q);
 }
 

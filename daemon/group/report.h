@@ -37,6 +37,8 @@ struct moe_status moe_report_pack_progress(uint32_t model, uint64_t loaded_bytes
                                            void *ctx) MOE_CHECKED;
 void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version, uint64_t order,
                        const struct moe_status *status);
+void moe_report_checkpoint_read(struct moe_rpc_stream *stream, uint64_t order,
+                                const struct moe_status *status);
 void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t together,
                       const struct moe_status *status);
 void moe_report_peer_lost(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t slots);

@@ -154,6 +154,9 @@ static void dispatch_message(struct moe_group *g, Moe__V1__SessionResponse *r)
         case MOE__V1__SESSION_RESPONSE__BODY_ASSIGN: moe_group__on_assign(g, r); return;
         case MOE__V1__SESSION_RESPONSE__BODY_PREPARE: moe_group__on_prepare(g, r); return;
         case MOE__V1__SESSION_RESPONSE__BODY_BLOBS: moe_group__on_blobs(g, r->blobs); break;
+        case MOE__V1__SESSION_RESPONSE__BODY_READ_CHECKPOINT:
+            moe_group__on_read_checkpoint(g, r->read_checkpoint);
+            break;
         case MOE__V1__SESSION_RESPONSE__BODY_COMMIT:
             moe_group__on_commit(g, r->commit->epoch);
             break;
@@ -349,6 +352,7 @@ static void handle_event(struct moe_group *g, const struct event *e)
     case EVENT_MESSAGE: on_message(g, e); break;
     case EVENT_CLOSED: on_closed(g, e); break;
     case EVENT_LOADED: moe_group__on_loaded(g, e); break;
+    case EVENT_READ: moe_group__on_read(g, e); break;
     case EVENT_FORMED: moe_group__on_formed(g, e); break;
     case EVENT_SERVED: moe_group__on_served(g, e); break;
     case EVENT_LOST: moe_group__on_lost(g, e); break;

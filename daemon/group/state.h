@@ -28,6 +28,7 @@ enum event_kind {
     EVENT_CLOSED,  /* status */
     EVENT_LOADED, /* number: placement version; status; bytes: digests, of parts u32 length, part */
     EVENT_FORMED, /* number: epoch; slots: of Ready.together, or Ready.without; status */
+    EVENT_READ,   /* order: of ReadCheckpoint; status */
     EVENT_SERVED, /* number: epoch; status */
     EVENT_LEFT,   /* the last task is done */
     EVENT_LOST,   /* number: epoch; slots; status */
@@ -40,7 +41,7 @@ struct event {
     struct event *next;
     enum event_kind kind;
     uint64_t number, slots;
-    uint64_t order; /* LOADED: of Assign */
+    uint64_t order; /* LOADED: of Assign; READ: of ReadCheckpoint */
     struct moe_status status;
     uint32_t generation; /* of the stream that sent or ended */
     size_t length;
@@ -83,6 +84,7 @@ struct moe_group {
     bool registered; /* on the current stream */
     bool has_slot;   /* ever */
     uint32_t slot, slots, lease_ms;
+    uint32_t reads;   /* tasks of ReadCheckpoint that have not ended */
     uint64_t floor;   /* lowest epoch that is accepted; only rises */
     uint64_t forming; /* epoch that a task forms, or that waits for COMMIT; 0 = none */
     bool committed;   /* COMMIT of `forming` has come, `serve` is under way */
@@ -142,11 +144,13 @@ void moe_group__show_lease(struct moe_group *g);
 
 /* Views (view.c). on_assign and on_prepare take over `response`. */
 void moe_group__on_assign(struct moe_group *g, Moe__V1__SessionResponse *response);
+void moe_group__on_read_checkpoint(struct moe_group *g, const Moe__V1__ReadCheckpoint *r);
 void moe_group__on_prepare(struct moe_group *g, Moe__V1__SessionResponse *response);
 void moe_group__on_blobs(struct moe_group *g, const Moe__V1__Blobs *b);
 void moe_group__on_commit(struct moe_group *g, uint64_t epoch);
 void moe_group__on_abort(struct moe_group *g, const Moe__V1__Abort *a);
 void moe_group__on_loaded(struct moe_group *g, const struct event *e);
+void moe_group__on_read(struct moe_group *g, const struct event *e);
 void moe_group__on_formed(struct moe_group *g, const struct event *e);
 void moe_group__on_served(struct moe_group *g, const struct event *e);
 void moe_group__on_lost(struct moe_group *g, const struct event *e);

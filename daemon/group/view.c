@@ -80,6 +80,23 @@ static void run_load(void *ctx, void *argument)
     free(task);
 }
 
+struct read_task {
+    uint64_t order;
+    uint32_t slot, slots;
+    struct moe_saved_training state;
+};
+
+static void run_read(void *ctx, void *argument)
+{
+    struct moe_group *g = ctx;
+    struct read_task *task = argument;
+    const struct parts none = {0};
+    struct moe_status st =
+        g->config.hooks.read_checkpoint(g->config.hooks.ctx, &task->state, task->slot, task->slots);
+    moe_group__post_parts(g, EVENT_READ, 0, task->order, st, &none);
+    free(task);
+}
+
 static struct moe_status allgather(void *ctx, const void *mine, void *all, size_t bytes)
 {
     struct moe_group *g = ctx;
@@ -207,8 +224,54 @@ void moe_group__on_lost(struct moe_group *g, const struct event *e)
 
 /* -------------------------------------------------------- messages of the coordinator */
 
+/* A view forms here, or experts are loaded: this does not wait for a read. */
+static void end_read(struct moe_group *g)
+{
+    if (g->reads > 0)
+        g->config.hooks.allow_read(g->config.hooks.ctx, false);
+}
+
+static struct moe_status post_read(struct moe_group *g, const Moe__V1__ReadCheckpoint *r)
+{
+    const Moe__V1__SavedTraining *s = r->state;
+    if (g->config.hooks.read_checkpoint == NULL)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,
+                         "this worker does not train");
+    if (s == NULL || !moe_training_name_ok(s->checkpoint))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_MALFORMED, "no checkpoint is named");
+    struct read_task *task = calloc(1, sizeof *task);
+    if (task == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for a task");
+    *task = (struct read_task){.order = r->order,
+                               .slot = g->slot,
+                               .slots = g->slots,
+                               .state = {.lineage = s->lineage,
+                                         .weights_version = s->weights_version,
+                                         .calls = s->calls,
+                                         .record = s->record}};
+    strcpy(task->state.checkpoint, s->checkpoint);
+    if (g->reads == 0) /* else an earlier one may have been ended, and must end */
+        g->config.hooks.allow_read(g->config.hooks.ctx, true);
+    struct moe_status st = moe_serial_executor_post(g->executor, run_read, g, task);
+    if (moe_failed(&st))
+        free(task);
+    else
+        g->reads++;
+    return st;
+}
+
+void moe_group__on_read_checkpoint(struct moe_group *g, const Moe__V1__ReadCheckpoint *r)
+{
+    if (g->shutdown >= LEAVING)
+        return;
+    struct moe_status st = post_read(g, r);
+    if (moe_failed(&st))
+        moe_report_checkpoint_read(g->stream, r->order, &st);
+}
+
 void moe_group__on_assign(struct moe_group *g, Moe__V1__SessionResponse *response)
 {
+    end_read(g);
     struct load_task *task = calloc(1, sizeof *task);
     struct moe_status st =
         moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for an assignment");
@@ -287,6 +350,7 @@ void moe_group__on_prepare(struct moe_group *g, Moe__V1__SessionResponse *respon
     task->response = response;
     MOE_TRY_GOTO(st, read_view(g, response->prepare, &task->view), refuse);
     moe_group__end_view(g, "a new epoch is prepared");
+    end_read(g);
     const bool joins = task->view.session_epoch == 0; /* and leaves the session before */
     const struct moe_group_session new_session = {.epoch = epoch,
                                                   .max_tokens = task->view.max_tokens_per_step};
@@ -347,6 +411,14 @@ void moe_group__on_loaded(struct moe_group *g, const struct event *e)
     while (!moe_failed(&e->status) && moe_group__next_part(e, &at, &part, &length))
         moe_report_digests(g->stream, part, length);
     moe_report_loaded(g->stream, (uint32_t)e->number, e->order, &e->status);
+}
+
+void moe_group__on_read(struct moe_group *g, const struct event *e)
+{
+    g->reads--;
+    if (moe_failed(&e->status))
+        moe_log_warn("the state of training is not read: %s", e->status.text);
+    moe_report_checkpoint_read(g->stream, e->order, &e->status);
 }
 
 void moe_group__on_formed(struct moe_group *g, const struct event *e)

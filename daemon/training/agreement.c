@@ -155,29 +155,90 @@ static void begin_anew(struct moe_train *t, const struct moe_train_recovery *r)
     t->frozen = t->config.trainer.frozen;
     take_checkpoint(t, r);
     t->inconsistent = true;
+    t->ahead = (struct moe_saved_training){0};
 }
 
 /* A checkpoint of the same name may be another one. */
-static struct moe_status check_joined(struct moe_train *t, const struct moe_train_recovery *r)
-    MOE_REQUIRES(t->lock)
+static struct moe_status check_joined(const struct moe_train *t, const char *checkpoint,
+                                      uint64_t calls) MOE_REQUIRES(t->lock)
 {
-    if (moe_ledger_count(t->ledger) == r->calls)
+    if (moe_ledger_count(t->ledger) == calls)
         return moe_ok();
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH,
-                     "checkpoint %s records %llu calls, and the group has run %llu", r->checkpoint,
-                     (unsigned long long)moe_ledger_count(t->ledger), (unsigned long long)r->calls);
+                     "checkpoint %s records %llu calls, and the group has run %llu", checkpoint,
+                     (unsigned long long)moe_ledger_count(t->ledger), (unsigned long long)calls);
+}
+
+/* What this slot knows of the group's past stays: the others may go on without it, and remove the
+ * checkpoint. */
+struct moe_status moe_train_read_ahead(struct moe_train *t, const struct moe_saved_training *state,
+                                       uint32_t slot, uint32_t slots)
+{
+    moe_train__end_copying(t);
+    t->ahead = (struct moe_saved_training){0};
+    moe_mutex_lock(&t->lock);
+    uint64_t unsaved = t->unsaved;
+    t->begun.id = 0;
+    t->slot = slot;
+    t->slots = slots;
+    t->live = UINT64_MAX >> (MOE_MAX_SLOTS - slots); /* each checks the hashes of some files */
+    moe_train__begin_lineage(t, state->lineage, state->weights_version);
+    moe_ledger_reset(t->ledger);
+    t->steps = 0;
+    t->frozen = t->config.trainer.frozen;
+    t->inconsistent = true;
+    moe_mutex_unlock(&t->lock);
+    struct moe_status st = moe_train__load_checkpoint(t, state->checkpoint, &t->no_read);
+    moe_mutex_lock(&t->lock);
+    t->unsaved = unsaved;
+    if (!moe_failed(&st))
+        st = check_joined(t, state->checkpoint, state->calls);
+    moe_mutex_unlock(&t->lock);
+    if (!moe_failed(&st))
+        t->ahead = *state;
+    return st;
+}
+
+void moe_train_allow_read(struct moe_train *t, bool allowed)
+{
+    atomic_store(&t->no_read, !allowed);
+}
+
+bool moe_train_has_ahead(const struct moe_train *t, const struct moe_saved_training *state)
+{
+    return t->ahead.calls != 0 && moe_saved_training_same(&t->ahead, state);
+}
+
+bool moe_train_is_joined(const struct moe_train *t, const struct moe_train_recovery *r)
+{
+    return moe_train_is_ahead(&t->ahead, r);
+}
+
+/* This slot has read the state already. */
+static void begin_with_ahead(struct moe_train *t, const struct moe_train_recovery *r)
+    MOE_REQUIRES(t->lock)
+{
+    moe_train__begin_lineage(t, r->lineage, r->weights_version);
+    t->unsaved = 0;
+    take_checkpoint(t, r);
+    t->ahead = (struct moe_saved_training){0};
 }
 
 /* The others go on with a state that `checkpoint` has. What they lost before it is not known here:
  * calls of the lineage before get STATE_LOST. */
 static struct moe_status join(struct moe_train *t, const struct moe_train_recovery *r)
 {
+    bool ahead = moe_train_is_ahead(&t->ahead, r);
     moe_mutex_lock(&t->lock);
-    begin_anew(t, r);
+    if (ahead)
+        begin_with_ahead(t, r);
+    else
+        begin_anew(t, r);
     moe_mutex_unlock(&t->lock);
-    MOE_TRY(moe_train__load_checkpoint(t));
+    if (!ahead)
+        MOE_TRY(moe_train__load_checkpoint(t, r->checkpoint, NULL));
     moe_mutex_lock(&t->lock);
-    struct moe_status st = check_joined(t, r);
+    struct moe_status st = check_joined(t, r->checkpoint, r->calls);
     if (!moe_failed(&st)) {
         moe_ledger_set_hash(t->ledger, r->record);
         t->saved_calls = moe_ledger_count(t->ledger);
@@ -200,7 +261,7 @@ static struct moe_status restart(struct moe_train *t, const struct moe_train_rec
     t->lost_steps = r->lost_steps > t->lost_steps ? r->lost_steps : t->lost_steps;
     moe_mutex_unlock(&t->lock);
     if (r->checkpoint[0] != '\0')
-        MOE_TRY(moe_train__load_checkpoint(t));
+        MOE_TRY(moe_train__load_checkpoint(t, r->checkpoint, NULL));
     moe_mutex_lock(&t->lock);
     t->inconsistent = false;
     t->saved_calls = moe_ledger_count(t->ledger);

@@ -449,7 +449,7 @@ static void end_view(void *ctx)
 {
     struct moe_train *t = ctx;
     moe_activations_forget(t->activations);
-    (void)moe_train_set_joiner(t, false);
+    (void)moe_train_set_joiner(t, false, 0);
     moe_train__show(t);
     moe_train__give_up_job(t);
 }

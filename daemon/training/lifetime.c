@@ -183,6 +183,7 @@ void moe_train_detach(struct moe_train *t)
 {
     moe_train__end_copying(t);
     moe_train__drop_trainers(t);
+    t->ahead = (struct moe_saved_training){0};
     moe_mutex_lock(&t->lock);
     t->inconsistent = t->inconsistent || is_touched(t);
     t->state_bytes = 0;
@@ -224,13 +225,20 @@ uint32_t moe_train_read_lost(struct moe_train *t,
     return count;
 }
 
-bool moe_train_set_joiner(struct moe_train *t, bool waits)
+bool moe_train_set_joiner(struct moe_train *t, bool waits, uint64_t released_calls)
 {
     moe_mutex_lock(&t->lock);
-    bool changes = t->joiner != waits;
+    bool changes = t->joiner != waits || t->released_calls != released_calls;
     t->joiner = waits;
+    t->released_calls = released_calls;
     moe_mutex_unlock(&t->lock);
     return changes;
+}
+
+/* A checkpoint has the state, and a process may read it: changes wait. */
+static bool holds_state(const struct moe_train *t) MOE_REQUIRES(t->lock)
+{
+    return t->joiner && moe_train__is_saved(t) && moe_ledger_count(t->ledger) != t->released_calls;
 }
 
 bool moe_train_holds_changes(struct moe_train *t)
@@ -240,19 +248,25 @@ bool moe_train_holds_changes(struct moe_train *t)
     moe_mutex_lock(&t->lock);
     const struct moe_train_call *job = moe_train__job_call(t, 0);
     bool saves = job != NULL && job->kind == MOE_STEP_SAVE;
-    bool holds = t->joiner && (saves || moe_train__is_saved(t));
+    bool holds = (t->joiner && saves) || holds_state(t);
     moe_mutex_unlock(&t->lock);
     return holds;
 }
 
-bool moe_train_can_be_joined(struct moe_train *t)
+void moe_train_read_saved(struct moe_train *t, struct moe_saved_training *out)
 {
+    *out = (struct moe_saved_training){0};
     if (t == NULL)
-        return false;
+        return;
     moe_mutex_lock(&t->lock);
-    bool saved = t->joiner && moe_train__is_saved(t);
+    if (holds_state(t)) {
+        memcpy(out->checkpoint, t->checkpoint, sizeof out->checkpoint);
+        out->lineage = t->lineage;
+        out->weights_version = t->weights_version;
+        out->calls = moe_ledger_count(t->ledger);
+        out->record = moe_ledger_hash(t->ledger);
+    }
     moe_mutex_unlock(&t->lock);
-    return saved;
 }
 
 const struct moe_train_config *moe_train_configured(const struct moe_train *t)

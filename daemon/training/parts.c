@@ -148,16 +148,18 @@ static struct moe_status load_take(struct moe_train_job *j)
     return take_tensors(j->train, &j->context, j->call.name, &j->state);
 }
 
-struct moe_status moe_train__load_checkpoint(struct moe_train *t)
+struct moe_status moe_train__load_checkpoint(struct moe_train *t, const char *name,
+                                             const atomic_bool *cancel)
 {
-    const struct moe_checkpoint_context context = moe_train__context_of(t);
+    struct moe_checkpoint_context context = moe_train__context_of(t);
     struct moe_checkpoint_state state = {0};
+    context.cancel = cancel;
     struct moe_status st = t->config.directory != NULL
-                               ? moe_checkpoint_load_read(&context, t->checkpoint, &state)
+                               ? moe_checkpoint_load_read(&context, name, &state)
                                : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_CHECKPOINT_NOT_FOUND,
-                                           "checkpoint %s needs --training-dir", t->checkpoint);
+                                           "checkpoint %s needs --training-dir", name);
     if (!moe_failed(&st))
-        st = take_tensors(t, &context, t->checkpoint, &state);
+        st = take_tensors(t, &context, name, &state);
     if (!moe_failed(&st)) {
         moe_mutex_lock(&t->lock);
         moe_checkpoint_explicit_loads_join(&t->explicit_loads, &state.explicit_loads);

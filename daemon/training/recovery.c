@@ -270,6 +270,13 @@ struct moe_status moe_train_keep_copies(const struct moe_train_digest *digests, 
     return moe_ok();
 }
 
+bool moe_train_is_ahead(const struct moe_saved_training *ahead, const struct moe_train_recovery *r)
+{
+    bool same = strcmp(ahead->checkpoint, r->checkpoint) == 0 && ahead->calls == r->calls &&
+                ahead->record == r->record;
+    return ahead->checkpoint[0] != '\0' && MOE_GUARD(AHEAD_IS_THE_STATE, same);
+}
+
 struct moe_status moe_train_choose_recovery(const struct moe_train_digest *digests, uint64_t live,
                                             struct moe_train_recovery *out)
 {

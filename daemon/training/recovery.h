@@ -103,6 +103,8 @@ struct moe_status moe_train_choose_recovery(const struct moe_train_digest *diges
  * has missed a call: it cannot take part, and the coordinator cannot tell it from the heirs. */
 struct moe_status moe_train_keep_copies(const struct moe_train_digest *digests, uint64_t live,
                                         bool covers, struct moe_train_recovery *r) MOE_CHECKED;
+/* A slot that joins has read `ahead`, which is the state of the others: it reads nothing. */
+bool moe_train_is_ahead(const struct moe_saved_training *ahead, const struct moe_train_recovery *r);
 /* A checkpoint's name for people; "" is the model as loaded. */
 const char *moe_train_recovery_name(const char *checkpoint);
 

@@ -74,7 +74,8 @@ struct moe_train {
                                                        as loaded */
         bool inconsistent;                          /* a change was cut short, or state was lost */
         bool joiner;                                /* see moe_train_set_joiner */
-        bool has_target;                            /* see moe_train_set_recovery_target */
+        uint64_t released_calls;
+        bool has_target; /* see moe_train_set_recovery_target */
         char target[MOE_TRAINING_NAME_MAX + 1];
         bool went_back;                /* and no view has been in force since */
         uint64_t lost_steps;           /* with `went_back`: steps that no checkpoint had */
@@ -87,6 +88,11 @@ struct moe_train {
     /* The engine's thread only. */
     uint64_t skips, skip_logged_ns; /* steps with gradients that were not finite; time of the last
                                        line about one, 0 = never */
+
+    /* The thread that forms views only. The state that was read before a view forms; calls 0 = none
+     */
+    struct moe_saved_training ahead;
+    atomic_bool no_read; /* see moe_train_allow_read */
 
     uint64_t writer;             /* random; of this process */
     int shown;                   /* moe_checkpoint_context.shown */
@@ -158,8 +164,10 @@ void moe_train__log_stepped(struct moe_train *t, uint64_t id, uint64_t begun_ns,
 
 /* ---------------------------------------------------------------- parts.c, job.c */
 
-/* Weights and training state of `t->checkpoint`; the trainers are new. */
-struct moe_status moe_train__load_checkpoint(struct moe_train *t) MOE_CHECKED;
+/* Weights and training state of this checkpoint; the trainers are new. `cancel`: as in struct
+ * moe_checkpoint_context. */
+struct moe_status moe_train__load_checkpoint(struct moe_train *t, const char *name,
+                                             const atomic_bool *cancel) MOE_CHECKED;
 /* A ticket of a Save, Load or Export. `origin`: slot that was asked. */
 struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *session,
                                      const struct moe_ticket *ticket,

@@ -82,6 +82,18 @@ bool moe_train_covers(const struct moe_train *t, uint64_t slots);
  * slots have succeeded. */
 struct moe_status moe_train_adopt(struct moe_train *t, const struct moe_train_recovery *r,
                                   uint32_t slot, uint32_t slots, uint64_t live) MOE_CHECKED;
+/* No view is in force here: this slot reads a state before it joins the others, who go on. The
+ * layers are those of the model as loaded, and attached. Until it has joined, or reloads, the state
+ * is inconsistent, and goes into no view. Errors: those of reading; MOE_CANCELLED after
+ * moe_train_allow_read; FAILED_PRECONDITION/MODEL_MISMATCH (another checkpoint of this name). */
+struct moe_status moe_train_read_ahead(struct moe_train *t, const struct moe_saved_training *state,
+                                       uint32_t slot, uint32_t slots) MOE_CHECKED;
+/* [any thread] If not, moe_train_read_ahead ends soon. At first it may run. */
+void moe_train_allow_read(struct moe_train *t, bool allowed);
+/* This state has been read. */
+bool moe_train_has_ahead(const struct moe_train *t, const struct moe_saved_training *state);
+/* The state that a slot joins with has been read: adopt reads nothing. */
+bool moe_train_is_joined(const struct moe_train *t, const struct moe_train_recovery *r);
 /* The view that forms takes the training directory (moe_checkpoint_raise_fence, lowest slot), and
  * later Saves and Exports are of this view. After adopt. Errors: those of the fence. */
 struct moe_status moe_train_fence(struct moe_train *t, uint64_t group, uint64_t epoch) MOE_CHECKED;
@@ -180,13 +192,14 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out);
 uint32_t moe_train_read_lost(struct moe_train *t,
                              struct moe_train_micro_batch out[MOE_TRAIN_LOST_MAX]);
 /* A process waits to join the view: until it has, changes wait as soon as a checkpoint has the
- * state, or while one is being written. Any thread. The end of the view ends it. */
-bool moe_train_set_joiner(struct moe_train *t, bool waits); /* true: that is new */
+ * state, or while one is being written. They do not wait in the state with `released_calls` records
+ * (0 = in all). Any thread. The end of the view ends it. True: that is new. */
+bool moe_train_set_joiner(struct moe_train *t, bool waits, uint64_t released_calls);
 /* `t` may be NULL. */
 bool moe_train_holds_changes(struct moe_train *t);
-/* A process waits, and the checkpoint that the group would go back to has its present state: the
- * process can join. `t` may be NULL. */
-bool moe_train_can_be_joined(struct moe_train *t);
+/* A process waits, and changes wait, as the checkpoint that the group would go back to has its
+ * present state: that state. Else `calls` is 0. `t` may be NULL. */
+void moe_train_read_saved(struct moe_train *t, struct moe_saved_training *out);
 const struct moe_train_config *moe_train_configured(const struct moe_train *t);
 /* Retained forward passes, answers of Backward, and activations on the device. */
 struct moe_pass_store *moe_train_passes(struct moe_train *t);

@@ -134,13 +134,13 @@ static void numbers(void *ctx, struct moe_group_numbers *out)
     moe_loader_progress(w->loader, &out->loaded_bytes, &out->total_bytes);
     out->tokens = c.tokens;
     out->steps = c.steps;
-    out->training_saved = moe_train_can_be_joined(w->train);
+    moe_train_read_saved(w->train, &out->training_saved);
 }
 
-static void joiner_waits(void *ctx, bool waits)
+static void joiner_waits(void *ctx, bool waits, uint64_t released_calls)
 {
     struct moe_worker *w = ctx;
-    if (w->train != NULL && moe_train_set_joiner(w->train, waits))
+    if (w->train != NULL && moe_train_set_joiner(w->train, waits, released_calls))
         moe_eventcount_notify(moe_engine_eventcount(w->engine)); /* the sequencer looks */
 }
 
@@ -168,10 +168,18 @@ static void allow_next_load(void *ctx, bool allowed)
     moe_loader_allow_next(w->loader, allowed);
 }
 
+static void allow_read(void *ctx, bool allowed)
+{
+    struct moe_worker *w = ctx;
+    if (w->train != NULL)
+        moe_train_allow_read(w->train, allowed);
+}
+
 static void cancel_load(void *ctx)
 {
     struct moe_worker *w = ctx;
     moe_loader_cancel(w->loader);
+    allow_read(w, false);
 }
 
 static void give_up(void *ctx, struct moe_status why)
@@ -500,6 +508,7 @@ static struct moe_status start_group(struct moe_worker *w)
             {
                 .load = moe_worker__load,
                 .digests = moe_worker__digests,
+                .read_checkpoint = moe_worker__read_checkpoint,
                 .form = moe_worker__form,
                 .serve = moe_worker__serve,
                 .leave = moe_worker__leave_view,
@@ -508,6 +517,7 @@ static struct moe_status start_group(struct moe_worker *w)
                 .numbers = numbers,
                 .cancel_load = cancel_load,
                 .allow_next_load = allow_next_load,
+                .allow_read = allow_read,
                 .lease_changed = lease_changed,
                 .places_listed = places_listed,
                 .joiner_waits = joiner_waits,

@@ -93,6 +93,8 @@ struct moe_worker {
 struct moe_status moe_worker__digests(void *ctx, moe_group_part_fn add, void *add_ctx) MOE_CHECKED;
 struct moe_status moe_worker__load(void *ctx,
                                    const struct moe_group_assignment *assignment) MOE_CHECKED;
+struct moe_status moe_worker__read_checkpoint(void *ctx, const struct moe_saved_training *state,
+                                              uint32_t slot, uint32_t slots) MOE_CHECKED;
 struct moe_status moe_worker__form(void *ctx, const struct moe_group_view *v,
                                    moe_allgather_fn allgather, void *allgather_ctx,
                                    uint64_t *slots) MOE_CHECKED;

@@ -339,6 +339,22 @@ static struct moe_status reload(struct moe_worker *w)
     return attach_training(w);
 }
 
+struct moe_status moe_worker__read_checkpoint(void *ctx, const struct moe_saved_training *state,
+                                              uint32_t slot, uint32_t slots)
+{
+    struct moe_worker *w = ctx;
+    struct moe_train_digest digest;
+    if (w->train == NULL || w->view.epoch != 0 || !moe_train_attached(w->train))
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING,
+                         "this worker takes part in a view, or has not loaded");
+    if (moe_train_has_ahead(w->train, state))
+        return moe_ok();
+    moe_train_read_digest(w->train, &digest);
+    if (digest.lineage != 0)
+        MOE_TRY(reload(w));
+    return moe_train_read_ahead(w->train, state, slot, slots);
+}
+
 static struct moe_status recovery_error(const struct moe_train_digest *digests, uint64_t live,
                                         const struct moe_train_recovery *d)
 {
@@ -369,7 +385,8 @@ static struct moe_status agree_on_training(struct moe_worker *w, const struct mo
     *without = decision.joiners;
     MOE_TRY(kept);
     bool joins = (decision.joiners >> v->slot & 1) != 0;
-    if (decision.restart || (joins && digests[v->slot].lineage != 0))
+    bool reads = joins && !moe_train_is_joined(w->train, &decision);
+    if (decision.restart || (reads && digests[v->slot].lineage != 0))
         MOE_TRY(reload(w));
     struct moe_status taken = moe_train_adopt(w->train, &decision, v->slot, v->slots, v->live);
     if (!decision.restart && decision.joiners == 0)

@@ -151,13 +151,27 @@ static uint64_t find_members(const struct world *w, uint64_t slots)
     return members;
 }
 
-/* A checkpoint has the state of all members. */
-static bool all_are_saved(const struct world *w, uint64_t slots)
+/* The state that a checkpoint has, and that all of these slots have; "" = there is none. */
+static struct moe_saved_training find_saved(const struct world *w, uint64_t slots)
 {
-    for (uint32_t i = 0; i < w->slot_count; i++)
-        if ((slots >> i & 1) != 0 && !is_saved(&w->slots[i]))
-            return false;
-    return true;
+    const struct moe_saved_training none = {0};
+    struct moe_saved_training first = saved_of(&w->slots[__builtin_ctzll(slots)]);
+    for (uint32_t i = 0; i < w->slot_count; i++) {
+        struct moe_saved_training other = saved_of(&w->slots[i]);
+        if ((slots >> i & 1) != 0 && !moe_saved_training_same(&first, &other))
+            return none;
+    }
+    return first;
+}
+
+/* Those of `waiting` that have read the state of the members; none before all have answered. */
+static uint64_t find_readers(const struct world *w, uint64_t members, uint64_t waiting)
+{
+    struct moe_saved_training saved = find_saved(w, members);
+    bool known = saved.calls != 0 && moe_saved_training_same(&saved, &w->coordinator.join.state);
+    return known && (waiting & w->coordinator.join.awaited) == 0
+               ? waiting & w->coordinator.join.read
+               : 0;
 }
 
 /* The slots of the next view; 0 = none yet. Sometimes the coordinator knows less than it could. */
@@ -168,8 +182,8 @@ static uint64_t next_live(struct world *w)
         able &= ~w->coordinator.excluded;
     uint64_t members = find_members(w, able);
     bool alone = members != able && members != 0 && covers(w, members);
-    if (alone && !all_are_saved(w, members) && !fault(w, 100))
-        able = members;
+    if (alone && !fault(w, 100))
+        able = members | find_readers(w, members, able & ~members);
     return able == all_slots(w) || (members != 0 && covers(w, able)) ? able : 0;
 }
 
@@ -213,6 +227,60 @@ static void coordinator_lost(struct world *w, const struct event *e)
     grow_later(w);
 }
 
+static void order_to_read(struct world *w, uint32_t slot)
+{
+    struct event *e = new_event(w, E_READ, slot);
+    e->process = w->slots[slot].process;
+    e->number = w->coordinator.join.orders[slot] = ++w->coordinator.join.last_order;
+    e->epoch = w->coordinator.epoch;
+    e->u.saved = w->coordinator.join.state;
+    post(w, e, 1 + rnd(w, 10));
+    w->coordinator.join.asked |= UINT64_C(1) << slot;
+    w->coordinator.join.awaited |= UINT64_C(1) << slot;
+}
+
+/* As in coordinator/members.c: slots that wait read the state that the members have. */
+static void ask_to_read(struct world *w, uint64_t waiting)
+{
+    struct moe_saved_training saved = find_saved(w, w->coordinator.live);
+    if (saved.calls != 0 && !moe_saved_training_same(&saved, &w->coordinator.join.state)) {
+        w->coordinator.join.state = saved;
+        w->coordinator.join.first_order = w->coordinator.join.last_order + 1;
+        w->coordinator.join.awaited = w->coordinator.join.read = w->coordinator.join.failed = 0;
+        w->coordinator.join.deadline = w->now + READ_LIMIT;
+    }
+    uint64_t others = waiting & ~w->coordinator.join.asked & ~w->coordinator.join.read;
+    if (w->now >= w->coordinator.join.deadline) {
+        w->coordinator.join.awaited = 0;
+        w->coordinator.join.failed |= others;
+    }
+    others &= ~w->coordinator.join.failed;
+    for (uint32_t i = 0; saved.calls != 0 && i < w->slot_count; i++)
+        if ((others >> i & 1) != 0)
+            order_to_read(w, i);
+}
+
+static void forget_readers(struct world *w, uint64_t slots)
+{
+    w->coordinator.join.asked &= ~slots;
+    w->coordinator.join.awaited &= ~slots;
+    w->coordinator.join.read &= ~slots;
+    w->coordinator.join.failed &= ~slots;
+}
+
+static void read_done(struct world *w, const struct event *e)
+{
+    uint64_t bit = UINT64_C(1) << e->to;
+    if ((w->coordinator.join.asked & bit) == 0 || e->number != w->coordinator.join.orders[e->to])
+        return;
+    w->coordinator.join.asked &= ~bit;
+    w->coordinator.join.awaited &= ~bit;
+    if (e->number < w->coordinator.join.first_order)
+        return;
+    w->coordinator.join.read |= e->ok ? bit : 0;
+    w->coordinator.join.failed |= e->ok ? 0 : bit;
+}
+
 /* Looks whether the view in force, or none, can have more slots; as long as some wait. */
 static void grow(struct world *w)
 {
@@ -221,16 +289,21 @@ static void grow(struct world *w)
     if (!w->coordinator.forming && !w->coordinator.in_force)
         try_to_form(w);
     bool joiner = w->coordinator.in_force && waiting != 0;
+    if (joiner)
+        ask_to_read(w, waiting);
+    uint64_t busy = w->coordinator.join.asked & ~w->coordinator.join.awaited;
+    bool waits = (waiting & ~busy & ~w->coordinator.join.failed) != 0;
     if (w->coordinator.in_force)
         for (uint32_t i = 0; i < w->slot_count; i++) {
             if ((w->coordinator.live >> i & 1) == 0)
                 continue;
             struct event *e = new_event(w, E_JOINER, i);
-            e->ok = joiner;
+            e->ok = (waiting & ~busy) != 0;
+            e->number = waits ? 0 : w->coordinator.join.state.calls;
             e->epoch = w->coordinator.epoch;
             post(w, e, 1 + rnd(w, 5));
         }
-    if (joiner && (all_are_saved(w, w->coordinator.live) || fault(w, 20))) {
+    if (joiner && (find_readers(w, w->coordinator.live, waiting) != 0 || fault(w, 20))) {
         TRACE(w, "coordinator: ends epoch %llu for a larger view",
               (unsigned long long)w->coordinator.epoch);
         tell_all(w, E_STOP, 20);
@@ -259,6 +332,7 @@ static void slot_ready(struct world *w, const struct event *e)
     w->coordinator.in_force = true;
     for (uint32_t i = 0; i < w->slot_count; i++)
         w->coordinator.members[i] = (w->coordinator.live >> i & 1) != 0 ? w->slots[i].process : 0;
+    forget_readers(w, w->coordinator.live);
     w->totals.views++;
     w->totals.smaller_views += w->coordinator.live != all_slots(w);
     tell_all(w, E_COMMIT, 1);
@@ -275,10 +349,12 @@ void coordinator_event(struct world *w, const struct event *e)
         if ((w->coordinator.forming || w->coordinator.in_force) && (w->coordinator.live & bit) != 0)
             coordinator_lost(w, &(struct event){.to = e->to, .ok = true});
         w->coordinator.registered |= bit;
+        forget_readers(w, bit);
         try_to_form(w);
         grow_later(w);
         return;
     case E_GROW: grow(w); return;
+    case E_READ_DONE: read_done(w, e); return;
     case E_COORDINATOR_LOST: coordinator_lost(w, e); return;
     case E_DIGEST:
         if (!present)
@@ -311,6 +387,19 @@ static void name_checkpoint(uint32_t name, char *text)
 uint32_t checkpoint_named(const char *text)
 {
     return text[0] == '\0' ? 0 : (uint32_t)(text[1] - 'A');
+}
+
+struct moe_saved_training saved_of(const struct slot *s)
+{
+    struct moe_saved_training saved = {0};
+    if (!is_saved(s))
+        return saved;
+    name_checkpoint(s->checkpoint, saved.checkpoint);
+    saved.lineage = s->state.lineage;
+    saved.weights_version = s->state.version;
+    saved.calls = moe_ledger_count(s->ledger);
+    saved.record = moe_ledger_hash(s->ledger);
+    return saved;
 }
 
 static void send_digest(struct world *w, struct slot *s)
@@ -427,13 +516,55 @@ static void decide(struct world *w, struct slot *s)
     post(w, e, 1 + rnd(w, 5));
 }
 
+static void tell_read(struct world *w, const struct slot *s, uint64_t order, bool ok)
+{
+    struct event *e = new_event(w, E_READ_DONE, s->index);
+    e->number = order;
+    e->ok = ok;
+    TRACE(w, "slot %u: has %s the state ahead", s->index, ok ? "read" : "not read");
+    post(w, e, 1 + rnd(w, 10));
+}
+
+/* A slot outside of the view reads the state; PREPARE ends that. */
+static void read_event(struct world *w, struct slot *s, const struct event *e)
+{
+    bool overtaken = e->epoch < s->forming; /* by PREPARE: a stream would have kept the order */
+    if (e->kind == E_READ && (s->epoch != 0 || overtaken)) {
+        tell_read(w, s, e->number, false);
+        return;
+    }
+    if (e->kind == E_READ) {
+        if (!moe_saved_training_same(&s->ahead, &e->u.saved))
+            begin_ahead(s, &e->u.saved);
+        s->reading = e->number;
+        struct event *end = new_event(w, E_READ_END, s->index);
+        end->process = s->process;
+        end->number = e->number;
+        end->u.saved = e->u.saved;
+        post(w, end, 1 + rnd(w, fault(w, 200) ? 3 * READ_LIMIT : READ_LIMIT / 2));
+        return;
+    }
+    if (e->number != s->reading)
+        return;
+    s->reading = 0;
+    tell_read(w, s, e->number,
+              moe_saved_training_same(&s->ahead, &e->u.saved) || read_ahead(w, s, &e->u.saved));
+}
+
 void form_event(struct world *w, struct slot *s, const struct event *e)
 {
+    if (e->kind == E_READ || e->kind == E_READ_END) {
+        read_event(w, s, e);
+        return;
+    }
     if (e->kind == E_PREPARE && e->epoch <= s->forming)
         return;
     if (e->kind == E_PREPARE) {
         if (s->epoch != 0)
             end_view(w, s);
+        if (s->reading != 0)
+            tell_read(w, s, s->reading, false);
+        s->reading = 0;
         s->forming = e->epoch;
         s->forming_live = e->number;
         send_digest(w, s);

@@ -123,14 +123,15 @@ static void print_totals(const struct result *r, double took)
     printf(
         "%" PRIu64 " seeds in %.1f s. Of each, on average: %.0f inputs, %.2f crashes, %.2f lost "
         "links, %.1f views (%.2f of fewer slots),\n  %.2f recoveries, %.2f times without gradients "
-        "or a call, %.2f slots that joined, %.2f that finished a call, %.1f answers, %.1f repeats, "
-        "%.1f jobs, %.2f of "
+        "or a call, %.2f slots that joined (%.2f had read ahead), %.2f that finished a call, %.1f "
+        "answers, %.1f repeats, %.1f jobs, %.2f of "
         "them without a copy, %.2f called off, %.2f orphans\n",
         r->runs, took, (double)t->inputs / n, (double)t->crashes / n, (double)t->links / n,
         (double)t->views / n, (double)t->smaller_views / n, (double)t->restarts / n,
-        (double)t->lost_gradients / n, (double)t->joins / n, (double)t->finished / n,
-        (double)t->answers / n, (double)t->repeats / n, (double)t->jobs / n,
-        (double)t->without_copy / n, (double)t->called_off / n, (double)t->orphans / n);
+        (double)t->lost_gradients / n, (double)t->joins / n, (double)t->joins_ahead / n,
+        (double)t->finished / n, (double)t->answers / n, (double)t->repeats / n,
+        (double)t->jobs / n, (double)t->without_copy / n, (double)t->called_off / n,
+        (double)t->orphans / n);
 }
 
 static int run_all(uint64_t first, uint64_t count, unsigned jobs)

@@ -17,6 +17,7 @@ X(ALL_PARTS_ARE_THERE, "a step uses all parts of a gradient")
 X(GRADIENTS_ARE_WHOLE, "a step uses no gradients that a lost slot has left undefined")
 X(ANSWERS_ARE_KEPT, "an answered call is in each later state of its lineage")
 X(ONLY_WHAT_IS_SAVED, "a slot that joins has the state of the others")
+X(AHEAD_IS_THE_STATE, "a slot that has read a checkpoint ahead joins with no other state")
 
 /* training/job_machine.c */
 X(ONE_JOB, "a job begins when no other is under way")

@@ -417,7 +417,8 @@ static void left(struct world *w, struct slot *s, const struct event *e)
 void hold_changes(struct slot *s)
 {
     bool saves = moe_job_is_active(&s->job) && s->job.call.kind == MOE_JOB_SAVE;
-    moe_sequencer_hold_changes(s->sequencer, s->joiner && (saves || is_saved(s)));
+    bool saved = is_saved(s) && moe_ledger_count(s->ledger) != s->released;
+    moe_sequencer_hold_changes(s->sequencer, s->joiner && (saves || saved));
 }
 
 static void issue_tickets(struct world *w, struct slot *s)
@@ -793,6 +794,7 @@ void slot_event(struct world *w, struct slot *s, const struct event *e)
         if (s->epoch == 0 || s->epoch != e->epoch)
             return;
         s->joiner = e->ok;
+        s->released = e->number;
         if (sequencer_slot(s) == s->index)
             issue_tickets(w, s);
         return;

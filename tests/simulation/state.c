@@ -391,6 +391,7 @@ void restart_state(struct world *w, struct slot *s, const struct moe_train_recov
     uint32_t name = checkpoint_named(d->checkpoint);
     struct checkpoint *c = name != 0 ? find_checkpoint(w, name, false) : NULL;
     check(w, name == 0 || c != NULL, "the checkpoint that recovery goes to is there");
+    s->ahead = (struct moe_saved_training){0};
     check(w, !s->orphan.runs || !s->orphan.reads_trainers,
           "trainers are not replaced while a share reads them");
     reset_state(&s->state);
@@ -443,14 +444,50 @@ void lose_gradients(struct world *w, struct slot *s, const struct moe_train_reco
     s->saved_calls = 0;
 }
 
+/* The slot knows no more of where the group would go back to than before: the members may go on and
+ * remove the checkpoint. */
+void begin_ahead(struct slot *s, const struct moe_saved_training *state)
+{
+    reset_state(&s->state);
+    moe_ledger_reset(s->ledger);
+    forget_gradients(s);
+    s->open = s->lost_call = false;
+    s->earlier = s->saved_calls = 0;
+    s->begun_op = 0;
+    s->state.lineage = state->lineage;
+    s->state.version = state->weights_version;
+    s->inconsistent = true;
+    s->ahead = (struct moe_saved_training){0};
+}
+
+/* The group may have gone on meanwhile, and have removed the checkpoint. */
+bool read_ahead(struct world *w, struct slot *s, const struct moe_saved_training *state)
+{
+    struct checkpoint *c = find_checkpoint(w, checkpoint_named(state->checkpoint), false);
+    if (c == NULL || fault(w, 100))
+        return false;
+    uint64_t unsaved = s->unsaved;
+    load_state(w, s, c);
+    s->unsaved = unsaved;
+    s->state.lineage = state->lineage;
+    s->state.version = state->weights_version;
+    if (moe_ledger_count(s->ledger) == state->calls)
+        s->ahead = *state;
+    return s->ahead.calls != 0;
+}
+
 /* A slot takes the state of the others, from the checkpoint that has it. */
 void join_state(struct world *w, struct slot *s, const struct moe_train_recovery *d)
 {
     struct checkpoint *c = find_checkpoint(w, checkpoint_named(d->checkpoint), false);
-    check(w, c != NULL, "the checkpoint that a slot joins with is there");
+    bool ahead = moe_train_is_ahead(&s->ahead, d);
+    s->ahead = (struct moe_saved_training){0};
+    check(w, c != NULL || ahead, "the checkpoint that a slot joins with is there");
     if (w->broken != NULL)
         return;
-    load_state(w, s, c);
+    if (!ahead)
+        load_state(w, s, c);
+    w->totals.joins_ahead += ahead;
     check(w, moe_ledger_count(s->ledger) == d->calls, "the checkpoint has all calls");
     moe_ledger_set_hash(s->ledger, d->record);
     s->state.lineage = d->lineage;

@@ -148,7 +148,8 @@ static void check_slot_at_end(struct world *w, const struct slot *s)
     uint32_t first = w->coordinator.in_force ? (uint32_t)__builtin_ctzll(w->coordinator.live) : 0;
     check(w, w->coordinator.in_force, "a group forms once faults have stopped");
     if (w->coordinator.in_force && (w->coordinator.live >> s->index & 1) == 0) {
-        check(w, s->alive && s->epoch == 0 && !is_saved(&w->slots[first]),
+        bool failed = (w->coordinator.join.failed >> s->index & 1) != 0;
+        check(w, s->alive && s->epoch == 0 && (failed || !is_saved(&w->slots[first])),
               "a slot without the state waits for a Save only");
         return;
     }

@@ -38,6 +38,7 @@ enum {
     BUCKET = 16,
     LAYER = 1,
     FAULTS_END = 1200, /* milliseconds */
+    READ_LIMIT = 80,   /* training waits for a slot that reads */
     GROWS_END = 10000, /* a slot without the state may wait for ever */
     RUN_END = 60000,
 };
@@ -120,6 +121,8 @@ enum event_kind {
     E_ADOPT,
     E_READY_CHECK,
     E_COMMIT,
+    E_READ,     /* read the state before the view forms */
+    E_READ_END, /* the time that takes is over */
     E_CRASH,
     E_RESTART,
     /* To the coordinator. */
@@ -127,6 +130,7 @@ enum event_kind {
     E_DIGEST,
     E_READY,
     E_REGISTERED,
+    E_READ_DONE,
     E_GROW, /* look whether the view can have more slots */
     /* Faults. */
     E_LINK,
@@ -163,6 +167,7 @@ struct event {
         struct answer answer;
         enum moe_job_part part;
         struct moe_train_digest digest;
+        struct moe_saved_training saved;
     } u;
 };
 
@@ -206,9 +211,12 @@ struct slot {
     /* As in struct moe_train_digest. */
     uint64_t earlier, gradient_slots, unsettled, before;
     bool undefined;
-    bool lost_call; /* `earlier` has lost more than gradients */
-    bool open;      /* gradients are lost, and no step has named the lineage since */
-    bool joiner;    /* one waits */
+    bool lost_call;    /* `earlier` has lost more than gradients */
+    bool open;         /* gradients are lost, and no step has named the lineage since */
+    bool joiner;       /* one waits */
+    uint64_t released; /* calls of the state in which changes are not held */
+    uint64_t reading;  /* the order to read a state ahead; 0 = none */
+    struct moe_saved_training ahead; /* that state, once it is read */
     struct moe_ledger_call backward, change;
     char backward_session[MOE_TRAINING_NAME_MAX + 8];
     bool only_recorded;
@@ -262,7 +270,7 @@ struct client {
 
 struct totals {
     uint64_t inputs, crashes, links, views, restarts, answers, repeats, jobs, orphans, lost_states,
-        without_copy, called_off, smaller_views, lost_gradients, joins, finished;
+        without_copy, called_off, smaller_views, lost_gradients, joins, joins_ahead, finished;
 };
 
 struct world {
@@ -286,8 +294,13 @@ struct world {
         uint64_t live;                        /* of the epoch that forms, or is in force */
         uint64_t members[SLOTS_MAX];          /* processes of the last view in force; 0 = none */
         uint64_t excluded, excluded_until;
-        uint32_t copies; /* of each expert */
-        bool grows;      /* E_GROW is under way */
+        uint32_t copies;                           /* of each expert */
+        bool grows;                                /* E_GROW is under way */
+        struct {                                   /* slots that read the state before they join */
+            struct moe_saved_training state;       /* of the members; "" = none is known */
+            uint64_t asked, awaited, read, failed; /* bits of slots, as the coordinator has them */
+            uint64_t last_order, first_order, orders[SLOTS_MAX], deadline;
+        } join;
         struct moe_train_digest digests[MOE_MAX_SLOTS];
     } coordinator;
 
@@ -341,6 +354,8 @@ void start_slot(struct world *w, struct slot *s);
 void lose_link(struct world *w, uint32_t a, uint32_t b);
 void tell_coordinator_lost(struct world *w, const struct slot *s);
 void coordinator_event(struct world *w, const struct event *e);
+/* The state of a slot; "" = no checkpoint has it. */
+struct moe_saved_training saved_of(const struct slot *s);
 /* The number of a checkpoint in a digest; 0 = the model as loaded. */
 uint32_t checkpoint_named(const char *text);
 void form_event(struct world *w, struct slot *s, const struct event *e);
@@ -393,6 +408,9 @@ void restart_state(struct world *w, struct slot *s, const struct moe_train_recov
 void forget_gradients(struct slot *s);
 void lose_gradients(struct world *w, struct slot *s, const struct moe_train_recovery *d);
 void join_state(struct world *w, struct slot *s, const struct moe_train_recovery *d);
+/* Before the view forms: first the state is gone; false if it could not be read. */
+void begin_ahead(struct slot *s, const struct moe_saved_training *state);
+bool read_ahead(struct world *w, struct slot *s, const struct moe_saved_training *state);
 /* `checkpoint` has all of this state. */
 bool is_saved(const struct slot *s);
 void check_disk_at_end(struct world *w);

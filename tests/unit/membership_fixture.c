@@ -16,7 +16,8 @@ bool exited, disk_full;
 enum moe_log_level ended_level;
 bool trains, trains_with_copies, answered_keep;
 uint32_t replicas;
-size_t heartbeat_answers;
+size_t heartbeat_answers, reads;
+uint64_t answered_released, read_order[MOE_PLACEMENT_SLOTS_MAX];
 uint64_t answered_sequence;
 uint32_t answered_oldest_ms;
 
@@ -60,6 +61,11 @@ void carry_out(void)
                 answered_sequence = a.sequence;
                 answered_oldest_ms = a.oldest_ms;
                 answered_keep = a.keep;
+                answered_released = a.released_calls;
+            }
+            if (a.message == MOE_MEMBERSHIP_READ_CHECKPOINT) {
+                reads++;
+                read_order[a.slot] = a.order;
             }
             if (a.message == MOE_MEMBERSHIP_PREPARE) {
                 last_epoch = a.epoch;
@@ -85,7 +91,7 @@ void carry_out(void)
 void forget(void)
 {
     prepares = commits = aborts = drains = closes = assigns = saves = answers = 0;
-    heartbeat_answers = 0;
+    heartbeat_answers = reads = 0;
 }
 
 void create_for(uint32_t slots)
@@ -95,6 +101,7 @@ void create_for(uint32_t slots)
                                            .group_id = 0xabcdef,
                                            .lease_ns = LEASE_MS * MOE_NS_PER_MS,
                                            .form_ns = 500 * MOE_NS_PER_MS,
+                                           .read_ns = READ_MS * MOE_NS_PER_MS,
                                            .shutdown_ns = 2000 * MOE_NS_PER_MS,
                                            .backoff_ns = 100 * MOE_NS_PER_MS,
                                            .backoff_max_ns = 300 * MOE_NS_PER_MS,
@@ -188,10 +195,24 @@ void loaded(uint64_t stream)
     carry_out();
 }
 
+void heartbeat_saved(uint64_t stream, uint64_t epoch, uint64_t calls)
+{
+    struct moe_membership_heartbeat h = {
+        .epoch = epoch, .training_saved = {.checkpoint = "c", .calls = calls, .record = calls}};
+    moe_membership_on_heartbeat(m, now, stream, &h);
+    carry_out();
+}
+
 void heartbeat(uint64_t stream, uint64_t epoch)
 {
-    struct moe_membership_heartbeat h = {.epoch = epoch};
-    moe_membership_on_heartbeat(m, now, stream, &h);
+    heartbeat_saved(stream, epoch, 0);
+}
+
+void checkpoint_read(uint64_t stream, uint32_t slot, const char *error)
+{
+    struct moe_status st =
+        error != NULL ? moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, "%s", error) : moe_ok();
+    moe_membership_on_checkpoint_read(m, now, stream, read_order[slot], &st);
     carry_out();
 }
 

@@ -8,7 +8,7 @@
 #include "coordinator/membership.h"
 #include "support/check.h"
 
-enum { SLOTS = 3, LEASE_MS = 1000, ATTEMPTS = 3 };
+enum { SLOTS = 3, LEASE_MS = 1000, READ_MS = 5000, ATTEMPTS = 3 };
 
 /* A story with a new machine. */
 #define STORY(f) cmocka_unit_test_setup_teardown(f, setup, teardown)
@@ -21,6 +21,8 @@ extern uint64_t now;
 /* Outputs since the last look (`forget`). */
 extern size_t prepares, commits, aborts, drains, closes, assigns, saves, answers;
 extern size_t heartbeat_answers;
+extern size_t reads;                                                    /* READ_CHECKPOINTs */
+extern uint64_t answered_released, read_order[MOE_PLACEMENT_SLOTS_MAX]; /* the last ones */
 /* Of the last PREPARE, CLOSE, Register and answer to a heartbeat. */
 extern uint64_t last_epoch, closed_stream, last_stream, answered_sequence;
 extern struct moe_status closed_with;
@@ -51,6 +53,10 @@ uint64_t join(uint32_t id, uint64_t incarnation);
 uint64_t replace(uint64_t old_stream, uint32_t id, uint64_t incarnation);
 void loaded(uint64_t stream);
 void heartbeat(uint64_t stream, uint64_t epoch);
+/* The member reports that a checkpoint has the state with these calls. */
+void heartbeat_saved(uint64_t stream, uint64_t epoch, uint64_t calls);
+/* The answer to the slot's last READ_CHECKPOINT; `error` NULL: none. */
+void checkpoint_read(uint64_t stream, uint32_t slot, const char *error);
 void ready(uint64_t stream, const char *error); /* NULL: none */
 /* Time passes in small steps, with heartbeats of the streams given. */
 void pass(uint64_t ms, uint64_t epoch, const uint64_t *streams, size_t count);

@@ -175,7 +175,16 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
         p->committed = p->committed == m->epoch ? 0 : p->committed;
         end_loading_next(w, p);
         break;
-    case SIM_HEARTBEAT_ANSWER: p->joiner = m->keep; break;
+    case SIM_HEARTBEAT_ANSWER:
+        p->joiner = m->keep;
+        p->released = m->calls;
+        break;
+    case SIM_READ_CHECKPOINT: /* one after the other */
+        p->read_order = m->order;
+        p->reading = m->calls;
+        p->read_done_ns =
+            w->now_ns + (1 + rnd(w, chance(w, 4) ? 10 * READ_MS : READ_MS / 2)) * MOE_NS_PER_MS;
+        break;
     case SIM_TRYING_AGAIN: break;
     case SIM_DRAIN: /* `keep`: it waits for its experts to move, and not for long */
         if (!m->keep || p->leave_at_ns == 0)
@@ -185,11 +194,25 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
     }
 }
 
-/* Somebody saves from time to time. From then on the members hold changes back. */
-static bool is_saved(const struct world *w, const struct process *p)
+/* Somebody saves from time to time. From then on the members hold changes back. Calls of the state
+ * that is saved; 0 = it is not. */
+static uint64_t saved_calls(const struct world *w, const struct process *p)
 {
-    bool lately = w->now_ns / (4 * LEASE_MS * MOE_NS_PER_MS) % 2 != 0;
-    return p->joiner && p->committed != 0 && (lately || w->quiet);
+    uint64_t calls = w->now_ns / (4 * LEASE_MS * MOE_NS_PER_MS);
+    bool saved = p->joiner && p->committed != 0 && (calls % 2 != 0 || w->quiet);
+    return saved && calls != p->released ? calls : 0;
+}
+
+static void end_reading(struct world *w, struct process *p)
+{
+    if (p->reading == 0 || w->now_ns < p->read_done_ns)
+        return;
+    send_up(w, p,
+            (struct sim_message){.kind = SIM_CHECKPOINT_READ,
+                                 .order = p->read_order,
+                                 .calls = p->reading,
+                                 .error = chance(w, 8)});
+    p->reading = 0;
 }
 
 bool is_running(const struct world *w, const struct process *p)
@@ -277,8 +300,9 @@ static void run_timers(struct world *w, struct process *p)
         p->heartbeat_at_ns = w->now_ns + LEASE_MS / 4 * MOE_NS_PER_MS;
         send_up(w, p,
                 (struct sim_message){
-                    .kind = SIM_HEARTBEAT, .epoch = p->committed, .keep = is_saved(w, p)});
+                    .kind = SIM_HEARTBEAT, .epoch = p->committed, .calls = saved_calls(w, p)});
     }
+    end_reading(w, p);
     if (p->loading_next != 0 && w->now_ns >= p->next_done_ns) {
         bool fails = chance(w, 8); /* memory does not hold both */
         p->next_version = fails ? 0 : p->loading_next;

@@ -106,14 +106,19 @@ static bool is_heir(const struct world *w, uint64_t incarnation)
 /* Once all members of a group that trains have got PREPARE. */
 static void check_heirs(struct world *w, uint64_t e)
 {
-    uint64_t heirs = 0, members = 0;
-    bool saved = true;
+    uint64_t heirs = 0, members = 0, state = 0;
+    bool saved = true, read = true;
     for (uint32_t s = 0; s < w->slots; s++) {
         uint64_t incarnation = w->epochs[e].members[s];
         bool heir = is_heir(w, incarnation);
         members |= (uint64_t)(incarnation != 0) << s;
         heirs |= (uint64_t)heir << s;
-        saved = saved && (!heir || w->saved[incarnation % PROCESSES_MAX]);
+        state = heir ? w->saved[incarnation % PROCESSES_MAX] : state;
+        saved = saved && (!heir || state != 0);
+    }
+    for (uint32_t s = 0; s < w->slots; s++) {
+        bool newcomer = ((members & ~heirs) >> s & 1) != 0;
+        read = read && (!newcomer || w->has_read[w->epochs[e].members[s] % PROCESSES_MAX] == state);
     }
     if (!w->trains || members != w->epochs[e].live)
         return;
@@ -121,6 +126,9 @@ static void check_heirs(struct world *w, uint64_t e)
           "a smaller view that trains has a process of the view before");
     check(w, saved || heirs == members || heirs == 0 || !suffice(w, heirs),
           "a process without the state waits until it is saved, if the others can go on");
+    check(w, read || heirs == 0 || !suffice(w, heirs),
+          "a process joins a view that trains once it has read its state");
+    w->joins += read && heirs != 0 && heirs != members;
 }
 
 /* Slots that can serve after a view. */
@@ -326,6 +334,13 @@ static void send_down(struct world *w, const struct moe_membership_action *a)
               "a worker is drained for a smaller group once that is durable");
     if (a->message == MOE_MEMBERSHIP_DRAIN || a->message == MOE_MEMBERSHIP_HEARTBEAT_ANSWER)
         m.keep = a->keep;
+    if (a->message == MOE_MEMBERSHIP_HEARTBEAT_ANSWER)
+        m.calls = a->released_calls;
+    if (a->message == MOE_MEMBERSHIP_READ_CHECKPOINT) {
+        m.order = a->order;
+        m.calls = moe_membership_to_read(w->machine)->calls;
+        w->reads++;
+    }
     if (a->message == MOE_MEMBERSHIP_COMMIT)
         check_commit(w, a);
     if (a->message == MOE_MEMBERSHIP_REGISTERED) {
@@ -532,14 +547,21 @@ void deliver_up(struct world *w, struct process *p, const struct sim_message *m)
     case SIM_REGISTER: register_up(w, p); break;
     case SIM_HEARTBEAT: {
         struct moe_membership_heartbeat h = {
-            .epoch = m->epoch, .round_trip_ns = w->round_trip_ns, .training_saved = m->keep};
-        if (m->keep)
-            w->saved[p->incarnation % PROCESSES_MAX] = true;
+            .epoch = m->epoch,
+            .round_trip_ns = w->round_trip_ns,
+            .training_saved = {.checkpoint = "c", .calls = m->calls}};
+        if (m->calls != 0)
+            w->saved[p->incarnation % PROCESSES_MAX] = m->calls;
         moe_membership_on_heartbeat(w->machine, w->now_ns, p->stream, &h);
         break;
     }
     case SIM_LOADED:
         moe_membership_on_loaded(w->machine, w->now_ns, p->stream, m->version, m->order, &error);
+        break;
+    case SIM_CHECKPOINT_READ:
+        if (!m->error)
+            w->has_read[p->incarnation % PROCESSES_MAX] = m->calls;
+        moe_membership_on_checkpoint_read(w->machine, w->now_ns, p->stream, m->order, &error);
         break;
     case SIM_BLOB:
         moe_membership_on_blob(w->machine, w->now_ns, p->stream, m->epoch, m->round,

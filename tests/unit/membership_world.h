@@ -21,6 +21,7 @@ enum {
     LEASE_MS = 300,
     FORM_MS = 400,
     ATTEMPTS = 5,
+    READ_MS = 400,  /* training waits for one that reads */
     NOTICE_MS = 30, /* peers miss a process after this long */
 };
 
@@ -42,7 +43,9 @@ struct process {
     struct sim_queue up, down;
     uint64_t connect_at_ns, heartbeat_at_ns;
     bool registered, leaving;
-    bool joiner; /* it knows that a process waits to join its view */
+    bool joiner;                                /* it knows that a process waits to join its view */
+    uint64_t released;                          /* calls of the state that it need not hold */
+    uint64_t read_done_ns, read_order, reading; /* it reads the state with these calls; 0 = none */
     uint32_t slot, loaded_slot, loaded_version;
     uint64_t load_done_ns;
     uint32_t load_version;
@@ -63,9 +66,11 @@ struct world {
     bool elastic, shutting_down;
     uint64_t places; /* of the machine, as it was last seen */
     size_t scalings, scaled, undone, refused;
-    bool trains;                      /* processes of a new view need the state of the last one */
-    bool partial;                     /* views may lack experts */
-    bool saved[PROCESSES_MAX];        /* has reported so, by incarnation */
+    bool trains;  /* processes of a new view need the state of the last one */
+    bool partial; /* views may lack experts */
+    /* By incarnation: calls of the last state that it has reported as saved, and that it has read.
+     * 0 = none. */
+    uint64_t saved[PROCESSES_MAX], has_read[PROCESSES_MAX];
     bool quiet, async_saves, verbose; /* verbose: the log is printed */
     bool busy;                        /* steps run in each view */
     struct moe_membership *machine;
@@ -101,6 +106,7 @@ struct world {
     size_t masked, masks_ended, lacking;
     uint64_t round_trip_ns; /* of heartbeats, as workers say; 0: they do not answer PREPARE */
     uint32_t domain;        /* slots that masks have together; 0: sessions take no masks */
+    size_t reads, joins;    /* orders to read; views with a worker that has read */
     size_t kept, unkept;    /* views that kept a session; masks that a worker could not take */
     size_t learnt;          /* views that kept one that was joined under an earlier coordinator */
     uint64_t first_epoch;   /* lowest epoch of the running machine */

@@ -153,6 +153,10 @@ static void receive(struct coordinator *c, const Moe__V1__SessionRequest *q)
                  ? ""
                  : " for another order");
         break;
+    case MOE__V1__SESSION_REQUEST__BODY_CHECKPOINT_READ:
+        note(j, "read %llu %s", (unsigned long long)q->checkpoint_read->order,
+             q->checkpoint_read->error != NULL ? q->checkpoint_read->error->message : "ok");
+        break;
     case MOE__V1__SESSION_REQUEST__BODY_BLOB:
         note(j, "blob %llu %u %.*s", (unsigned long long)q->blob->epoch, q->blob->round,
              (int)q->blob->data.len, (const char *)q->blob->data.data);
@@ -304,6 +308,23 @@ void say_assign(struct coordinator *c, uint32_t version)
     Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
     r.body_case = MOE__V1__SESSION_RESPONSE__BODY_ASSIGN;
     r.assign = &assign;
+    say(c, &r);
+}
+
+void say_read_checkpoint(struct coordinator *c, uint64_t order, const char *checkpoint)
+{
+    Moe__V1__SavedTraining state = MOE__V1__SAVED_TRAINING__INIT;
+    state.checkpoint = (char *)(uintptr_t)checkpoint;
+    state.calls = 7;
+    state.record = 8;
+    state.lineage = 9;
+    state.weights_version = 10;
+    Moe__V1__ReadCheckpoint read = MOE__V1__READ_CHECKPOINT__INIT;
+    read.order = order;
+    read.state = &state;
+    Moe__V1__SessionResponse r = MOE__V1__SESSION_RESPONSE__INIT;
+    r.body_case = MOE__V1__SESSION_RESPONSE__BODY_READ_CHECKPOINT;
+    r.read_checkpoint = &read;
     say(c, &r);
 }
 

@@ -48,6 +48,7 @@ void close_session(struct coordinator *c, struct moe_status why);
 /* Each sends this message over the session. */
 void say_registered(struct coordinator *c);
 void say_assign(struct coordinator *c, uint32_t version);
+void say_read_checkpoint(struct coordinator *c, uint64_t order, const char *checkpoint);
 void say_model_order(struct coordinator *c, Moe__V1__ModelStep step, uint64_t order);
 void say_prepare_of(struct coordinator *c, uint64_t epoch, uint64_t incarnation,
                     uint64_t session_epoch);

@@ -17,6 +17,7 @@ enum sim_kind {
     SIM_DRAIN,
     SIM_TRYING_AGAIN,
     SIM_HEARTBEAT_ANSWER,
+    SIM_READ_CHECKPOINT,
     SIM_CLOSED, /* either way: the stream has ended */
     SIM_REGISTER,
     SIM_HEARTBEAT,
@@ -27,8 +28,9 @@ enum sim_kind {
     SIM_NOTICE,
     SIM_LEAVING,
     SIM_TRY_AGAIN,
+    SIM_CHECKPOINT_READ,
 };
-_Static_assert((int)SIM_HEARTBEAT_ANSWER == (int)MOE_MEMBERSHIP_HEARTBEAT_ANSWER,
+_Static_assert((int)SIM_READ_CHECKPOINT == (int)MOE_MEMBERSHIP_READ_CHECKPOINT,
                "kinds from the coordinator are those of the machine");
 
 struct sim_message {
@@ -38,7 +40,8 @@ struct sim_message {
     uint64_t epoch, mask, sequence, oldest_ns;
     uint64_t session; /* of SIM_PREPARE: Prepare.session_epoch; `mask`: the members' slots */
     uint32_t slot, round, version;
-    uint64_t order; /* of SIM_ASSIGN, SIM_LOADED */
+    uint64_t order; /* of SIM_ASSIGN, SIM_LOADED, SIM_READ_CHECKPOINT, SIM_CHECKPOINT_READ */
+    uint64_t calls; /* of the state that is saved, released or read; 0 = none */
     bool error, keep;
     uint64_t together;      /* of SIM_READY */
     enum moe_reason reason; /* of SIM_CLOSED */

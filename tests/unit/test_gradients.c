@@ -385,6 +385,79 @@ static void a_call_that_nobody_has_run_is_not_finished(void **state)
     assert_int_equal(state_now().steps, 0);
 }
 
+/* There is no directory to read from. */
+static void a_slot_that_has_read_the_state_joins_without_reading(void **state)
+{
+    struct moe_call_exec x = backward(1);
+    (void)state;
+    run(&x);
+    struct moe_train_digest d = digest_now();
+    struct moe_train_recovery r = {.lineage = 9,
+                                   .weights_version = 5,
+                                   .checkpoint = "c",
+                                   .calls = d.calls,
+                                   .record = d.record + 1,
+                                   .joiners = 1};
+    test.train->ahead =
+        (struct moe_saved_training){.checkpoint = "c", .calls = r.calls, .record = r.record};
+    assert_ok(moe_train_adopt(test.train, &r, 0, 2, 3));
+    d = digest_now();
+    assert_true(d.lineage == 9 && d.weights_version == 5 && d.record == r.record);
+    assert_true(d.saved == 1 && d.inconsistent == 0 && d.gradients == 0);
+    assert_string_equal(d.checkpoint, "c");
+    struct moe_status st = moe_train_adopt(test.train, &r, 0, 2, 3); /* once */
+    assert_true(moe_failed(&st));
+    assert_int_equal(digest_now().inconsistent, 1);
+}
+
+static void a_slot_that_cannot_read_ahead_forgets_its_state_only(void **state)
+{
+    const struct moe_saved_training wanted = {
+        .checkpoint = "c", .lineage = 9, .weights_version = 5, .calls = 4, .record = 8};
+    struct moe_call_exec x = backward(1);
+    (void)state;
+    run(&x);
+    moe_mutex_lock(&test.train->lock);
+    moe_train__set_checkpoint(test.train, "before");
+    test.train->unsaved = 3;
+    moe_mutex_unlock(&test.train->lock);
+    struct moe_status st = moe_train_read_ahead(test.train, &wanted, 0, 2);
+    assert_true(moe_failed(&st));
+    print_message("  %s\n", st.text);
+    assert_false(moe_train_has_ahead(test.train, &wanted));
+    struct moe_train_digest d = digest_now();
+    assert_true(d.inconsistent == 1 && d.calls == 0 && d.lineage == 9);
+    assert_string_equal(d.checkpoint, "before"); /* where the group would go back to */
+    assert_int_equal(d.unsaved, 3);
+}
+
+/* Changes wait in a saved state while a process waits, but not once that state is released. */
+static void changes_wait_for_a_process_that_reads(void **state)
+{
+    struct moe_call_exec x = backward(1);
+    struct moe_saved_training saved;
+    (void)state;
+    run(&x);
+    struct moe_train_digest d = digest_now();
+    struct moe_train_recovery r = {
+        .lineage = 9, .weights_version = 5, .checkpoint = "c", .calls = d.calls, .joiners = 1};
+    test.train->ahead = (struct moe_saved_training){.checkpoint = "c", .calls = r.calls};
+    assert_ok(moe_train_adopt(test.train, &r, 0, 2, 3)); /* the state is saved */
+    assert_false(moe_train_holds_changes(test.train));
+    assert_true(moe_train_set_joiner(test.train, true, 0));
+    assert_true(moe_train_holds_changes(test.train));
+    moe_train_read_saved(test.train, &saved);
+    assert_true(saved.calls == r.calls && saved.lineage == 9 && saved.weights_version == 5);
+    assert_string_equal(saved.checkpoint, "c");
+    assert_true(moe_train_set_joiner(test.train, true, r.calls));
+    assert_false(moe_train_set_joiner(test.train, true, r.calls));
+    assert_false(moe_train_holds_changes(test.train));
+    moe_train_read_saved(test.train, &saved);
+    assert_int_equal(saved.calls, 0);
+    assert_true(moe_train_set_joiner(test.train, true, r.calls + 1)); /* another state */
+    assert_true(moe_train_holds_changes(test.train));
+}
+
 #define with_copies(name) cmocka_unit_test_setup_teardown(name, open_copies, close_engine)
 
 int main(void)
@@ -403,6 +476,9 @@ int main(void)
         with_copies(a_zero_grad_and_a_new_frozen_set_that_others_have_run_are_finished),
         with_copies(a_save_that_others_have_recorded_is_recorded),
         with_copies(a_call_that_nobody_has_run_is_not_finished),
+        with_copies(a_slot_that_has_read_the_state_joins_without_reading),
+        with_copies(a_slot_that_cannot_read_ahead_forgets_its_state_only),
+        with_copies(changes_wait_for_a_process_that_reads),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

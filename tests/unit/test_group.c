@@ -28,6 +28,8 @@ struct fake_worker {
     bool lease_held; /* the group's thread only */
     struct moe_lease_gate lease;
     struct moe_status load_result;
+    atomic_bool reads_for_long; /* read_checkpoint waits until it may not run */
+    atomic_bool no_read;
 };
 
 /* The clock of leases; it may jump, as after the suspension of a host. */
@@ -52,6 +54,25 @@ static struct moe_status hook_digests(void *ctx, moe_group_part_fn add, void *ad
     (void)ctx;
     MOE_TRY(add(add_ctx, (const uint8_t *)"one", 3));
     return add(add_ctx, (const uint8_t *)"three", 5);
+}
+
+static struct moe_status hook_read(void *ctx, const struct moe_saved_training *t, uint32_t slot,
+                                   uint32_t slots)
+{
+    struct fake_worker *w = ctx;
+    note(&w->did, "read %s as slot %u of %u: calls %llu, record %llu, lineage %llu, version %llu",
+         t->checkpoint, slot, slots, (unsigned long long)t->calls, (unsigned long long)t->record,
+         (unsigned long long)t->lineage, (unsigned long long)t->weights_version);
+    while (w->reads_for_long && !atomic_load(&w->no_read))
+        (void)nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    return atomic_load(&w->no_read) ? moe_error(MOE_CANCELLED, MOE_REASON_ABORTED, "cancelled")
+                                    : moe_ok();
+}
+
+static void hook_allow_read(void *ctx, bool allowed)
+{
+    struct fake_worker *w = ctx;
+    atomic_store(&w->no_read, !allowed);
 }
 
 static struct moe_status hook_form(void *ctx, const struct moe_group_view *v,
@@ -107,9 +128,9 @@ static void hook_numbers(void *ctx, struct moe_group_numbers *out)
     out->tokens = 1;
 }
 
-static void hook_nothing(void *ctx)
+static void hook_cancel_load(void *ctx)
 {
-    (void)ctx;
+    hook_allow_read(ctx, false);
 }
 
 static void hook_give_up(void *ctx, struct moe_status why)
@@ -236,14 +257,16 @@ static void start_scene(struct scene *s)
         .lease = &s->w.lease,
         .hooks = {.load = hook_load,
                   .digests = hook_digests,
+                  .read_checkpoint = hook_read,
                   .form = hook_form,
                   .serve = hook_serve,
                   .leave = hook_leave,
                   .drop_session = hook_drop_session,
                   .slot_assigned = hook_slot_assigned,
                   .numbers = hook_numbers,
-                  .cancel_load = hook_nothing,
+                  .cancel_load = hook_cancel_load,
                   .allow_next_load = hook_allow_next_load,
+                  .allow_read = hook_allow_read,
                   .lease_changed = hook_lease,
                   .places_listed = hook_places,
                   .give_up = hook_give_up,
@@ -502,6 +525,38 @@ static void a_failed_load_is_reported(void **state)
     end_scene(&s);
 }
 
+static void a_checkpoint_is_read_until_a_view_forms(void **state)
+{
+    (void)state;
+    static struct scene s;
+    start_scene(&s);
+    s.w.reads_for_long = false;
+    await_line(&s.c.received, "register");
+    say_registered(&s.c);
+    say_assign(&s.c, 1);
+    await_line(&s.c.received, "loaded 1 ok");
+    say_read_checkpoint(&s.c, 20, "../a");
+    await_line(&s.c.received, "read 20 no checkpoint is named");
+    say_read_checkpoint(&s.c, 21, "a");
+    await_line(&s.c.received, "read 21 ok");
+    await_line(&s.w.did, "read a as slot 1 of 2: calls 7, record 8, lineage 9, version 10");
+    s.w.reads_for_long = true; /* the next one; nothing reads now */
+    say_read_checkpoint(&s.c, 22, "b");
+    await_line(&s.w.did, "read b");
+    say_prepare(&s.c, 4, INCARNATION);
+    await_line(&s.c.received, "read 22 cancelled");
+    await_line(&s.w.did, "form 4");
+    say_blobs(&s.c, 4, 0);
+    await_line(&s.c.received, "ready 4");
+    s.w.reads_for_long = false;
+    say_read_checkpoint(&s.c, 23, "c"); /* a later order runs again */
+    await_line(&s.c.received, "read 23 ok");
+    s.w.reads_for_long = true;
+    say_read_checkpoint(&s.c, 24, "d");
+    await_line(&s.w.did, "read d");
+    end_scene(&s); /* does not wait for it */
+}
+
 static void a_drained_worker_stays_until_the_coordinator_lets_it_go(void **state)
 {
     (void)state;
@@ -697,6 +752,7 @@ int main(void)
         cmocka_unit_test(an_operators_decision_is_repeated_until_it_is_answered),
         cmocka_unit_test(a_lost_peer_ends_the_view_here_and_is_reported),
         cmocka_unit_test(a_failed_load_is_reported),
+        cmocka_unit_test(a_checkpoint_is_read_until_a_view_forms),
         cmocka_unit_test(a_drained_worker_stays_until_the_coordinator_lets_it_go),
         cmocka_unit_test(a_worker_whose_experts_move_drains_after_that),
         cmocka_unit_test(a_drain_that_takes_too_long_is_cut_short),

@@ -287,6 +287,7 @@ static void run_one(struct world *w, uint64_t seed)
                                                .lease_ns = lease_ms(w) * MOE_NS_PER_MS,
                                                .answer_ns = 20 * MOE_NS_PER_MS,
                                                .form_ns = FORM_MS * MOE_NS_PER_MS,
+                                               .read_ns = READ_MS * MOE_NS_PER_MS,
                                                .shutdown_ns = MOE_NS_PER_S,
                                                .backoff_ns = 20 * MOE_NS_PER_MS,
                                                .backoff_max_ns = 200 * MOE_NS_PER_MS,
@@ -321,7 +322,7 @@ static void random_schedules_keep_every_promise(void **state)
     assert_non_null(w->processes);
     size_t commits = 0, crashes = 0, restores = 0, adoptions = 0, processes = 0, cordons = 0;
     size_t masked = 0, masks_ended = 0, lacking = 0, kept = 0, unkept = 0, learnt = 0;
-    size_t scalings = 0, scaled = 0, undone = 0, refused = 0;
+    size_t scalings = 0, scaled = 0, undone = 0, refused = 0, reads = 0, joins = 0;
     for (uint64_t seed = first; seed < first + runs; seed++) {
         run_one(w, seed);
         commits += w->commits;
@@ -340,6 +341,8 @@ static void random_schedules_keep_every_promise(void **state)
         scaled += w->scaled;
         undone += w->undone;
         refused += w->refused;
+        reads += w->reads;
+        joins += w->joins;
     }
     print_message(
         "%" PRIu64 " runs from seed %" PRIu64
@@ -353,10 +356,14 @@ static void random_schedules_keep_every_promise(void **state)
                   kept, learnt, unkept);
     print_message("sizes changed %zu times; %zu requests were accepted, %zu undone, %zu refused\n",
                   scaled, scalings, undone, refused);
+    print_message("%zu times a worker was ordered to read the state of training, and %zu PREPAREs "
+                  "were of views with workers that had\n",
+                  reads, joins);
     if (runs >= 100) { /* the world is as rough as it claims to be */
         assert_true(commits > runs && crashes > runs / 20 && cordons > runs / 20);
         assert_true(adoptions > 0 && adoptions < restores);
         assert_true(masked > runs / 4 && masks_ended > runs / 20 && lacking > runs / 20);
+        assert_true(reads > joins && joins > runs / 20);
         assert_true(kept > runs / 4 && learnt > 0 && unkept > 0);
         assert_true(scaled > runs / 8 && undone > runs / 20 && refused > runs / 4);
     }

@@ -405,6 +405,160 @@ static void changes_are_held_for_a_worker_only_if_the_view_can_grow(void **unuse
     assert_false(answered_keep);
 }
 
+/* Slots 0 and 1 serve and train; a new process in slot 2 has loaded. Returns its stream. */
+static uint64_t wait_for_a_save(uint64_t s[SLOTS])
+{
+    trains = trains_with_copies = true;
+    create_with_copies();
+    serve(s);
+    lose(s, 2, 1);
+    ready(s[0], NULL);
+    ready(s[1], NULL);
+    s[2] = join(2, 99);
+    loaded(s[2]);
+    forget();
+    heartbeat(s[0], 2);
+    assert_true(answered_keep);
+    assert_int_equal(answered_released, 0);
+    return s[2];
+}
+
+static void both_report(const uint64_t s[SLOTS], uint64_t calls)
+{
+    heartbeat_saved(s[0], 2, calls);
+    heartbeat_saved(s[1], 2, calls);
+}
+
+static void a_worker_reads_the_state_while_the_view_goes_on(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    uint64_t newcomer = wait_for_a_save(s);
+    heartbeat_saved(s[0], 2, 7);
+    heartbeat_saved(s[1], 2, 6); /* another state */
+    assert_int_equal(reads, 0);
+    heartbeat_saved(s[1], 2, 7);
+    assert_int_equal(reads, 1);
+    for (int i = 0; i < 4; i++) { /* it is ordered once */
+        pass(READ_MS / 10, 0, &newcomer, 1);
+        both_report(s, 7);
+    }
+    assert_int_equal(reads, 1);
+    assert_int_equal(group().epoch, 2);
+    assert_int_equal(prepares + aborts, 0);
+    uint64_t order = read_order[2];
+    read_order[2] = order - 1;
+    checkpoint_read(newcomer, 2, NULL); /* the answer to another order */
+    assert_int_equal(prepares, 0);
+    read_order[2] = order;
+    checkpoint_read(newcomer, 2, NULL);
+    assert_int_equal(aborts, 2);
+    assert_int_equal(prepares, SLOTS);
+    assert_int_equal(group().live, 7);
+}
+
+static void training_waits_for_a_reader_only_so_long(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    uint64_t newcomer = wait_for_a_save(s);
+    both_report(s, 7);
+    for (uint64_t t = 50; t < READ_MS; t += 50) {
+        pass(50, 0, &newcomer, 1);
+        both_report(s, 7);
+    }
+    both_report(s, 7);
+    assert_true(answered_keep);
+    pass(50, 0, &newcomer, 1);
+    both_report(s, 7);
+    assert_false(answered_keep); /* also in a later Save, until it has answered */
+    both_report(s, 8);
+    assert_false(answered_keep);
+    assert_int_equal(reads, 1);
+    checkpoint_read(newcomer, 2, NULL); /* a state that is gone */
+    assert_int_equal(prepares, 0);
+    both_report(s, 8);
+    assert_true(answered_keep);
+    assert_int_equal(reads, 2);
+    checkpoint_read(newcomer, 2, NULL);
+    assert_int_equal(prepares, SLOTS);
+}
+
+static void a_late_reader_joins_a_group_that_still_has_the_state(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    uint64_t newcomer = wait_for_a_save(s);
+    both_report(s, 7);
+    for (uint64_t t = 0; t < READ_MS; t += 500) {
+        pass(500, 0, &newcomer, 1);
+        both_report(s, 7);
+    }
+    assert_false(answered_keep);
+    both_report(s, 0); /* they do not hold changes back any more */
+    checkpoint_read(newcomer, 2, NULL);
+    assert_int_equal(prepares, 0);
+    heartbeat(s[0], 2);
+    assert_true(answered_keep);
+    assert_int_equal(answered_released, 0);
+    both_report(s, 7);
+    assert_int_equal(prepares, SLOTS);
+}
+
+static void a_worker_that_cannot_read_is_asked_after_the_next_save(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    uint64_t newcomer = wait_for_a_save(s);
+    both_report(s, 7);
+    checkpoint_read(newcomer, 2, "a file is damaged");
+    both_report(s, 7);
+    assert_int_equal(answered_released, 7); /* and held back in the next Save */
+    assert_true(answered_keep);
+    assert_int_equal(reads, 1);
+    assert_int_equal(prepares, 0);
+    both_report(s, 9);
+    assert_int_equal(answered_released, 0);
+    assert_int_equal(reads, 2);
+    checkpoint_read(newcomer, 2, NULL);
+    assert_int_equal(prepares, SLOTS);
+}
+
+static void a_state_that_is_released_is_not_read_any_more(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    uint64_t newcomer = wait_for_a_save(s);
+    both_report(s, 7);
+    checkpoint_read(newcomer, 2, "no such checkpoint");
+    both_report(s, 7);
+    assert_int_equal(answered_released, 7); /* from now on they may change it */
+    newcomer = replace(newcomer, 2, 100);
+    loaded(newcomer);
+    assert_int_equal(reads, 1);
+    heartbeat(s[0], 2);
+    assert_int_equal(answered_released, 0);
+    both_report(s, 7); /* they have not changed it, and hold it again */
+    assert_int_equal(reads, 2);
+}
+
+static void a_reader_that_is_lost_holds_nothing_back(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    uint64_t newcomer = wait_for_a_save(s);
+    both_report(s, 7);
+    newcomer = replace(newcomer, 2, 100);
+    both_report(s, 7);
+    assert_false(answered_keep); /* the new process loads */
+    loaded(newcomer);
+    both_report(s, 7);
+    assert_true(answered_keep);
+    assert_int_equal(reads, 2);
+    checkpoint_read(newcomer, 2, NULL);
+    assert_int_equal(prepares, SLOTS);
+}
+
 static void a_reconnect_within_the_lease_costs_nothing(void **unused)
 {
     (void)unused;
@@ -720,6 +874,12 @@ int main(void)
         STORY(who_reports_is_no_suspect_any_more),
         STORY(a_group_that_starts_waits_a_lease_for_the_last_worker),
         STORY(a_newcomer_that_fails_to_form_stays_out),
+        STORY(a_worker_reads_the_state_while_the_view_goes_on),
+        STORY(training_waits_for_a_reader_only_so_long),
+        STORY(a_late_reader_joins_a_group_that_still_has_the_state),
+        STORY(a_worker_that_cannot_read_is_asked_after_the_next_save),
+        STORY(a_state_that_is_released_is_not_read_any_more),
+        STORY(a_reader_that_is_lost_holds_nothing_back),
         STORY(a_restart_finds_a_view_with_a_mask),
         STORY(after_a_restart_members_tell_of_their_session),
         STORY(a_session_that_cannot_be_takes_no_mask),

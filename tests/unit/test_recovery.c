@@ -213,6 +213,14 @@ static void a_new_process_waits_for_a_checkpoint_with_the_state(void **state)
     assert_string_equal(d.checkpoint, "b");
     assert_int_equal(d.calls, 20);
     assert_int_equal(d.earlier, 0);
+    struct moe_saved_training ahead = {.checkpoint = "b", .calls = 20, .record = d.record};
+    assert_true(moe_train_is_ahead(&ahead, &d)); /* it has read that state */
+    ahead.record++;
+    assert_false(moe_train_is_ahead(&ahead, &d)); /* another one of that name */
+    ahead = (struct moe_saved_training){0};
+    d.checkpoint[0] = '\0';
+    d.calls = d.record = 0;
+    assert_false(moe_train_is_ahead(&ahead, &d));
     s[1].has_target = 1; /* an operator wants to go back */
     strcpy(s[1].target, "a");
     d = choose(ALL);
