@@ -5,10 +5,13 @@
  *  - While file G exists, fsync does not return. If MOE_TEST_GATE_OF is a path, this applies to
  *    that directory only; if it is a name, to files of that name.
  *  - While file G.memory.PID exists (PID of the worker), it replaces /proc/meminfo.
- *  - While file G.copy exists, opening /proc/meminfo blocks. A copy reads it first, so it waits. */
+ *  - While file G.copy exists, opening /proc/meminfo blocks. A copy reads it first, so it waits.
+ *  - While file G.read exists, opening records.bin of a checkpoint blocks. File G.waits says so. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <limits.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -38,6 +41,25 @@ int fsync(int fd)
     while (gate != NULL && is_gated(fd) && access(gate, F_OK) == 0)
         (void)usleep(5000);
     return (int)syscall(SYS_fsync, fd);
+}
+
+int openat(int directory, const char *name, int flags, ...)
+{
+    char held[PATH_MAX] = "", waits[PATH_MAX];
+    const char *gate = getenv("MOE_TEST_GATE");
+    va_list rest;
+    va_start(rest, flags);
+    const mode_t mode = (flags & O_CREAT) != 0 ? va_arg(rest, mode_t) : 0;
+    va_end(rest);
+    if (gate != NULL && strcmp(name, "records.bin") == 0) {
+        (void)snprintf(held, sizeof held, "%s.read", gate);
+        (void)snprintf(waits, sizeof waits, "%s.waits", gate);
+    }
+    while (held[0] != '\0' && access(held, F_OK) == 0) {
+        (void)close((int)syscall(SYS_openat, AT_FDCWD, waits, O_WRONLY | O_CREAT, 0600));
+        (void)usleep(5000);
+    }
+    return (int)syscall(SYS_openat, directory, name, flags, mode);
 }
 
 typedef FILE *(*open_fn)(const char *, const char *);

@@ -3,6 +3,7 @@
 same weights, and clients send lost gradients again. Results are compared with those of a group
 without a loss that got the same micro batches."""
 
+import json
 import os
 import random
 import shutil
@@ -14,7 +15,7 @@ import unittest
 import grpc
 import numpy as np
 
-from group import main, wait_until
+from group import BUILD, main, moectl, wait_until
 import moed
 from training import Trainer, golden_gradients, refusal, training_group
 import wire
@@ -27,6 +28,7 @@ LIMIT = 1e-5
 # batch the error is 5e-3 or more.
 ROUGH_LIMIT = 1e-4
 STEPS = 16
+READ_S = 8  # more than two leases and the workers' --wait-budget-ms
 
 
 def relative_error(got, want):
@@ -106,14 +108,45 @@ class Client(Trainer):
                 time.sleep(0.01)
 
 
+class Asking:
+    """Asks one worker for a Forward, again and again; none may fail."""
+
+    def __init__(self, endpoint, like):
+        self.trainer = Trainer(endpoint, "asking")
+        self.layer, self.x = like.layer, like.x
+        self.answers, self.longest, self.error, self.ends = 0, 0, None, False
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self):
+        last = time.monotonic()
+        try:
+            while not self.ends:
+                self.trainer.forward(self.layer, self.x)
+                now = time.monotonic()
+                self.answers, self.longest, last = (self.answers + 1,
+                                                    max(self.longest, now - last), now)
+        except grpc.RpcError as error:
+            self.error = error
+
+    def stop(self):
+        """Returns the longest time between two answers."""
+        self.ends = True
+        self.thread.join()
+        self.trainer.close()
+        if self.error is not None:
+            raise self.error
+        return self.longest
+
+
 class Copies(unittest.TestCase):
     def setUp(self):
         self.root = tempfile.mkdtemp(prefix="moed-copies-")
         self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
 
-    def group(self, *extra):
+    def group(self, *extra, **options):
         return training_group(FAMILY, 4, "--training-dir", self.root, *extra, lease_ms=3000,
-                              replicas=2)
+                              replicas=2, **options)
 
     def compare(self, client, answer, limit=LIMIT):
         """With a group without a loss."""
@@ -288,6 +321,123 @@ class Copies(unittest.TestCase):
                              (before.lineage, before.weights_version, before.steps))
             self.compare_bits("all", "without-0", 0)
             self.compare_bits("without-0", "without-0-and-1", 1)
+            client.close()
+
+    # ------------------------------------------------------- a worker that reads for long
+
+    def gate(self, g):
+        """Workers that start from now on stop as they read a checkpoint (gated_fsync.c)."""
+        gate = self.root + ".gate"
+        self.addCleanup(lambda: [os.remove(f) for f in (gate + ".read", gate + ".waits")
+                                 if os.path.exists(f)])
+        open(gate + ".read", "w").close()
+        g.environment = {
+            "LD_PRELOAD": os.path.join(BUILD, "tests", "integration", "libgated_fsync.so"),
+            "MOE_TEST_GATE": gate,
+            "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") + ":verify_asan_link_order=0",
+        }
+        return gate
+
+    def test_a_worker_that_reads_for_long_stops_training_only(self):
+        with self.group() as g:
+            client = Client(g)
+            client.train(2)
+            client.ask()  # all slots have ended the step
+            self.lose(g)
+            client.train(1)
+            client.save("late")
+            gate = self.gate(g)
+            epoch = g.info().epoch
+            g.start_worker(3)
+            wait_until(lambda: os.path.exists(gate + ".waits"))
+            asking = [Asking(g.endpoints[slot], client) for slot in range(3)]
+            step = threading.Thread(target=client.train, args=(1,))
+            step.start()
+            time.sleep(READ_S)
+            answers = [each.answers for each in asking]
+            print("%d to %d answers while it reads" % (min(answers), max(answers)))
+            self.assertTrue(step.is_alive(), "training waits")
+            self.assertEqual(len(client.accepted), 3)
+            self.assertEqual(g.info().epoch, epoch)
+            os.remove(gate + ".read")
+            self.assertEqual(g.wait_serving(epoch), epoch + 1)  # at the first attempt
+            step.join()
+            self.assertEqual(len(client.accepted), 4)
+            for each in asking:
+                longest = each.stop()
+                print("longest time without an answer: %.2f s" % longest)
+                self.assertGreater(min(answers), READ_S)  # on a busy machine, too
+            client.train(2)
+            client.ask()
+            self.lose(g, 1)  # its copies are those of the worker that has joined
+            client.train(1)
+            self.compare(client, client.ask())
+            client.close()
+
+    def test_a_worker_that_reads_for_ever_stops_training_for_a_while_only(self):
+        with self.group(coordinator=("--join-wait-s", "2")) as g:
+            client = Client(g)
+            client.train(2)
+            client.ask()  # all slots have ended the step
+            self.lose(g)
+            client.save("first")
+            gate = self.gate(g)
+            epoch = g.info().epoch
+            g.start_worker(3)
+            wait_until(lambda: os.path.exists(gate + ".waits"))
+            client.train(1)  # once the limit has passed
+            client.save("second")
+            client.train(1)  # at once: the worker still reads the first
+            self.assertEqual(g.info().epoch, epoch)
+            os.remove(gate + ".waits")
+            g.kill_worker(3)
+            g.start_worker(3)
+            client.save("third")
+            wait_until(lambda: os.path.exists(gate + ".waits"))
+            g.kill_worker(3)
+            client.train(1)  # no worker reads any more
+            self.assertEqual(g.info().epoch, epoch)
+            os.remove(gate + ".read")
+            g.start_worker(3)
+            self.join(g, client, 3, "fourth", epoch)
+            client.train(1)
+            self.compare(client, client.ask())
+            client.close()
+
+    def refuses(self, g, why):
+        """Waits until the coordinator has this event."""
+
+        def known():
+            events = json.loads(moectl("get", "events", "--endpoint", g.address, "-o",
+                                       "json").stdout)["events"]
+            return any(e["kind"] == "LOAD_FAILED" and why in json.dumps(e) for e in events)
+        wait_until(known)
+
+    def test_a_worker_with_another_checkpoint_of_that_name_stays_out(self):
+        with self.group() as g:
+            client = Client(g)
+            client.train(1)
+            client.save("same")
+            other = tempfile.mkdtemp(prefix="moed-copies-")
+            self.addCleanup(shutil.rmtree, other, ignore_errors=True)
+            shutil.move(os.path.join(self.root, "same"), other)
+            client.train(1)
+            client.ask()  # all slots have ended the step
+            self.lose(g)
+            client.save("same")
+            epoch = g.info().epoch
+            g.start_worker(3, "--training-dir", other)
+            self.refuses(g, "checkpoint same records 4 calls, and the group has run 8")
+            client.train(1)
+            client.save("again")
+            self.refuses(g, "checkpoint again: no such checkpoint")
+            client.train(1)
+            self.assertEqual(g.info().epoch, epoch)
+            self.assertEqual(client.state().steps, 4)
+            g.kill_worker(3)
+            g.start_worker(3)
+            self.join(g, client, 3, "last", epoch)
+            self.compare(client, client.ask())
             client.close()
 
     # ------------------------------------------------------------------- at any time

@@ -70,9 +70,10 @@ def start_once(program, arguments, environment, cwd):
 
 class TrainingGroup:
     """`workers` workers in their slots, each on a separate device. Extra arguments are for the
-    workers."""
+    workers, those in `coordinator` for it."""
 
-    def __init__(self, family, workers, *extra, lease_ms=3000, replicas=1, environment=None):
+    def __init__(self, family, workers, *extra, lease_ms=3000, replicas=1, environment=None,
+                 coordinator=()):
         if workers > DEVICES:
             raise unittest.SkipTest("%d workers need as many devices" % workers)
         self.family, self.extra, self.environment = family, extra, environment
@@ -80,7 +81,8 @@ class TrainingGroup:
         try:
             self.coordinator, self.address = start(
                 COORDINATOR, "--listen", "127.0.0.1:0", "--workers", str(workers), "--state-dir",
-                self.state, "--lease-ms", str(lease_ms), "--replicas", str(replicas))
+                self.state, "--lease-ms", str(lease_ms), "--replicas", str(replicas),
+                *coordinator)
         except BaseException:
             shutil.rmtree(self.state, ignore_errors=True)
             raise
