@@ -443,7 +443,8 @@ class Copies(unittest.TestCase):
     # ------------------------------------------------------------------- at any time
 
     def step_with_losses(self, client, number, tally, before):
-        """One step of a loop that acts on GRADIENTS_LOST and STATE_LOST. before(n): call n begins."""
+        """One step of a loop that acts on GRADIENTS_LOST and STATE_LOST. before(n): call n
+        begins."""
         ids = [10 * number + 1, 10 * number + 2, 10 * number + 3]
         while True:
             sent, reason = 0, None
