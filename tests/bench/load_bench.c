@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Cost of digests while a model is loaded: all layers into the CPU backend, with and without them
- * in turn, because the machine's speed drifts.
+/* Cost of loading a model into the CPU backend, from files that the page cache has: all layers,
+ * with and without digests, and a memcpy of as many bytes, in turn, because the machine's speed
+ * drifts. Quantised matrices stay so.
  *
  *     load_bench MODEL_DIRECTORY [ROUNDS [THREADS]]    default 5 rounds, all usable cores
  *
  * The first pass is not counted: afterwards the files are in the page cache, so that the disk does
- * not hide the cost. Prints the medians of the speed and of the cores in use, and their ratio. */
+ * not hide the cost. Prints medians: the speed, the cores in use, CPU time for each GB, and the
+ * ratio of that time to memcpy's, which one thread does between two buffers. Other work on the
+ * machine disturbs CPU time less than the speed. */
 #include "base/clock.h"
 #include "base/cores.h"
 #include "model/model.h"
@@ -14,9 +17,11 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/resource.h>
 
-enum { ROUNDS_MAX = 101 };
+enum { ROUNDS_MAX = 101, COPY_BYTES = 64 << 20 };
+enum way { COPY, WITHOUT_DIGESTS, WITH_DIGESTS, WAYS };
 
 static const struct moe_backend *const cpu = &moe_backend_cpu;
 
@@ -51,6 +56,12 @@ static struct moe_status upload(void *ctx, enum moe_weight weight, uint32_t expe
     return cpu->layer_upload(ctx, weight, expert, dtype, data, bytes);
 }
 
+static struct moe_status upload_packed(void *ctx, enum moe_weight weight, uint32_t expert,
+                                       const struct moe_packed_matrix *matrix)
+{
+    return cpu->layer_upload_packed(ctx, weight, expert, matrix);
+}
+
 /* Loads layer `i` and drops it. `d` NULL: without digests. Returns the bytes read. */
 static uint64_t load_layer(const struct moe_model *m, size_t i, struct moe_device *device,
                            struct moe_digester *d, struct moe_digest_table *t)
@@ -60,8 +71,8 @@ static uint64_t load_layer(const struct moe_model *m, size_t i, struct moe_devic
     const struct moe_placement p = place(spec, &l);
     struct moe_layer *layer;
     must(cpu->layer_create(device, spec, &p, 0, &layer));
-    must(moe_model_stream_layer(m, i, l.experts, spec->experts, upload, NULL, NULL, layer, d, NULL,
-                                NULL));
+    must(moe_model_stream_layer(m, i, l.experts, spec->experts, upload, NULL, upload_packed, layer,
+                                d, NULL, NULL));
     must(cpu->layer_finish(layer));
     if (d != NULL)
         must(moe_digester_finish(d, t));
@@ -78,28 +89,68 @@ static double cpu_seconds(void)
 }
 
 struct pass {
-    double gb_per_s, cores; /* cores: CPU time over wall time */
+    double gb_per_s, cores, cpu_s_per_gb; /* cores: CPU time over wall time */
 };
 
-static struct pass load_all(const struct moe_model *m, struct moe_device *device,
+static uint64_t load_layers(const struct moe_model *m, struct moe_device *device,
                             struct moe_digester *d)
 {
     struct moe_digest_table *t;
+    uint64_t bytes = 0;
     must(moe_digest_table_create(&t));
-    double cpu_before = cpu_seconds();
-    uint64_t begin = moe_clock_ns(), bytes = 0;
     for (size_t i = 0; i < moe_model_layer_count(m); i++)
         bytes += load_layer(m, i, device, d, t);
-    double seconds = (double)(moe_clock_ns() - begin) / (double)MOE_NS_PER_S;
-    double used = cpu_seconds() - cpu_before;
     moe_digest_table_destroy(t);
-    return (struct pass){(double)bytes / 1e9 / seconds, used / seconds};
+    return bytes;
 }
 
-static void print_line(const char *what, double *speed, double *cores, size_t n)
+static uint64_t copy(uint64_t bytes, char *buffers)
 {
-    double gb = median(speed, n), used = median(cores, n);
-    printf("%-16s %6.2f GB/s  %5.2f cores  %6.2f GB/s per core\n", what, gb, used, gb / used);
+    for (uint64_t at = 0; at < bytes; at += COPY_BYTES) {
+        uint64_t left = bytes - at;
+        memcpy(buffers + COPY_BYTES, buffers, left < COPY_BYTES ? (size_t)left : COPY_BYTES);
+        __asm__ volatile("" : : "r"(buffers) : "memory"); /* each copy is made */
+    }
+    return bytes;
+}
+
+struct bench {
+    struct moe_model *model;
+    struct moe_device *device;
+    struct moe_digester *digester;
+    uint64_t bytes; /* of all layers */
+    char *buffers;  /* [2][COPY_BYTES] */
+};
+
+static struct pass run(const struct bench *b, enum way way)
+{
+    double cpu_before = cpu_seconds();
+    uint64_t begin = moe_clock_ns();
+    uint64_t bytes =
+        way == COPY ? copy(b->bytes, b->buffers)
+                    : load_layers(b->model, b->device, way == WITH_DIGESTS ? b->digester : NULL);
+    double seconds = (double)(moe_clock_ns() - begin) / (double)MOE_NS_PER_S;
+    double used = cpu_seconds() - cpu_before, gb = (double)bytes / 1e9;
+    return (struct pass){gb / seconds, used / seconds, used / gb};
+}
+
+static void run_rounds(const struct bench *b, size_t rounds)
+{
+    static const char *const names[WAYS] = {"memcpy", "without digests", "with digests"};
+    double speed[WAYS][ROUNDS_MAX], cores[WAYS][ROUNDS_MAX], spent[WAYS][ROUNDS_MAX];
+    double ratio[WAYS][ROUNDS_MAX];
+    for (size_t r = 0; r < rounds; r++)
+        for (enum way way = 0; way < WAYS; way++) {
+            struct pass p = run(b, way);
+            speed[way][r] = p.gb_per_s;
+            cores[way][r] = p.cores;
+            spent[way][r] = p.cpu_s_per_gb;
+            ratio[way][r] = p.cpu_s_per_gb / spent[COPY][r];
+        }
+    for (enum way way = 0; way < WAYS; way++)
+        printf("%-16s %6.2f GB/s  %5.2f cores  %6.3f s/GB of CPU time  %6.2f of memcpy's\n",
+               names[way], median(speed[way], rounds), median(cores[way], rounds),
+               median(spent[way], rounds), median(ratio[way], rounds));
 }
 
 int main(int argc, char **argv)
@@ -110,28 +161,21 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: load_bench MODEL_DIRECTORY [ROUNDS [THREADS]]\n");
         return 2;
     }
-    struct moe_model *m;
-    struct moe_device *device;
-    struct moe_digester *d;
-    must(moe_model_open(argv[1], &m));
-    must(cpu->device_open(&(struct moe_device_config){.threads = threads}, &device));
-    must(moe_digester_create(m, threads < 8 ? threads : 8, &d)); /* as a worker does */
-    double speed[2][ROUNDS_MAX], cores[2][ROUNDS_MAX], ratio[ROUNDS_MAX];
-    (void)load_all(m, device, NULL);
-    for (size_t r = 0; r < rounds; r++) {
-        for (size_t with = 0; with < 2; with++) {
-            struct pass p = load_all(m, device, with ? d : NULL);
-            speed[with][r] = p.gb_per_s;
-            cores[with][r] = p.cores;
-        }
-        ratio[r] = speed[1][r] / speed[0][r];
-    }
-    print_line("without digests", speed[0], cores[0], rounds);
-    print_line("with digests", speed[1], cores[1], rounds);
-    printf("ratio            %6.3f (median of %zu rounds), %u threads\n", median(ratio, rounds),
-           rounds, threads);
-    moe_digester_destroy(d);
-    cpu->device_close(device);
-    moe_model_close(m);
+    struct bench b;
+    must(moe_model_open(argv[1], &b.model));
+    must(cpu->device_open(&(struct moe_device_config){.threads = threads}, &b.device));
+    must(moe_model_keep_quantised(b.model, cpu->computes, b.device, false));
+    must(moe_digester_create(b.model, threads < 8 ? threads : 8, &b.digester)); /* as a worker */
+    b.buffers = malloc((size_t)2 * COPY_BYTES);
+    if (b.buffers == NULL)
+        return 1;
+    memset(b.buffers, 1, (size_t)2 * COPY_BYTES);
+    b.bytes = load_layers(b.model, b.device, NULL);
+    printf("%.2f GB, %u threads, medians of %zu rounds\n", (double)b.bytes / 1e9, threads, rounds);
+    run_rounds(&b, rounds);
+    free(b.buffers);
+    moe_digester_destroy(b.digester);
+    cpu->device_close(b.device);
+    moe_model_close(b.model);
     return 0;
 }
