@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Compute half of the CPU backend against the double-precision oracle.
-foreach(part pool layer router gemm packed w8a8 ffn latent training)
+foreach(part pool layer router gemm packed packing w8a8 ffn latent training)
   moe_test(test_kernels_${part}
     SOURCES ${CMAKE_CURRENT_LIST_DIR}/test_kernels_${part}.c
             ${CMAKE_CURRENT_LIST_DIR}/kernels_fixture.c

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The kernels that depend on the instruction set: one table per instruction set.
  *
- * isa_kernels.c and isa_packed.c are compiled once per table; the rest of the backend only for the
+ * isa_*.c are compiled once per table; the rest of the backend only for the
  * baseline. Weights are packed for the panel width of the table that reads them (matrix.h). All
  * arithmetic is fp32. The bits of a row's result do not depend on the number of rows in a call. */
 #ifndef MOE_CPU_ISA_H
@@ -79,6 +79,10 @@ struct moe_cpu_isa {
     /* to [n][panel] = the weights of inputs first .. first + n - 1; `first` is a multiple of 4. */
     void (*unpack)(const struct moe_cpu_packed *packed, const void *panel, uint32_t first,
                    uint32_t n, float *to);
+    /* Rows to a panel: to [ceil(bytes / size)][panel] words of `size` bytes (1, 2 or 4). Word i of
+     * number r is the i-th of rows[r] [bytes], any alignment; zero past the row's end, and for a
+     * row that is NULL. Returns whether a byte, taken as F8E4M3, is NaN. */
+    bool (*interleave)(uint32_t size, size_t bytes, const void *const *rows, void *to);
 
     /* to[i] = scale * from[i]; `from` is F32 or BF16. */
     void (*widen)(enum moe_dtype dtype, size_t n, const void *from, float scale, float *to);

@@ -360,6 +360,7 @@ const struct moe_cpu_isa GLUE(moe_cpu_isa_, MOE_CPU_ISA) = {
     .panel_f32_add = panel_f32_add,
     .panels_packed = MOE_CPU_PANELS_PACKED,
     .unpack = MOE_CPU_UNPACK,
+    .interleave = MOE_CPU_INTERLEAVE,
     .widen = widen,
     .quantise = quantise,
     .quantise_bytes = quantise_bytes,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Vectors and register blocks of the kernels, in portable GNU C; for the two sources that are built
+/* Vectors and register blocks of the kernels, in portable GNU C; for the sources that are built
  * once per instruction set. */
 #ifndef MOE_CPU_ISA_VECTORS_H
 #define MOE_CPU_ISA_VECTORS_H
@@ -123,12 +123,14 @@ BLOCK store_block(uint32_t rows, vec acc[][VECTORS], float *y, size_t y_stride)
         }                                                                                          \
     }
 
-/* isa_packed.c; members of struct moe_cpu_isa. */
+/* isa_packed.c and isa_interleave.c; members of struct moe_cpu_isa. */
 #define MOE_CPU_PANELS_PACKED GLUE(moe_cpu_panels_packed_, MOE_CPU_ISA)
 #define MOE_CPU_UNPACK        GLUE(moe_cpu_unpack_, MOE_CPU_ISA)
 void MOE_CPU_PANELS_PACKED(uint32_t count, const struct moe_cpu_panel *panels, uint32_t rows,
                            const struct moe_cpu_rows *x, uint32_t k, size_t y_stride);
 void MOE_CPU_UNPACK(const struct moe_cpu_packed *packed, const void *panel, uint32_t first,
                     uint32_t n, float *to);
+#define MOE_CPU_INTERLEAVE GLUE(moe_cpu_interleave_, MOE_CPU_ISA)
+bool MOE_CPU_INTERLEAVE(uint32_t size, size_t bytes, const void *const *rows, void *to);
 
 #endif

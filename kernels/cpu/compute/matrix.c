@@ -9,18 +9,17 @@ struct pack_job {
     const struct moe_cpu_matrix *matrix;
     const char *data;
     enum moe_dtype from;
-    uint32_t width; /* output rows of a panel */
+    const struct moe_cpu_isa *isa;
 };
 
-/* Elements k and k + 1 of one bf16 row as one uint32; zero past the row's end. */
-static uint32_t load_pair(const char *row, uint32_t k, uint32_t in)
+/* Outputs of panel `p`. */
+static uint32_t lanes_of(const struct moe_cpu_matrix *m, uint32_t p, uint32_t width)
 {
-    uint16_t pair[2] = {0, 0};
-    memcpy(pair, row + (size_t)k * 2, k + 1 < in ? 4 : 2);
-    return (uint32_t)pair[0] | (uint32_t)pair[1] << 16;
+    uint32_t lanes = m->out - p * width;
+    return lanes < width ? lanes : width;
 }
 
-/* The same for an fp32 row, rounded. */
+/* Elements k and k + 1 of an fp32 row, rounded; zero past the row's end. */
 static uint32_t round_pair(const char *row, uint32_t k, uint32_t in)
 {
     float pair[2] = {0, 0};
@@ -28,43 +27,43 @@ static uint32_t round_pair(const char *row, uint32_t k, uint32_t in)
     return (uint32_t)moe_f32_to_bf16(pair[0]) | (uint32_t)moe_f32_to_bf16(pair[1]) << 16;
 }
 
-static float load_f32(const char *row, uint32_t k, enum moe_dtype from)
+static uint32_t widen_bits(const char *row, uint32_t k)
 {
-    if (from == MOE_DTYPE_F32) {
-        float f;
-        memcpy(&f, row + (size_t)k * 4, sizeof f);
-        return f;
-    }
     uint16_t b;
-    memcpy(&b, row + (size_t)k * 2, sizeof b);
-    return moe_bf16_to_f32(b);
+    memcpy(&b, row + (size_t)k * sizeof b, sizeof b);
+    return (uint32_t)b << 16;
 }
 
-/* New memory of a panel is zero, so lanes of missing rows need no store. */
+/* Rows of another dtype than the panel's. New memory of a panel is zero, so lanes of missing rows
+ * need no store. */
+static void convert_panel(const struct pack_job *job, const char *rows, uint32_t lanes,
+                          uint32_t *packed)
+{
+    const struct moe_cpu_matrix *m = job->matrix;
+    size_t row_bytes = (size_t)m->in * moe_dtype_bytes(job->from);
+    bool rounds = m->dtype == MOE_DTYPE_BF16;
+    for (uint32_t k = 0; k < m->in; k += rounds ? 2 : 1, packed += job->isa->panel)
+        for (uint32_t r = 0; r < lanes; r++)
+            packed[r] = rounds ? round_pair(rows + r * row_bytes, k, m->in)
+                               : widen_bits(rows + r * row_bytes, k);
+}
+
 static void pack_panel(void *ctx, uint32_t p)
 {
     const struct pack_job *job = ctx;
     const struct moe_cpu_matrix *m = job->matrix;
+    const uint32_t width = job->isa->panel, lanes = lanes_of(m, p, width);
     size_t row_bytes = (size_t)m->in * moe_dtype_bytes(job->from);
-    const char *rows = job->data + (size_t)p * job->width * row_bytes;
+    const char *from = job->data + (size_t)p * width * row_bytes;
     char *panel = (char *)m->data + (size_t)p * m->panel_bytes;
-    uint32_t lanes = m->out - p * job->width;
-    if (lanes > job->width)
-        lanes = job->width;
-
-    if (m->dtype == MOE_DTYPE_BF16) {
-        uint32_t *packed = (uint32_t *)panel;
-        for (uint32_t k = 0; k < m->in; k += 2, packed += job->width)
-            for (uint32_t r = 0; r < lanes; r++)
-                packed[r] = job->from == MOE_DTYPE_BF16
-                                ? load_pair(rows + r * row_bytes, k, m->in)
-                                : round_pair(rows + r * row_bytes, k, m->in);
+    if (m->dtype != job->from) {
+        convert_panel(job, from, lanes, (uint32_t *)(void *)panel);
         return;
     }
-    float *floats = (float *)panel;
-    for (uint32_t k = 0; k < m->in; k++, floats += job->width)
-        for (uint32_t r = 0; r < lanes; r++)
-            floats[r] = load_f32(rows + r * row_bytes, k, job->from);
+    const void *rows[MOE_CPU_MAX_PANEL] = {NULL};
+    for (uint32_t r = 0; r < lanes; r++)
+        rows[r] = from + r * row_bytes;
+    (void)job->isa->interleave(4, row_bytes, rows, panel);
 }
 
 struct moe_status moe_cpu_matrix_shape(struct moe_device *device, uint32_t out, uint32_t in,
@@ -91,7 +90,7 @@ struct moe_status moe_cpu_matrix_pack(struct moe_device *device, uint32_t out, u
     MOE_TRY(moe_cpu_matrix_shape(device, out, in, store_as, &m));
     MOE_TRY(moe_cpu_mem_alloc(device, MOE_MEM_DEVICE, m.bytes, &m.data));
     struct pack_job job = {
-        .matrix = &m, .data = data, .from = from, .width = moe_cpu_device_isa(device)->panel};
+        .matrix = &m, .data = data, .from = from, .isa = moe_cpu_device_isa(device)};
     moe_cpu_parallel(device, m.panels, pack_panel, &job);
     *matrix = m;
     return moe_ok();
@@ -103,7 +102,7 @@ void moe_cpu_matrix_renew(struct moe_device *device, const struct moe_cpu_matrix
     struct pack_job job = {.matrix = matrix,
                            .data = (const char *)data,
                            .from = MOE_DTYPE_F32,
-                           .width = moe_cpu_device_isa(device)->panel};
+                           .isa = moe_cpu_device_isa(device)};
     moe_cpu_parallel(device, matrix->panels, pack_panel, &job);
 }
 
@@ -153,12 +152,6 @@ static void store_column(const struct moe_cpu_matrix *m, uint32_t p, uint32_t k,
         uint32_t bits = moe_f32_to_bf16(lanes[r]);
         packed[r] = k & 1 ? (packed[r] & UINT32_C(0xffff)) | bits << 16 : bits;
     }
-}
-
-static uint32_t lanes_of(const struct moe_cpu_matrix *m, uint32_t p, uint32_t width)
-{
-    uint32_t lanes = m->out - p * width;
-    return lanes < width ? lanes : width;
 }
 
 struct read_job {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packs quantised matrices (packed.h). Elements stay as they are; two bytes of a row move together.
- */
+/* Packs quantised matrices (packed.h). Elements and scales stay as they are; two bytes of a row of
+ * elements move together. */
 #include "cpu/compute/packed.h"
 
 #include "base/size.h"
@@ -28,9 +28,9 @@ struct pack_job {
     const struct moe_weight_format *format;
     const struct moe_packed_matrix *from;
     struct moe_packed_sizes sizes;
-    uint32_t width; /* output rows of a panel */
-    const uint8_t *place;
-    atomic_bool odd; /* an element or a scale that the kernels cannot take */
+    const struct moe_cpu_isa *isa;
+    bool odd_byte[256]; /* of scales that are bytes: those that the kernels cannot take */
+    atomic_bool odd;    /* an element or a scale that the kernels cannot take */
 };
 
 /* The kernels multiply scales by up to 2^24. */
@@ -39,44 +39,76 @@ static bool fits(float scale)
     return isfinite(scale * 0x1p24f);
 }
 
-static void pack_elements(struct pack_job *job, uint32_t p, uint32_t lanes, char *panel)
+static void find_odd_bytes(struct pack_job *job)
 {
-    size_t row_bytes = job->sizes.row_bytes;
-    const uint8_t *rows = (const uint8_t *)job->from->elements + (size_t)p * job->width * row_bytes;
-    uint16_t *words = (void *)(panel + job->matrix->packed.elements_at);
-    bool bytes = job->format->encoding == MOE_ENC_F8E4M3, nan = false;
-    for (size_t at = 0; at < row_bytes; at += 2, words += job->width)
-        for (uint32_t r = 0; r < lanes; r++) {
-            const uint8_t *from = rows + r * row_bytes + at;
-            uint8_t second = at + 1 < row_bytes ? from[1] : 0;
-            words[bytes ? r : job->place[r]] = (uint16_t)(from[0] | second << 8);
-            nan |= bytes && ((from[0] & 0x7f) == 0x7f || (second & 0x7f) == 0x7f);
-        }
-    if (nan)
-        atomic_store_explicit(&job->odd, true, memory_order_relaxed);
+    uint8_t bytes[256];
+    if (moe_scale_bytes(job->format->scale) != 1)
+        return;
+    for (size_t i = 0; i < sizeof bytes; i++) {
+        bytes[i] = (uint8_t)i;
+        job->odd_byte[i] = !fits(moe_scale_to_f32(job->format, bytes, i, job->from->global));
+    }
 }
 
-static void pack_levels(struct pack_job *job, uint32_t p, uint32_t lanes, char *panel)
+/* Whether all of `count` scales from number `first` on fit. */
+static bool all_fit(const struct pack_job *job, size_t first, size_t count)
+{
+    const struct moe_packed_matrix *from = job->from;
+    const uint8_t *bytes = (const uint8_t *)from->scales + first;
+    bool odd = false;
+    if (moe_scale_bytes(job->format->scale) == 1)
+        for (size_t b = 0; b < count; b++)
+            odd |= job->odd_byte[bytes[b]];
+    else
+        for (size_t b = 0; b < count; b++)
+            odd |= !fits(moe_scale_to_f32(job->format, from->scales, first + b, from->global));
+    return !odd;
+}
+
+/* One scale of all rows of the panel for each block. */
+static bool widen_scales(const struct pack_job *job, size_t first, float *to)
+{
+    for (size_t b = 0; b < job->sizes.scale_columns; b++)
+        to[b] = moe_scale_to_f32(job->format, job->from->scales, first + b, job->from->global);
+    return all_fit(job, first, job->sizes.scale_columns);
+}
+
+/* Scales and zero points; false if the kernels cannot take a scale. */
+static bool pack_levels(const struct pack_job *job, uint32_t p, uint32_t lanes, char *panel)
 {
     const struct moe_cpu_packed *packed = &job->matrix->packed;
-    const struct moe_packed_matrix *from = job->from;
-    size_t count = job->sizes.scale_columns, each = moe_scale_bytes(packed->scale);
-    char *scales = panel + packed->scales_at, *zeros = panel + packed->zeros_at;
+    const size_t count = job->sizes.scale_columns, each = moe_scale_bytes(packed->scale);
+    const void *scales[MOE_CPU_MAX_PANEL] = {NULL}, *zeros[MOE_CPU_MAX_PANEL] = {NULL};
+    bool fit = true;
     for (uint32_t r = 0; r < lanes; r++) {
-        size_t first = moe_packed_block(job->format, count, (size_t)p * job->width + r, 0);
-        for (size_t b = 0; b < count; b++) {
-            float f = moe_scale_to_f32(job->format, from->scales, first + b, from->global);
-            if (!fits(f))
-                atomic_store_explicit(&job->odd, true, memory_order_relaxed);
-            if (packed->shared_scales)
-                memcpy(scales + b * sizeof f, &f, sizeof f);
-            else
-                memcpy(scales + (b * job->width + r) * each,
-                       (const char *)from->scales + (first + b) * each, each);
-            if (packed->zero_points)
-                zeros[b * job->width + r] = (char)from->zeros[first + b];
-        }
+        size_t row = (size_t)p * job->isa->panel + r;
+        size_t first = moe_packed_block(job->format, count, row, 0);
+        scales[r] = (const char *)job->from->scales + first * each;
+        if (packed->zero_points)
+            zeros[r] = job->from->zeros + first;
+        if (!packed->shared_scales)
+            fit = all_fit(job, first, count) && fit;
+        else if (r == 0)
+            fit = widen_scales(job, first, (float *)(void *)(panel + packed->scales_at));
     }
+    if (!packed->shared_scales)
+        (void)job->isa->interleave((uint32_t)each, count * each, scales, panel + packed->scales_at);
+    if (packed->zero_points)
+        (void)job->isa->interleave(1, count, zeros, panel + packed->zeros_at);
+    return fit;
+}
+
+/* False if an element is NaN. */
+static bool pack_elements(const struct pack_job *job, uint32_t p, uint32_t lanes, char *panel)
+{
+    const size_t row_bytes = job->sizes.row_bytes, first = (size_t)p * job->isa->panel;
+    const bool bytes = job->format->encoding == MOE_ENC_F8E4M3;
+    const void *rows[MOE_CPU_MAX_PANEL] = {NULL};
+    for (uint32_t r = 0; r < lanes; r++)
+        rows[bytes ? r : job->isa->place[r]] =
+            (const char *)job->from->elements + (first + r) * row_bytes;
+    bool nan = job->isa->interleave(2, row_bytes, rows, panel + job->matrix->packed.elements_at);
+    return !(bytes && nan);
 }
 
 static void pack_panel(void *ctx, uint32_t p)
@@ -84,9 +116,11 @@ static void pack_panel(void *ctx, uint32_t p)
     struct pack_job *job = ctx;
     const struct moe_cpu_matrix *m = job->matrix;
     char *panel = (char *)m->data + (size_t)p * m->panel_bytes;
-    uint32_t lanes = moe_cpu_min(job->width, m->out - p * job->width);
-    pack_levels(job, p, lanes, panel);
-    pack_elements(job, p, lanes, panel);
+    uint32_t width = job->isa->panel, lanes = moe_cpu_min(width, m->out - p * width);
+    bool levels = pack_levels(job, p, lanes, panel);
+    bool elements = pack_elements(job, p, lanes, panel);
+    if (!levels || !elements)
+        atomic_store_explicit(&job->odd, true, memory_order_relaxed);
 }
 
 /* Fills the layout of `m`; false if a size overflows. */
@@ -147,11 +181,11 @@ struct moe_status moe_cpu_matrix_pack_quantised(struct moe_device *device, uint3
     const struct moe_cpu_isa *isa = moe_cpu_device_isa(device);
     uint32_t width = isa->panel;
     struct moe_cpu_matrix m = {.out = out, .in = in, .panels = moe_cpu_ceil_div(out, width)};
-    struct pack_job job = {
-        .matrix = &m, .format = format, .from = data, .width = width, .place = isa->place};
+    struct pack_job job = {.matrix = &m, .format = format, .from = data, .isa = isa};
     if (!moe_packed_sizes(format, out, in, &job.sizes) || !lay_out(format, &job.sizes, width, &m))
         return too_large(out, in);
     m.packed.global = data->global;
+    find_odd_bytes(&job);
     MOE_TRY(moe_cpu_mem_alloc(device, MOE_MEM_DEVICE, m.bytes, &m.data));
     moe_cpu_parallel(device, m.panels, pack_panel, &job);
     if (!job.odd) {
