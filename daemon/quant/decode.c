@@ -74,38 +74,57 @@ static struct moe_status wrong(enum moe_quant_part part, enum moe_quant_part *ou
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID, "%s", what);
 }
 
-static struct moe_status check_scale(const struct moe_quant_matrix *m, size_t i,
-                                     enum moe_quant_part *part)
+static bool is_scale(const struct moe_quant_matrix *m, float s)
 {
-    float s = scale_at(m, i), largest = moe_encoding_traits(m->quant->format.encoding).largest;
-    *part = MOE_QUANT_SCALE;
-    if (isfinite(s) && s != 0 && fabsf(s) * largest <= LARGEST)
-        return moe_ok();
+    float largest = moe_encoding_traits(m->quant->format.encoding).largest;
+    return isfinite(s) && s != 0 && fabsf(s) * largest <= LARGEST;
+}
+
+static struct moe_status wrong_scale(const struct moe_quant_matrix *m, size_t i)
+{
+    float s = scale_at(m, i);
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
                      "scale %zu is %g, which is %s", i, (double)s,
                      isnan(s) || s == 0 ? "not a scale" : "too large for BF16 weights");
 }
 
-static struct moe_status check_scales(const struct moe_quant_matrix *m, enum moe_quant_part *part)
+/* Which bytes are scales of the matrix; nothing for other types. */
+static void find_scale_bytes(const struct moe_quant_matrix *m, bool known[256])
+{
+    uint8_t bytes[256];
+    struct moe_quant_matrix all = *m;
+    all.part[MOE_QUANT_SCALE] = bytes;
+    for (size_t i = 0; moe_scale_bytes(m->scale) == 1 && i < sizeof bytes; i++) {
+        bytes[i] = (uint8_t)i;
+        known[i] = is_scale(m, scale_at(&all, i));
+    }
+}
+
+/* Scales first .. first + count - 1. */
+static struct moe_status check_scales_at(const struct moe_quant_matrix *m, const bool known[256],
+                                         size_t first, size_t count)
+{
+    const uint8_t *bytes = m->part[MOE_QUANT_SCALE];
+    bool byte = moe_scale_bytes(m->scale) == 1;
+    for (size_t i = first; i < first + count; i++)
+        if (byte ? !known[bytes[i]] : !is_scale(m, scale_at(m, i)))
+            return wrong_scale(m, i);
+    return moe_ok();
+}
+
+static struct moe_status check_scales(const struct moe_quant_matrix *m)
 {
     const struct moe_weight_format *f = &m->quant->format;
-    size_t columns = blocks_of(m);
-    if (m->quant->scheme->packing == MOE_PACKED_COLUMNS) {
-        for (size_t r = 0; r < m->rows; r++)
-            MOE_TRY(check_scale(m, stored_row(m, r), part));
-        return moe_ok();
-    }
-    if (m->quant->scheme->packing != MOE_PACKED_ROWS) {
-        for (size_t i = 0; i < columns * m->rows; i++)
-            MOE_TRY(check_scale(m, i, part));
-        return moe_ok();
-    }
-    size_t step = f->block_rows == 0 ? m->rows : f->block_rows;
-    for (size_t r = 0; r < m->rows; r += step) {
-        size_t at = block_row(m, stored_row(m, r)) * columns;
-        for (size_t c = 0; c < columns; c++)
-            MOE_TRY(check_scale(m, at + c, part));
-    }
+    enum moe_quant_packing packing = m->quant->scheme->packing;
+    size_t columns = blocks_of(m), step = f->block_rows == 0 ? m->rows : f->block_rows;
+    bool known[256];
+    find_scale_bytes(m, known);
+    if (packing != MOE_PACKED_COLUMNS && packing != MOE_PACKED_ROWS)
+        return check_scales_at(m, known, 0, columns * m->rows);
+    for (size_t r = 0; packing == MOE_PACKED_COLUMNS && r < m->rows; r++)
+        MOE_TRY(check_scales_at(m, known, stored_row(m, r), 1));
+    for (size_t r = 0; packing == MOE_PACKED_ROWS && r < m->rows; r += step)
+        MOE_TRY(check_scales_at(m, known, block_row(m, stored_row(m, r)) * columns, columns));
     return moe_ok();
 }
 
@@ -147,7 +166,8 @@ struct moe_status moe_quant_check(const struct moe_quant_matrix *m, enum moe_qua
     MOE_TRY(check_shape(m, part));
     MOE_TRY(check_groups(m, part));
     MOE_TRY(check_global(m, part));
-    return check_scales(m, part);
+    *part = MOE_QUANT_SCALE;
+    return check_scales(m);
 }
 
 /* ---- values ---- */
@@ -352,6 +372,21 @@ static void pack_level(const struct moe_quant_matrix *m, const struct moe_weight
         to->zeros[at] = (uint8_t)zero;
 }
 
+/* Those of all `count` blocks of row `r`. */
+static void pack_levels(const struct moe_quant_matrix *m, const struct moe_weight_format *f,
+                        size_t r, size_t count, const struct moe_quant_arrays *to)
+{
+    size_t at = moe_packed_block(f, count, r, 0), each = moe_scale_bytes(f->scale);
+    if (m->quant->scheme->packing == MOE_PACKED_ROWS && m->scale == f->scale && to->zeros == NULL) {
+        size_t from = block_row(m, stored_row(m, r)) * count;
+        memcpy(to->scales + at * each, (const char *)m->part[MOE_QUANT_SCALE] + from * each,
+               count * each);
+        return;
+    }
+    for (size_t b = 0; b < count; b++)
+        pack_level(m, f, r, b, at + b, to);
+}
+
 /* As decode_columns. */
 static void pack_columns(const struct moe_quant_matrix *m, size_t row_bytes, size_t first,
                          size_t count, uint8_t *to)
@@ -391,9 +426,8 @@ void moe_quant_pack(const struct moe_quant_matrix *m, const struct moe_weight_fo
         pack_columns(m, sizes->row_bytes, first, count, to->elements + first * sizes->row_bytes);
     for (size_t r = first; r < first + count; r++) {
         bool first_of_block = f->block_rows == 0 ? r == 0 : r % f->block_rows == 0;
-        size_t at = moe_packed_block(f, sizes->scale_columns, r, 0);
         pack_elements(m, sizes->row_bytes, r, to->elements + r * sizes->row_bytes);
-        for (size_t b = 0; first_of_block && b < sizes->scale_columns; b++)
-            pack_level(m, f, r, b, at + b, to);
+        if (first_of_block)
+            pack_levels(m, f, r, sizes->scale_columns, to);
     }
 }
