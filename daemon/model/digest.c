@@ -43,13 +43,29 @@ struct moe_status moe_digest_leaf(const void *first, size_t first_bytes, const v
     return end(&s, leaf);
 }
 
+/* Two leaves at a time, as long as that is possible. Returns the number of leaves that are done. */
+static size_t hash_pairs(const char *data, size_t bytes, struct moe_digest *leaves)
+{
+    const size_t size = MOE_DIGEST_LEAF_BYTES;
+    size_t done = 0;
+    for (; (done + 2) * size <= bytes; done += 2) {
+        const char *at = data + done * size;
+        if (!moe_sha256_pair(LEAF, (const void *const[2]){at, at + size}, size,
+                             (uint8_t *const[2]){leaves[done].bytes, leaves[done + 1].bytes}))
+            break;
+    }
+    return done;
+}
+
 struct moe_status moe_digest_leaves(const void *data, size_t bytes, struct moe_digest *leaves)
 {
-    const char *at = data;
+    size_t done = hash_pairs(data, bytes, leaves);
+    const char *at = (const char *)data + done * MOE_DIGEST_LEAF_BYTES;
+    bytes -= done * MOE_DIGEST_LEAF_BYTES;
     struct moe_status st = moe_ok();
     struct moe_sha256 s;
     moe_sha256_begin(&s);
-    for (size_t i = 0; bytes > 0 && !moe_failed(&st); i++) {
+    for (size_t i = done; bytes > 0 && !moe_failed(&st); i++) {
         size_t n = bytes < MOE_DIGEST_LEAF_BYTES ? bytes : MOE_DIGEST_LEAF_BYTES;
         begin_node(&s, LEAF);
         moe_sha256_update(&s, at, n);

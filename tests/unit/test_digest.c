@@ -500,6 +500,56 @@ static void the_first_difference_has_the_lowest_layer_and_expert(void **state)
     moe_digest_table_destroy(t);
 }
 
+/* Lengths around one, two and three leaves, at any alignment; libcrypto hashes one leaf at a time.
+ */
+static void leaves_in_pairs_have_the_hashes_that_they_have_alone(void **state)
+{
+    enum { LEAVES = 4, LEAF = MOE_DIGEST_LEAF_BYTES };
+    (void)state;
+    seed_random();
+    char *data = malloc((size_t)LEAVES * LEAF + 64);
+    assert_non_null(data);
+    fill_random(data, (size_t)LEAVES * LEAF + 64);
+    for (uint32_t c = 0; c < 40; c++) {
+        struct moe_digest got[LEAVES + 1] = {{{0}}}, want;
+        size_t bytes = (1 + random_below(LEAVES)) * LEAF;
+        if (!one_in(3))
+            bytes -= one_in(2) ? random_below(LEAF) : random_below(3);
+        const char *from = data + random_below(64);
+        assert_ok(moe_digest_leaves(from, bytes, got));
+        for (size_t i = 0, at = 0; at < bytes; i++, at += LEAF) {
+            size_t n = bytes - at < LEAF ? bytes - at : LEAF;
+            assert_ok(moe_digest_leaf(from + at, n, "", 0, &want));
+            assert_memory_equal(&got[i], &want, sizeof want);
+        }
+    }
+    free(data);
+}
+
+/* Every length up to some blocks: the end of a message takes one block or two. */
+static void two_messages_have_the_hashes_that_they_have_alone(void **state)
+{
+    enum { LENGTH_MAX = 400 };
+    (void)state;
+    seed_random();
+    uint8_t message[2][1 + LENGTH_MAX], raw[2][MOE_SHA256_BYTES], want[MOE_SHA256_BYTES];
+    fill_random(message, sizeof message);
+    for (size_t n = 0; n < LENGTH_MAX; n++) {
+        message[0][0] = message[1][0] = (uint8_t)random_below(256);
+        if (!moe_sha256_pair(message[0][0], (const void *const[2]){message[0] + 1, message[1] + 1},
+                             n, (uint8_t *const[2]){raw[0], raw[1]}))
+            continue; /* too short, or no such instructions */
+        for (int m = 0; m < 2; m++) {
+            struct moe_sha256 s;
+            moe_sha256_begin(&s);
+            moe_sha256_update(&s, message[m], 1 + n);
+            assert_ok(moe_sha256_next(&s, want));
+            moe_sha256_drop(&s);
+            assert_memory_equal(raw[m], want, sizeof want);
+        }
+    }
+}
+
 int main(void)
 {
 #define WITH_FILES(test) cmocka_unit_test_setup_teardown(test, fixture_setup, fixture_teardown)
@@ -509,6 +559,8 @@ int main(void)
         cmocka_unit_test(the_split_over_slots_does_not_change_the_digest),
         WITH_FILES(shards_do_not_change_the_digest),
         WITH_FILES(a_flipped_bit_in_any_expert_of_any_family_is_found_by_name),
+        cmocka_unit_test(leaves_in_pairs_have_the_hashes_that_they_have_alone),
+        cmocka_unit_test(two_messages_have_the_hashes_that_they_have_alone),
         cmocka_unit_test(a_table_in_parts_arrives_whole),
         cmocka_unit_test(a_part_that_is_cut_or_senseless_is_refused),
         cmocka_unit_test(the_first_difference_has_the_lowest_layer_and_expert),
