@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Digests of one layer, from the bytes that are read for loading. No byte is read a second time.
- * One exception: reads of a backend may end inside a leaf. Then the thread that reads the beginning
- * of the leaf also reads its rest. */
+/* Digests of one layer, from the bytes that are read for loading. No byte is read a second time:
+ * the thread that reads some leaves hashes them while its cache has them. One exception: reads of a
+ * backend may end inside a leaf. Then the thread that reads the beginning of the leaf also reads
+ * its rest. */
 #include "model/model_internal.h"
 
 #include "base/thread_pool.h"
@@ -10,7 +11,7 @@
 #include <string.h>
 
 enum {
-    RUN_LEAVES = 16, /* of one item for the thread pool: 1 MiB */
+    RUN_LEAVES = 4, /* of one item for the thread pool: 256 KiB, which a second-level cache holds */
 };
 
 /* The bytes of one tensor, or of one expert's share of it. */
@@ -23,8 +24,11 @@ struct range {
     struct moe_digest leaves[];
 };
 
-struct job { /* of the pool: `bytes` bytes at `data` */
-    const char *data;
+struct job {                        /* of the pool */
+    const struct moe_st_file *file; /* NULL: the bytes are at `data` already */
+    const struct moe_tensor *tensor;
+    uint64_t first; /* of the bytes in the tensor */
+    char *data;
     size_t bytes;
     struct moe_digest *leaves;
 };
@@ -32,7 +36,7 @@ struct job { /* of the pool: `bytes` bytes at `data` */
 struct moe_digester {
     const struct moe_model *model;
     struct moe_thread_pool *pool;
-    struct moe_thread_pool_batch batches[MOE_DIGESTER_BUFFERS];
+    struct moe_thread_pool_batch batch;
     size_t layer;
     struct range **ranges; /* in the order of loading: units follow each other */
     size_t count, room;
@@ -43,15 +47,16 @@ static struct moe_status no_memory(void)
     return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for digests");
 }
 
-static struct moe_status hash_run(void *ctx, uint32_t thread, const void *job, uint32_t item)
+static struct moe_status do_run(void *ctx, uint32_t thread, const void *job, uint32_t item)
 {
     (void)ctx;
     (void)thread;
     const struct job *j = job;
     const size_t run = (size_t)RUN_LEAVES * MOE_DIGEST_LEAF_BYTES, first = item * run;
-    size_t left = j->bytes - first;
-    return moe_digest_leaves(j->data + first, left < run ? left : run,
-                             j->leaves + (size_t)item * RUN_LEAVES);
+    const size_t left = j->bytes - first, length = left < run ? left : run;
+    if (j->file != NULL)
+        MOE_TRY(moe_st_read(j->file, j->tensor, j->first + first, length, j->data + first));
+    return moe_digest_leaves(j->data + first, length, j->leaves + (size_t)item * RUN_LEAVES);
 }
 
 /* ------------------------------------------------------------------ ranges */
@@ -94,22 +99,47 @@ static struct moe_status add_range(struct moe_digester *d, enum moe_weight weigh
     return moe_ok();
 }
 
-struct moe_status moe_digester__hash(struct moe_digester *d, enum moe_weight weight,
-                                     uint32_t expert, const struct moe_piece *p, const void *data,
-                                     unsigned buffer)
+/* Begins a job for a range that was just added. */
+static struct moe_status begin_job(struct moe_digester *d, const struct range *r,
+                                   const struct job *job)
 {
-    struct range *r = NULL;
-    MOE_TRY(add_range(d, weight, expert, p, &r));
-    const struct job job = {data, (size_t)p->bytes, r->leaves};
     uint64_t items = (r->count + RUN_LEAVES - 1) / RUN_LEAVES;
     if (items == 0)
         return moe_ok();
-    return moe_thread_pool_submit(d->pool, &d->batches[buffer], &job, sizeof job, (uint32_t)items);
+    return moe_thread_pool_submit(d->pool, &d->batch, job, sizeof *job, (uint32_t)items);
 }
 
-struct moe_status moe_digester__wait(struct moe_digester *d, unsigned buffer)
+struct moe_status moe_digester__hash(struct moe_digester *d, enum moe_weight weight,
+                                     uint32_t expert, const struct moe_piece *p, const void *data)
 {
-    return moe_thread_pool_wait(d->pool, &d->batches[buffer]);
+    struct range *r = NULL;
+    MOE_TRY(add_range(d, weight, expert, p, &r));
+    const struct job job = {
+        .data = (char *)(uintptr_t)data, .bytes = (size_t)p->bytes, .leaves = r->leaves};
+    return begin_job(d, r, &job);
+}
+
+struct moe_status moe_digester__wait(struct moe_digester *d)
+{
+    return moe_thread_pool_wait(d->pool, &d->batch);
+}
+
+struct moe_status moe_digester__read(struct moe_digester *d, enum moe_weight weight,
+                                     uint32_t expert, const struct moe_piece *p, void *to)
+{
+    struct range *r = NULL;
+    MOE_TRY(add_range(d, weight, expert, p, &r));
+    const struct job job = {.file = p->at.file,
+                            .tensor = p->at.tensor,
+                            .first = p->first,
+                            .data = to,
+                            .bytes = (size_t)p->bytes,
+                            .leaves = r->leaves};
+    if (r->count <= RUN_LEAVES)
+        return r->count == 0 ? moe_ok() : do_run(NULL, 0, &job, 0); /* not worth another thread */
+    struct moe_status st = begin_job(d, r, &job);
+    struct moe_status done = moe_digester__wait(d);
+    return moe_failed(&st) ? st : done;
 }
 
 static struct moe_status hash_token_table(struct moe_digester *d, const struct moe_piece *p)
@@ -117,12 +147,9 @@ static struct moe_status hash_token_table(struct moe_digester *d, const struct m
     char *data = malloc((size_t)p->bytes);
     if (data == NULL)
         return no_memory();
-    struct moe_status st = moe_st_read(p->at.file, p->at.tensor, 0, p->bytes, data);
-    if (!moe_failed(&st))
-        st = moe_digester__hash(d, MOE_WEIGHT_ROUTER, 0, p, data, 0);
-    struct moe_status hashed = moe_digester__wait(d, 0);
+    struct moe_status st = moe_digester__read(d, MOE_WEIGHT_ROUTER, 0, p, data);
     free(data);
-    return moe_failed(&st) ? st : hashed;
+    return st;
 }
 
 struct moe_status moe_digester__begin(struct moe_digester *d, size_t layer, bool replicated)
@@ -312,7 +339,7 @@ struct moe_status moe_digester_create(const struct moe_model *m, uint32_t thread
     if (d == NULL)
         return no_memory();
     d->model = m;
-    struct moe_status st = moe_thread_pool_create("moe-digest", threads, hash_run, NULL, &d->pool);
+    struct moe_status st = moe_thread_pool_create("moe-digest", threads, do_run, NULL, &d->pool);
     if (moe_failed(&st)) {
         free(d);
         return st;

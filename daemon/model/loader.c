@@ -5,8 +5,8 @@
  *
  * Walks over the pieces of layout.h in one fixed order. Reads each byte range once into a staging
  * buffer, allocated once per call, and gathers or decodes the canonical weight if the range is not
- * yet in canonical form. With a digester there are two buffers in turn: other threads hash one of
- * them. The same walk without reads counts the bytes. */
+ * yet in canonical form. With a digester, its threads read, and hash what they have read. The same
+ * walk without reads counts the bytes. */
 #include "model/model_internal.h"
 
 #include "base/cores.h"
@@ -173,8 +173,7 @@ struct load {
     void *progress_ctx;
     struct moe_digester *digester; /* NULL: none */
     uint64_t read_bytes;
-    char *raw[2], *out; /* raw[1] only with a digester: one is hashed while one is read */
-    unsigned turn;      /* raw[turn] was read last */
+    char *raw, *out; /* as read; in canonical form */
     /* Of a quantised weight: */
     char *parts[MOE_QUANT_PARTS]; /* as read; that of MOE_QUANT_DATA is not used */
     struct moe_piece
@@ -239,27 +238,16 @@ static void count_read(struct load *l, const struct moe_piece *p)
         l->progress(l->progress_ctx, l->read_bytes);
 }
 
-/* Reads the range of a piece to `to`, which hashing no longer reads. */
-static struct moe_status read_range(struct load *l, enum moe_weight weight, uint32_t expert,
-                                    const struct moe_piece *p, char *to, unsigned buffer)
-{
-    if (l->digester != NULL)
-        MOE_TRY(moe_digester__wait(l->digester, buffer));
-    MOE_TRY(moe_st_read(p->at.file, p->at.tensor, p->first, p->bytes, to));
-    if (l->digester != NULL)
-        MOE_TRY(moe_digester__hash(l->digester, weight, expert, p, to, buffer));
-    count_read(l, p);
-    return moe_ok();
-}
-
 static struct moe_status read_piece(struct load *l, enum moe_weight weight, uint32_t expert,
                                     const struct moe_piece *p)
 {
-    if (p->part != MOE_QUANT_DATA)
-        return read_range(l, weight, expert, p, l->parts[p->part], 1 + (unsigned)p->part);
+    char *to = p->part == MOE_QUANT_DATA ? l->raw : l->parts[p->part];
     if (l->digester != NULL)
-        l->turn ^= 1;
-    return read_range(l, weight, expert, p, l->raw[l->turn], l->turn);
+        MOE_TRY(moe_digester__read(l->digester, weight, expert, p, to));
+    else
+        MOE_TRY(moe_st_read(p->at.file, p->at.tensor, p->first, p->bytes, to));
+    count_read(l, p);
+    return moe_ok();
 }
 
 static struct moe_status pass_source(struct load *l, enum moe_weight weight, uint32_t expert,
@@ -316,7 +304,7 @@ static struct moe_status collect(struct load *l, const struct moe_piece *p,
                                    .stored_rows = (size_t)p->bytes / p->columns};
     for (int part = MOE_QUANT_DATA + 1; part < MOE_QUANT_PARTS; part++)
         m->part[part] = l->pieces[part].at.tensor != NULL ? l->parts[part] : NULL;
-    m->part[MOE_QUANT_DATA] = l->raw[l->turn];
+    m->part[MOE_QUANT_DATA] = l->raw;
     const struct moe_tensor *scale = l->pieces[MOE_QUANT_SCALE].at.tensor;
     MOE_INVARIANT(moe_quant_scale_type(moe_st_dtype_name(scale->dtype), &m->scale));
     struct moe_status st = moe_quant_check(m, &wrong);
@@ -368,7 +356,7 @@ static struct moe_status load_piece(void *ctx, enum moe_weight weight, uint32_t 
         return moe_ok();
     }
     if (delivered_as_read(p))
-        return l->sink(l->sink_ctx, weight, expert, dtype, l->raw[l->turn], bytes);
+        return l->sink(l->sink_ctx, weight, expert, dtype, l->raw, bytes);
     const struct moe_weight_format *f =
         l->packed_sink != NULL ? moe_weight_format_of(l->spec, weight) : NULL;
     if (f != NULL)
@@ -376,22 +364,8 @@ static struct moe_status load_piece(void *ctx, enum moe_weight weight, uint32_t 
     if (p->quant != NULL)
         MOE_TRY(decode(l, p));
     else
-        gather(p, l->raw[l->turn], l->out);
+        gather(p, l->raw, l->out);
     return l->sink(l->sink_ctx, weight, expert, dtype, l->out, bytes);
-}
-
-/* Hashes that still run read the buffers. */
-static struct moe_status end_hashing(struct load *l)
-{
-    if (l->digester == NULL)
-        return moe_ok();
-    struct moe_status first = moe_ok();
-    for (unsigned buffer = 0; buffer < MOE_DIGESTER_BUFFERS; buffer++) {
-        struct moe_status st = moe_digester__wait(l->digester, buffer);
-        if (!moe_failed(&first))
-            first = st;
-    }
-    return first;
 }
 
 static struct moe_status no_memory(void)
@@ -429,11 +403,9 @@ static struct moe_status allocate_packed(struct load *l, const struct moe_packed
 static struct moe_status allocate(struct load *l, const struct plan *plan)
 {
     MOE_TRY(allocate_packed(l, &plan->packed));
-    size_t raw = plan->raw_bytes[MOE_QUANT_DATA] + 1;
-    l->raw[0] = malloc(raw);
-    l->raw[1] = l->digester != NULL ? malloc(raw) : NULL;
+    l->raw = malloc(plan->raw_bytes[MOE_QUANT_DATA] + 1);
     l->out = malloc(plan->out_bytes + 1);
-    if (l->raw[0] == NULL || l->out == NULL || (l->digester != NULL && l->raw[1] == NULL))
+    if (l->raw == NULL || l->out == NULL)
         return no_memory();
     for (int part = MOE_QUANT_DATA + 1; part < MOE_QUANT_PARTS; part++) {
         l->parts[part] = malloc(plan->raw_bytes[part] + 1);
@@ -446,8 +418,7 @@ static struct moe_status allocate(struct load *l, const struct plan *plan)
 static void release(struct load *l)
 {
     moe_thread_pool_destroy(l->pool);
-    free(l->raw[0]);
-    free(l->raw[1]);
+    free(l->raw);
     free(l->out);
     free(l->rows);
     free(l->packed.elements);
@@ -489,7 +460,6 @@ struct moe_status moe_model_stream_layer(const struct moe_model *m, size_t i,
     struct moe_status st = allocate(&l, &plan);
     if (!moe_failed(&st))
         st = moe_model__visit_layer(m, i, true, experts, expert_count, load_piece, &l);
-    struct moe_status hashed = end_hashing(&l);
     release(&l);
-    return moe_failed(&st) ? st : hashed;
+    return st;
 }

@@ -121,8 +121,8 @@ struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, cons
  */
 struct moe_digester;
 
-/* Its `threads` threads (1..64) hash weights that the model room reads; weights that a backend
- * reads for itself are hashed by the backend's threads. Errors: OUT_OF_MEMORY. */
+/* Its `threads` threads (1..64) read and hash the weights that the model room reads; weights that a
+ * backend reads for itself are hashed by the backend's threads. Errors: OUT_OF_MEMORY. */
 struct moe_status moe_digester_create(const struct moe_model *m, uint32_t threads,
                                       struct moe_digester **out) MOE_CHECKED;
 /* No source of its layer may be in use. NULL is ignored. */

@@ -33,13 +33,16 @@ struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer
  * sink gets. */
 struct moe_status moe_digester__begin(struct moe_digester *d, size_t layer,
                                       bool replicated) MOE_CHECKED;
-/* Adds the range of a piece, and begins to hash it: `data` stays until moe_digester__wait of the
- * same buffer. Loading has two for MOE_QUANT_DATA, 0 and 1, and one for each other part. */
-enum { MOE_DIGESTER_BUFFERS = MOE_QUANT_PARTS + 1 };
+/* Adds the range of a piece, and begins to hash it: `data` stays until moe_digester__wait, which
+ * returns the first failure. */
 struct moe_status moe_digester__hash(struct moe_digester *d, enum moe_weight weight,
-                                     uint32_t expert, const struct moe_piece *p, const void *data,
-                                     unsigned buffer) MOE_CHECKED;
-struct moe_status moe_digester__wait(struct moe_digester *d, unsigned buffer) MOE_CHECKED;
+                                     uint32_t expert, const struct moe_piece *p,
+                                     const void *data) MOE_CHECKED;
+struct moe_status moe_digester__wait(struct moe_digester *d) MOE_CHECKED;
+/* Adds the range of a piece; reads it to `to` [p->bytes] and hashes it, on all threads. */
+struct moe_status moe_digester__read(struct moe_digester *d, enum moe_weight weight,
+                                     uint32_t expert, const struct moe_piece *p,
+                                     void *to) MOE_CHECKED;
 /* Adds a range that a backend reads for itself: replaces `source` by one that hashes what is read.
  * It is valid until the next begin. */
 struct moe_status moe_digester__watch(struct moe_digester *d, enum moe_weight weight,

@@ -167,10 +167,9 @@ static struct moe_status flush(struct writer *w)
     MOE_TRY(open_shard(w, &p->at));
     MOE_TRY(write_at(w->fd, w->raw, p->bytes, range.offset));
     if (w->digester != NULL)
-        MOE_TRY(moe_digester__hash(w->digester, w->weight, w->expert, p, w->raw, 0));
+        MOE_TRY(moe_digester__hash(w->digester, w->weight, w->expert, p, w->raw));
     struct moe_status st = moe_sha256_of(w->raw, (size_t)p->bytes, range.sha256);
-    struct moe_status digested =
-        w->digester != NULL ? moe_digester__wait(w->digester, 0) : moe_ok();
+    struct moe_status digested = w->digester != NULL ? moe_digester__wait(w->digester) : moe_ok();
     MOE_TRY(st);
     MOE_TRY(digested);
     return w->written(w->ctx, &range);

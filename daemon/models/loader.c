@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { DIGEST_THREADS_MAX = 8 };
+enum { DIGEST_THREADS_MAX = 16 };
 
 /* ------------------------------------------------------------------------ tables */
 

@@ -16,6 +16,7 @@
 
 enum {
     QUIET_PRIORITY = 19,
+    DIGEST_THREADS = 2, /* that read and hash */
     SETTLE_AFTER_MS = 2000,
     SETTLE_POLL_MS = 50,
 };
@@ -180,7 +181,7 @@ static struct moe_status fetch_layers(struct fetch *f, const struct table *t,
 {
     struct moe_loader *l = f->loader;
     MOE_TRY(check_room(l, t));
-    MOE_TRY(moe_digester_create(l->model, 1, &f->digester));
+    MOE_TRY(moe_digester_create(l->model, DIGEST_THREADS, &f->digester));
     struct moe_status st = moe_ok();
     for (size_t i = 0; i < l->layer_count && !moe_failed(&st); i++)
         st = moe_error_context(fetch_layer(f, t, i, digests), "layer %u", l->specs[i]->layer);

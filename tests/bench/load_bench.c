@@ -165,7 +165,7 @@ int main(int argc, char **argv)
     must(moe_model_open(argv[1], &b.model));
     must(cpu->device_open(&(struct moe_device_config){.threads = threads}, &b.device));
     must(moe_model_keep_quantised(b.model, cpu->computes, b.device, false));
-    must(moe_digester_create(b.model, threads < 8 ? threads : 8, &b.digester)); /* as a worker */
+    must(moe_digester_create(b.model, threads < 16 ? threads : 16, &b.digester)); /* as a worker */
     b.buffers = malloc((size_t)2 * COPY_BYTES);
     if (b.buffers == NULL)
         return 1;
