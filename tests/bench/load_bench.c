@@ -3,7 +3,9 @@
  * with and without digests, and a memcpy of as many bytes, in turn, because the machine's speed
  * drifts. Quantised matrices stay so.
  *
- *     load_bench MODEL_DIRECTORY [ROUNDS [THREADS]]    default 5 rounds, all usable cores
+ *     load_bench MODEL_DIRECTORY [ROUNDS [THREADS [ISA]]]
+ *
+ * Defaults: 5 rounds, all usable cores, the best instruction set (gemm_bench lists them).
  *
  * The first pass is not counted: afterwards the files are in the page cache, so that the disk does
  * not hide the cost. Prints medians: the speed, the cores in use, CPU time for each GB, and the
@@ -11,6 +13,7 @@
  * machine disturbs CPU time less than the speed. */
 #include "base/clock.h"
 #include "base/cores.h"
+#include "cpu/compute/device.h"
 #include "model/model.h"
 #include "moe/backend.h"
 #include "support/median.h"
@@ -153,17 +156,30 @@ static void run_rounds(const struct bench *b, size_t rounds)
                median(spent[way], rounds), median(ratio[way], rounds));
 }
 
+/* NULL: the best. */
+static const struct moe_cpu_isa *find_isa(const char *name)
+{
+    uint32_t count;
+    const struct moe_cpu_isa *const *isas = moe_cpu_isa_list(&count);
+    for (uint32_t i = 0; name != NULL && i < count; i++)
+        if (strcmp(isas[i]->name, name) == 0)
+            return isas[i];
+    return name == NULL ? isas[count - 1] : NULL;
+}
+
 int main(int argc, char **argv)
 {
+    const struct moe_cpu_isa *isa = find_isa(argc > 4 ? argv[4] : NULL);
     size_t rounds = argc > 2 ? strtoul(argv[2], NULL, 10) : 5;
     uint32_t threads = argc > 3 ? (uint32_t)strtoul(argv[3], NULL, 10) : moe_usable_cores();
-    if (argc < 2 || rounds < 1 || rounds > ROUNDS_MAX || threads < 1 || threads > 64) {
-        fprintf(stderr, "usage: load_bench MODEL_DIRECTORY [ROUNDS [THREADS]]\n");
+    if (argc < 2 || rounds < 1 || rounds > ROUNDS_MAX || threads < 1 || threads > 64 ||
+        isa == NULL) {
+        fprintf(stderr, "usage: load_bench MODEL_DIRECTORY [ROUNDS [THREADS [ISA]]]\n");
         return 2;
     }
     struct bench b;
     must(moe_model_open(argv[1], &b.model));
-    must(cpu->device_open(&(struct moe_device_config){.threads = threads}, &b.device));
+    must(moe_cpu_device_open_isa(&(struct moe_device_config){.threads = threads}, isa, &b.device));
     must(moe_model_keep_quantised(b.model, cpu->computes, b.device, false));
     must(moe_digester_create(b.model, threads < 16 ? threads : 16, &b.digester)); /* as a worker */
     b.buffers = malloc((size_t)2 * COPY_BYTES);
@@ -171,7 +187,8 @@ int main(int argc, char **argv)
         return 1;
     memset(b.buffers, 1, (size_t)2 * COPY_BYTES);
     b.bytes = load_layers(b.model, b.device, NULL);
-    printf("%.2f GB, %u threads, medians of %zu rounds\n", (double)b.bytes / 1e9, threads, rounds);
+    printf("%.2f GB, %u threads, %s, medians of %zu rounds\n", (double)b.bytes / 1e9, threads,
+           isa->name, rounds);
     run_rounds(&b, rounds);
     free(b.buffers);
     moe_digester_destroy(b.digester);
