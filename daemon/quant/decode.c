@@ -74,10 +74,15 @@ static struct moe_status wrong(enum moe_quant_part part, enum moe_quant_part *ou
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID, "%s", what);
 }
 
-static bool is_scale(const struct moe_quant_matrix *m, float s)
+/* `largest`: magnitude of an element. */
+static bool is_scale(float s, float largest)
 {
-    float largest = moe_encoding_traits(m->quant->format.encoding).largest;
     return isfinite(s) && s != 0 && fabsf(s) * largest <= LARGEST;
+}
+
+static float largest_element(const struct moe_quant_matrix *m)
+{
+    return moe_encoding_traits(m->quant->format.encoding).largest;
 }
 
 static struct moe_status wrong_scale(const struct moe_quant_matrix *m, size_t i)
@@ -92,11 +97,12 @@ static struct moe_status wrong_scale(const struct moe_quant_matrix *m, size_t i)
 static void find_scale_bytes(const struct moe_quant_matrix *m, bool known[256])
 {
     uint8_t bytes[256];
+    const float largest = largest_element(m);
     struct moe_quant_matrix all = *m;
     all.part[MOE_QUANT_SCALE] = bytes;
     for (size_t i = 0; moe_scale_bytes(m->scale) == 1 && i < sizeof bytes; i++) {
         bytes[i] = (uint8_t)i;
-        known[i] = is_scale(m, scale_at(&all, i));
+        known[i] = is_scale(scale_at(&all, i), largest);
     }
 }
 
@@ -105,9 +111,10 @@ static struct moe_status check_scales_at(const struct moe_quant_matrix *m, const
                                          size_t first, size_t count)
 {
     const uint8_t *bytes = m->part[MOE_QUANT_SCALE];
-    bool byte = moe_scale_bytes(m->scale) == 1;
+    const bool byte = moe_scale_bytes(m->scale) == 1;
+    const float largest = largest_element(m);
     for (size_t i = first; i < first + count; i++)
-        if (byte ? !known[bytes[i]] : !is_scale(m, scale_at(m, i)))
+        if (byte ? !known[bytes[i]] : !is_scale(scale_at(m, i), largest))
             return wrong_scale(m, i);
     return moe_ok();
 }
