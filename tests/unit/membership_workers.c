@@ -194,13 +194,27 @@ static void deliver_down(struct world *w, struct process *p, const struct sim_me
     }
 }
 
+uint64_t save_window(const struct world *w)
+{
+    return w->now_ns / (4 * LEASE_MS * MOE_NS_PER_MS);
+}
+
 /* Somebody saves from time to time. From then on the members hold changes back. Calls of the state
  * that is saved; 0 = it is not. */
 static uint64_t saved_calls(const struct world *w, const struct process *p)
 {
-    uint64_t calls = w->now_ns / (4 * LEASE_MS * MOE_NS_PER_MS);
-    bool saved = p->joiner && p->committed != 0 && (calls % 2 != 0 || w->quiet);
+    uint64_t calls = w->quiet ? w->quiet_calls : save_window(w);
+    bool saved = p->joiner && p->committed != 0 && calls % 2 != 0;
     return saved && calls != p->released ? calls : 0;
+}
+
+/* The members of a quiet view go on from a state that need not be held, and save the next one. */
+static void save_again(struct world *w, const struct process *p)
+{
+    bool sequencer =
+        p->committed != 0 && p->slot == (uint32_t)__builtin_ctzll(w->epochs[p->committed].live);
+    if (w->quiet && sequencer && p->released == w->quiet_calls)
+        w->quiet_calls += 2;
 }
 
 static void end_reading(struct world *w, struct process *p)
@@ -303,6 +317,7 @@ static void run_timers(struct world *w, struct process *p)
                     .kind = SIM_HEARTBEAT, .epoch = p->committed, .calls = saved_calls(w, p)});
     }
     end_reading(w, p);
+    save_again(w, p);
     if (p->loading_next != 0 && w->now_ns >= p->next_done_ns) {
         bool fails = chance(w, 8); /* memory does not hold both */
         p->next_version = fails ? 0 : p->loading_next;

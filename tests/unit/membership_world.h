@@ -66,8 +66,9 @@ struct world {
     bool elastic, shutting_down;
     uint64_t places; /* of the machine, as it was last seen */
     size_t scalings, scaled, undone, refused;
-    bool trains;  /* processes of a new view need the state of the last one */
-    bool partial; /* views may lack experts */
+    uint64_t quiet_calls; /* of the state that is saved last, once the world is quiet */
+    bool trains;          /* processes of a new view need the state of the last one */
+    bool partial;         /* views may lack experts */
     /* By incarnation: calls of the last state that it has reported as saved, and that it has read.
      * 0 = none. */
     uint64_t saved[PROCESSES_MAX], has_read[PROCESSES_MAX];
@@ -144,6 +145,8 @@ void deliver_up(struct world *w, struct process *p, const struct sim_message *m)
 /* Another process of worker `id` starts. */
 void spawn(struct world *w, uint32_t id);
 void end_process(struct world *w, struct process *p);
+/* The number of a time in which somebody saves, if it is odd. */
+uint64_t save_window(const struct world *w);
 void put_to_sleep(const struct world *w, struct process *p, uint64_t ms);
 bool is_running(const struct world *w, const struct process *p);
 /* Messages from and to the process, its timers, and faults. */

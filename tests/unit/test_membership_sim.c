@@ -137,6 +137,7 @@ static bool is_serving(const struct world *w)
 static void expect_serving(struct world *w)
 {
     w->quiet = true;
+    w->quiet_calls = save_window(w) | 1; /* a state that is saved and held stays so */
     for (uint32_t s = 0; s < w->slots; s++)
         change_cordon(w, s, false);
     for (int i = 0; i < 250; i++)
