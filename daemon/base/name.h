@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which names are legal. */
+/* Which names are legal; and the state of training that a checkpoint's name stands for. */
 #ifndef MOE_BASE_NAME_H
 #define MOE_BASE_NAME_H
 

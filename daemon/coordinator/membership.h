@@ -55,7 +55,7 @@ struct moe_membership_config {
     uint32_t slots; /* workers that the group can have, 1..MOE_PLACEMENT_SLOTS_MAX */
     uint32_t size;  /* 0 = the group has a fixed size, `slots`. Else it can be scaled, and this is
                        the number of workers that hold experts in a new group */
-    uint32_t replicas; /* copies of each expert, 1..size. Above 1, the group does not train */
+    uint32_t replicas; /* copies of each expert, 1..size */
     bool partial;      /* views may lack experts. Then the group does not train */
     uint32_t spare;    /* places of each layer on a slot for copies that move (coordinator/moves).
                           Above 0, the group does not train */
