@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ListCheckpoints. Its answer grows with the number of checkpoints, so it is unpacked into heap
- * memory, not into an arena as those of other training calls. */
+/* ListCheckpoints. Its answer grows with the number of checkpoints. */
 #include "training.h"
 
 #include "abi.h"
@@ -9,32 +8,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-
-static struct moe_status unpack(void *ctx, struct moe_rpc_msg *answer)
-{
-    Moe__V1__ListCheckpointsResponse **out = ctx;
-    size_t length = moe_rpc_msg_length(answer);
-    uint8_t *bytes = malloc(length + 1);
-    if (bytes == NULL)
-        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
-    struct moe_status st = moe_rpc_msg_flatten(answer, bytes, length, &length);
-    void *message = NULL;
-    if (!moe_failed(&st))
-        st = moe_rpc_unpack(&moe__v1__list_checkpoints_response__descriptor, bytes, length, NULL,
-                            &message);
-    if (!moe_failed(&st))
-        *out = message;
-    free(bytes);
-    return moe_client_wire_blame(st);
-}
-
-/* Copies `from`, cut to `capacity`. */
-static void copy_text(char *to, size_t capacity, const char *from)
-{
-    size_t length = strnlen(from, capacity - 1);
-    memcpy(to, from, length);
-    to[length] = '\0';
-}
 
 static void take_entry(const Moe__V1__CheckpointInfo *from, struct moe_client_checkpoint_info *to)
 {
@@ -52,11 +25,12 @@ static void take_entry(const Moe__V1__CheckpointInfo *from, struct moe_client_ch
         .lora_rank = from->lora_rank,
         .lora_alpha = from->lora_alpha,
     };
-    copy_text(to->name, sizeof to->name, from->name);
-    copy_text(to->parent, sizeof to->parent, from->parent);
-    copy_text(to->problem, sizeof to->problem, from->problem);
+    moe_client_copy_text(to->name, sizeof to->name, from->name);
+    moe_client_copy_text(to->parent, sizeof to->parent, from->parent);
+    moe_client_copy_text(to->problem, sizeof to->problem, from->problem);
     for (size_t i = 0; i < from->n_lora_targets && i < MOE_CLIENT_LORA_TARGETS_MAX; i++)
-        copy_text(to->lora_targets[i], sizeof to->lora_targets[i], from->lora_targets[i]);
+        moe_client_copy_text(to->lora_targets[i], sizeof to->lora_targets[i],
+                             from->lora_targets[i]);
 }
 
 static void write_entry(const Moe__V1__CheckpointInfo *from,
@@ -85,7 +59,8 @@ struct moe_status moe_client_list_checkpoints(struct moe_client *c, uint64_t tim
     MOE_TRY(check_entry_size(list));
     uint8_t head[MOE_CLIENT_TRAINING_HEAD_MAX];
     Moe__V1__ListCheckpointsRequest q = MOE__V1__LIST_CHECKPOINTS_REQUEST__INIT;
-    Moe__V1__ListCheckpointsResponse *a = NULL;
+    struct moe_client_large_answer large = {.type =
+                                                &moe__v1__list_checkpoints_response__descriptor};
     q.limit = list->capacity > 0 ? list->capacity : 1;
     const struct moe_rpc_out out = {
         .head = head, .head_length = moe__v1__list_checkpoints_request__pack(&q, head)};
@@ -93,13 +68,14 @@ struct moe_status moe_client_list_checkpoints(struct moe_client *c, uint64_t tim
         .path = "/moe.v1.TrainingService/ListCheckpoints",
         .request = &out,
         .deadline_ns = moe_client_deadline(c, timeout_ms),
-        .read = unpack,
-        .ctx = &a,
+        .read = moe_client_large_answer_read,
+        .ctx = &large,
     };
     MOE_TRY(moe_client_training_run(c, &call));
+    Moe__V1__ListCheckpointsResponse *a = large.message;
     list->filled = 0;
     list->count = a->count;
-    copy_text(list->checkpoint, sizeof list->checkpoint, a->checkpoint);
+    moe_client_copy_text(list->checkpoint, sizeof list->checkpoint, a->checkpoint);
     for (size_t i = 0; i < a->n_checkpoints && i < list->capacity; i++)
         write_entry(a->checkpoints[i], list);
     moe__v1__list_checkpoints_response__free_unpacked(a, NULL);

@@ -152,8 +152,25 @@ static struct moe_status unpack(void *ctx, struct moe_rpc_msg *answer)
     return moe_client_wire_blame(moe_rpc_msg_unpack(answer, u->type, &u->arena, &u->message));
 }
 
-static struct moe_status ask(struct moe_client *c, const char *path, uint64_t timeout_ms,
-                             const ProtobufCMessage *request, struct unpacked *answer)
+struct moe_status moe_client_large_answer_read(void *ctx, struct moe_rpc_msg *answer)
+{
+    struct moe_client_large_answer *large = ctx;
+    size_t length = moe_rpc_msg_length(answer);
+    uint8_t *bytes = malloc(length + 1);
+    if (bytes == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "out of memory");
+    struct moe_status st = moe_rpc_msg_flatten(answer, bytes, length, &length);
+    if (!moe_failed(&st))
+        st = moe_rpc_unpack(large->type, bytes, length, NULL, &large->message);
+    free(bytes);
+    return moe_client_wire_blame(st);
+}
+
+/* `read`, with `ctx`, takes the answer. */
+static struct moe_status run(struct moe_client *c, const char *path, uint64_t timeout_ms,
+                             const ProtobufCMessage *request,
+                             struct moe_status (*read)(void *ctx, struct moe_rpc_msg *answer),
+                             void *ctx)
 {
     uint8_t head[MOE_CLIENT_TRAINING_HEAD_MAX];
     struct moe_rpc_out out = {.head = head,
@@ -164,10 +181,16 @@ static struct moe_status ask(struct moe_client *c, const char *path, uint64_t ti
         .path = path,
         .request = &out,
         .deadline_ns = moe_client_deadline(c, timeout_ms),
-        .read = unpack,
-        .ctx = answer,
+        .read = read,
+        .ctx = ctx,
     };
     return moe_client_training_run(c, &call);
+}
+
+static struct moe_status ask(struct moe_client *c, const char *path, uint64_t timeout_ms,
+                             const ProtobufCMessage *request, struct unpacked *answer)
+{
+    return run(c, path, timeout_ms, request, unpack, answer);
 }
 
 static struct moe_status check_change(const struct moe_client_change *change)
@@ -273,22 +296,28 @@ struct moe_status moe_client_set_frozen(struct moe_client *c, struct moe_client_
     return moe_ok();
 }
 
-/* Copies `from`, cut to `capacity`. */
-static void copy_text(char *to, size_t capacity, const char *from)
+void moe_client_copy_text(char *to, size_t capacity, const char *from)
 {
     size_t length = strnlen(from, capacity - 1);
     memcpy(to, from, length);
     to[length] = '\0';
 }
 
-struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t timeout_ms,
-                                             struct moe_client_train_state *out)
+static void take_lost(const Moe__V1__GetTrainStateResponse *a, struct moe_client_train_state *out)
 {
-    MOE_TRY(MOE_CLIENT_CHECK_SIZE(out, train_state, TRAIN_STATE));
-    Moe__V1__GetTrainStateRequest q = MOE__V1__GET_TRAIN_STATE_REQUEST__INIT;
-    struct unpacked u = {.type = &moe__v1__get_train_state_response__descriptor};
-    MOE_TRY(ask(c, "/moe.v1.TrainingService/GetTrainState", timeout_ms, &q.base, &u));
-    const Moe__V1__GetTrainStateResponse *a = u.message;
+    uint32_t capacity = out->lost_micro_batches != NULL ? out->lost_capacity : 0;
+    out->lost_backwards = a->lost_backwards;
+    out->lost_count = 0;
+    for (size_t i = 0; i < a->n_lost_micro_batches && i < capacity; i++) {
+        const Moe__V1__MicroBatch *from = a->lost_micro_batches[i];
+        struct moe_client_micro_batch *to = &out->lost_micro_batches[out->lost_count++];
+        *to = (struct moe_client_micro_batch){.micro_batch_id = from->micro_batch_id};
+        moe_client_copy_text(to->session, sizeof to->session, from->session);
+    }
+}
+
+static void take_state(const Moe__V1__GetTrainStateResponse *a, struct moe_client_train_state *out)
+{
     struct moe_client_train_state state = {
         .size = out->size,
         .lineage = a->lineage,
@@ -312,12 +341,32 @@ struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t time
         .progress_bytes_total = a->progress_bytes_total,
     };
     for (size_t i = 0; i < a->n_lora_targets && i < MOE_CLIENT_LORA_TARGETS_MAX; i++)
-        copy_text(state.lora_targets[i], sizeof state.lora_targets[i], a->lora_targets[i]);
-    copy_text(state.checkpoint, sizeof state.checkpoint, a->checkpoint);
-    copy_text(state.saving, sizeof state.saving, a->saving);
-    copy_text(state.loading, sizeof state.loading, a->loading);
-    copy_text(state.problem, sizeof state.problem, a->problem);
+        moe_client_copy_text(state.lora_targets[i], sizeof state.lora_targets[i],
+                             a->lora_targets[i]);
+    moe_client_copy_text(state.checkpoint, sizeof state.checkpoint, a->checkpoint);
+    moe_client_copy_text(state.saving, sizeof state.saving, a->saving);
+    moe_client_copy_text(state.loading, sizeof state.loading, a->loading);
+    moe_client_copy_text(state.problem, sizeof state.problem, a->problem);
+    if (MOE_CLIENT_HAS(out, lost_backwards)) {
+        state.lost_micro_batches = out->lost_micro_batches;
+        state.lost_capacity = out->lost_capacity;
+        take_lost(a, &state);
+    }
     memcpy(out, &state, out->size < sizeof state ? out->size : sizeof state);
+}
+
+/* The answer names Backward calls that are lost, up to 1024. */
+struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t timeout_ms,
+                                             struct moe_client_train_state *out)
+{
+    MOE_TRY(MOE_CLIENT_CHECK_SIZE(out, train_state, TRAIN_STATE));
+    Moe__V1__GetTrainStateRequest q = MOE__V1__GET_TRAIN_STATE_REQUEST__INIT;
+    struct moe_client_large_answer large = {.type = &moe__v1__get_train_state_response__descriptor};
+    MOE_TRY(run(c, "/moe.v1.TrainingService/GetTrainState", timeout_ms, &q.base,
+                moe_client_large_answer_read, &large));
+    Moe__V1__GetTrainStateResponse *a = large.message;
+    take_state(a, out);
+    moe__v1__get_train_state_response__free_unpacked(a, NULL);
     return moe_ok();
 }
 
@@ -345,7 +394,7 @@ struct moe_status moe_client_save_checkpoint(struct moe_client *c, struct moe_cl
     s->removed_count = a->removed_count;
     memset(s->removed, 0, sizeof s->removed);
     for (size_t n = 0; n < a->n_removed && n < MOE_CLIENT_REMOVED_MAX; n++)
-        copy_text(s->removed[n], sizeof s->removed[n], a->removed[n]);
+        moe_client_copy_text(s->removed[n], sizeof s->removed[n], a->removed[n]);
     return moe_ok();
 }
 

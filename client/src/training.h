@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sends a training call, retries it, and asks another worker for a recorded answer. */
+/* Sends a training call, retries it, asks another worker for a recorded answer, and reads answers.
+ */
 #ifndef MOE_CLIENT_SRC_TRAINING_H
 #define MOE_CLIENT_SRC_TRAINING_H
 
@@ -22,6 +23,18 @@ struct moe_client_training_call {
 /* Blocks until the call is over and the transport has released the request's memory. */
 struct moe_status moe_client_training_run(struct moe_client *c,
                                           const struct moe_client_training_call *call) MOE_CHECKED;
+
+/* An answer without a small bound: it is unpacked into heap memory, not into an arena. */
+struct moe_client_large_answer {
+    const struct ProtobufCMessageDescriptor *type;
+    void *message; /* the caller frees it */
+};
+
+/* `read` for such an answer; `ctx` is a struct moe_client_large_answer. */
+struct moe_status moe_client_large_answer_read(void *ctx, struct moe_rpc_msg *answer) MOE_CHECKED;
+
+/* Copies `from`, cut to `capacity` bytes. */
+void moe_client_copy_text(char *to, size_t capacity, const char *from);
 
 /* One Backward: request and answer. */
 struct moe_client_gradients {

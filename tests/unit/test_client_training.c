@@ -196,9 +196,11 @@ static ProtobufCMessage *read_request(struct moe_rpc_msg *m, const ProtobufCMess
 
 static void reply(struct moe_rpc_call *call, const ProtobufCMessage *answer)
 {
-    uint8_t bytes[1024];
+    uint8_t *bytes = malloc(protobuf_c_message_get_packed_size(answer) + 1);
+    assert_non_null(bytes);
     struct moe_rpc_out out = {.head = bytes, .head_length = protobuf_c_message_pack(answer, bytes)};
     moe_rpc_reply(call, &out);
+    free(bytes);
 }
 
 static enum wish wish_of(struct fake *f)
@@ -252,6 +254,25 @@ static void on_save(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
     moe__v1__save_checkpoint_request__free_unpacked(q, NULL);
 }
 
+/* As many Backward calls as a worker names, with the longest name. */
+static void name_lost(Moe__V1__GetTrainStateResponse *a)
+{
+    static Moe__V1__MicroBatch calls[MOE_CLIENT_LOST_MAX];
+    static Moe__V1__MicroBatch *pointers[MOE_CLIENT_LOST_MAX];
+    static char longest[MOE_CLIENT_NAME_BYTES], longer[MOE_CLIENT_NAME_BYTES + 1];
+    memset(longest, 's', MOE_CLIENT_NAME_MAX);
+    memset(longer, 'l', MOE_CLIENT_NAME_BYTES);
+    for (uint64_t i = 0; i < MOE_CLIENT_LOST_MAX; i++) {
+        moe__v1__micro_batch__init(&calls[i]);
+        calls[i].session = i == 1 ? longer : longest;
+        calls[i].micro_batch_id = 100 + i;
+        pointers[i] = &calls[i];
+    }
+    a->lost_micro_batches = pointers;
+    a->n_lost_micro_batches = MOE_CLIENT_LOST_MAX;
+    a->lost_backwards = 2000;
+}
+
 static void on_state(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
 {
     char *targets[] = {(char *)(uintptr_t) "gate", (char *)(uintptr_t) "a longer word"};
@@ -270,6 +291,7 @@ static void on_state(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx
     a.progress_bytes = 5;
     a.progress_bytes_total = 6;
     a.problem = (char *)(uintptr_t) "epoch-1: damaged";
+    name_lost(&a);
     if (!refuse(call, wish_of(ctx), true))
         reply(call, &a.base);
 }
@@ -719,6 +741,55 @@ static void changes_carry_their_arguments(void **state)
     moe_client_close(c);
 }
 
+static void lost_calls_are_named_as_far_as_there_is_room(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_spread(false);
+    static struct moe_client_micro_batch lost[MOE_CLIENT_LOST_MAX];
+    struct moe_client_train_state t = {
+        .size = sizeof t, .lost_micro_batches = lost, .lost_capacity = MOE_CLIENT_LOST_MAX};
+    set_wish(0, 0, UNAVAILABLE); /* asked again, as the others are */
+    assert_ok(moe_client_get_train_state(c, 0, &t));
+    assert_true(t.lost_count == MOE_CLIENT_LOST_MAX && t.lost_backwards == 2000);
+    assert_true(t.lost_micro_batches == lost && t.lost_capacity == MOE_CLIENT_LOST_MAX);
+    for (uint64_t i = 0; i < MOE_CLIENT_LOST_MAX; i++) {
+        assert_int_equal(lost[i].micro_batch_id, 100 + i);
+        assert_int_equal(strlen(lost[i].session), MOE_CLIENT_NAME_MAX); /* cut, within its place */
+    }
+    assert_int_equal(lost[0].session[0], 's');
+    assert_int_equal(lost[1].session[0], 'l');
+
+    memset(lost, 0xff, sizeof lost);
+    t.lost_capacity = 2;
+    assert_ok(moe_client_get_train_state(c, 0, &t));
+    assert_true(t.lost_count == 2 && t.lost_backwards == 2000 && lost[1].micro_batch_id == 101);
+    assert_int_equal((unsigned char)lost[2].session[0], 0xff);
+
+    t.lost_micro_batches = NULL;
+    assert_ok(moe_client_get_train_state(c, 0, &t));
+    assert_true(t.lost_count == 0 && t.lost_backwards == 2000 && t.lost_capacity == 2);
+    moe_client_close(c);
+}
+
+/* A program of the first release has no room for the calls, and other memory behind its
+ * struct. */
+static void a_program_of_the_first_release_gets_what_it_knows(void **state)
+{
+    (void)state;
+    struct moe_client *c = connect_spread(false);
+    const size_t first = offsetof(struct moe_client_train_state, lost_micro_batches);
+    struct moe_client_train_state t;
+    memset(&t, 0xff, sizeof t);
+    t.size = first;
+    assert_ok(moe_client_get_train_state(c, 0, &t));
+    assert_true(t.size == first && t.lineage == 2);
+    assert_string_equal(t.problem, "epoch-1: damaged");
+    const unsigned char *behind = (const unsigned char *)&t + first;
+    for (size_t i = 0; i < sizeof t - first; i++)
+        assert_int_equal(behind[i], 0xff);
+    moe_client_close(c);
+}
+
 static void checkpoints_are_listed_as_far_as_there_is_room(void **state)
 {
     (void)state;
@@ -832,6 +903,8 @@ int main(void)
         TEST(structs_without_their_size_are_refused),
         TEST(larger_structs_of_a_later_program_are_filled),
         TEST(changes_carry_their_arguments),
+        TEST(lost_calls_are_named_as_far_as_there_is_room),
+        TEST(a_program_of_the_first_release_gets_what_it_knows),
         TEST(checkpoints_are_listed_as_far_as_there_is_room),
     };
     return cmocka_run_group_tests(tests, start, stop_fakes);

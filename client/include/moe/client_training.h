@@ -21,10 +21,10 @@
  * Common failures: FAILED_PRECONDITION with STATE_LOST (the group went back to a checkpoint, or a
  * lost worker has answered one call that is gone: read the state, which has the number of steps,
  * and repeat what came after it), GRADIENTS_LOST (a lost worker had a part of the
- * gradients since the last step, and all else is there: read the state and send these micro batches
- * again), VERSION_MISMATCH (the weights moved since the forward pass) or GRADIENTS_MISSING;
- * ALREADY_EXISTS with ID_REUSED, ID_TOO_OLD or ANSWER_GONE; UNIMPLEMENTED (the group does not
- * train). */
+ * gradients since the last step, and all else is there: read the state and send its
+ * lost_micro_batches again), VERSION_MISMATCH (the weights moved since the forward pass) or
+ * GRADIENTS_MISSING; ALREADY_EXISTS with ID_REUSED, ID_TOO_OLD or ANSWER_GONE; UNIMPLEMENTED (the
+ * group does not train). */
 #ifndef MOE_CLIENT_TRAINING_H
 #define MOE_CLIENT_TRAINING_H
 
@@ -39,6 +39,7 @@ enum {
     MOE_CLIENT_NAME_BYTES = 65, /* with the NUL */
     MOE_CLIENT_LORA_TARGETS_MAX = 3, /* "gate", "up", "down" */
     MOE_CLIENT_REMOVED_MAX = 32,     /* removed checkpoints that an answer names */
+    MOE_CLIENT_LOST_MAX = 1024,      /* lost Backward calls that a worker names */
 };
 
 /* Which load-balance loss aux_coeff is the coefficient of. With T tokens, K choices each and E
@@ -151,6 +152,12 @@ struct moe_client_frozen {
 struct moe_status moe_client_set_frozen(struct moe_client *c, struct moe_client_change *change,
                                         struct moe_client_frozen frozen) MOE_CHECKED;
 
+/* A Backward call. */
+struct moe_client_micro_batch {
+    char session[MOE_CLIENT_NAME_MAX + 1];
+    uint64_t micro_batch_id;
+};
+
 /* The state of training. */
 struct moe_client_train_state {
     size_t size;
@@ -175,8 +182,18 @@ struct moe_client_train_state {
     char saving[MOE_CLIENT_NAME_MAX + 1], loading[MOE_CLIENT_NAME_MAX + 1];
     uint64_t progress_bytes, progress_bytes_total;
     char problem[MOE_STATUS_TEXT]; /* why the group could not go back to `checkpoint`; "" = none */
+    /* Backward calls to send again after GRADIENTS_LOST, under this lineage and the same ids. The
+     * caller owns the array and says how many entries it has: MOE_CLIENT_LOST_MAX take all names.
+     * The library writes entries during the call only, and leaves address and capacity. */
+    struct moe_client_micro_batch *lost_micro_batches; /* NULL = no room */
+    uint32_t lost_capacity;                            /* entries of it */
+    uint32_t lost_count;                               /* answer: entries that were written */
+    /* All Backward calls that have lost their gradients. If it is more than what
+     * MOE_CLIENT_LOST_MAX entries got, send all calls since the last step again, under new ids. */
+    uint64_t lost_backwards;
 };
-/* timeout_ms 0 = the client's default. The caller sets out->size. */
+/* timeout_ms 0 = the client's default. The caller sets out->size, and may give room for
+ * `lost_micro_batches`; all other fields are answers. */
 struct moe_status moe_client_get_train_state(struct moe_client *c, uint64_t timeout_ms,
                                              struct moe_client_train_state *out) MOE_CHECKED;
 
