@@ -292,7 +292,7 @@ static void end_view(struct moe_membership *m, bool shrinks)
     const struct moe_status why =
         moe_error(MOE_UNAVAILABLE, MOE_REASON_REFORMING, "the view ended meanwhile");
     moe_membership__abandon_scaling(m, &why);
-    m->mask_from_ns = m->now_ns;
+    m->mask_from_ns = m->now_ns + (m->restoring && m->trains ? m->config.lease_ns : 0);
     m->degraded = true;
     m->restoring = false;
     for (uint32_t s = 0; s < m->config.slots; s++) {
@@ -420,11 +420,19 @@ static uint64_t loading_slots(const struct moe_membership *m)
     return loading;
 }
 
+/* After a restart, members have a lease to come back. In a group that trains, one that is a moment
+ * late would lose its state: the others wait for all members of the last view. */
+static bool all_heirs_are_back(const struct moe_membership *m, uint64_t slots)
+{
+    return m->degraded && (find_heirs(m, taken_slots(m)) & ~slots) == 0;
+}
+
 /* Slots that may serve without the others. */
 static bool may_mask(const struct moe_membership *m, uint64_t slots)
 {
-    return slots == m->saved.places || (MOE_GUARD(START_WAITS, m->now_ns >= m->mask_from_ns) &&
-                                        MOE_GUARD(MASK_COVERS, suffice(m, slots)));
+    bool waits = m->now_ns < m->mask_from_ns && !all_heirs_are_back(m, slots);
+    return slots == m->saved.places ||
+           (MOE_GUARD(START_WAITS, !waits) && MOE_GUARD(MASK_COVERS, suffice(m, slots)));
 }
 
 /* The state that a checkpoint has, as the lowest of these slots reports it; NULL = none. `*all`:

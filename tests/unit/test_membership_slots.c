@@ -559,6 +559,68 @@ static void a_reader_that_is_lost_holds_nothing_back(void **unused)
     assert_int_equal(prepares, SLOTS);
 }
 
+/* A group that trains, with copies: the first member tells a restarted coordinator that the view is
+ * over. The one that comes back a moment later has state too, and is not left out. */
+static void after_a_restart_training_waits_for_a_lease_for_its_members(void **unused)
+{
+    (void)unused;
+    for (int late = 0; late < 2; late++) {
+        uint64_t s[SLOTS];
+        trains = trains_with_copies = true;
+        create_with_copies();
+        serve(s);
+        moe_membership_destroy(m);
+        create_for(SLOTS);
+        s[0] = join(0, 10);
+        heartbeat(s[0], 0);
+        s[2] = join(2, 12);
+        uint64_t both[] = {s[0], s[2]};
+        pass(LEASE_MS / 4, 0, both, 2); /* they get their shares */
+        loaded(s[0]);
+        loaded(s[2]);
+        forget();
+        pass(LEASE_MS / 4, 0, both, 2);
+        assert_int_equal(prepares, 0);
+        if (late) {
+            s[1] = join(1, 11);
+            loaded(s[1]);
+            assert_int_equal(group().live, 7);
+        } else {
+            for (int i = 0; i < 20 && prepares == 0; i++)
+                pass(LEASE_MS / 20, 0, both, 2);
+            assert_int_equal(group().live, 5); /* it is lost */
+        }
+        assert_int_equal(prepares, late ? 3 : 2);
+        teardown(NULL);
+        setup(NULL);
+    }
+}
+
+/* The last view had no slot 1: the others do not wait for it. */
+static void after_a_restart_training_waits_for_members_only(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    trains = trains_with_copies = true;
+    create_with_copies();
+    serve(s);
+    lose(s, 1, 1);
+    ready(s[0], NULL);
+    ready(s[2], NULL);
+    assert_int_equal(group().live, 5);
+    moe_membership_destroy(m);
+    create_for(SLOTS);
+    s[0] = join(0, 10);
+    heartbeat(s[0], 0);
+    s[2] = join(2, 12);
+    uint64_t both[] = {s[0], s[2]};
+    pass(LEASE_MS / 4, 0, both, 2); /* they get their shares */
+    loaded(s[0]);
+    assert_int_equal(prepares, 0);
+    loaded(s[2]);
+    assert_int_equal(prepares, 2);
+}
+
 static void a_reconnect_within_the_lease_costs_nothing(void **unused)
 {
     (void)unused;
@@ -886,6 +948,8 @@ int main(void)
         STORY(the_last_copy_is_drained_by_force_only),
         STORY(copies_and_training_need_a_backend_for_both),
         STORY(changes_are_held_for_a_worker_only_if_the_view_can_grow),
+        STORY(after_a_restart_training_waits_for_a_lease_for_its_members),
+        STORY(after_a_restart_training_waits_for_members_only),
         STORY(a_reconnect_within_the_lease_costs_nothing),
         STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
         STORY(a_living_worker_keeps_its_slot),
