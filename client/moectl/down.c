@@ -15,7 +15,8 @@
 
 enum {
     POLL_MS = 50,
-    ROUND_MS = 200, /* for one of several daemons to answer, again and again */
+    ROUND_MS = 200,   /* for one of several daemons to answer, again and again */
+    ORPHAN_MS = 2000, /* asked once: a slow machine needs a while for a refused connection */
     NAMES_BYTES = 200,
     GRACE_MS = 1000,
 };
@@ -235,7 +236,7 @@ static struct moe_status check_orphans(const struct moectl_orphaned_group *r)
     char text[NAMES_BYTES] = "";
     size_t used = 0;
     for (size_t i = 0; i < r->count && used < sizeof text; i++) {
-        uint64_t limit = moe_clock_ns() + ROUND_MS * MOE_NS_PER_MS;
+        uint64_t limit = moe_clock_ns() + ORPHAN_MS * MOE_NS_PER_MS;
         if (r->answers[i] && moectl_link_answers(r->workers[i], limit))
             used += (size_t)snprintf(text + used, sizeof text - used, "%s%s", used > 0 ? ", " : "",
                                      r->workers[i]);
