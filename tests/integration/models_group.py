@@ -12,7 +12,7 @@ import numpy as np
 
 from group import BACKEND, TRANSPORT, golden_cases, model_directory, relative_error, wait_until
 from test_weights import flip_bit
-from training import COORDINATOR, WORKER, TrainingGroup, start
+from training import WORKER, TrainingGroup, start
 import moed
 import wire
 from wire import admin
@@ -28,7 +28,6 @@ class Models(TrainingGroup):
 
     def __init__(self, workers, *extra, **options):
         self.root = tempfile.mkdtemp(prefix="moed-models-")
-        self.lease_ms = options.get("lease_ms", 3000)
         for slot in range(workers):
             os.mkdir(self.folder(slot))
         try:
@@ -52,13 +51,6 @@ class Models(TrainingGroup):
             "--backend", BACKEND, "--transport", TRANSPORT, "--threads", "1",
             "--device", str(slot), "--worker-id", "w%d" % slot, "--slot", str(slot),
             *self.extra, *extra, environment=self.environment, cwd=self.folder(slot))
-
-    def restart_coordinator(self):
-        self.coordinator.kill()
-        self.coordinator.wait()
-        self.coordinator, self.address = start(
-            COORDINATOR, "--listen", self.address, "--workers", str(len(self.workers)),
-            "--state-dir", self.state, "--lease-ms", str(self.lease_ms))
 
     def stop(self):
         codes = super().stop()

@@ -4,20 +4,17 @@ or the CPU."""
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import tempfile
 import unittest
 
 from group import BUILD, main, model_directory, moectl, wait_until
+from held import MODULES
 
 MODEL = os.path.abspath(model_directory("qwen3_moe"))
 WORKER = os.path.join(BUILD, "daemon", "worker", "moe-worker")
 COORDINATOR = os.path.join(BUILD, "daemon", "coordinator", "moe-coordinator")
-with open(os.path.join(BUILD, "CMakeCache.txt")) as cache:
-    # From the worker's folder to that of modules.
-    MODULES = re.search(r"(?m)^MOE_MODULE_FOLDER:\w+=(.*)$", cache.read()).group(1)
 
 
 class Module(unittest.TestCase):

@@ -5,7 +5,6 @@ the worker does not serve. The scenes wait for states: none of them measures a t
 import contextlib
 import ctypes
 import os
-import re
 import shutil
 import signal
 import tempfile
@@ -19,8 +18,9 @@ import grpc
 import numpy as np
 
 from group import BUILD, freeze, main, model_directory, wait_until
+from held import Held
 from ports import free_ports
-from training import COORDINATOR, WORKER, Trainer, golden_gradients, start
+from training import COORDINATOR, Trainer, golden_gradients, start
 import wire
 from wire import expert, training
 
@@ -28,9 +28,6 @@ FAMILY = "qwen3_moe"
 MODEL = model_directory(FAMILY)
 STEP_MS, BUDGET_MS = 200, 800  # stuck after a second, dead after four
 DEAD_S = 4 * (STEP_MS + BUDGET_MS) / 1000
-with open(os.path.join(BUILD, "CMakeCache.txt")) as cache:
-    # From the worker's folder to that of modules.
-    MODULES = re.search(r"(?m)^MOE_MODULE_FOLDER:\w+=(.*)$", cache.read()).group(1)
 
 
 class Daemon:
@@ -108,21 +105,8 @@ class Scenes(unittest.TestCase):
     def setUp(self):
         self.folder = tempfile.mkdtemp(prefix="moed-health-")
         self.addCleanup(shutil.rmtree, self.folder, True)
-        self.held = os.path.join(self.folder, "held")
-        # A worker that finds our module where it looks for that of GPUs.
-        self.worker = os.path.join(self.folder, "programs", "bin", "moe-worker")
-        os.makedirs(os.path.dirname(self.worker))
-        shutil.copy(WORKER, self.worker)
-        modules = os.path.join(os.path.dirname(self.worker), MODULES)
-        os.makedirs(modules)
-        shutil.copy(os.path.join(BUILD, "tests", "integration", "libheld_backend.so"),
-                    os.path.join(modules, "backend_cuda.so"))
-
-    def hold(self, what):
-        """A word of held_backend.c; "" = nothing."""
-        with open(self.held + ".new", "w") as file:
-            file.write(what)
-        os.rename(self.held + ".new", self.held)
+        self.held = Held(self.folder)
+        self.hold = self.held.hold
 
     def daemon(self, *arguments, environment=None):
         d = Daemon(*arguments, environment=environment)
@@ -137,10 +121,10 @@ class Scenes(unittest.TestCase):
         return coordinator, [self.start_worker(coordinator, *extra) for _ in range(workers)]
 
     def start_worker(self, coordinator, *extra, environment=None):
-        return self.daemon(self.worker, "--model", MODEL, "--coordinator", coordinator.address,
+        return self.daemon(self.held.worker, "--model", MODEL, "--coordinator", coordinator.address,
                            "--backend", "cuda", "--threads", "1", "--wait-budget-ms",
                            str(BUDGET_MS), *extra,
-                           environment={"MOE_TEST_HELD": self.held, **(environment or {})})
+                           environment={**self.held.environment, **(environment or {})})
 
     def expect(self, scene, d, alive, ready, *codes):
         """Waits until all probes of `d` say so, with these reasons. `alive`: None = any, on the way

@@ -10,102 +10,19 @@ import shutil
 import tempfile
 import threading
 import time
-import unittest
 
 import grpc
-import numpy as np
 
+from copies import LIMIT, Client, Copies, relative_error
 from group import BUILD, main, moectl, wait_until
 import moed
-from training import Trainer, golden_gradients, refusal, training_group
-import wire
-from wire import training
+from training import Trainer, refusal
 
-FAMILY = "deepseek_v3"
-# Rows of an expert are computed by other slots without the lost one, so sums have another order.
-LIMIT = 1e-5
 # After many steps: AdamW makes more of last bits where gradients are small. Without one micro
 # batch the error is 5e-3 or more.
 ROUGH_LIMIT = 1e-4
 STEPS = 16
 READ_S = 8  # more than two leases and the workers' --wait-budget-ms
-
-
-def relative_error(got, want):
-    got = np.frombuffer(got, np.float32).astype(np.float64)
-    want = np.frombuffer(want, np.float32).astype(np.float64)
-    return np.linalg.norm(got - want) / np.linalg.norm(want)
-
-
-class Client(Trainer):
-    """A training loop that names the lineage in each call. `accepted` has the micro batches of each
-    step that counts."""
-
-    def __init__(self, g, slot=0):
-        Trainer.__init__(self, g.endpoints[slot])
-        self.layer, self.x, self.dy = next(
-            (layer, x, dy) for layer, tokens, x, dy, _ in golden_gradients(FAMILY) if tokens == 37)
-        self.accepted = []
-        self.begin()
-        self.reasons = []
-
-    def begin(self):
-        state = self.state()
-        self.lineage, self.step = state.lineage, state.last_step_id
-        self.version = state.weights_version
-        return state
-
-    def use(self, endpoint):
-        """Further calls are made to another worker."""
-        self.channel.close()
-        self.channel = wire.open_channel(endpoint)
-
-    def ask(self):
-        return self.forward(self.layer, self.x).y_data
-
-    def feed(self, batch):
-        """Another micro batch each time."""
-        x = self.x * (1 + batch % 7 / 8)
-        routing = self.forward(self.layer, x)
-        return self.backward(self.layer, self.dy * (1 + batch % 5), x, routing, batch=batch,
-                             lineage=self.lineage)
-
-    def take_step(self, batches, step=None):
-        return self.optimizer_step(step=step, lineage=self.lineage, weight_decay=0.1,
-                                   max_grad_norm=1, expected_backwards=batches)
-
-    def train(self, steps, batches=2):
-        """Without a fault."""
-        for _ in range(steps):
-            first = 10 * len(self.accepted) + 1
-            ids = range(first, first + batches)
-            for batch in ids:
-                self.feed(batch)
-            self.take_step(batches)
-            self.accepted.append(list(ids))
-
-    def save(self, name, step=None):
-        if step is None:
-            step = self.step = self.step + 1
-        return wire.train(self.channel, "SaveCheckpoint", training.SaveCheckpointRequest(
-            step_id=step, name=name, lineage=self.lineage), 60)
-
-    def zero_grad(self, step):
-        return self.call("ZeroGrad", training.ZeroGradRequest(step_id=step, lineage=self.lineage))
-
-    def persist(self, call, seconds=60):
-        """Repeats a call while the group forms. Returns its answer, or the reason of a refusal."""
-        end = time.monotonic() + seconds
-        while True:
-            try:
-                return call(), None
-            except grpc.RpcError as error:
-                reason = wire.error_reason(error)[0]
-                if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
-                    return None, reason
-                if error.code() != grpc.StatusCode.UNAVAILABLE or time.monotonic() > end:
-                    raise
-                time.sleep(0.01)
 
 
 class Asking:
@@ -139,35 +56,7 @@ class Asking:
         return self.longest
 
 
-class Copies(unittest.TestCase):
-    def setUp(self):
-        self.root = tempfile.mkdtemp(prefix="moed-copies-")
-        self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
-
-    def group(self, *extra, **options):
-        return training_group(FAMILY, 4, "--training-dir", self.root, *extra, lease_ms=3000,
-                              replicas=2, **options)
-
-    def compare(self, client, answer, limit=LIMIT):
-        """With a group without a loss."""
-        with training_group(FAMILY, 4, lease_ms=3000, replicas=2) as g:
-            other = Client(g)
-            for ids in client.accepted:
-                for batch in ids:
-                    other.feed(batch)
-                other.take_step(len(ids))
-            error = relative_error(answer, other.ask())
-            print("%d steps, error %.2g" % (len(client.accepted), error))
-            self.assertLessEqual(error, limit)
-            other.close()
-
-    def lose(self, g, slot=3):
-        """Returns when the others serve without it."""
-        other = (slot + 1) % 4
-        epoch = g.info(other).epoch
-        g.kill_worker(slot)
-        wait_until(lambda: g.info(other).epoch > epoch)
-
+class Losses(Copies):
     # ------------------------------------------------------------------ one loss
 
     def test_a_worker_lost_between_steps_costs_nothing(self):
@@ -183,7 +72,7 @@ class Copies(unittest.TestCase):
             self.assertLessEqual(relative_error(client.ask(), answer), LIMIT)
             client.train(3)
             self.assertEqual(client.state().steps, 6)
-            self.compare(client, client.ask())
+            self.compare(client)
             client.close()
 
     def test_gradients_of_a_lost_worker_are_named_and_sent_again(self):
@@ -220,7 +109,7 @@ class Copies(unittest.TestCase):
             client.take_step(2)
             client.accepted.append([21, 22])
             client.train(1)
-            self.compare(client, client.ask())
+            self.compare(client)
             client.close()
 
     def test_the_sequencer_may_be_the_one_that_is_lost(self):
@@ -233,7 +122,7 @@ class Copies(unittest.TestCase):
             self.assertEqual(answer, ("FAILED_PRECONDITION", "GRADIENTS_LOST"))
             self.assertEqual(client.begin().steps, 2)
             client.train(2)
-            self.compare(client, client.ask())
+            self.compare(client)
             client.close()
 
     # -------------------------------------------------------------- a worker returns
@@ -267,39 +156,9 @@ class Copies(unittest.TestCase):
             self.lose(g, 1)  # its copies are those of the worker that has joined
             client.train(2)
             self.assertEqual(client.state().lineage, before.lineage)
-            self.compare(client, client.ask())
+            self.compare(client)
             last.close()
             client.close()
-
-    def tensors(self, name):
-        """Of a checkpoint, by name: the state, with the file that has it, and the weights."""
-        state, weights = {}, {}
-        path = os.path.join(self.root, name)
-        for folder, _, files in os.walk(path):
-            for file in sorted(f for f in files if f.endswith(".safetensors")):
-                part = moed.read_safetensors(os.path.join(folder, file))
-                if folder == path:
-                    weights.update(part)
-                else:
-                    state.update({tensor: (file, part[tensor]) for tensor in part})
-        return state, weights
-
-    def compare_bits(self, first, second, lost):
-        """Two checkpoints of one state. In the second, others have written the lost slot's."""
-        states, weights = zip(self.tensors(first), self.tensors(second))
-        self.assertEqual(set(states[0]), set(states[1]))
-        self.assertEqual(set(weights[0]), set(weights[1]))
-        for name in weights[0]:
-            self.assertTrue(weights[0][name].tobytes() == weights[1][name].tobytes(), name)
-        experts = 0
-        for name, (file, tensor) in states[0].items():
-            other, again = states[1][name]
-            self.assertTrue(tensor.tobytes() == again.tobytes(), name)
-            if file == "slot-%05d.safetensors" % lost:
-                self.assertNotEqual(other, file)
-                experts += ".experts." in name
-        print("%d tensors of experts that slot %d wrote" % (experts, lost))
-        self.assertGreater(experts, 0)
 
     def test_copies_have_the_same_bits(self):
         with self.group() as g:
@@ -371,7 +230,7 @@ class Copies(unittest.TestCase):
             client.ask()
             self.lose(g, 1)  # its copies are those of the worker that has joined
             client.train(1)
-            self.compare(client, client.ask())
+            self.compare(client)
             client.close()
 
     def test_a_worker_that_reads_for_ever_stops_training_for_a_while_only(self):
@@ -401,7 +260,7 @@ class Copies(unittest.TestCase):
             g.start_worker(3)
             self.join(g, client, 3, "fourth", epoch)
             client.train(1)
-            self.compare(client, client.ask())
+            self.compare(client)
             client.close()
 
     def refuses(self, g, why):
@@ -437,7 +296,7 @@ class Copies(unittest.TestCase):
             g.kill_worker(3)
             g.start_worker(3)
             self.join(g, client, 3, "last", epoch)
-            self.compare(client, client.ask())
+            self.compare(client)
             client.close()
 
     # ------------------------------------------------------------------- at any time
@@ -530,30 +389,8 @@ class Copies(unittest.TestCase):
                 self.join(g, client, victim, "s%d" % number, epoch)
             print(len(client.accepted), "steps,", tally)
             self.assertEqual(client.state().steps, len(client.accepted))
-            self.compare(client, client.ask(), ROUGH_LIMIT)
+            self.compare(client, ROUGH_LIMIT)
             client.close()
-
-    def join(self, g, client, slot, name, epoch):
-        """Saves until the worker takes part. A ZeroGrad first: after a loss that no later step or
-        ZeroGrad has confirmed, no Save lets it join."""
-        end = time.monotonic() + 60
-        for n in range(1000):
-            for change in (client.zero_grad, lambda step: client.save("%s-%d" % (name, n), step)):
-                step = client.step + 1
-                _, reason = client.persist(lambda: change(step))
-                if reason is None:
-                    client.step = step
-                elif reason in ("GRADIENTS_LOST", "STATE_LOST"):
-                    client.begin()
-                else:  # the files of a Save that a view has ended are being removed
-                    self.assertEqual(reason, "SAVE_RUNNING")
-            try:
-                if g.info(slot).epoch > epoch:
-                    return g.wait_serving(epoch)
-            except grpc.RpcError:
-                pass
-            self.assertLess(time.monotonic(), end, "the worker does not join")
-            time.sleep(0.5)
 
 
 if __name__ == "__main__":

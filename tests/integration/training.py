@@ -70,19 +70,19 @@ def start_once(program, arguments, environment, cwd):
 
 class TrainingGroup:
     """`workers` workers in their slots, each on a separate device. Extra arguments are for the
-    workers, those in `coordinator` for it."""
+    workers, those in `coordinator` for it; `program` and `backend` are what the workers run."""
 
     def __init__(self, family, workers, *extra, lease_ms=3000, replicas=1, environment=None,
-                 coordinator=()):
+                 coordinator=(), program=WORKER, backend=BACKEND):
         if workers > DEVICES:
             raise unittest.SkipTest("%d workers need as many devices" % workers)
         self.family, self.extra, self.environment = family, extra, environment
+        self.program, self.backend = program, backend
         self.state = tempfile.mkdtemp(prefix="moed-train-")
+        self.settings = ("--workers", str(workers), "--state-dir", self.state, "--lease-ms",
+                         str(lease_ms), "--replicas", str(replicas), *coordinator)
         try:
-            self.coordinator, self.address = start(
-                COORDINATOR, "--listen", "127.0.0.1:0", "--workers", str(workers), "--state-dir",
-                self.state, "--lease-ms", str(lease_ms), "--replicas", str(replicas),
-                *coordinator)
+            self.start_coordinator("127.0.0.1:0")
         except BaseException:
             shutil.rmtree(self.state, ignore_errors=True)
             raise
@@ -96,10 +96,18 @@ class TrainingGroup:
             self.stop()
             raise
 
+    def start_coordinator(self, listen):
+        self.coordinator, self.address = start(COORDINATOR, "--listen", listen, *self.settings)
+
+    def restart_coordinator(self):
+        self.coordinator.kill()
+        self.coordinator.wait()
+        self.start_coordinator(self.address)
+
     def start_worker(self, slot, *extra):
         self.workers[slot], self.endpoints[slot] = start(
-            WORKER, "--model", model_directory(self.family), "--coordinator", self.address,
-            "--backend", BACKEND, "--transport", TRANSPORT, "--threads", "1",
+            self.program, "--model", model_directory(self.family), "--coordinator", self.address,
+            "--backend", self.backend, "--transport", TRANSPORT, "--threads", "1",
             "--device", str(slot), "--worker-id", "w%d" % slot, "--slot", str(slot),
             *self.extra, *extra,
             environment=self.environment)
