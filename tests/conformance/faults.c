@@ -322,7 +322,7 @@ static int be_killed_or_survive(struct member *m)
 {
     struct session_fixture s;
     struct moe_step_result result;
-    EXPECT(open_fixture(m, &s, SHORT_MS, false));
+    EXPECT(open_fixture(m, &s, LONG_MS, false));
     struct moe_status st = step_until_failure(m, &s, &result);
     if (m->slot == VICTIM)
         return 1;

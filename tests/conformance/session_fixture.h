@@ -8,16 +8,23 @@
 
 #include <stdio.h>
 
+/* Steps of a sanitized build may take longer beside other tests. */
+#if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__
+enum { BUDGETS_TIMES = 4 };
+#else
+enum { BUDGETS_TIMES = 1 };
+#endif
+
 enum {
     HIDDEN = 64,
     INNER = 16,
     TOP_K = 2,
     TOKENS = 5,
     BUCKET = 8,
-    VICTIM = 1,       /* the slot that is killed, or stays away */
-    SHORT_MS = 1500,  /* budget if a wait must run out */
-    LONG_MS = 60000,  /* budget if it must not */
-    WATCHDOG_S = 100, /* watchdog of a group */
+    VICTIM = 1,                      /* the slot that is killed, or stays away */
+    SHORT_MS = 1500 * BUDGETS_TIMES, /* budget if a wait must run out */
+    LONG_MS = 60000,                 /* budget if it must not */
+    WATCHDOG_S = 100,                /* watchdog of a group */
 };
 
 /* The backend of all fixtures; the CPU backend unless set before a group starts. */
