@@ -77,14 +77,14 @@ static void refresh_token(struct moe_access *a, uint64_t now_ns)
         return;
     moe_mutex_lock(&a->token_lock);
     bool changed = moe_trusted_file_changed(a->config.token_file, &a->token_mark);
-    if (changed)
+    bool read = changed || a->token_refused; /* descriptors may have been lacking */
+    if (read)
         st = read_token(a, hash);
-    if (changed)
-        a->token_refused = moe_failed(&st);
-    if (changed && !moe_failed(&st))
+    a->token_refused = moe_failed(&st);
+    if (read && !moe_failed(&st))
         take_token(a, hash, now_ns);
     moe_mutex_unlock(&a->token_lock);
-    if (moe_failed(&st))
+    if (changed && moe_failed(&st))
         moe_log_error("%s; the token read before stays in force", st.text);
 }
 
@@ -260,15 +260,17 @@ static struct moe_status read_rules(const struct moe_access *a, struct moe_acces
 static bool refresh_rules(struct moe_access *a)
 {
     struct moe_access_rules *rules = NULL;
-    if (a->config.access_file == NULL ||
-        !moe_trusted_file_changed(a->config.access_file, &a->rules_mark))
+    if (a->config.access_file == NULL)
+        return false;
+    bool changed = moe_trusted_file_changed(a->config.access_file, &a->rules_mark);
+    if (!changed && !a->rules_refused) /* of a refused file, descriptors may have been lacking */
         return false;
     struct moe_status st = read_rules(a, &rules);
     a->rules_refused = moe_failed(&st);
-    if (a->rules_refused) {
+    if (a->rules_refused && changed)
         moe_log_error("%s; the rules read before stay in force", st.text);
+    if (a->rules_refused)
         return false;
-    }
     moe_mutex_lock(&a->lock);
     a->rules_before = a->rules;
     a->rules = rules;

@@ -65,9 +65,10 @@ struct moe_status moe_access_may_call(const struct moe_access_caller *caller,
 bool moe_access_speaks_for(struct moe_access *a, const struct moe_access_grant *grant,
                            const char *worker_id);
 
-/* [any thread, one at a time] Reads the files that have changed. Call every few seconds and on
- * SIGHUP. Logs what it did. True if callers may have lost roles: then drop the connections of those
- * for which moe_access_has_lost holds. */
+/* [any thread, one at a time] Reads the files that have changed, and those that the last look has
+ * refused. Call every few seconds and on SIGHUP. Logs what it did; of a refused file, once. True if
+ * callers may have lost roles: then drop the connections of those for which moe_access_has_lost
+ * holds. */
 bool moe_access_refresh(struct moe_access *a, uint64_t now_ns);
 /* Which files the last look has refused; what was read of them before is in force. */
 struct moe_access_refused {

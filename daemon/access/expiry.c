@@ -51,7 +51,10 @@ static void look_at_ca(struct moe_expiry *e)
 {
     struct moe_expiry_file *f = &e->files[CA];
     struct moe_tls_dates dates;
-    if (f->path == NULL || !moe_trusted_file_changed(f->path, &e->ca_mark))
+    if (f->path == NULL)
+        return;
+    bool changed = moe_trusted_file_changed(f->path, &e->ca_mark);
+    if (!changed && !e->ca_refused) /* a refused file may be valid: descriptors were lacking */
         return;
     struct moe_status st = moe_tls_dates_read(&(struct moe_rpc_tls_files){.ca = f->path}, &dates);
     e->ca_refused = moe_failed(&st);

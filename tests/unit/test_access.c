@@ -7,6 +7,7 @@
 #include "support/directory.h"
 
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #define FORWARD  "/moe.v1.ExpertService/Forward"
@@ -403,6 +404,37 @@ static void a_bad_new_file_leaves_the_rules_in_force(void **state)
     moe_access_destroy(a);
 }
 
+/* The refresh looks again, though the file does not change any more. */
+static void a_file_that_could_not_be_opened_is_read_later(void **state)
+{
+    struct rlimit limit;
+    (void)state;
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &limit), 0);
+    const struct rlimit none = {.rlim_cur = 0, .rlim_max = limit.rlim_max};
+    write_rules();
+    write_file(token_path, "the-old-token-of-this-group", 0600);
+    struct moe_access *a = make(false, 0, true, false), *b = make(false, 0, false, true);
+    write_file(rules_path, "{}", 0600);
+    write_file(token_path, "the-new-token-of-this-group", 0600);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &none), 0);
+    for (uint64_t look = 1; look <= 2; look++) {
+        assert_false(moe_access_refresh(a, look));
+        assert_false(moe_access_refresh(b, look));
+        assert_true(moe_access_refused(a).rules);
+        assert_true(moe_access_refused(b).token);
+    }
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    assert_true(moe_access_refresh(a, 3));
+    assert_false(moe_access_refresh(b, 3));
+    assert_false(moe_access_refused(a).rules);
+    assert_false(moe_access_refused(b).token);
+    assert_int_equal(ask(a, tls("spiffe://moed/ops"), SHUTDOWN, ""), MOE_PERMISSION_DENIED);
+    assert_int_equal(ask(b, tcp, SHUTDOWN, "the-new-token-of-this-group"), MOE_OK);
+    assert_int_equal(ask(b, tcp, SHUTDOWN, "the-old-token-of-this-group"), MOE_OK);
+    moe_access_destroy(b);
+    moe_access_destroy(a);
+}
+
 static void the_old_token_of_a_group_counts_for_a_minute(void **state)
 {
     (void)state;
@@ -459,6 +491,7 @@ int main(void)
         cmocka_unit_test(an_access_file_that_others_can_write_is_refused),
         cmocka_unit_test(a_role_that_is_taken_away_names_the_connections_to_drop),
         cmocka_unit_test(a_bad_new_file_leaves_the_rules_in_force),
+        cmocka_unit_test(a_file_that_could_not_be_opened_is_read_later),
         cmocka_unit_test(the_old_token_of_a_group_counts_for_a_minute),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);

@@ -5,6 +5,7 @@
 #include "support/check.h"
 
 #include <string.h>
+#include <sys/resource.h>
 #include <time.h>
 
 enum { HOUR = 3600, DAY = 24 * HOUR };
@@ -95,9 +96,17 @@ static void the_metric_follows_a_replaced_file(void **state)
     }
     moe_expiry_show(&e, &shown);
     assert_int_equal(days_left(shown.ends[2]), 60); /* the roots before stay in use */
-    certificates_make(at, "ca", NULL, NULL, -60, 60 * DAY);
+    certificates_make(at, "ca", NULL, NULL, -60, 30 * DAY);
+    struct rlimit limit;
+    assert_int_equal(getrlimit(RLIMIT_NOFILE, &limit), 0);
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &(struct rlimit){.rlim_max = limit.rlim_max}), 0);
+    moe_expiry_look(&e, NULL, (int64_t)time(NULL));
+    assert_true(e.ca_refused); /* it is valid, and cannot be opened */
+    assert_int_equal(setrlimit(RLIMIT_NOFILE, &limit), 0);
     moe_expiry_look(&e, NULL, (int64_t)time(NULL));
     assert_false(e.ca_refused);
+    moe_expiry_show(&e, &shown);
+    assert_int_equal(days_left(shown.ends[2]), 30);
     moe_metrics_destroy(m);
     certificates_remove(at);
 }
