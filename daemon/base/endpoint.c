@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "daemon/endpoint.h"
 
-#include <arpa/inet.h>
+#include <netdb.h>
 #include <netinet/in.h>
+#include <stdint.h>
 #include <string.h>
+#include <strings.h>
+#include <sys/socket.h>
 
 enum { PORT_MAX = 65535, PORT_DIGITS_MAX = 5 };
 
@@ -54,15 +57,31 @@ struct moe_status moe_endpoint_check_listen(const char *setting, const char *tex
     return check(setting, text, 0);
 }
 
+/* The address that a number stands for, an IPv4 address as ::ffff:A.B.C.D. Takes what connecting
+ * takes, also "127.1" and "0x7f000001". False for a name; nothing is looked up. */
+static bool read_address(const char *host, struct in6_addr *out)
+{
+    const struct addrinfo hints = {.ai_flags = AI_NUMERICHOST, .ai_socktype = SOCK_STREAM};
+    struct addrinfo *found;
+    if (getaddrinfo(host, NULL, &hints, &found) != 0)
+        return false;
+    const bool v4 = found->ai_family == AF_INET;
+    *out = (struct in6_addr){.s6_addr = {[10] = 0xff, [11] = 0xff}};
+    if (v4)
+        memcpy(out->s6_addr + 12, &((const struct sockaddr_in *)(void *)found->ai_addr)->sin_addr,
+               4);
+    else
+        *out = ((const struct sockaddr_in6 *)(void *)found->ai_addr)->sin6_addr;
+    freeaddrinfo(found);
+    return true;
+}
+
 static bool is_loopback(const char *host)
 {
-    struct in_addr v4;
-    struct in6_addr v6;
-    if (inet_pton(AF_INET, host, &v4) == 1)
-        return ntohl(v4.s_addr) >> 24 == 127;
-    if (inet_pton(AF_INET6, host, &v6) == 1)
-        return IN6_IS_ADDR_LOOPBACK(&v6);
-    return strcmp(host, "localhost") == 0;
+    struct in6_addr a;
+    if (!read_address(host, &a))
+        return strcasecmp(host, "localhost") == 0;
+    return IN6_IS_ADDR_V4MAPPED(&a) ? a.s6_addr[12] == 127 : IN6_IS_ADDR_LOOPBACK(&a);
 }
 
 const char *moe_endpoint_split(const char *text, char *host, size_t capacity)
@@ -83,7 +102,13 @@ const char *moe_endpoint_split(const char *text, char *host, size_t capacity)
 
 bool moe_endpoint_is_wildcard(const char *text)
 {
-    return strncmp(text, "0.0.0.0:", 8) == 0 || strncmp(text, "[::]:", 5) == 0;
+    static const uint8_t zero[4];
+    char host[256];
+    struct in6_addr a;
+    if (moe_endpoint_split(text, host, sizeof host) == NULL || !read_address(host, &a))
+        return false;
+    return IN6_IS_ADDR_UNSPECIFIED(&a) ||
+           (IN6_IS_ADDR_V4MAPPED(&a) && memcmp(a.s6_addr + 12, zero, sizeof zero) == 0);
 }
 
 struct moe_status moe_endpoint_check_loopback(const char *text)

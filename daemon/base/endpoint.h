@@ -24,7 +24,8 @@ struct moe_status moe_endpoint_check_listen(const char *setting, const char *tex
  * text names --insecure, which allows other addresses. Errors: MOE_INVALID_ARGUMENT,
  * CONFIG_INVALID. */
 struct moe_status moe_endpoint_check_loopback(const char *text) MOE_CHECKED;
-/* True for "0.0.0.0:P" and "[::]:P": all addresses of the host. */
+/* True for "0.0.0.0:P" and "[::]:P", however the address is written: all addresses of the host. Who
+ * connects to it reaches its own host. */
 bool moe_endpoint_is_wildcard(const char *text);
 
 /* The host of "HOST:PORT" goes to `host`, without brackets and ended with a NUL. Returns the port's

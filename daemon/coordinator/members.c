@@ -205,13 +205,13 @@ static void copy_host(struct member *member, const struct moe_membership_host *h
     copy_host_text(member->host.network_address, h->network_address);
 }
 
-/* Others connect to it. */
+/* Others connect to it; a wildcard would lead them to their own hosts. */
 static bool is_endpoint(const char *text)
 {
     if (!is_word(text, MOE_MEMBERSHIP_ENDPOINT_BYTES))
         return false;
     struct moe_status st = moe_endpoint_check("", text);
-    return !moe_failed(&st);
+    return !moe_failed(&st) && !moe_endpoint_is_wildcard(text);
 }
 
 static struct moe_status check_register(const struct moe_membership_register *r)

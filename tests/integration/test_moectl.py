@@ -442,7 +442,10 @@ class AgainstAFakeCoordinator(unittest.TestCase):
         here.service = lambda details: asked.append(details.method) or serve(details)
         elsewhere = "0.0.0.0:" + worker.endpoint.rpartition(":")[2]  # no loopback address
         try:
-            for named, why in ((here.endpoint, "is on its own host (%s)" % here.endpoint),
+            port = here.endpoint.rpartition(":")[2]
+            near = [host + ":" + port for host in (
+                "127.0.0.1", "127.1", "LocalHost", "[::ffff:127.0.0.1]", "0.0.0.0", "[::]")]
+            for named, why in (*((name, "is on its own host (%s)" % name) for name in near),
                                ("dns:///" + here.endpoint, "is not HOST:PORT"),
                                ("unix:/run/x", "is not HOST:PORT")):
                 worker.training_endpoint = named

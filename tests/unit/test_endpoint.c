@@ -44,6 +44,35 @@ static void only_a_listener_may_leave_the_port_open(void **state)
     assert_int_equal(moe_endpoint_check_listen("listen", "127.0.0.1:0").code, MOE_OK);
 }
 
+static void addresses_of_the_own_host_are_known_however_they_are_written(void **state)
+{
+    static const char *const loopback[] = {
+        "127.0.0.1:1",  "127.9.9.9:1",          "127.1:1",           "0x7f000001:1", "[::1]:1",
+        "[0:0::0:1]:1", "[::ffff:127.0.0.1]:1", "[::ffff:7f00:1]:1", "localhost:1",  "LocalHost:1"};
+    static const char *const wildcard[] = {
+        "0.0.0.0:1", "0:1", "[::]:1", "[0::0]:1", "[::ffff:0.0.0.0]:1", "[::ffff:0:0]:1"};
+    static const char *const other[] = {"192.0.2.1:1",  "[::2]:1",         "[::ffff:192.0.2.127]:1",
+                                        "localhost1:1", "[2001:db8::1]:1", "127.0.0.1.example:1"};
+    (void)state;
+    for (size_t i = 0; i < sizeof loopback / sizeof *loopback; i++) {
+        print_message("%s\n", loopback[i]);
+        assert_int_equal(moe_endpoint_check("", loopback[i]).code, MOE_OK);
+        assert_int_equal(moe_endpoint_check_loopback(loopback[i]).code, MOE_OK);
+        assert_false(moe_endpoint_is_wildcard(loopback[i]));
+    }
+    for (size_t i = 0; i < sizeof wildcard / sizeof *wildcard; i++) {
+        print_message("%s\n", wildcard[i]);
+        assert_int_equal(moe_endpoint_check("", wildcard[i]).code, MOE_OK);
+        assert_true(moe_endpoint_is_wildcard(wildcard[i]));
+        assert_int_equal(moe_endpoint_check_loopback(wildcard[i]).code, MOE_INVALID_ARGUMENT);
+    }
+    for (size_t i = 0; i < sizeof other / sizeof *other; i++) {
+        print_message("%s\n", other[i]);
+        assert_int_equal(moe_endpoint_check_loopback(other[i]).code, MOE_INVALID_ARGUMENT);
+        assert_false(moe_endpoint_is_wildcard(other[i]));
+    }
+}
+
 static void a_list_names_each_endpoint_once(void **state)
 {
     static const char *const bad[] = {
@@ -87,6 +116,7 @@ int main(void)
         cmocka_unit_test(host_and_port_are_taken),
         cmocka_unit_test(anything_else_is_refused_by_its_name),
         cmocka_unit_test(only_a_listener_may_leave_the_port_open),
+        cmocka_unit_test(addresses_of_the_own_host_are_known_however_they_are_written),
         cmocka_unit_test(a_list_names_each_endpoint_once),
         cmocka_unit_test(the_leader_is_tried_before_the_next_one),
     };

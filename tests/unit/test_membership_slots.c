@@ -683,12 +683,13 @@ static void the_address_of_another_worker_is_refused(void **unused)
     given_endpoint = NULL;
 }
 
-/* gRPC would take most of these, and reach something else than a worker. */
-static void an_address_that_is_not_host_and_port_is_refused(void **unused)
+/* gRPC would take most of these, and reach something else than the worker. */
+static void an_address_that_leads_to_no_worker_is_refused(void **unused)
 {
     (void)unused;
-    static const char *const bad[] = {"",           "h",      "h:0", "h:65536", "unix:/run/x",
-                                      "dns:///h:1", "h:1,g:2"};
+    static const char *const bad[] = {
+        "",           "h",       "h:0",       "h:65536", "unix:/run/x",
+        "dns:///h:1", "h:1,g:2", "0.0.0.0:1", "[::]:1",  "[::ffff:0.0.0.0]:1"};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         for (int control = 0; control < 2; control++) {
             const char **given = control ? &given_control : &given_endpoint;
@@ -954,7 +955,7 @@ int main(void)
         STORY(a_worker_that_comes_back_without_the_epoch_ends_it),
         STORY(a_living_worker_keeps_its_slot),
         STORY(the_address_of_another_worker_is_refused),
-        STORY(an_address_that_is_not_host_and_port_is_refused),
+        STORY(an_address_that_leads_to_no_worker_is_refused),
         STORY(the_reason_of_a_refusal_is_shown_whole),
         STORY(another_identity_waits_for_the_end_of_the_lease),
         STORY(the_same_process_proves_itself_by_its_token),

@@ -46,12 +46,12 @@ struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **ou
 }
 
 /* A daemon of another host cannot mean a loopback address of this one: another group may be there.
- */
+ * A wildcard leads to this host, too. */
 static bool names_own_host(const char *by, const char *named)
 {
     struct moe_status here = moe_endpoint_check_loopback(by);
     struct moe_status there = moe_endpoint_check_loopback(named);
-    return moe_failed(&here) && !moe_failed(&there);
+    return moe_failed(&here) && (!moe_failed(&there) || moe_endpoint_is_wildcard(named));
 }
 
 struct moe_status moectl_link_check_worker(const char *by, const char *worker)
@@ -460,7 +460,8 @@ static struct moe_status check_trainer_endpoint(const char *worker, const char *
 {
     struct moe_status st = moe_endpoint_check("its endpoint for training", named);
     if (!moe_failed(&st) && strlen(named) >= MOECTL_ENDPOINT_MAX)
-        st = moe_error(MOE_INTERNAL, MOE_REASON_MALFORMED, "its endpoint for training is too long");
+        st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
+                       "its endpoint for training is too long");
     if (!moe_failed(&st) && names_own_host(worker, named))
         st = moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_NONE,
                        "its endpoint for training is on its own host (%.100s): run moectl there "

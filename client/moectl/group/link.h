@@ -81,8 +81,8 @@ struct moe_status moectl_worker_endpoint(const struct moectl_common *common, uin
 struct moe_status moectl_training_endpoint(const struct moectl_common *common, uint64_t deadline_ns,
                                            char endpoint[MOECTL_ENDPOINT_MAX]) MOE_CHECKED;
 /* Where `worker` offers training. A worker that does not answer keeps its endpoint, and the call
- * that follows reports it. Errors: INVALID_ARGUMENT if what it names is no HOST:PORT, or a loopback
- * address although the worker is not at one; INTERNAL if it is too long. */
+ * that follows reports it. Errors: INVALID_ARGUMENT if what it names is no HOST:PORT or too long,
+ * or a loopback address or wildcard although the worker is not at a loopback address. */
 struct moe_status moectl_trainer_endpoint(const char *worker, uint64_t deadline_ns,
                                           char endpoint[MOECTL_ENDPOINT_MAX]) MOE_CHECKED;
 
