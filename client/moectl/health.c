@@ -297,8 +297,10 @@ static void check_training(struct health *h, const char *subject, const char *en
 {
     Moe__V1__GetTrainStateResponse *state = NULL;
     struct moe_status st = moectl_train_probe(endpoint, h->deadline_ns, &state);
+    if (st.code == MOE_INVALID_ARGUMENT) /* the worker names no usable endpoint for training */
+        add(h, "TRAINING", subject, RESULT_WARNING, "%s", st.text);
     if (moe_failed(&st))
-        return; /* it does not train */
+        return; /* else it does not train */
     add(h, "TRAINING", subject, state->problem[0] != '\0' ? RESULT_CRITICAL : RESULT_OK, "%s",
         state->problem[0] != '\0' ? state->problem : "no operator needs to decide");
     moe__v1__get_train_state_response__free_unpacked(state, NULL);

@@ -103,6 +103,8 @@ static void report_at_stake(const Moe__V1__GetStatusResponse *s, uint64_t deadli
         struct moe_status st = moectl_train_probe(w->endpoint, deadline_ns, &state);
         if (st.code == MOE_UNIMPLEMENTED)
             return;
+        if (st.code == MOE_INVALID_ARGUMENT) /* it names no usable endpoint for training */
+            moectl_say("%s", st.text);
         if (st.code != MOE_OK)
             continue;
         moectl_train_report_at_stake(state);

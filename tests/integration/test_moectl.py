@@ -14,6 +14,7 @@ import termios
 import time
 import unittest
 
+import grpc
 import numpy as np
 
 from commands import (FAILED, FAMILY, NOT_FOUND, OK, PERMISSION, UNHEALTHY, UNREACHABLE, USAGE,
@@ -461,6 +462,37 @@ class AgainstAFakeCoordinator(unittest.TestCase):
             self.assertNotEqual(asked, [])
         finally:
             for one in (worker, here):
+                one.server.stop(None).wait()
+
+    def test_a_trainers_endpoint_that_cannot_be_used_is_reported(self):
+        worker = FakeWorker(Ledger())
+        worker.GetTrainState = None  # training has another address
+        worker.training_endpoint = "unix:/run/x"
+        metrics = grpc.unary_unary_rpc_method_handler(
+            lambda _request, _context: admin.GetMetricsResponse(),
+            response_serializer=admin.GetMetricsResponse.SerializeToString)
+        serve = worker.service
+        worker.service = lambda details: (
+            metrics if details.method.endswith("GetMetrics") else serve(details))
+        fake = FakeAdmin(version="0.2.0", state=admin.GROUP_STATE_DEGRADED, slots=1, size=1)
+        fake.events = admin.ListEventsResponse()
+        fake.status.workers.add(slot=0, worker_id="w0", endpoint=worker.endpoint, connected=True,
+                                state=admin.WORKER_STATE_LOADED, lease_remaining_ms=900)
+        why = worker.endpoint + ": its endpoint for training: 'unix:/run/x' is not HOST:PORT"
+        patient = ("--endpoint", fake.endpoint, "--timeout", "60")
+        try:
+            done = run("status", *patient)
+            self.assertEqual(done.returncode, UNHEALTHY, done.stderr)
+            self.assertIn(why, done.stderr)
+            found = {c["code"]: c for c in json.loads(
+                run("health", *patient, "-o", "json").stdout)["checks"]}
+            self.assertEqual(found["TRAINING"]["result"], "WARNING", found)
+            self.assertIn(why, found["TRAINING"]["text"])
+            worker.training_endpoint = ""  # it does not train
+            self.assertNotIn("endpoint for training", run("status", *patient).stderr)
+            self.assertNotIn('"TRAINING"', run("health", *patient, "-o", "json").stdout)
+        finally:
+            for one in (worker, fake):
                 one.server.stop(None).wait()
 
     def test_a_command_that_goes_on_ends_when_its_reader_has_gone(self):

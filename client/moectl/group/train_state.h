@@ -11,7 +11,9 @@
  * Errors: MOE_UNIMPLEMENTED if the workers do not train. */
 struct moe_status moectl_train_state(struct moectl_link *link, uint64_t deadline_ns,
                                      Moe__V1__GetTrainStateResponse **out) MOE_CHECKED;
-/* The same from the worker at `worker`; waits at most 0.5 s, and not past `deadline_ns`. */
+/* The same from the worker at `worker`, or at the endpoint for training that it names; waits at
+ * most 0.5 s, and not past `deadline_ns`. Errors: also MOE_INVALID_ARGUMENT if it names an endpoint
+ * that is not to be called; the text says why. */
 struct moe_status moectl_train_probe(const char *worker, uint64_t deadline_ns,
                                      Moe__V1__GetTrainStateResponse **out) MOE_CHECKED;
 
