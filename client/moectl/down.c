@@ -99,7 +99,8 @@ struct watched {
     bool gone;
 };
 
-/* The first entry is the coordinator. */
+/* The first entry is the coordinator. A worker that is at a loopback address of another host is
+ * left out: that address leads to a daemon of this host. */
 static size_t list_watched(struct moectl_link *link, const Moe__V1__GetStatusResponse *s,
                            struct watched all[MOE_MAX_SLOTS + 1])
 {
@@ -107,10 +108,13 @@ static size_t list_watched(struct moectl_link *link, const Moe__V1__GetStatusRes
     all[count++] = (struct watched){moectl_link_endpoint(link), NULL, false};
     for (size_t i = 0; i < s->n_workers && count <= MOE_MAX_SLOTS; i++) {
         const Moe__V1__WorkerStatus *w = s->workers[i];
+        struct moe_status st = moectl_link_check_worker(all[0].endpoint, w->endpoint);
         if (w->endpoint[0] == '\0')
             moectl_say("slot %u (worker %s) has not reconnected to its restarted coordinator: if "
                        "its process lives, it keeps running",
                        w->slot, w->worker_id);
+        else if (!is_gone(w) && moe_failed(&st))
+            moectl_say("this does not wait for the end of slot %u: %s", w->slot, st.text);
         else if (!is_gone(w))
             all[count++] = (struct watched){w->endpoint, w, false};
     }

@@ -90,8 +90,10 @@ static int print_table(const Moe__V1__GetStatusResponse *s,
 }
 
 /* Without a view in force, reports the training state that may be lost. Skips workers that do not
- * answer at once; a failure here does not change the exit code. */
-static void report_at_stake(const Moe__V1__GetStatusResponse *s, uint64_t deadline_ns)
+ * answer at once; a failure here does not change the exit code. `by`: the coordinator's endpoint.
+ */
+static void report_at_stake(const char *by, const Moe__V1__GetStatusResponse *s,
+                            uint64_t deadline_ns)
 {
     if (s->epoch != 0 || s->state == MOE__V1__GROUP_STATE__GROUP_STATE_DRAINING)
         return;
@@ -100,10 +102,12 @@ static void report_at_stake(const Moe__V1__GetStatusResponse *s, uint64_t deadli
         Moe__V1__GetTrainStateResponse *state;
         if (!w->connected || w->state == MOE__V1__WORKER_STATE__WORKER_STATE_GONE)
             continue;
-        struct moe_status st = moectl_train_probe(w->endpoint, deadline_ns, &state);
+        struct moe_status st = moectl_link_check_worker(by, w->endpoint);
+        if (st.code == MOE_OK)
+            st = moectl_train_probe(w->endpoint, deadline_ns, &state);
         if (st.code == MOE_UNIMPLEMENTED)
             return;
-        if (st.code == MOE_INVALID_ARGUMENT) /* it names no usable endpoint for training */
+        if (st.code == MOE_INVALID_ARGUMENT) /* its endpoint, or the one for training, is no use */
             moectl_say("%s", st.text);
         if (st.code != MOE_OK)
             continue;
@@ -166,8 +170,9 @@ static int print_document(const Moe__V1__GetStatusResponse *s,
     return moectl_print(document);
 }
 
-/* `models`: NULL if they are not known. */
-static int print_status(const struct moectl_common *common, const Moe__V1__GetStatusResponse *s,
+/* `by`: the coordinator's endpoint. `models`: NULL if they are not known. */
+static int print_status(const struct moectl_common *common, const char *by,
+                        const Moe__V1__GetStatusResponse *s,
                         const Moe__V1__ListModelsResponse *models, uint64_t deadline_ns)
 {
     if (common->document)
@@ -184,7 +189,7 @@ static int print_status(const struct moectl_common *common, const Moe__V1__GetSt
                    moectl_workers_size(s));
     else if (moectl_workers_gone(s) > 0)
         say_replace(common);
-    report_at_stake(s, deadline_ns);
+    report_at_stake(by, s, deadline_ns);
     return code;
 }
 
@@ -224,7 +229,7 @@ static int run_status(const struct moectl_command *self, int argc, char **argv)
         return code;
     }
     Moe__V1__ListModelsResponse *models = moectl_models_try(link, deadline);
-    code = print_status(&common, status, models, deadline);
+    code = print_status(&common, moectl_link_endpoint(link), status, models, deadline);
     if (code == MOECTL_OK && !is_serving(status))
         code = MOECTL_UNHEALTHY;
     if (models != NULL)

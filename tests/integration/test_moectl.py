@@ -411,7 +411,8 @@ class AgainstAFakeCoordinator(unittest.TestCase):
         elsewhere = "0.0.0.0:" + fake.endpoint.rpartition(":")[2]  # no loopback address
         with folder() as path:
             file, archive = (os.path.join(path, name) for name in ("x.safetensors", "diag.tar"))
-            commands = (["version"], ["health"], ["describe", "worker", "0"], ["top", "--once"],
+            commands = (["version"], ["health"], ["status"], ["down", "--timeout", "3"],
+                        ["describe", "worker", "0"], ["top", "--once"],
                         ["log-level", "debug", "--all"],
                         ["diag", "--output", archive],
                         ["training", "status"],
