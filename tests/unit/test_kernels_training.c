@@ -498,7 +498,7 @@ static void the_number_of_threads_changes_no_bit(void **state)
 static void a_step_can_be_finished_from_the_squares_of_its_gradients(void **state)
 {
     (void)state;
-    struct moe_layer_spec spec = wide_spec();
+    struct moe_layer_spec spec = random_spec();
     struct bench b[2];
     struct moe_optimizer_result result[2];
     struct moe_optimizer_args args = usual;
