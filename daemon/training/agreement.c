@@ -169,6 +169,13 @@ static struct moe_status check_joined(const struct moe_train *t, const char *che
                      (unsigned long long)moe_ledger_count(t->ledger), (unsigned long long)calls);
 }
 
+/* The others read nothing, so this slot checks the hashes of all files. */
+static struct moe_status read_alone(struct moe_train *t, const char *checkpoint,
+                                    const atomic_bool *cancel)
+{
+    return moe_train__load_checkpoint(t, checkpoint, UINT64_C(1) << t->slot, cancel);
+}
+
 /* What this slot knows of the group's past stays: the others may go on without it, and remove the
  * checkpoint. */
 struct moe_status moe_train_read_ahead(struct moe_train *t, const struct moe_saved_training *state,
@@ -181,14 +188,14 @@ struct moe_status moe_train_read_ahead(struct moe_train *t, const struct moe_sav
     t->begun.id = 0;
     t->slot = slot;
     t->slots = slots;
-    t->live = UINT64_MAX >> (MOE_MAX_SLOTS - slots); /* each checks the hashes of some files */
+    t->live = UINT64_C(1) << slot; /* no view is in force here */
     moe_train__begin_lineage(t, state->lineage, state->weights_version);
     moe_ledger_reset(t->ledger);
     t->steps = 0;
     t->frozen = t->config.trainer.frozen;
     t->inconsistent = true;
     moe_mutex_unlock(&t->lock);
-    struct moe_status st = moe_train__load_checkpoint(t, state->checkpoint, &t->no_read);
+    struct moe_status st = read_alone(t, state->checkpoint, &t->no_read);
     moe_mutex_lock(&t->lock);
     t->unsaved = unsaved;
     if (!moe_failed(&st))
@@ -236,7 +243,7 @@ static struct moe_status join(struct moe_train *t, const struct moe_train_recove
         begin_anew(t, r);
     moe_mutex_unlock(&t->lock);
     if (!ahead)
-        MOE_TRY(moe_train__load_checkpoint(t, r->checkpoint, NULL));
+        MOE_TRY(read_alone(t, r->checkpoint, NULL));
     moe_mutex_lock(&t->lock);
     struct moe_status st = check_joined(t, r->checkpoint, r->calls);
     if (!moe_failed(&st)) {
@@ -261,7 +268,7 @@ static struct moe_status restart(struct moe_train *t, const struct moe_train_rec
     t->lost_steps = r->lost_steps > t->lost_steps ? r->lost_steps : t->lost_steps;
     moe_mutex_unlock(&t->lock);
     if (r->checkpoint[0] != '\0')
-        MOE_TRY(moe_train__load_checkpoint(t, r->checkpoint, NULL));
+        MOE_TRY(moe_train__load_checkpoint(t, r->checkpoint, t->live, NULL));
     moe_mutex_lock(&t->lock);
     t->inconsistent = false;
     t->saved_calls = moe_ledger_count(t->ledger);

@@ -149,10 +149,11 @@ static struct moe_status load_take(struct moe_train_job *j)
 }
 
 struct moe_status moe_train__load_checkpoint(struct moe_train *t, const char *name,
-                                             const atomic_bool *cancel)
+                                             uint64_t readers, const atomic_bool *cancel)
 {
     struct moe_checkpoint_context context = moe_train__context_of(t);
     struct moe_checkpoint_state state = {0};
+    context.live = readers;
     context.cancel = cancel;
     struct moe_status st = t->config.directory != NULL
                                ? moe_checkpoint_load_read(&context, name, &state)

@@ -164,9 +164,11 @@ void moe_train__log_stepped(struct moe_train *t, uint64_t id, uint64_t begun_ns,
 
 /* ---------------------------------------------------------------- parts.c, job.c */
 
-/* Weights and training state of this checkpoint; the trainers are new. `cancel`: as in struct
+/* Weights and training state of this checkpoint; the trainers are new. `readers`: the slots that
+ * read it now; each checks the hashes of its share of the files. `cancel`: as in struct
  * moe_checkpoint_context. */
 struct moe_status moe_train__load_checkpoint(struct moe_train *t, const char *name,
+                                             uint64_t readers,
                                              const atomic_bool *cancel) MOE_CHECKED;
 /* A ticket of a Save, Load or Export. `origin`: slot that was asked. */
 struct moe_status moe_train__run_job(struct moe_train *t, struct moe_session *session,

@@ -299,6 +299,38 @@ class Losses(Copies):
             self.compare(client)
             client.close()
 
+    def test_a_worker_that_reads_damaged_bytes_stays_out(self):
+        with self.group() as g:
+            client = Client(g)
+            client.train(1)
+            client.ask()  # all slots have ended the step
+            self.lose(g)
+            client.save("whole")
+            other = tempfile.mkdtemp(prefix="moed-copies-")
+            self.addCleanup(shutil.rmtree, other, ignore_errors=True)
+            epoch = g.info().epoch
+            state = os.path.join("whole", "optimizer")
+            names = [name for name in os.listdir(os.path.join(self.root, state))
+                     if name.endswith(".safetensors")]
+            self.assertEqual(len(names), 3)
+            for name in names:
+                shutil.rmtree(os.path.join(other, "whole"), ignore_errors=True)
+                shutil.copytree(os.path.join(self.root, "whole"), os.path.join(other, "whole"))
+                with open(os.path.join(other, state, name), "r+b") as f:
+                    f.seek(-1, os.SEEK_END)  # of a tensor, mostly
+                    last = f.read(1)
+                    f.seek(-1, os.SEEK_END)
+                    f.write(bytes([last[0] ^ 1]))
+                g.start_worker(3, "--training-dir", other)
+                self.refuses(g, name)
+                self.assertEqual(g.info().epoch, epoch)
+                g.kill_worker(3)
+            client.train(1)
+            g.start_worker(3)
+            self.join(g, client, 3, "last", epoch)
+            self.compare(client, client.ask())
+            client.close()
+
     # ------------------------------------------------------------------- at any time
 
     def step_with_losses(self, client, number, tally, before):
