@@ -158,15 +158,18 @@ static void begin_anew(struct moe_train *t, const struct moe_train_recovery *r)
     t->ahead = (struct moe_saved_training){0};
 }
 
-/* A checkpoint of the same name may be another one. */
-static struct moe_status check_joined(const struct moe_train *t, const char *checkpoint,
-                                      uint64_t calls) MOE_REQUIRES(t->lock)
+/* A checkpoint of the same name may be another one: its records are not those of the group. */
+static struct moe_status check_joined(struct moe_train *t, const char *checkpoint, uint64_t calls)
+    MOE_REQUIRES(t->lock)
 {
-    if (moe_ledger_count(t->ledger) == calls)
+    uint64_t found = moe_ledger_count(t->ledger);
+    if (found == calls)
         return moe_ok();
+    moe_ledger_reset(t->ledger);
+    t->steps = 0;
     return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_MODEL_MISMATCH,
                      "checkpoint %s records %llu calls, and the group has run %llu", checkpoint,
-                     (unsigned long long)moe_ledger_count(t->ledger), (unsigned long long)calls);
+                     (unsigned long long)found, (unsigned long long)calls);
 }
 
 /* The others read nothing, so this slot checks the hashes of all files. */
@@ -193,7 +196,7 @@ struct moe_status moe_train_read_ahead(struct moe_train *t, const struct moe_sav
     moe_ledger_reset(t->ledger);
     t->steps = 0;
     t->frozen = t->config.trainer.frozen;
-    t->inconsistent = true;
+    t->inconsistent = t->apart = true;
     moe_mutex_unlock(&t->lock);
     struct moe_status st = read_alone(t, state->checkpoint, &t->no_read);
     moe_mutex_lock(&t->lock);
@@ -237,6 +240,7 @@ static struct moe_status join(struct moe_train *t, const struct moe_train_recove
 {
     bool ahead = moe_train_is_ahead(&t->ahead, r);
     moe_mutex_lock(&t->lock);
+    t->apart = true;
     if (ahead)
         begin_with_ahead(t, r);
     else
@@ -249,7 +253,7 @@ static struct moe_status join(struct moe_train *t, const struct moe_train_recove
     if (!moe_failed(&st)) {
         moe_ledger_set_hash(t->ledger, r->record);
         t->saved_calls = moe_ledger_count(t->ledger);
-        t->inconsistent = false;
+        t->inconsistent = t->apart = false;
     }
     moe_mutex_unlock(&t->lock);
     if (!moe_failed(&st))
@@ -270,7 +274,7 @@ static struct moe_status restart(struct moe_train *t, const struct moe_train_rec
     if (r->checkpoint[0] != '\0')
         MOE_TRY(moe_train__load_checkpoint(t, r->checkpoint, t->live, NULL));
     moe_mutex_lock(&t->lock);
-    t->inconsistent = false;
+    t->inconsistent = t->apart = false;
     t->saved_calls = moe_ledger_count(t->ledger);
     t->went_back = true;
     moe_mutex_unlock(&t->lock);

@@ -203,7 +203,8 @@ bool moe_train_recall(struct moe_train *t, const struct moe_train_call *call,
     struct moe_call_exec x = {.call = *call};
     *answer = (struct moe_train_answer){0};
     moe_mutex_lock(&t->lock);
-    moe_train__judge(t, &x);
+    if (!t->apart)
+        moe_train__judge(t, &x);
     struct moe_status st = x.refusal;
     if (x.repeat)
         st = moe_train__answer_repeat(t, call, answer);
@@ -218,9 +219,10 @@ bool moe_train_recall(struct moe_train *t, const struct moe_train_call *call,
 static struct moe_status recall_header(struct moe_train *t, const struct moe_train_call *call,
                                        struct moe_train_answer *answer) MOE_REQUIRES(t->lock)
 {
-    if (call->lineage != 0 && call->lineage != t->lineage)
+    if (!t->apart && call->lineage != 0 && call->lineage != t->lineage)
         return wrong_lineage(t, call->lineage);
-    const struct moe_ledger_call *known = moe_ledger_find(t->ledger, call->session, call->id);
+    const struct moe_ledger_call *known =
+        t->apart ? NULL : moe_ledger_find(t->ledger, call->session, call->id);
     if (known == NULL)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_RETAINED_PASS_GONE,
                          "no forward pass is retained here under this name: send x and the "

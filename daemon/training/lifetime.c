@@ -196,7 +196,7 @@ void moe_train_read_state(struct moe_train *t, struct moe_train_state *out)
 {
     *out = (struct moe_train_state){0};
     moe_mutex_lock(&t->lock);
-    out->lineage = t->lineage;
+    out->lineage = t->apart ? 0 : t->lineage;
     out->weights_version = t->weights_version;
     out->steps = t->steps;
     out->unsaved = t->unsaved;

@@ -73,7 +73,9 @@ struct moe_train {
         bool chose_model;                           /* with "": an operator went back to the model
                                                        as loaded */
         bool inconsistent;                          /* a change was cut short, or state was lost */
-        bool joiner;                                /* see moe_train_set_joiner */
+        bool apart;  /* it reads, or has read, the state of others, and has not joined: clients
+                        learn nothing of that state here */
+        bool joiner; /* see moe_train_set_joiner */
         uint64_t released_calls;
         bool has_target; /* see moe_train_set_recovery_target */
         char target[MOE_TRAINING_NAME_MAX + 1];

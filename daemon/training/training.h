@@ -174,7 +174,8 @@ enum {
 }; /* that are named, and no more of a session than its ledger has */
 
 struct moe_train_state {
-    uint64_t lineage, weights_version, steps, last_step_id, state_bytes, retained_bytes,
+    uint64_t lineage; /* 0: of no view yet, also after moe_train_read_ahead */
+    uint64_t weights_version, steps, last_step_id, state_bytes, retained_bytes,
         retained_bytes_limit, activation_bytes, activation_bytes_limit;
     uint64_t unsaved; /* steps since the state of `checkpoint`, or since the model was loaded */
     uint32_t backwards, frozen;

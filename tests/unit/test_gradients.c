@@ -427,8 +427,52 @@ static void a_slot_that_cannot_read_ahead_forgets_its_state_only(void **state)
     assert_false(moe_train_has_ahead(test.train, &wanted));
     struct moe_train_digest d = digest_now();
     assert_true(d.inconsistent == 1 && d.calls == 0 && d.lineage == 9);
+    assert_int_equal(state_now().lineage, 0);    /* for clients: it is not of that group yet */
     assert_string_equal(d.checkpoint, "before"); /* where the group would go back to */
     assert_int_equal(d.unsaved, 3);
+}
+
+/* Until it has joined, it answers no repeat: the group's next calls may change what it has read. */
+static void a_slot_that_has_read_ahead_answers_nothing(void **state)
+{
+    struct moe_call_exec x = {.call = {.kind = MOE_STEP_ZERO_GRAD, .id = 1}};
+    struct moe_train_answer answer;
+    (void)state;
+    run(&x);
+    struct moe_train_digest d = digest_now();
+    struct moe_train_recovery r = {
+        .lineage = 9, .weights_version = 5, .checkpoint = "c", .calls = d.calls, .joiners = 1};
+    assert_true(moe_train_recall(test.train, &x.call, &answer));
+    moe_mutex_lock(&test.train->lock);
+    test.train->apart = test.train->inconsistent = true; /* as after a read */
+    test.train->ahead = (struct moe_saved_training){.checkpoint = "c", .calls = r.calls};
+    moe_mutex_unlock(&test.train->lock);
+    assert_false(moe_train_recall(test.train, &x.call, &answer));
+    assert_refused(moe_train_recall_header(test.train, &x.call, &answer), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_RETAINED_PASS_GONE);
+    assert_int_equal(state_now().lineage, 0);
+    assert_ok(moe_train_adopt(test.train, &r, 0, 2, 3));
+    assert_true(moe_train_recall(test.train, &x.call, &answer));
+    assert_int_equal(state_now().lineage, 9);
+}
+
+static void records_of_another_checkpoint_are_forgotten(void **state)
+{
+    struct moe_call_exec x = backward(1);
+    (void)state;
+    run(&x);
+    struct moe_train_digest d = digest_now();
+    struct moe_train_recovery r = {
+        .lineage = 9, .weights_version = 5, .checkpoint = "c", .calls = d.calls + 1, .joiners = 1};
+    moe_mutex_lock(&test.train->lock);
+    test.train->inconsistent = true; /* as after a read */
+    moe_mutex_unlock(&test.train->lock);
+    test.train->ahead = (struct moe_saved_training){.checkpoint = "c", .calls = r.calls};
+    assert_refused(moe_train_adopt(test.train, &r, 0, 2, 3), MOE_FAILED_PRECONDITION,
+                   MOE_REASON_MODEL_MISMATCH);
+    d = digest_now();
+    assert_true(d.inconsistent == 1 && d.calls == 0);
+    assert_int_equal(state_now().lineage, 0);
 }
 
 /* Changes wait in a saved state while a process waits, but not once that state is released. */
@@ -478,6 +522,8 @@ int main(void)
         with_copies(a_call_that_nobody_has_run_is_not_finished),
         with_copies(a_slot_that_has_read_the_state_joins_without_reading),
         with_copies(a_slot_that_cannot_read_ahead_forgets_its_state_only),
+        with_copies(a_slot_that_has_read_ahead_answers_nothing),
+        with_copies(records_of_another_checkpoint_are_forgotten),
         with_copies(changes_wait_for_a_process_that_reads),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
