@@ -214,9 +214,23 @@ void moe_train_allow_read(struct moe_train *t, bool allowed)
     atomic_store(&t->no_read, !allowed);
 }
 
-bool moe_train_has_ahead(const struct moe_train *t, const struct moe_saved_training *state)
+static struct moe_saved_training own_state(const struct moe_train *t) MOE_REQUIRES(t->lock)
 {
-    return t->ahead.calls != 0 && moe_saved_training_same(&t->ahead, state);
+    struct moe_saved_training own = {.lineage = t->lineage,
+                                     .weights_version = t->weights_version,
+                                     .calls = moe_ledger_count(t->ledger),
+                                     .record = moe_ledger_hash(t->ledger)};
+    memcpy(own.checkpoint, t->checkpoint, sizeof own.checkpoint);
+    return own;
+}
+
+bool moe_train_has_ahead(struct moe_train *t, const struct moe_saved_training *state)
+{
+    moe_mutex_lock(&t->lock);
+    struct moe_saved_training own = own_state(t);
+    bool is_own = moe_train__is_saved(t) && moe_saved_training_same(&own, state);
+    moe_mutex_unlock(&t->lock);
+    return is_own || (t->ahead.calls != 0 && moe_saved_training_same(&t->ahead, state));
 }
 
 bool moe_train_is_joined(const struct moe_train *t, const struct moe_train_recovery *r)

@@ -90,8 +90,8 @@ struct moe_status moe_train_read_ahead(struct moe_train *t, const struct moe_sav
                                        uint32_t slot, uint32_t slots) MOE_CHECKED;
 /* [any thread] If not, moe_train_read_ahead ends soon. At first it may run. */
 void moe_train_allow_read(struct moe_train *t, bool allowed);
-/* This state has been read. */
-bool moe_train_has_ahead(const struct moe_train *t, const struct moe_saved_training *state);
+/* This state has been read, or is this slot's: it has joined, and the view did not form. */
+bool moe_train_has_ahead(struct moe_train *t, const struct moe_saved_training *state);
 /* The state that a slot joins with has been read: adopt reads nothing. */
 bool moe_train_is_joined(const struct moe_train *t, const struct moe_train_recovery *r);
 /* The view that forms takes the training directory (moe_checkpoint_raise_fence, lowest slot), and

@@ -405,6 +405,14 @@ static void a_slot_that_has_read_the_state_joins_without_reading(void **state)
     assert_true(d.lineage == 9 && d.weights_version == 5 && d.record == r.record);
     assert_true(d.saved == 1 && d.inconsistent == 0 && d.gradients == 0);
     assert_string_equal(d.checkpoint, "c");
+    struct moe_saved_training joined = {.checkpoint = "c",
+                                        .lineage = 9,
+                                        .weights_version = 5,
+                                        .calls = r.calls,
+                                        .record = r.record};
+    assert_true(moe_train_has_ahead(test.train, &joined)); /* also if no view forms */
+    joined.calls++;
+    assert_false(moe_train_has_ahead(test.train, &joined));
     struct moe_status st = moe_train_adopt(test.train, &r, 0, 2, 3); /* once */
     assert_true(moe_failed(&st));
     assert_int_equal(digest_now().inconsistent, 1);
