@@ -518,14 +518,24 @@ static void end_reading(struct moe_membership *m, uint64_t newcomers)
     m->join.failed |= newcomers & ~m->join.asked & ~m->join.read;
 }
 
+/* A worker outside of the view has loaded: it may join once the view can grow. */
+static bool may_join(const struct moe_membership *m)
+{
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        if ((m->view_live >> s & 1) == 0 && m->members[s].state == SLOT_TAKEN &&
+            m->members[s].loaded)
+            return true;
+    return false;
+}
+
 void moe_membership__ask_to_read(struct moe_membership *m, uint64_t newcomers,
                                  const struct moe_saved_training *state, bool all)
 {
-    if (newcomers == 0) {
-        const struct moe_saved_training none = {0};
+    const struct moe_saved_training none = {0};
+    if (newcomers == 0 && !may_join(m))
         begin_reading(m, &none);
+    if (newcomers == 0)
         return;
-    }
     if (state != NULL && !moe_saved_training_same(state, &m->join.state))
         begin_reading(m, state);
     if (m->join.state.calls == 0)
@@ -553,7 +563,11 @@ void moe_membership__checkpoint_read(struct moe_membership *m, uint32_t slot, ui
         m->join.read |= present ? bit : 0;
         return;
     }
+    if (error->code == MOE_CANCELLED) /* for a view, or a load: it is asked again */
+        return;
     m->join.failed |= present ? bit : 0;
+    if (error->reason == MOE_REASON_VERSION_MISMATCH) /* it is asked again to load */
+        m->members[slot].assigned = m->members[slot].loaded = false;
     moe_membership__keep_error(&m->members[slot], error);
     moe_membership__log(m, MOE_LOG_ERROR, MOE_EVENT_LOAD_FAILED, slot,
                         "slot %u cannot take part before the next SaveCheckpoint: %s", slot,

@@ -344,14 +344,21 @@ struct moe_status moe_worker__read_checkpoint(void *ctx, const struct moe_saved_
 {
     struct moe_worker *w = ctx;
     struct moe_train_digest digest;
-    if (w->train == NULL || w->view.epoch != 0 || !moe_train_attached(w->train))
+    if (w->train == NULL || w->view.epoch != 0)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING,
-                         "this worker takes part in a view, or has not loaded");
+                         "this worker takes part in a view, or does not train");
+    if (!moe_train_attached(w->train))
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_VERSION_MISMATCH,
+                         "this worker has not loaded");
     if (moe_train_has_ahead(w->train, state))
         return moe_ok();
     moe_train_read_digest(w->train, &digest);
-    if (digest.lineage != 0)
-        MOE_TRY(reload(w));
+    if (digest.lineage != 0) {
+        struct moe_status st = reload(w);
+        if (moe_failed(&st)) /* the trainers are gone: the coordinator asks it to load */
+            st.reason = MOE_REASON_VERSION_MISMATCH;
+        MOE_TRY(st);
+    }
     return moe_train_read_ahead(w->train, state, slot, slots);
 }
 

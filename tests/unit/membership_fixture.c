@@ -208,12 +208,17 @@ void heartbeat(uint64_t stream, uint64_t epoch)
     heartbeat_saved(stream, epoch, 0);
 }
 
-void checkpoint_read(uint64_t stream, uint32_t slot, const char *error)
+void checkpoint_read_as(uint64_t stream, uint32_t slot, struct moe_status st)
 {
-    struct moe_status st =
-        error != NULL ? moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, "%s", error) : moe_ok();
     moe_membership_on_checkpoint_read(m, now, stream, read_order[slot], &st);
     carry_out();
+}
+
+void checkpoint_read(uint64_t stream, uint32_t slot, const char *error)
+{
+    checkpoint_read_as(stream, slot,
+                       error != NULL ? moe_error(MOE_DATA_LOSS, MOE_REASON_MALFORMED, "%s", error)
+                                     : moe_ok());
 }
 
 void ready(uint64_t stream, const char *error)

@@ -57,6 +57,7 @@ void heartbeat(uint64_t stream, uint64_t epoch);
 void heartbeat_saved(uint64_t stream, uint64_t epoch, uint64_t calls);
 /* The answer to the slot's last READ_CHECKPOINT; `error` NULL: none. */
 void checkpoint_read(uint64_t stream, uint32_t slot, const char *error);
+void checkpoint_read_as(uint64_t stream, uint32_t slot, struct moe_status st);
 void ready(uint64_t stream, const char *error); /* NULL: none */
 /* Time passes in small steps, with heartbeats of the streams given. */
 void pass(uint64_t ms, uint64_t epoch, const uint64_t *streams, size_t count);

@@ -524,6 +524,60 @@ static void a_worker_that_cannot_read_is_asked_after_the_next_save(void **unused
     assert_int_equal(prepares, SLOTS);
 }
 
+static void a_read_that_is_called_off_is_ordered_again(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    uint64_t newcomer = wait_for_a_save(s);
+    both_report(s, 7);
+    checkpoint_read_as(newcomer, 2, moe_error(MOE_CANCELLED, MOE_REASON_NONE, "called off"));
+    both_report(s, 7);
+    assert_int_equal(answered_released, 0);
+    assert_int_equal(reads, 2);
+    checkpoint_read(newcomer, 2, NULL);
+    assert_int_equal(prepares, SLOTS);
+}
+
+static void a_reader_without_its_experts_loads_again(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    uint64_t newcomer = wait_for_a_save(s);
+    both_report(s, 7);
+    assert_int_equal(assigns, 0);
+    checkpoint_read_as(newcomer, 2,
+                       moe_error(MOE_DATA_LOSS, MOE_REASON_VERSION_MISMATCH, "not loaded"));
+    assert_int_equal(assigns, 1);
+    both_report(s, 7);
+    assert_false(answered_keep);
+    assert_int_equal(reads, 1);
+    loaded(newcomer);
+    both_report(s, 7);
+    both_report(s, 7);
+    assert_int_equal(reads, 2);
+    checkpoint_read(newcomer, 2, NULL);
+    assert_int_equal(prepares, SLOTS);
+}
+
+/* Another member comes back on a new stream: the view cannot grow for a moment. */
+static void a_reader_is_kept_while_a_member_reconnects(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    uint64_t newcomer = wait_for_a_save(s);
+    both_report(s, 7);
+    lose_stream(s[1]);
+    heartbeat_saved(s[0], 2, 7);
+    assert_false(answered_keep);
+    checkpoint_read(newcomer, 2, NULL);
+    assert_int_equal(prepares, 0);
+    s[1] = join(1, 11);
+    both_report(s, 7);
+    both_report(s, 7);
+    assert_int_equal(reads, 1);
+    assert_int_equal(prepares, SLOTS);
+}
+
 static void a_state_that_is_released_is_not_read_any_more(void **unused)
 {
     (void)unused;
@@ -941,6 +995,9 @@ int main(void)
         STORY(training_waits_for_a_reader_only_so_long),
         STORY(a_late_reader_joins_a_group_that_still_has_the_state),
         STORY(a_worker_that_cannot_read_is_asked_after_the_next_save),
+        STORY(a_read_that_is_called_off_is_ordered_again),
+        STORY(a_reader_without_its_experts_loads_again),
+        STORY(a_reader_is_kept_while_a_member_reconnects),
         STORY(a_state_that_is_released_is_not_read_any_more),
         STORY(a_reader_that_is_lost_holds_nothing_back),
         STORY(a_restart_finds_a_view_with_a_mask),
