@@ -63,8 +63,8 @@ static void issue_tickets(struct moe_peers *p) MOE_REQUIRES(p->lock)
     struct moe_ticket t;
     moe_sequencer_allow(p->sequencer, moe_lease_gate_held(p->config.lease),
                         moe_lease_gate_covers_group(p->config.lease));
-    if (p->config.holds_changes != NULL)
-        moe_sequencer_hold_changes(p->sequencer, p->config.holds_changes(p->config.ctx));
+    if (p->config.find_hold != NULL)
+        moe_sequencer_hold(p->sequencer, p->config.find_hold(p->config.ctx));
     while (moe_sequencer_next(p->sequencer, &t)) {
         p->ticket_ns[t.seq % TICKETS_TIMED] = moe_clock_ns();
         send_ticket(p, &t);

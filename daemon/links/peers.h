@@ -34,9 +34,9 @@ struct moe_peers_config {
     /* Of a group that trains: without a lease no ticket is issued, and none that changes anything
      * unless all members have one for long enough. NULL: none is needed. Borrowed. */
     const struct moe_lease_gate *lease;
-    /* Asked before tickets are issued: changes of training wait (moe_sequencer_hold_changes). NULL:
-     * never. Must not call back. */
-    bool (*holds_changes)(void *ctx);
+    /* Asked before tickets are issued: what of training waits (moe_sequencer_hold). NULL: nothing.
+     * Must not call back. */
+    enum moe_hold (*find_hold)(void *ctx);
     /* Of the sequencer: seconds from a ticket to the StepDone of a slot, without the time that the
      * slot had the ticket. NULL: not measured. Borrowed. */
     struct moe_histogram *ticket_seconds;

@@ -56,7 +56,8 @@ struct moe_sequencer {
     uint64_t last_training; /* seq of the last training ticket; 0 = none */
     uint64_t exclusive;     /* seq of the exclusive ticket in flight; 0 = none */
     uint64_t owed;          /* sum over keys and slots */
-    bool weight_updates_blocked, changes_held;
+    bool weight_updates_blocked;
+    enum moe_hold hold;
     size_t call_first, call_count;
     uint32_t calls_of[MOE_MAX_SLOTS]; /* in the queue */
     struct moe_ticket calls[CALLS];   /* a ring; without epoch and seq */
@@ -113,9 +114,9 @@ void moe_sequencer_block_weight_updates(struct moe_sequencer *s, bool block)
     s->weight_updates_blocked = block;
 }
 
-void moe_sequencer_hold_changes(struct moe_sequencer *s, bool hold)
+void moe_sequencer_hold(struct moe_sequencer *s, enum moe_hold hold)
 {
-    s->changes_held = hold;
+    s->hold = hold;
 }
 
 void moe_sequencer_allow(struct moe_sequencer *s, bool tickets, bool training)
@@ -314,6 +315,12 @@ static struct moe_ticket *call_at(struct moe_sequencer *s, size_t i)
     return &s->calls[(s->call_first + i) % CALLS];
 }
 
+static bool is_held(const struct moe_sequencer *s, const struct moe_step_traits *traits)
+{
+    bool all = s->holds_training || s->hold == MOE_HOLD_TRAINING;
+    return traits->is_training && (all || (s->hold == MOE_HOLD_CHANGES && !traits->is_job));
+}
+
 /* The oldest call that may come next, by its place in the queue; false when there is none. */
 static bool next_call(struct moe_sequencer *s, size_t *at)
 {
@@ -322,8 +329,7 @@ static bool next_call(struct moe_sequencer *s, size_t *at)
         const struct moe_step_traits *traits = moe_step_traits(call_at(s, *at)->kind);
         bool blocked =
             !MOE_GUARD(BLOCKED_KINDS_WAIT, !s->weight_updates_blocked || !traits->is_weight_update);
-        blocked = blocked || (s->holds_training && traits->is_training) ||
-                  (s->changes_held && traits->is_training && !traits->is_job);
+        blocked = blocked || is_held(s, traits);
         behind_blocked = behind_blocked || blocked;
         if (!blocked && (MOE_GUARD(LATER_CALLS_WAIT, !behind_blocked) || traits->passes_blocked))
             return true;

@@ -13,6 +13,7 @@
  *               have run it; slots may take long for it, and different times.
  *   Blocked     while a checkpoint is copied, calls that would change the copied state wait, and
  *               so do the calls behind them, except kinds with passes_blocked.
+ *   Held        while a process reads the state, training waits (enum moe_hold).
  *   Allowed     the caller may hold back all tickets, or those of training; they wait in order.
  *   Models      a change of models is due before all others. Work of an added model counts between
  *               its ADD_MODEL and its REMOVE_MODEL; other work of it is dropped.
@@ -65,9 +66,9 @@ void moe_sequencer_limit_f32(struct moe_sequencer *s, uint32_t max_bucket);
  * clears it. */
 void moe_sequencer_block_weight_updates(struct moe_sequencer *s, bool block);
 
-/* While `hold` is set, no ticket of training is issued but for jobs: the state that a Save has
- * written stays as it is. moe_sequencer_begin clears it. */
-void moe_sequencer_hold_changes(struct moe_sequencer *s, bool hold);
+/* No ticket of what waits is issued, so the state that a Save has written stays as it is. Kinds
+ * that are not is_training pass. moe_sequencer_begin sets MOE_HOLD_NOTHING. */
+void moe_sequencer_hold(struct moe_sequencer *s, enum moe_hold hold);
 
 /* What may be issued now: any ticket at all, and those that is_training. Both at first. It stays
  * over views: set it before moe_sequencer_next wherever a lease decides. */

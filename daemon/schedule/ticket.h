@@ -58,6 +58,13 @@ struct moe_step_traits {
 /* Numbers come from other processes: for one that is no kind, all traits are false. */
 const struct moe_step_traits *moe_step_traits(enum moe_step_kind kind);
 
+/* What of training waits while a process reads the state. */
+enum moe_hold {
+    MOE_HOLD_NOTHING,
+    MOE_HOLD_CHANGES,  /* all but jobs: one is under way, and needs its tickets */
+    MOE_HOLD_TRAINING, /* also jobs: none begins */
+};
+
 /* Work with the same key may share a step. */
 struct moe_step_key {
     uint32_t layer; /* moe_layer_key */

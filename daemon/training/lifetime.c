@@ -241,16 +241,16 @@ static bool holds_state(const struct moe_train *t) MOE_REQUIRES(t->lock)
     return t->joiner && moe_train__is_saved(t) && moe_ledger_count(t->ledger) != t->released_calls;
 }
 
-bool moe_train_holds_changes(struct moe_train *t)
+enum moe_hold moe_train_find_hold(struct moe_train *t)
 {
     if (t == NULL)
-        return false;
+        return MOE_HOLD_NOTHING;
     moe_mutex_lock(&t->lock);
     const struct moe_train_call *job = moe_train__job_call(t, 0);
     bool saves = job != NULL && job->kind == MOE_STEP_SAVE;
     bool holds = (t->joiner && saves) || holds_state(t);
     moe_mutex_unlock(&t->lock);
-    return holds;
+    return !holds ? MOE_HOLD_NOTHING : job != NULL ? MOE_HOLD_CHANGES : MOE_HOLD_TRAINING;
 }
 
 void moe_train_read_saved(struct moe_train *t, struct moe_saved_training *out)

@@ -197,7 +197,7 @@ uint32_t moe_train_read_lost(struct moe_train *t,
  * (0 = in all). Any thread. The end of the view ends it. True: that is new. */
 bool moe_train_set_joiner(struct moe_train *t, bool waits, uint64_t released_calls);
 /* `t` may be NULL. */
-bool moe_train_holds_changes(struct moe_train *t);
+enum moe_hold moe_train_find_hold(struct moe_train *t);
 /* A process waits, and changes wait, as the checkpoint that the group would go back to has its
  * present state: that state. Else `calls` is 0. `t` may be NULL. */
 void moe_train_read_saved(struct moe_train *t, struct moe_saved_training *out);

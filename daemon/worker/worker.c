@@ -69,10 +69,10 @@ static void finished(void *ctx, const struct moe_ticket *ticket, struct moe_stat
         moe_group_report_lost(w->group, ticket->epoch, lost_slots, status);
 }
 
-static bool holds_changes(void *ctx)
+static enum moe_hold find_hold(void *ctx)
 {
     struct moe_worker *w = ctx;
-    return moe_train_holds_changes(w->train);
+    return moe_train_find_hold(w->train);
 }
 
 static void run_ticket(void *ctx, const struct moe_ticket *ticket)
@@ -455,7 +455,7 @@ static struct moe_status create_peers(struct moe_worker *w)
         .eventcount = moe_engine_eventcount(w->engine),
         .lease = gate_of(w),
         .ticket_seconds = w->metrics.ticket_seconds,
-        .holds_changes = holds_changes,
+        .find_hold = find_hold,
         .run = run_ticket,
         .lost = lost,
         .ctx = w,

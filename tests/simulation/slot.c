@@ -418,7 +418,8 @@ void hold_changes(struct slot *s)
 {
     bool saves = moe_job_is_active(&s->job) && s->job.call.kind == MOE_JOB_SAVE;
     bool saved = is_saved(s) && moe_ledger_count(s->ledger) != s->released;
-    moe_sequencer_hold_changes(s->sequencer, s->joiner && (saves || saved));
+    enum moe_hold hold = moe_job_is_active(&s->job) ? MOE_HOLD_CHANGES : MOE_HOLD_TRAINING;
+    moe_sequencer_hold(s->sequencer, s->joiner && (saves || saved) ? hold : MOE_HOLD_NOTHING);
 }
 
 static void issue_tickets(struct world *w, struct slot *s)

@@ -495,19 +495,19 @@ static void changes_wait_for_a_process_that_reads(void **state)
         .lineage = 9, .weights_version = 5, .checkpoint = "c", .calls = d.calls, .joiners = 1};
     test.train->ahead = (struct moe_saved_training){.checkpoint = "c", .calls = r.calls};
     assert_ok(moe_train_adopt(test.train, &r, 0, 2, 3)); /* the state is saved */
-    assert_false(moe_train_holds_changes(test.train));
+    assert_int_equal(moe_train_find_hold(test.train), MOE_HOLD_NOTHING);
     assert_true(moe_train_set_joiner(test.train, true, 0));
-    assert_true(moe_train_holds_changes(test.train));
+    assert_int_equal(moe_train_find_hold(test.train), MOE_HOLD_TRAINING);
     moe_train_read_saved(test.train, &saved);
     assert_true(saved.calls == r.calls && saved.lineage == 9 && saved.weights_version == 5);
     assert_string_equal(saved.checkpoint, "c");
     assert_true(moe_train_set_joiner(test.train, true, r.calls));
     assert_false(moe_train_set_joiner(test.train, true, r.calls));
-    assert_false(moe_train_holds_changes(test.train));
+    assert_int_equal(moe_train_find_hold(test.train), MOE_HOLD_NOTHING);
     moe_train_read_saved(test.train, &saved);
     assert_int_equal(saved.calls, 0);
     assert_true(moe_train_set_joiner(test.train, true, r.calls + 1)); /* another state */
-    assert_true(moe_train_holds_changes(test.train));
+    assert_int_equal(moe_train_find_hold(test.train), MOE_HOLD_TRAINING);
 }
 
 #define with_copies(name) cmocka_unit_test_setup_teardown(name, open_copies, close_engine)

@@ -799,6 +799,41 @@ static void blocked_calls_and_later_ones_wait_except_kinds_that_may_pass(void **
     moe_sequencer_destroy(s);
 }
 
+/* A job that is under way goes on; once it is done, a held state stays until the hold ends. */
+static void no_job_begins_in_a_held_state(void **state)
+{
+    struct moe_ticket t;
+    (void)state;
+    struct moe_sequencer *s = begin(0x1, 16);
+    call(s, 0, MOE_STEP_SAVE, 1, 0);
+    expect(s, MOE_STEP_SAVE, 1);
+    moe_sequencer_hold(s, MOE_HOLD_CHANGES);
+    call(s, 0, MOE_STEP_BACKWARD, 2, 4);
+    call(s, 0, MOE_STEP_SAVE, 3, 0); /* a progress ticket */
+    expect(s, MOE_STEP_SAVE, 3);
+    moe_sequencer_hold(s, MOE_HOLD_TRAINING);
+    call(s, 0, MOE_STEP_SAVE, 4, 0);
+    call(s, 0, MOE_STEP_EXPORT, 5, 0);
+    call(s, 0, MOE_STEP_LOAD, 6, 0);
+    assert_false(moe_sequencer_next(s, &t));
+    call(s, 0, MOE_STEP_FORWARD_RETAIN, 7, 4);
+    expect(s, MOE_STEP_FORWARD_RETAIN, 7);
+    work(s, 0, &key_a, 3);
+    expect(s, MOE_STEP_FORWARD, 0);
+    moe_sequencer_hold(s, MOE_HOLD_NOTHING);
+    for (uint64_t number = 2; number <= 6; number += number == 2 ? 2 : 1) {
+        assert_true(moe_sequencer_next(s, &t));
+        assert_int_equal(t.descriptor.number, number);
+        done(s, 0, t.seq);
+    }
+    /* The end of the view ends the hold. */
+    moe_sequencer_hold(s, MOE_HOLD_TRAINING);
+    moe_sequencer_begin(s, 8, 0x1, 16);
+    call(s, 0, MOE_STEP_SAVE, 1, 0);
+    assert_true(moe_sequencer_next(s, &t));
+    moe_sequencer_destroy(s);
+}
+
 /* All orders of arrival of a few calls, blocked and unblocked at any time: calls that may not pass
  * keep their order, no blocked call comes during a block, and every call comes in the end. */
 static void blocked_calls_keep_their_order_and_come_in_the_end(void **state)
@@ -870,6 +905,7 @@ int main(void)
         cmocka_unit_test(an_exclusive_ticket_waits_for_work_that_waited_at_the_last_one),
         cmocka_unit_test(with_forward_work_one_training_ticket_is_in_flight_at_most),
         cmocka_unit_test(blocked_calls_and_later_ones_wait_except_kinds_that_may_pass),
+        cmocka_unit_test(no_job_begins_in_a_held_state),
         cmocka_unit_test(blocked_calls_keep_their_order_and_come_in_the_end),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
