@@ -217,7 +217,8 @@ int main(int argc, char **argv)
         {"join-wait-s", 0, MOE_OPTION_UINT, &s.join_wait_s, 1, 86400, "S",
          "In a group that trains with --replicas: seconds that training waits, after one Save, for "
          "a "
-         "worker that returns and reads the checkpoint. Forward does not wait"},
+         "worker that returns and reads the checkpoint. The time of the Save itself comes on top. "
+         "Forward does not wait"},
     };
     const struct moe_daemon daemon = {
         .name = "moe-coordinator",

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One thread that runs tasks in order. The group gives it blocking work (load, form, serve, leave),
- * so that the group's own thread never blocks. */
+/* One thread that runs tasks in order. The group gives it blocking work (load, form, read, serve,
+ * leave), so that the group's own thread never blocks. */
 #ifndef MOE_GROUP_SERIAL_EXECUTOR_H
 #define MOE_GROUP_SERIAL_EXECUTOR_H
 

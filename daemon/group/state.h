@@ -4,9 +4,9 @@
  *
  * One thread owns the state and never blocks. Every input reaches it as an event in a queue:
  * messages of the coordinator, ends of tasks, evidence of lost peers, requests to drain. The serial
- * executor runs the blocking tasks (load, form, serve, leave). `forming` and `epoch` alone say
- * which view exists. To end a view, the thread zeroes them first and then posts `leave` behind the
- * tasks that may still work on it. */
+ * executor runs the blocking tasks (load, form, read, serve, leave). `forming` and `epoch` alone
+ * say which view exists. To end a view, the thread zeroes them first and then posts `leave` behind
+ * the tasks that may still work on it. */
 #ifndef MOE_GROUP_STATE_H
 #define MOE_GROUP_STATE_H
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The life of a view: load, form, serve and leave, each a task, and the messages and events that
- * begin and end them. The coordinator alone decides membership. */
+/* The life of a view: load, form, read, serve and leave, each a task, and the messages and events
+ * that begin and end them. The coordinator alone decides membership. */
 #include "group/state.h"
 
 #include "base/clock.h"

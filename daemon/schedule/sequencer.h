@@ -13,7 +13,8 @@
  *               have run it; slots may take long for it, and different times.
  *   Blocked     while a checkpoint is copied, calls that would change the copied state wait, and
  *               so do the calls behind them, except kinds with passes_blocked.
- *   Held        while a process reads the state, training waits (enum moe_hold).
+ *   Held        while a process reads the state, training waits (enum moe_hold). Forward and
+ *               retained Forward go on, and under MOE_HOLD_CHANGES the tickets of the job, too.
  *   Allowed     the caller may hold back all tickets, or those of training; they wait in order.
  *   Models      a change of models is due before all others. Work of an added model counts between
  *               its ADD_MODEL and its REMOVE_MODEL; other work of it is dropped.

@@ -52,8 +52,9 @@ struct moe_step_traits {
     bool changes_models;   /* has no tokens; its place in the sequence decides from where on tickets
                               are of that model */
     bool swaps_placement;  /* the same for the copies of experts that steps use */
-    bool passes_blocked; /* may overtake blocked calls: it changes no training state that they use.
-                            (A Load is refused while a Save runs.) */
+    bool passes_blocked;   /* may overtake calls that are blocked or held, if it is not held itself:
+                              it changes no training state that they use. (A Load is refused while a
+                              Save runs.) */
 };
 /* Numbers come from other processes: for one that is no kind, all traits are false. */
 const struct moe_step_traits *moe_step_traits(enum moe_step_kind kind);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The worker's parts: created, connected, destroyed. Hooks of the group run on its two threads.
- * Those that change the view (load, form, serve, leave: worker_view.c) run on the serial executor
- * only, so `session` and `view` need no lock. */
+ * Those that change the view or its state (load, form, read, serve, leave: worker_view.c) run on
+ * the serial executor only, so `session` and `view` need no lock. */
 #include "worker/host.h"
 #include "worker/worker_state.h"
 

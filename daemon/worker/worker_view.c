@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Views, on the serial executor only: load weights, join and verify a session, serve, leave. See
+/* Views, on the serial executor only: load weights, join and verify a session, read a checkpoint,
+ * serve, leave. See
  * group/group.h for when. */
 #include "worker/worker_state.h"
 
