@@ -127,9 +127,11 @@ class Copies(unittest.TestCase):
         self.root = tempfile.mkdtemp(prefix="moed-copies-")
         self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
 
-    def group(self, *extra, lease_ms=3000, **options):
-        return training_group(FAMILY, 4, "--training-dir", self.root, *self.EXTRA, *extra,
-                              lease_ms=lease_ms, replicas=2, **options)
+    def group(self, *extra, lease_ms=5000, budget_ms=10000, **options):
+        """On a busy machine, too, no view ends but for a fault of the test."""
+        return training_group(FAMILY, 4, "--training-dir", self.root, "--wait-budget-ms",
+                              str(budget_ms), *self.EXTRA, *extra, lease_ms=lease_ms, replicas=2,
+                              **options)
 
     def compare(self, client, limit=LIMIT):
         """Its group's answer with that of a group without a loss."""

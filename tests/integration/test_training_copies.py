@@ -22,7 +22,7 @@ from training import Trainer, refusal
 # batch the error is 5e-3 or more.
 ROUGH_LIMIT = 1e-4
 STEPS = 16
-READ_S = 8  # more than two leases and the workers' --wait-budget-ms
+READ_S = 8  # more than a lease: Forward does not wait as long
 
 
 class Asking:

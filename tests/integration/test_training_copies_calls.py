@@ -35,7 +35,7 @@ class Cuts(Copies):
         shutil.rmtree(cls.folder, ignore_errors=True)
 
     def group(self, lease_ms=PATIENT_MS):
-        return Copies.group(self, "--wait-budget-ms", str(BUDGET_MS), lease_ms=lease_ms,
+        return Copies.group(self, lease_ms=lease_ms, budget_ms=BUDGET_MS,
                             program=self.held.worker, backend="cuda",
                             environment=self.held.environment)
 
