@@ -8,7 +8,7 @@
 
 #include <stdio.h>
 
-/* Steps of a sanitized build may take longer beside other tests. */
+/* Steps of a sanitized build may take longer while other tests run. */
 #if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__
 enum { BUDGETS_TIMES = 4 };
 #else

@@ -10,6 +10,8 @@ moe_test(test_membership SOURCES test_membership.c membership_fixture.c
   USES moe_coordinator LABELS coordinator)
 moe_test(test_membership_slots SOURCES test_membership_slots.c membership_fixture.c
   USES moe_coordinator LABELS coordinator)
+moe_test(test_membership_training SOURCES test_membership_training.c membership_fixture.c
+  USES moe_coordinator LABELS coordinator)
 moe_test(test_scale SOURCES test_scale.c USES moe_coordinator LABELS coordinator)
 moe_test(test_moved SOURCES test_moved.c USES moe_coordinator LABELS coordinator)
 foreach(part service digests streams models)

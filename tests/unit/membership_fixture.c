@@ -271,3 +271,28 @@ void serve(uint64_t s[SLOTS])
     expect_state(MOE_GROUP_SERVING);
     forget();
 }
+
+void create_with_copies(void)
+{
+    moe_membership_destroy(m);
+    replicas = 2;
+    create_for(SLOTS);
+}
+
+void lose_stream(uint64_t stream)
+{
+    moe_membership_on_stream_closed(m, now, stream);
+    carry_out();
+}
+
+void miss(uint64_t stream, uint64_t epoch, uint64_t slots)
+{
+    moe_membership_on_peer_lost(m, now, stream, epoch, slots);
+    carry_out();
+}
+
+void lose(const uint64_t s[SLOTS], uint32_t slot, uint64_t epoch)
+{
+    lose_stream(s[slot]);
+    miss(s[0], epoch, UINT64_C(1) << slot);
+}

@@ -67,4 +67,12 @@ void expect_state(enum moe_group_state want);
 void load_all(uint64_t s[SLOTS]);
 void serve(uint64_t s[SLOTS]);
 
+/* A new group, with two copies of each expert: any one slot may be lost. */
+void create_with_copies(void);
+void lose_stream(uint64_t stream);
+/* The member reports that it misses these slots. */
+void miss(uint64_t stream, uint64_t epoch, uint64_t slots);
+/* The worker of `slot` dies in the view of `epoch`, and slot 0 misses it. */
+void lose(const uint64_t s[SLOTS], uint32_t slot, uint64_t epoch);
+
 #endif
