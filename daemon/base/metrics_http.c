@@ -8,6 +8,7 @@
 #include <netdb.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/socket.h>
 
 enum {
@@ -231,7 +232,7 @@ static struct moe_status resolve(const char *listen, struct addrinfo **out)
         return bad;
     memcpy(host, listen + skip, length);
     host[length] = '\0';
-    if (strcmp(host, "localhost") == 0)
+    if (strcasecmp(host, "localhost") == 0)
         strcpy(host, "127.0.0.1");
     struct addrinfo hints = {.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV | AI_PASSIVE,
                              .ai_socktype = SOCK_STREAM};

@@ -216,8 +216,8 @@ int main(int argc, char **argv)
          "Milliseconds to form the group once all workers have loaded"},
         {"join-wait-s", 0, MOE_OPTION_UINT, &s.join_wait_s, 1, 86400, "S",
          "In a group that trains with --replicas: seconds that training waits, after one Save, for "
-         "a "
-         "worker that returns and reads the checkpoint. The time of the Save itself comes on top. "
+         "a worker that returns and reads the checkpoint. The time of the Save itself comes on "
+         "top. "
          "Forward does not wait"},
     };
     const struct moe_daemon daemon = {

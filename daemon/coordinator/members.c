@@ -714,6 +714,8 @@ struct moe_status moe_membership__register(struct moe_membership *m, uint64_t st
         reconnect(m, stream, slot, r);
         return moe_ok();
     }
+    if (m->restoring) /* the first to tell of its kind: the view that ends may be one that trains */
+        m->trains = r->trains;
     if (known)
         moe_membership__lose(m, slot, MOE_CAUSE_REPLACED, "was replaced by a new process",
                              stale_process());

@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -60,7 +61,7 @@ static struct moe_status listen_tcp(const char *address, bool insecure, struct m
     struct addrinfo hints = {.ai_flags = AI_PASSIVE | AI_NUMERICSERV, .ai_socktype = SOCK_STREAM};
     struct addrinfo *at = NULL;
     /* Without a name server: both families resolve it, and IPv4 is what clients try. */
-    const char *name = strcmp(host, "localhost") == 0 ? "127.0.0.1" : host;
+    const char *name = strcasecmp(host, "localhost") == 0 ? "127.0.0.1" : host;
     int error = getaddrinfo(name, port, &hints, &at);
     if (error != 0)
         return moe_error(MOE_UNAVAILABLE, MOE_REASON_IO, "cannot listen on %.120s: %s", address,

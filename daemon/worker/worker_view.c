@@ -360,7 +360,10 @@ struct moe_status moe_worker__read_checkpoint(void *ctx, const struct moe_saved_
             st.reason = MOE_REASON_VERSION_MISMATCH;
         MOE_TRY(st);
     }
-    return moe_train_read_ahead(w->train, state, slot, slots);
+    struct moe_status st = moe_train_read_ahead(w->train, state, slot, slots);
+    if (st.reason == MOE_REASON_VERSION_MISMATCH) /* of the checkpoint: no load helps */
+        st.reason = MOE_REASON_CONFIG_INVALID;
+    return st;
 }
 
 static struct moe_status recovery_error(const struct moe_train_digest *digests, uint64_t live,

@@ -9,7 +9,12 @@
 #include <stdio.h>
 
 /* Steps of a sanitized build may take longer while other tests run. */
-#if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__
+#ifdef __has_feature /* clang */
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define SANITIZED
+#endif
+#endif
+#if defined __SANITIZE_ADDRESS__ || defined __SANITIZE_THREAD__ || defined SANITIZED
 enum { BUDGETS_TIMES = 4 };
 #else
 enum { BUDGETS_TIMES = 1 };

@@ -328,7 +328,7 @@ class Losses(Copies):
             client.train(1)
             g.start_worker(3)
             self.join(g, client, 3, "last", epoch)
-            self.compare(client, client.ask())
+            self.compare(client)
             client.close()
 
     # ------------------------------------------------------------------- at any time

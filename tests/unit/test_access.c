@@ -415,7 +415,7 @@ static void a_file_that_could_not_be_opened_is_read_later(void **state)
     write_file(token_path, "the-old-token-of-this-group", 0600);
     struct moe_access *a = make(false, 0, true, false), *b = make(false, 0, false, true);
     write_file(rules_path, "{}", 0600);
-    write_file(token_path, "the-new-token-of-this-group", 0600);
+    write_file(token_path, "the-new-token-of-this-group-is-longer", 0600);
     assert_int_equal(setrlimit(RLIMIT_NOFILE, &none), 0);
     for (uint64_t look = 1; look <= 2; look++) {
         assert_false(moe_access_refresh(a, look));
@@ -429,7 +429,7 @@ static void a_file_that_could_not_be_opened_is_read_later(void **state)
     assert_false(moe_access_refused(a).rules);
     assert_false(moe_access_refused(b).token);
     assert_int_equal(ask(a, tls("spiffe://moed/ops"), SHUTDOWN, ""), MOE_PERMISSION_DENIED);
-    assert_int_equal(ask(b, tcp, SHUTDOWN, "the-new-token-of-this-group"), MOE_OK);
+    assert_int_equal(ask(b, tcp, SHUTDOWN, "the-new-token-of-this-group-is-longer"), MOE_OK);
     assert_int_equal(ask(b, tcp, SHUTDOWN, "the-old-token-of-this-group"), MOE_OK);
     moe_access_destroy(b);
     moe_access_destroy(a);

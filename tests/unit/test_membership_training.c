@@ -291,6 +291,31 @@ static void after_a_restart_training_waits_for_a_lease_for_its_members(void **un
     }
 }
 
+/* The same, though the first to register is the successor of one that died meanwhile. */
+static void a_successor_that_comes_first_leaves_no_member_out(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    trains = trains_with_copies = true;
+    create_with_copies();
+    serve(s);
+    moe_membership_destroy(m);
+    create_for(SLOTS);
+    s[2] = join(2, 99);
+    s[0] = join(0, 10);
+    heartbeat(s[0], 0);
+    uint64_t both[] = {s[0], s[2]};
+    pass(LEASE_MS / 4, 0, both, 2); /* they get their shares */
+    loaded(s[0]);
+    loaded(s[2]);
+    forget();
+    pass(LEASE_MS / 4, 0, both, 2);
+    assert_int_equal(prepares, 0);
+    s[1] = join(1, 11);
+    loaded(s[1]);
+    assert_int_equal(group().live & 3, 3);
+}
+
 /* The last view had no slot 1: the others do not wait for it. */
 static void after_a_restart_training_waits_for_members_only(void **unused)
 {
@@ -331,6 +356,7 @@ int main(void)
         STORY(a_state_that_is_released_is_not_read_any_more),
         STORY(a_reader_that_is_lost_holds_nothing_back),
         STORY(after_a_restart_training_waits_for_a_lease_for_its_members),
+        STORY(a_successor_that_comes_first_leaves_no_member_out),
         STORY(after_a_restart_training_waits_for_members_only),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -208,7 +208,8 @@ class TrainState:
     """The state of training, as the worker that answers knows it.
 
     lineage           number of the weights' history. A group begins with a random number; it
-                      increases when the group loads a checkpoint or goes back to one
+                      increases when the group loads a checkpoint or goes back to one. 0: the worker
+                      that answers has not joined the group's training yet
     weights_version   1 after loading the model
     steps             optimizer steps that moved parameters
     backwards         Backward calls since the last step

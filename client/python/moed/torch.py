@@ -100,6 +100,10 @@ class Session:
         with STATE_LOST or GRADIENTS_LOST. Other sessions' gradients stay in the group; until
         `zero_grad` a step with `alone` is refused. Returns moed.TrainState."""
         state = self.client.train_state()
+        if state.lineage == 0 and self.lineage:
+            raise MoeError(grpc.StatusCode.UNAVAILABLE, "REFORMING",
+                           "this worker has not joined the group's training yet: ask again later, "
+                           "or connect to another worker")
         if state.lineage != self.lineage or state.backwards < self.backwards:
             self.backwards = 0  # their gradients are lost
         self.lineage, self.optimizer = state.lineage, state.optimizer
