@@ -13,3 +13,5 @@ endforeach()
 set_tests_properties(chaos_mixed_long PROPERTIES TIMEOUT 3000)
 set_tests_properties(chaos_partition chaos_partition_long chaos_leader chaos_leader_long
   chaos_overcommit chaos_overcommit_long PROPERTIES SKIP_RETURN_CODE 77)
+# Its processes have half of the processors, and must get that.
+set_tests_properties(chaos_overcommit PROPERTIES RUN_SERIAL ON)
