@@ -7,7 +7,7 @@
 #include "group.h"
 #include "support/packed.h"
 
-enum { CASE_MAX_TOKENS = 300, CASE_MAX_EXPERTS = 64, CASE_MAX_HIDDEN = 600 };
+enum { CASE_MAX_TOKENS = 300, CASE_MAX_EXPERTS = 64, CASE_MAX_HIDDEN = 600, CASE_MAX_INNER = 128 };
 
 /* How unevenly the tokens of a case choose experts. All but CASE_PLAIN have large batches, and some
  * slots without tokens. */

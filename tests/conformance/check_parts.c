@@ -217,7 +217,7 @@ static void expect_down(const struct test_case *c, const struct expected_row *w,
                         const float *hidden, double *out, double *size)
 {
     const struct moe_layer_spec *s = &c->spec;
-    double h[128];
+    double h[CASE_MAX_INNER];
     for (uint32_t i = 0; i < s->intermediate; i++)
         h[i] = (double)hidden[i];
     moe_oracle_quantise(&s->routed_format, s->intermediate, h);

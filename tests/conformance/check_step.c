@@ -8,9 +8,11 @@
 #include "group.h"
 
 #include "base/clock.h"
+#include "moe/numbers.h"
 
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* Everything one step writes. */
 struct outcome {
@@ -384,29 +386,89 @@ static bool expect_output(struct subject *s, const struct outcome *o, double *wa
     return went_well(s, "oracle", st);
 }
 
-/* Row `row` of a matrix times x, plus the bias if there is one. */
-static double row_times(const double *w, const double *bias, size_t row, size_t n, const double *x)
+/* Row `row` of a matrix times x, plus the bias if there is one. `size`: the same of magnitudes. */
+static double row_times(const double *w, const double *bias, size_t row, size_t n, const double *x,
+                        double *size)
 {
     double sum = bias == NULL ? 0 : bias[row];
-    for (size_t i = 0; i < n; i++)
+    *size = fabs(sum);
+    for (size_t i = 0; i < n; i++) {
         sum += w[row * n + i] * x[i];
+        *size += fabs(w[row * n + i] * x[i]);
+    }
     return sum;
 }
 
-/* size [H] += `scale` * what down adds up for an expert's output, or the shared expert's with
- * expert < 0, all positive: |activation_i * weight_i| and |bias|, with the weights of the oracle.
- * x [H], weighted already where that is done to inputs. A zero expert adds |x|. */
+/* What an output is compared by. */
+struct summands {
+    double *size;   /* [H] the sum of the magnitudes that down adds up */
+    double *either; /* [H] W8A8: what hidden values change that may be rounded up or down */
+};
+
+/* One expert's activations, and how far a backend's may be off. */
+struct activations {
+    uint32_t n;
+    double value[CASE_MAX_INNER], off[CASE_MAX_INNER];
+};
+
+/* The largest change of an activation if g and u are off by dg and du. */
+static double activation_off(const struct moe_layer_spec *s, enum moe_activation act, double g,
+                             double u, double dg, double du)
+{
+    double limit = (double)s->swiglu_limit, alpha = (double)s->swiglu_alpha, off = 0;
+    double a = moe_oracle_activate(act, limit, alpha, g, u);
+    for (int corner = 0; corner < 4; corner++) {
+        double moved = moe_oracle_activate(act, limit, alpha, corner % 2 == 0 ? g - dg : g + dg,
+                                           corner / 2 == 0 ? u - du : u + du);
+        off = fmax(off, fabs(moved - a));
+    }
+    return off;
+}
+
+/* How far a backend's quantised value `i` may be from that of the oracle, because both roundings
+ * are next to each other. `scale`: that of its group; `off`: of the activation, and of the scale.
+ */
+static double rounding_step(double value, double off, double scale)
+{
+    double most = fabs(value) + off, least = fmax(fabs(value) - off, 0);
+    return scale * (double)(moe_round_to_e4m3((float)(most / scale)) -
+                            moe_round_to_e4m3((float)(least / scale)));
+}
+
+/* steps [n]: rounding_step of each value of hidden rows in W8A8. */
+static void rounding_steps(const struct moe_weight_format *f, const struct activations *a,
+                           double *steps)
+{
+    uint32_t group = moe_activation_group(f, a->n);
+    for (uint32_t first = 0; first < a->n; first += group) {
+        uint32_t end = a->n - first < group ? a->n : first + group;
+        double largest = 0, off = 0;
+        for (uint32_t i = first; i < end; i++) {
+            largest = fmax(largest, fabs(a->value[i]));
+            off = fmax(off, a->off[i]);
+        }
+        double scale =
+            (double)moe_e4m3_scale((float)largest, f->activations == MOE_ACTIVATIONS_F8_POW2);
+        for (uint32_t i = first; i < end && largest > 0; i++)
+            steps[i] = rounding_step(a->value[i],
+                                     a->off[i] + fabs(a->value[i]) * fmin(off / largest, 1), scale);
+    }
+}
+
+/* Adds `scale` * an expert's output, or the shared expert's with expert < 0, with the weights of
+ * the oracle. x [H], weighted already where that is done to inputs. A zero expert adds |x|. */
 static void add_expert_summands(struct moe_oracle_layer *o, const struct moe_layer_spec *s,
-                                int32_t expert, const double *x, double scale, double *size)
+                                int32_t expert, const double *x, double scale, struct summands *to)
 {
     bool shared = expert < 0;
     if (expert >= (int32_t)s->experts) {
         for (uint32_t h = 0; h < s->hidden; h++)
-            size[h] += scale * fabs(x[h]);
+            to->size[h] += scale * fabs(x[h]);
         return;
     }
+    const struct moe_weight_format *f = shared ? &s->shared_format : &s->routed_format;
+    bool w8a8 = f->encoding != MOE_ENC_NONE && f->activations != MOE_ACTIVATIONS_PLAIN;
     uint32_t e = shared ? 0 : (uint32_t)expert;
-    uint32_t inner = shared ? s->shared_intermediate : s->intermediate;
     enum moe_activation act = shared ? s->shared_activation : s->activation;
     const double *gate = moe_oracle_weight(o, shared ? MOE_WEIGHT_SHARED_GATE : MOE_WEIGHT_GATE, e);
     const double *up = moe_oracle_weight(o, shared ? MOE_WEIGHT_SHARED_UP : MOE_WEIGHT_UP, e);
@@ -414,19 +476,33 @@ static void add_expert_summands(struct moe_oracle_layer *o, const struct moe_lay
     const double *bias[3] = {NULL};
     for (int i = 0; i < 3 && !shared; i++)
         bias[i] = moe_oracle_weight(o, (enum moe_weight)(MOE_WEIGHT_GATE_BIAS + i), e);
-    for (uint32_t i = 0; i < inner; i++) {
-        double g = row_times(gate, bias[0], i, s->hidden, x);
-        double u = row_times(up, bias[1], i, s->hidden, x);
-        double a = moe_oracle_activate(act, (double)s->swiglu_limit, (double)s->swiglu_alpha, g, u);
-        for (uint32_t h = 0; h < s->hidden; h++)
-            size[h] += scale * fabs(a * down[(size_t)h * inner + i]);
+    struct activations a = {.n = shared ? s->shared_intermediate : s->intermediate};
+    double steps[CASE_MAX_INNER] = {0}, row[CASE_MAX_HIDDEN];
+    memcpy(row, x, s->hidden * sizeof *row);
+    moe_oracle_quantise(f, s->hidden, row);
+    for (uint32_t i = 0; i < a.n; i++) {
+        double g_size, u_size;
+        double g = row_times(gate, bias[0], i, s->hidden, row, &g_size);
+        double u = row_times(up, bias[1], i, s->hidden, row, &u_size);
+        a.value[i] =
+            moe_oracle_activate(act, (double)s->swiglu_limit, (double)s->swiglu_alpha, g, u);
+        /* Sums inside the instructions of GPUs have about 14 bits; 11 of them count here. */
+        a.off[i] = activation_off(s, act, g, u, 0x1p-11 * g_size, 0x1p-11 * u_size);
     }
+    if (w8a8)
+        rounding_steps(f, &a, steps);
+    for (uint32_t i = 0; i < a.n; i++)
+        for (uint32_t h = 0; h < s->hidden; h++) {
+            to->size[h] += scale * fabs(a.value[i] * down[(size_t)h * a.n + i]);
+            to->either[h] += scale * steps[i] * fabs(down[(size_t)h * a.n + i]);
+        }
     for (uint32_t h = 0; h < s->hidden && bias[2] != NULL; h++)
-        size[h] += scale * fabs(bias[2][h]);
+        to->size[h] += scale * fabs(bias[2][h]);
 }
 
-/* The sizes of the summands of one token's y: size [H] += ... */
-static void add_summands(struct subject *s, const struct outcome *o, uint32_t t, double *size)
+/* Adds the summands of one token's y. */
+static void add_summands(struct subject *s, const struct outcome *o, uint32_t t,
+                         struct summands *to)
 {
     const struct moe_layer_spec *spec = &s->c->spec;
     bool input = spec->weighting == MOE_WEIGHT_INPUT;
@@ -439,25 +515,35 @@ static void add_summands(struct subject *s, const struct outcome *o, uint32_t t,
         for (uint32_t h = 0; h < spec->hidden; h++)
             scaled[h] = input ? w * x[h] : x[h];
         if (o->ids[pair] >= 0)
-            add_expert_summands(s->oracle, spec, o->ids[pair], scaled, input ? 1 : fabs(w), size);
+            add_expert_summands(s->oracle, spec, o->ids[pair], scaled, input ? 1 : fabs(w), to);
     }
     if (spec->shared_intermediate != 0)
-        add_expert_summands(s->oracle, spec, -1, x, 1, size);
+        add_expert_summands(s->oracle, spec, -1, x, 1, to);
 }
 
 /* Given weights of both signs can make y as small as chance likes: the same expert with weights 0.7
- * and -0.7 leaves rounding errors alone. So can the terms of a product with few columns. */
+ * and -0.7 leaves rounding errors alone. So can the terms of a product with few columns.
+ *
+ * A hidden value of W8A8 next to a rounding boundary may go either way, by 2^-4 of itself. With few
+ * columns one such value is a large part of y. So y may be off by what those values change. */
 static double error_of_summands(struct subject *s, const struct outcome *o, const double *got,
                                 const double *want)
 {
     uint32_t hidden = s->c->spec.hidden;
     size_t n = (size_t)s->in->tokens * hidden;
-    double *size = must(n * sizeof *size);
+    double *size = must(n * sizeof *size), *either = must(n * sizeof *either);
+    double *nearest = must(n * sizeof *nearest);
     for (uint32_t t = 0; t < s->in->tokens; t++)
         if (o->state[t] == MOE_TOKEN_OK)
-            add_summands(s, o, t, size + (size_t)t * hidden);
-    double error = frobenius_of_summands(n, got, want, size);
+            add_summands(
+                s, o, t,
+                &(struct summands){size + (size_t)t * hidden, either + (size_t)t * hidden});
+    for (size_t i = 0; i < n; i++)
+        nearest[i] = fmin(fmax(got[i], want[i] - either[i]), want[i] + either[i]);
+    double error = frobenius_of_summands(n, got, nearest, size);
     free(size);
+    free(either);
+    free(nearest);
     return error;
 }
 

@@ -361,8 +361,10 @@ double error_of(struct problem *p, const struct moe_cuda_ggemm_weights *const *p
     struct moe_cuda_ggemm g = p->g;
     struct ggemm_difference d;
     g.weights = plain;
-    if (p->alike != NULL)
+    if (p->alike != NULL) {
         g.x = p->alike;
+        g.x_stride = 0;
+    }
     assert_int_equal(ggemm_reference(&g, want), 0);
     assert_int_equal(ggemm_compare(&g, want, &d), 0);
     assert_int_equal(d.stray, 0);

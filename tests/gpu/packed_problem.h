@@ -29,7 +29,7 @@ struct problem {
     const struct moe_weight_format *format;
     uint32_t start[MOE_CUDA_MAX_EXPERTS], count[MOE_CUDA_MAX_EXPERTS];
     struct moe_cuda_ggemm_weights weights, plain; /* packed; fp32 values for the reference */
-    void *owned[24];
+    void *owned[32];
     size_t owns, out_bytes;
     void *x;      /* bf16 */
     float *alike; /* W8A8: the values of quantised rows, for the reference */

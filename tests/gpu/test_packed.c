@@ -12,6 +12,7 @@
 #include "cuda/step/backend.h"
 #include "moe/backend.h"
 #include "moe/numbers.h"
+#include "moe/row_format.h"
 
 #include <cuda_runtime_api.h>
 #include <math.h>
@@ -447,6 +448,7 @@ enum { HIDDEN = 136, INNER = 72, EXPERTS = 3, ALIGN = MOE_ROW_ALIGN };
 static const struct moe_backend *const backend = &moe_backend_cuda;
 
 struct layer_case {
+    struct moe_layer_spec spec;
     struct quantised gate[EXPERTS], up[EXPERTS], down[EXPERTS];
     struct moe_layer *layer;
 };
@@ -460,7 +462,7 @@ static void upload(struct layer_case *c, struct moe_device *device,
         offset[e] = e;
     struct moe_placement placement = {
         .slots = 1, .experts = EXPERTS, .offset = offset, .slot = slot};
-    struct moe_layer_spec spec = {
+    c->spec = (struct moe_layer_spec){
         .hidden = HIDDEN,
         .intermediate = INNER,
         .experts = EXPERTS,
@@ -468,7 +470,7 @@ static void upload(struct layer_case *c, struct moe_device *device,
         .weighting = MOE_WEIGHT_OUTPUT_LATE,
         .router = {.top_k = 1, .groups = 1, .topk_group = 1, .group_best = 1, .scale = 1},
         .routed_format = *f};
-    ok(backend->layer_create(device, &spec, &placement, 0, &c->layer));
+    ok(backend->layer_create(device, &c->spec, &placement, 0, &c->layer));
     float *router = calloc(EXPERTS * HIDDEN, sizeof *router);
     assert_non_null(router);
     ok(backend->layer_upload(c->layer, MOE_WEIGHT_ROUTER, 0, MOE_DTYPE_F32, router,
@@ -506,6 +508,34 @@ static void quantise_alike(const struct moe_weight_format *f, uint32_t rows, flo
     }
 }
 
+/* Rows as the layer's dispatch brings them; `r` has tokens. Returns memory that `r` uses, or NULL.
+ */
+static void *as_dispatched(const struct layer_case *c, enum moe_dtype dtype, uint32_t rows,
+                           struct moe_rows *r)
+{
+    const struct moe_row_format row = moe_row_format(&c->spec, dtype);
+    if (!row.quantised)
+        return NULL;
+    void *quantised = device_alloc(rows * row.bytes, 0xff);
+    struct moe_cuda_quantise q = {.dtype = dtype,
+                                  .x = r->x,
+                                  .experts = EXPERTS,
+                                  .row_capacity = rows,
+                                  .columns = HIDDEN,
+                                  .start = r->start,
+                                  .count = r->count,
+                                  .whole_rows = c->spec.routed_format.block_columns == 0,
+                                  .pow2 =
+                                      c->spec.routed_format.activations == MOE_ACTIVATIONS_F8_POW2,
+                                  .quantised = quantised,
+                                  .row_bytes = (uint32_t)row.bytes};
+    ok(moe_cuda_quantise_enqueue(&q, NULL));
+    finish();
+    r->x = quantised;
+    r->quantised = true;
+    return quantised;
+}
+
 /* Relative error (Frobenius) of hidden and of out, each part with separate inputs. */
 static void check_parts(struct layer_case *c, const struct moe_weight_format *f,
                         enum moe_dtype dtype, double bound)
@@ -534,6 +564,7 @@ static void check_parts(struct layer_case *c, const struct moe_weight_format *f,
                                   ? to_device(x, (size_t)rows * HIDDEN * sizeof *x)
                                   : to_device(half, (size_t)rows * HIDDEN * sizeof *half),
                          .weight = to_device(weight, rows * sizeof *weight)};
+    void *tokens = r.x, *quantised = as_dispatched(c, dtype, rows, &r);
     float *on_device = to_device(h, (size_t)rows * INNER * sizeof *h);
     float *hidden_d = device_alloc((size_t)rows * INNER * sizeof *hidden, 0);
     float *out_d = device_alloc((size_t)rows * HIDDEN * sizeof *out, 0);
@@ -566,7 +597,8 @@ static void check_parts(struct layer_case *c, const struct moe_weight_format *f,
     printf("  %-28s %s tokens: gate and up %.2e, down %.2e\n", name_of(f),
            dtype == MOE_DTYPE_F32 ? "F32 " : "BF16", up, down);
     assert_true(up <= bound && down <= bound);
-    const void *device[] = {r.start, r.count, r.x, r.weight, on_device, hidden_d, out_d};
+    const void *device[] = {r.start,  r.count,   tokens,   quantised,
+                            r.weight, on_device, hidden_d, out_d};
     for (size_t i = 0; i < sizeof device / sizeof *device; i++)
         assert_int_equal(cudaFree((void *)device[i]), cudaSuccess);
     void *host[] = {x, h, hidden, out, half, weight};
