@@ -206,7 +206,7 @@ int main(int argc, char **argv)
         {"domain-size", 0, MOE_OPTION_UINT, &domain_size, 0, MOE_MAX_SLOTS, "N",
          "N slots each count as a host; 0 = all are on one"},
         {"shapes", 's', MOE_OPTION_STRING, &plan.shapes, 0, 0, "LIST",
-         "deepseek-v3, qwen3-30b, mixtral-8x7b, tiny, or all"},
+         "deepseek-v3, qwen3-30b, mixtral-8x7b, gpt-oss-120b, tiny, or all"},
         {"experts", 'e', MOE_OPTION_UINT, &plan.experts, 0, MOE_MAX_EXPERTS, "E",
          "experts of the layer instead of the preset's, 0 = the preset's"},
         {"like-slots", 'l', MOE_OPTION_UINT, &plan.like_slots, 0, MOE_MAX_SLOTS, "N",
@@ -220,8 +220,8 @@ int main(int argc, char **argv)
          "timed steps per line"},
         {"oracle-tokens", 'o', MOE_OPTION_UINT, &plan.oracle_tokens, 0, BENCH_SAMPLES, "M",
          "sampled tokens that slot 0 also computes in double precision, on the first line"},
-        {"weights", 0, MOE_OPTION_CHOICE, &plan.weights, 0, 0, "bf16|fp8|w8a8",
-         "experts in BF16, in FP8 blocks of 128 x 128, or those with FP8 activations"},
+        {"weights", 0, MOE_OPTION_CHOICE, &plan.weights, 0, 0, "bf16|fp8|w8a8|mxfp4",
+         "experts in BF16, in FP8 blocks of 128 x 128, those with FP8 activations, or in MXFP4"},
         {"backward", 0, MOE_OPTION_BOOL, &plan.backward, 0, 0, NULL, "backward passes as well"},
         {"json", 'j', MOE_OPTION_STRING, &plan.json, 0, 0, "FILE", "appends one object a line"},
         {"timeout", 0, MOE_OPTION_UINT, &plan.timeout_s, 1, 86400, "SECONDS", "watchdog"},
@@ -243,8 +243,7 @@ int main(int argc, char **argv)
     group_domain_size = (uint32_t)domain_size;
     size_t bytes = MOE_MAX_SLOTS * sizeof *plan.report;
     plan.report = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    const bool quantised = strcmp(plan.weights, "bf16") != 0;
-    if (plan.report == MAP_FAILED || !bench_pool_make(quantised, &plan.pool)) {
+    if (plan.report == MAP_FAILED || !bench_pool_make(plan.weights, &plan.pool)) {
         fprintf(stderr, "no memory for weights\n");
         return 1;
     }

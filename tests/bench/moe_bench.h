@@ -41,8 +41,10 @@ enum bench_routing {
  * by all slots. */
 struct bench_pool {
     const uint16_t *values;
-    const uint8_t *codes; /* the same, over BENCH_SCALE and rounded to FP8; or NULL */
     size_t count;
+    struct moe_weight_format format; /* of quantised experts; else the rest is NULL */
+    const uint8_t *codes;            /* elements: the values over BENCH_SCALE, or random ones */
+    const void *scales;              /* all the same */
 };
 #define BENCH_SCALE 0x1p-13f
 
@@ -89,7 +91,7 @@ struct bench_plan {
     const struct moe_backend *backend;
     const char *shapes, *routings; /* comma-separated names, or "all" */
     const char *json;              /* NULL: none */
-    const char *weights;           /* of experts: bf16, fp8 or w8a8 */
+    const char *weights;           /* of experts: see --weights */
     uint64_t slots;
     uint64_t experts;    /* overrides the preset's when not 0 */
     uint64_t like_slots; /* not 0: experts per slot as in a group of that many slots */
@@ -121,8 +123,8 @@ void bench_meet(struct bench *b);
 
 /* ------------------------------------------------------------------ shape */
 
-/* The pool for all presets; false without memory for it. */
-bool bench_pool_make(bool quantised, struct bench_pool *out);
+/* The pool for all presets, for these weights; false without memory for it. */
+bool bench_pool_make(const char *weights, struct bench_pool *out);
 /* Gives the experts of a spec the weights of the plan. */
 void bench_set_format(const struct bench_plan *plan, struct moe_layer_spec *spec);
 /* Whether a weight of the shape is quantised. */

@@ -10,25 +10,48 @@
 
 enum {
     POOL_VALUES = 96 << 20, /* more than the largest matrix: 14336 x 4096 */
-    BLOCK = 128,            /* rows and columns that share a scale */
-    MAX_BLOCKS = POOL_VALUES / BLOCK / BLOCK,
+    BLOCK = 128,            /* rows and columns of FP8 that share a scale */
+    MX_BLOCK = 32,          /* columns of MXFP4 that share one */
+    MX_SCALE = 127 - 7,     /* 2^-7: random values of E2M1 then have the size of the others */
+    MAX_SCALES = POOL_VALUES / MX_BLOCK,
     PINNED_BYTES = 256 << 20,
     PINNED_COPIES = 4,
 };
 
-/* The values over BENCH_SCALE, rounded to FP8. */
-static const uint8_t *quantise_pool(const uint16_t *values)
+/* The formats of --weights, besides bf16. */
+static const struct {
+    const char *name;
+    struct moe_weight_format format;
+} formats[] = {
+    {"fp8", {MOE_ENC_F8E4M3, BLOCK, BLOCK, MOE_SCALE_F32, false, false, MOE_ACTIVATIONS_PLAIN}},
+    {"w8a8", {MOE_ENC_F8E4M3, BLOCK, BLOCK, MOE_SCALE_F32, false, false, MOE_ACTIVATIONS_F8}},
+    {"mxfp4", {MOE_ENC_E2M1, 1, MX_BLOCK, MOE_SCALE_E8M0, false, false, MOE_ACTIVATIONS_PLAIN}},
+};
+
+/* Elements and scales: the values over BENCH_SCALE, rounded to FP8, or random values of E2M1. */
+static bool quantise_pool(const struct moe_weight_format *f, struct rng *r, struct bench_pool *pool)
 {
-    uint8_t *codes =
-        mmap(NULL, POOL_VALUES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    size_t scale_bytes = MAX_SCALES * sizeof(float);
+    uint8_t *codes = mmap(NULL, POOL_VALUES + scale_bytes, PROT_READ | PROT_WRITE,
+                          MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (codes == MAP_FAILED)
-        return NULL;
+        return false;
+    bool mx = f->encoding == MOE_ENC_E2M1;
     for (size_t i = 0; i < POOL_VALUES; i++)
-        codes[i] = moe_e4m3_byte(moe_round_to_e4m3(moe_bf16_to_f32(values[i]) / BENCH_SCALE));
-    return codes;
+        codes[i] =
+            mx ? (uint8_t)(rng_next(r) >> 56)
+               : moe_e4m3_byte(moe_round_to_e4m3(moe_bf16_to_f32(pool->values[i]) / BENCH_SCALE));
+    float *scales = (float *)(codes + POOL_VALUES);
+    for (size_t i = 0; i < MAX_SCALES && !mx; i++)
+        scales[i] = BENCH_SCALE;
+    if (mx)
+        memset(scales, MX_SCALE, MAX_SCALES);
+    pool->codes = codes;
+    pool->scales = scales;
+    return true;
 }
 
-bool bench_pool_make(bool quantised, struct bench_pool *out)
+bool bench_pool_make(const char *weights, struct bench_pool *out)
 {
     size_t bytes = (size_t)POOL_VALUES * sizeof(uint16_t);
     uint16_t *values = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -41,23 +64,21 @@ bool bench_pool_make(bool quantised, struct bench_pool *out)
             values[i + j] = moe_f32_to_bf16((float)(int16_t)(bits >> (16 * j)) * 0x1p-20f);
     }
     *out = (struct bench_pool){.values = values, .count = POOL_VALUES};
-    out->codes = quantised ? quantise_pool(values) : NULL;
-    return !quantised || out->codes != NULL;
+    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
+        if (strcmp(formats[i].name, weights) == 0) {
+            out->format = formats[i].format;
+            return quantise_pool(&out->format, &r, out);
+        }
+    return true;
 }
 
 void bench_set_format(const struct bench_plan *plan, struct moe_layer_spec *spec)
 {
     if (plan->pool.codes == NULL)
         return;
-    spec->routed_format = (struct moe_weight_format){
-        .encoding = MOE_ENC_F8E4M3,
-        .block_rows = BLOCK,
-        .block_columns = BLOCK,
-        .scale = MOE_SCALE_F32,
-        .activations =
-            strcmp(plan->weights, "w8a8") == 0 ? MOE_ACTIVATIONS_F8 : MOE_ACTIVATIONS_PLAIN};
+    spec->routed_format = plan->pool.format;
     if (spec->shared_intermediate != 0)
-        spec->shared_format = spec->routed_format;
+        spec->shared_format = plan->pool.format;
 }
 
 bool bench_is_quantised(const struct bench *b, enum moe_weight w)
@@ -82,11 +103,10 @@ const uint16_t *bench_weight(const struct bench *b, enum moe_weight w, uint32_t 
 
 struct moe_packed_matrix bench_matrix(const struct bench *b, enum moe_weight w, uint32_t expert)
 {
-    static float scales[MAX_BLOCKS];
-    for (size_t i = 0; scales[MAX_BLOCKS - 1] == 0 && i < MAX_BLOCKS; i++)
-        scales[i] = BENCH_SCALE;
-    return (struct moe_packed_matrix){.elements = b->plan->pool.codes + place_of(b, w, expert),
-                                      .scales = scales};
+    const struct bench_pool *pool = &b->plan->pool;
+    size_t bits = moe_encoding_traits(pool->format.encoding).bits;
+    return (struct moe_packed_matrix){.elements = pool->codes + place_of(b, w, expert) * bits / 8,
+                                      .scales = pool->scales};
 }
 
 /* A large selection bias would make some experts too popular, so it is small. */
@@ -129,7 +149,10 @@ static size_t upload_one(struct bench *b, enum moe_weight w)
 {
     size_t rows, columns, sent = 0;
     moe_weight_shape(&b->shape->spec, w, &rows, &columns);
-    size_t bytes = rows * columns * (bench_is_quantised(b, w) ? 1 : sizeof(uint16_t));
+    size_t bytes = rows * columns * sizeof(uint16_t);
+    struct moe_packed_sizes packed;
+    if (bench_is_quantised(b, w) && moe_packed_sizes(&b->plan->pool.format, rows, columns, &packed))
+        bytes = packed.elements;
     uint32_t entries = moe_weight_is_expert(w) ? b->shape->spec.experts : 1;
     for (uint32_t e = 0; e < entries && rows > 0; e++) {
         if (moe_weight_is_expert(w) && b->homes.slot[e] != b->member->slot)

@@ -21,6 +21,14 @@ const struct bench_shape bench_shapes[] = {
     {"qwen3-30b", {.hidden = 2048, .experts = 128, .intermediate = 768, .router = PLAIN_ROUTER(8)}},
     {"mixtral-8x7b",
      {.hidden = 4096, .experts = 8, .intermediate = 14336, .router = PLAIN_ROUTER(2)}},
+    {"gpt-oss-120b", /* without its biases */
+     {.hidden = 2880,
+      .experts = 128,
+      .intermediate = 2880,
+      .activation = MOE_ACT_SWIGLU_OAI,
+      .swiglu_limit = 7,
+      .swiglu_alpha = 1.702f,
+      .router = PLAIN_ROUTER(4)}},
     {"tiny", /* to test the benchmark itself */
      {.hidden = 64,
       .experts = 16,
