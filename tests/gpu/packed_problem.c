@@ -272,6 +272,8 @@ void quantise_rows(struct problem *p)
                                   .pow2 = p->format->activations == MOE_ACTIVATIONS_F8_POW2,
                                   .quantised = buffer};
     g->x = buffer;
+    g->x_stride = 0;
+    g->x_scales = NULL;
     if (random_below(2) == 0)
         quantise_as_they_travel(p, q);
     else
