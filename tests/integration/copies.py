@@ -80,6 +80,10 @@ class Client(Trainer):
         return wire.train(self.channel, "SaveCheckpoint", training.SaveCheckpointRequest(
             step_id=step, name=name, lineage=self.lineage), 60)
 
+    def load(self, name, step):
+        return wire.train(self.channel, "LoadCheckpoint", training.LoadCheckpointRequest(
+            step_id=step, name=name, lineage=self.lineage), 60)
+
     def zero_grad(self, step):
         return self.call("ZeroGrad", training.ZeroGradRequest(step_id=step, lineage=self.lineage))
 
@@ -127,11 +131,11 @@ class Copies(unittest.TestCase):
         self.root = tempfile.mkdtemp(prefix="moed-copies-")
         self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
 
-    def group(self, *extra, lease_ms=5000, budget_ms=10000, **options):
+    def group(self, *extra, workers=4, replicas=2, lease_ms=5000, budget_ms=10000, **options):
         """On a busy machine, too, no view ends but for a fault of the test."""
-        return training_group(FAMILY, 4, "--training-dir", self.root, "--wait-budget-ms",
-                              str(budget_ms), *self.EXTRA, *extra, lease_ms=lease_ms, replicas=2,
-                              **options)
+        return training_group(FAMILY, workers, "--training-dir", self.root, "--wait-budget-ms",
+                              str(budget_ms), *self.EXTRA, *extra, lease_ms=lease_ms,
+                              replicas=replicas, **options)
 
     def compare(self, client, limit=LIMIT):
         """Its group's answer with that of a group without a loss."""

@@ -13,8 +13,9 @@
  *   exchange   no exchange begins
  *   exchanged  an exchange has ended here, and its call does not return
  *   missed     as exchanged; then the call fails, as if the last message had not come
+ *   take       no tensor of a checkpoint is taken
  *
- * Any other word, or no file: nothing is. Where one of the last six holds a call, it makes a file
+ * Any other word, or no file: nothing is. Where one of the last seven holds a call, it makes a file
  * with ".PID.at", so that a test can wait for that. */
 #include "moe/backend_module.h"
 #include "moe/training.h"
@@ -133,6 +134,13 @@ static struct moe_status optimizer_step(struct moe_session *s, struct moe_traine
     return st;
 }
 
+static struct moe_status trainer_write(struct moe_trainer *trainer, const struct moe_train_key *key,
+                                       const float *data, size_t bytes)
+{
+    (void)hold("take");
+    return moe_backend_cpu.training->trainer_write(trainer, key, data, bytes);
+}
+
 const struct moe_backend_module *moe_backend_module(void)
 {
     static struct moe_training training;
@@ -141,6 +149,7 @@ const struct moe_backend_module *moe_backend_module(void)
     training = *moe_backend_cpu.training;
     training.backward_enqueue = backward_enqueue;
     training.optimizer_step = optimizer_step;
+    training.trainer_write = trainer_write;
     backend = moe_backend_cpu;
     backend.training = &training;
     backend.session_exchange = session_exchange;
