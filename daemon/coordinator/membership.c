@@ -487,10 +487,31 @@ static void miss(struct moe_membership *m, uint64_t slots)
     }
 }
 
-/* With replicas, views form without these slots for a while. */
+/* In a group that trains, a member that is left out loses its state, and peers also miss one that
+ * has only left the view. So one that is connected, and answers PREPARE, takes part in the next
+ * attempt: without an answer it is left out. So it is if it is missed again before a view has
+ * lasted. */
+static uint64_t find_trusted(const struct moe_membership *m, uint64_t slots)
+{
+    uint64_t trusted = 0;
+    for (uint32_t s = 0; m->trains && s < m->config.slots; s++) {
+        const struct member *member = &m->members[s];
+        bool answers = member->stream != 0 && member->last.round_trip_ns != 0;
+        trusted |= (uint64_t)(answers && member->strikes == 0) << s & slots;
+    }
+    return trusted;
+}
+
+/* With replicas, views form without these slots for a while, unless they are trusted. */
 static void suspect(struct moe_membership *m, uint64_t slots)
 {
-    moe_membership__exclude(m, slots);
+    bool may_trust = moe_membership__may_shrink(m) && m->attempts + 1 < m->config.attempts_max;
+    uint64_t trusted = may_trust ? find_trusted(m, slots) : 0;
+    moe_membership__exclude(m, slots & ~trusted);
+    m->shrinks = m->shrinks || trusted != 0;
+    m->attempts += trusted != 0 && m->view_epoch != 0; /* the next one is at once, and counts */
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        m->members[s].strikes += (trusted >> s & 1) != 0;
     if (m->shrinks)
         m->suspects |= slots;
 }
@@ -539,7 +560,8 @@ static void receive_another_report(struct moe_membership *m, uint32_t slot, uint
     if (slots == 0)
         return;
     suspect(m, slots);
-    bool forms_with = m->phase != PHASE_IDLE && (m->live & slots) != 0;
+    uint64_t left_out = slots & ~moe_membership__able_slots(m);
+    bool forms_with = m->phase != PHASE_IDLE && (m->live & left_out) != 0;
     moe_membership__list_slots(missed, slots);
     snprintf(why, sizeof why, "slot %u got no answer from %s", slot, missed);
     if (m->shrinks && m->phase == PHASE_IDLE)
