@@ -479,7 +479,11 @@ uint64_t moe_membership__newcomers(const struct moe_membership *m)
 {
     uint64_t able = moe_membership__able_slots(m);
     bool wait = m->trains && m->view_epoch != 0 && may_grow(m, able) && m->now_ns >= m->next_try_ns;
-    return wait ? able & ~m->view_live : 0;
+    uint64_t newcomers = wait ? able & ~m->view_live : 0;
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        if (!moe_membership__may_read(m, s))
+            newcomers &= ~(UINT64_C(1) << s);
+    return newcomers;
 }
 
 static void ask_newcomers(struct moe_membership *m)
@@ -606,6 +610,7 @@ static void commit(struct moe_membership *m)
         a->epoch = m->view_epoch;
         m->members[s].error = moe_ok();
         m->members[s].missed = false;
+        m->members[s].read_failures = 0;
     }
     moe_membership__forget_readers(m, m->view_live);
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_SERVING, MOE_MEMBERSHIP_NO_SLOT,

@@ -11,6 +11,8 @@
 #include <stdio.h>
 #include <string.h>
 
+enum { READ_FAILURES_MAX = 3 };
+
 /* ------------------------------------------------------------------ slots */
 
 bool moe_membership__find_stream(const struct moe_membership *m, uint64_t stream, uint32_t *slot)
@@ -459,7 +461,9 @@ static void reconnect(struct moe_membership *m, uint64_t stream, uint32_t slot,
         member->assigned = (member->loaded || member->load_failed) && member->order == 0;
     member->order = 0;
     m->next.asked &= m->next.loaded | ~(UINT64_C(1) << slot);
+    uint64_t again = (m->join.asked | m->join.read | m->join.again) & UINT64_C(1) << slot;
     moe_membership__forget_readers(m, UINT64_C(1) << slot);
+    m->join.again |= again;
     moe_membership__learn_session(m, slot, r);
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_RECONNECTED, slot, "%s", why);
     confirm(m, slot);
@@ -479,6 +483,7 @@ void moe_membership__forget_readers(struct moe_membership *m, uint64_t slots)
     m->join.awaited &= ~slots;
     m->join.read &= ~slots;
     m->join.failed &= ~slots;
+    m->join.again &= ~slots;
 }
 
 /* Training waits for them in the state `state`, from now on. */
@@ -487,7 +492,7 @@ static void begin_reading(struct moe_membership *m, const struct moe_saved_train
     m->join.state = *state;
     m->join.first_order = m->last_order + 1;
     m->join.deadline_ns = m->now_ns + m->config.read_ns;
-    m->join.awaited = m->join.read = m->join.failed = 0;
+    m->join.awaited = m->join.read = m->join.failed = m->join.again = 0;
 }
 
 static void order_to_read(struct moe_membership *m, uint32_t slot)
@@ -497,11 +502,29 @@ static void order_to_read(struct moe_membership *m, uint32_t slot)
         return;
     a->order = m->members[slot].read_order = ++m->last_order;
     m->join.asked |= UINT64_C(1) << slot;
+    m->join.again &= ~(UINT64_C(1) << slot);
+}
+
+static void order_and_await(struct moe_membership *m, uint32_t slot)
+{
+    order_to_read(m, slot);
+    if ((m->join.asked >> slot & 1) == 0)
+        return;
     m->join.awaited |= UINT64_C(1) << slot;
     moe_membership__log(m, MOE_LOG_INFO, MOE_EVENT_JOINED, slot,
                         "slot %u reads checkpoint %s; training waits meanwhile, for %" PRIu64
                         " s at most",
                         slot, m->join.state.checkpoint, m->config.read_ns / MOE_NS_PER_S);
+}
+
+/* They were late, or have read the state, and their answers may be lost with the old stream.
+ * Without a wait: a worker that has read the state answers at once. */
+static void order_again(struct moe_membership *m, uint64_t newcomers)
+{
+    uint64_t slots = newcomers & m->join.again & ~m->join.asked & ~m->join.read & ~m->join.failed;
+    for (uint32_t s = 0; s < m->config.slots; s++)
+        if ((slots >> s & 1) != 0)
+            order_to_read(m, s);
 }
 
 /* Training goes on without those that have not read the state yet. */
@@ -541,13 +564,36 @@ void moe_membership__ask_to_read(struct moe_membership *m, uint64_t newcomers,
     if (m->join.state.calls == 0)
         return;
     if (m->now_ns >= m->join.deadline_ns) {
+        order_again(m, newcomers);
         end_reading(m, newcomers);
         return;
     }
     uint64_t able = newcomers & ~m->join.asked & ~m->join.read & ~m->join.failed;
     for (uint32_t s = 0; state != NULL && all && s < m->config.slots; s++)
         if ((able >> s & 1) != 0)
-            order_to_read(m, s);
+            order_and_await(m, s);
+}
+
+/* Training waits for it in each Save, but not for ever. */
+static void count_failure(struct moe_membership *m, uint32_t slot, const struct moe_status *error)
+{
+    struct member *member = &m->members[slot];
+    struct moe_status last =
+        moe_error(error->code, error->reason,
+                  "%d checkpoints in a row were not read, and training waits for this worker no "
+                  "more; mend the cause and restart it: %s",
+                  READ_FAILURES_MAX, error->text);
+    member->read_failures++;
+    moe_membership__keep_error(member, moe_membership__may_read(m, slot) ? error : &last);
+    moe_membership__log(m, MOE_LOG_ERROR, MOE_EVENT_LOAD_FAILED, slot,
+                        "slot %u cannot take part before %s: %s", slot,
+                        moe_membership__may_read(m, slot) ? "the next SaveCheckpoint" : "a restart",
+                        member->error.text);
+}
+
+bool moe_membership__may_read(const struct moe_membership *m, uint32_t slot)
+{
+    return m->members[slot].read_failures < READ_FAILURES_MAX;
 }
 
 void moe_membership__checkpoint_read(struct moe_membership *m, uint32_t slot, uint64_t order,
@@ -561,6 +607,7 @@ void moe_membership__checkpoint_read(struct moe_membership *m, uint32_t slot, ui
     bool present = MOE_GUARD(READ_IS_OF_THIS_STATE, order >= m->join.first_order);
     if (error->code == MOE_OK) {
         m->join.read |= present ? bit : 0;
+        m->members[slot].read_failures = 0;
         return;
     }
     if (error->code == MOE_CANCELLED) /* for a view, or a load: it is asked again */
@@ -568,10 +615,8 @@ void moe_membership__checkpoint_read(struct moe_membership *m, uint32_t slot, ui
     m->join.failed |= present ? bit : 0;
     if (error->reason == MOE_REASON_VERSION_MISMATCH) /* it is asked again to load */
         m->members[slot].assigned = m->members[slot].loaded = false;
-    moe_membership__keep_error(&m->members[slot], error);
-    moe_membership__log(m, MOE_LOG_ERROR, MOE_EVENT_LOAD_FAILED, slot,
-                        "slot %u cannot take part before the next SaveCheckpoint: %s", slot,
-                        error->text);
+    if (present)
+        count_failure(m, slot, error);
 }
 
 uint64_t moe_membership__find_readers(const struct moe_membership *m, uint64_t newcomers,

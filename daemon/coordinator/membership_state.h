@@ -39,7 +39,8 @@ struct member {
     bool assigned;  /* ASSIGN was sent to this process */
     uint64_t order; /* of the last one, while it is not answered; 0 = it is. `loaded` may still be
                        true from before */
-    uint64_t read_order; /* of the last READ_CHECKPOINT */
+    uint64_t read_order;    /* of the last READ_CHECKPOINT */
+    uint32_t read_failures; /* in a row, of this process */
     bool loaded;
     bool load_failed;    /* this process cannot take part; see `error` */
     bool draining;       /* DRAIN was sent */
@@ -102,6 +103,7 @@ struct moe_membership {
         uint64_t asked;        /* slots that have not answered their last order, of any state */
         uint64_t awaited;      /* those of them for which training waits */
         uint64_t read, failed; /* slots that have read `state`; that have not, and will not */
+        uint64_t again;        /* slots that were asked, or had read, and have reconnected since */
     } join;
 
     /* Processes that have taken a slot, oldest first; a ring. Only the latest process of a worker
@@ -270,6 +272,8 @@ uint64_t moe_membership__free_to_read(const struct moe_membership *m, uint64_t n
 uint64_t moe_membership__released_calls(const struct moe_membership *m, uint64_t newcomers);
 void moe_membership__checkpoint_read(struct moe_membership *m, uint32_t slot, uint64_t order,
                                      const struct moe_status *error);
+/* False once it has failed too often, until a new process has the slot. */
+bool moe_membership__may_read(const struct moe_membership *m, uint32_t slot);
 /* These slots join a view, or their processes are lost or connect again. */
 void moe_membership__forget_readers(struct moe_membership *m, uint64_t slots);
 

@@ -219,6 +219,71 @@ static void a_reader_is_kept_while_a_member_reconnects(void **unused)
     assert_int_equal(prepares, SLOTS);
 }
 
+/* It answers on the stream that is lost, or not at all. Training does not wait again. */
+static void a_late_reader_that_reconnects_is_asked_again(void **unused)
+{
+    (void)unused;
+    for (int read = 0; read < 2; read++) {
+        uint64_t s[SLOTS];
+        uint64_t newcomer = wait_for_a_save(s);
+        both_report(s, 7);
+        for (uint64_t t = 0; t < READ_MS; t += 500) {
+            pass(500, 0, &newcomer, 1);
+            both_report(s, 7);
+        }
+        both_report(s, 7);
+        assert_false(answered_keep);
+        if (read)
+            checkpoint_read(newcomer, 2, NULL); /* and both members have let go of the state */
+        assert_int_equal(reads, 1);
+        lose_stream(newcomer);
+        newcomer = join(2, 99);
+        heartbeat(s[0], 2);
+        heartbeat(s[1], 2);
+        assert_int_equal(reads, 2);
+        assert_false(answered_keep);
+        checkpoint_read(newcomer, 2, NULL);
+        heartbeat(s[0], 2);
+        assert_true(answered_keep);
+        assert_int_equal(prepares, 0);
+        both_report(s, 7); /* the group still has it */
+        assert_int_equal(prepares, SLOTS);
+        assert_int_equal(reads, 2);
+        teardown(NULL);
+        setup(NULL);
+    }
+}
+
+/* Each Save makes training wait for it. */
+static void a_worker_that_never_can_read_is_given_up(void **unused)
+{
+    (void)unused;
+    uint64_t s[SLOTS];
+    uint64_t newcomer = wait_for_a_save(s);
+    struct moe_membership_worker w;
+    for (uint64_t calls = 7; calls < 13; calls++) {
+        both_report(s, calls);
+        if (reads == calls - 6)
+            checkpoint_read(newcomer, 2, "a file is damaged");
+    }
+    assert_int_equal(reads, 3);
+    assert_false(answered_keep);
+    assert_true(moe_membership_worker(m, 2, &w));
+    assert_non_null(strstr(w.error->text, "restart it: a file is damaged"));
+    lose_stream(newcomer);
+    newcomer = join(2, 99); /* the same process */
+    both_report(s, 13);
+    assert_false(answered_keep);
+    newcomer = replace(newcomer, 2, 100);
+    loaded(newcomer);
+    heartbeat(s[0], 2);
+    assert_true(answered_keep);
+    both_report(s, 14);
+    assert_int_equal(reads, 4);
+    checkpoint_read(newcomer, 2, NULL);
+    assert_int_equal(prepares, SLOTS);
+}
+
 static void a_state_that_is_released_is_not_read_any_more(void **unused)
 {
     (void)unused;
@@ -422,6 +487,8 @@ int main(void)
         STORY(a_read_that_is_called_off_is_ordered_again),
         STORY(a_reader_without_its_experts_loads_again),
         STORY(a_reader_is_kept_while_a_member_reconnects),
+        STORY(a_late_reader_that_reconnects_is_asked_again),
+        STORY(a_worker_that_never_can_read_is_given_up),
         STORY(a_state_that_is_released_is_not_read_any_more),
         STORY(a_reader_that_is_lost_holds_nothing_back),
         STORY(after_a_restart_training_waits_for_a_lease_for_its_members),
