@@ -45,7 +45,7 @@ struct up {
     const struct moectl_command *command;
     struct moectl_common common;
     const char *model, *backend, *transport, *log_level, *worker_config, *rebalance;
-    uint64_t workers, max_workers, replicas, spare, every_s, min_gain;
+    uint64_t workers, max_workers, replicas, spare, every_s, min_gain, join_wait_s;
     uint64_t port, metrics_port, threads, drain_s;
     bool partial; /* views may lack experts */
     bool detach, restart;
@@ -128,7 +128,7 @@ static struct moe_status start_coordinator(struct up *u)
 {
     char listen[ARGUMENT_MAX], control[ARGUMENT_MAX], metrics[ARGUMENT_MAX], workers[ARGUMENT_MAX],
         most[ARGUMENT_MAX], replicas[ARGUMENT_MAX], spare[ARGUMENT_MAX], every[ARGUMENT_MAX],
-        gain[ARGUMENT_MAX], state[MOECTL_PATH_MAX], log[MOECTL_PATH_MAX];
+        gain[ARGUMENT_MAX], join_wait[ARGUMENT_MAX], state[MOECTL_PATH_MAX], log[MOECTL_PATH_MAX];
     MOE_TRY(log_path(u, "coordinator", log));
     listen_address(u, u->workers, listen);
     listen_address(u, u->workers + 1, control);
@@ -137,6 +137,7 @@ static struct moe_status start_coordinator(struct up *u)
     snprintf(most, sizeof most, "%" PRIu64, u->max_workers);
     snprintf(every, sizeof every, "%" PRIu64, u->every_s);
     snprintf(gain, sizeof gain, "%" PRIu64, u->min_gain);
+    snprintf(join_wait, sizeof join_wait, "%" PRIu64, u->join_wait_s);
     snprintf(replicas, sizeof replicas, "%" PRIu64, u->replicas);
     snprintf(spare, sizeof spare, "%" PRIu64, u->spare);
     if (snprintf(state, sizeof state, "%s/coordinator", u->state_path) >= (int)sizeof state)
@@ -150,7 +151,7 @@ static struct moe_status start_coordinator(struct up *u)
         (unlink(record) != 0 && errno != ENOENT))
         return moe_error(MOE_PERMISSION_DENIED, MOE_REASON_IO, "cannot remove %s/model.digests",
                          state);
-    enum { FIXED = 19 };
+    enum { FIXED = 21 };
     const char *argv[FIXED + 11 + 2 * TRUST_FILES + 1] = {u->coordinator_program,
                                                           "--listen",
                                                           listen,
@@ -162,6 +163,8 @@ static struct moe_status start_coordinator(struct up *u)
                                                           replicas,
                                                           "--spare-experts",
                                                           spare,
+                                                          "--join-wait-s",
+                                                          join_wait,
                                                           "--state-dir",
                                                           state,
                                                           "--ready-fd",
@@ -579,6 +582,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         .rebalance = "off",
         .every_s = 60,
         .min_gain = 10,
+        .join_wait_s = 300,
         .workers = 1,
         .replicas = 1,
         .port = 7600,
@@ -607,6 +611,9 @@ static int run(const struct moectl_command *self, int argc, char **argv)
         {"min-gain", 0, MOE_OPTION_UINT, &u.min_gain, 1, 100, "PERCENT",
          "with --rebalance auto: experts move once, in three looks in a row, the busiest worker "
          "would get at least this many percent fewer rows"},
+        {"join-wait-s", 0, MOE_OPTION_UINT, &u.join_wait_s, 1, 86400, "S",
+         "in a group that trains with --replicas: seconds that training waits, after one Save, for "
+         "a worker that returns (see moe-coordinator --help)"},
         {"partial-views", 0, MOE_OPTION_BOOL, &u.partial, 0, 0, NULL,
          "serve on also without the experts of lost workers (see moe-coordinator --help)"},
         {"backend", 0, MOE_OPTION_STRING, &u.backend, 0, 0, "NAME",
