@@ -100,11 +100,11 @@ struct watched {
 };
 
 /* The first entry is the coordinator. A worker that is at a loopback address of another host is
- * left out: that address leads to a daemon of this host. */
+ * left out, and counted: that address leads to a daemon of this host. */
 static size_t list_watched(struct moectl_link *link, const Moe__V1__GetStatusResponse *s,
-                           struct watched all[MOE_MAX_SLOTS + 1])
+                           struct watched all[MOE_MAX_SLOTS + 1], size_t *unseen)
 {
-    size_t count = 0;
+    size_t count = *unseen = 0;
     all[count++] = (struct watched){moectl_link_endpoint(link), NULL, false};
     for (size_t i = 0; i < s->n_workers && count <= MOE_MAX_SLOTS; i++) {
         const Moe__V1__WorkerStatus *w = s->workers[i];
@@ -114,9 +114,10 @@ static size_t list_watched(struct moectl_link *link, const Moe__V1__GetStatusRes
                        "its process lives, it keeps running",
                        w->slot, w->worker_id);
         else if (!is_gone(w) && moe_failed(&st))
-            moectl_say("this does not wait for the end of slot %u: %s", w->slot, st.text);
+            moectl_say("this cannot see the end of slot %u: %s", w->slot, st.text);
         else if (!is_gone(w))
             all[count++] = (struct watched){w->endpoint, w, false};
+        *unseen += w->endpoint[0] != '\0' && !is_gone(w) && moe_failed(&st);
     }
     return count;
 }
@@ -168,7 +169,7 @@ static struct moe_status end_by_endpoint(const struct down *d, struct moectl_lin
 {
     struct watched all[MOE_MAX_SLOTS + 1];
     MOE_TRY(await_members(link, deadline_ns, status));
-    size_t count = list_watched(link, *status, all);
+    size_t unseen, count = list_watched(link, *status, all, &unseen);
     for (size_t i = 1; i < count; i++)
         if (moectl_train_report_unsaved(all[i].endpoint, moectl_share(deadline_ns, count - i + 1)))
             break;
@@ -178,7 +179,13 @@ static struct moe_status end_by_endpoint(const struct down *d, struct moectl_lin
         moectl_say("the connection ended before the answer; waiting until no daemon answers");
     else
         MOE_TRY(st);
-    return wait_silent(all, count, deadline_ns);
+    MOE_TRY(wait_silent(all, count, deadline_ns));
+    if (unseen == 0)
+        return moe_ok();
+    return moe_error(MOE_UNKNOWN, MOE_REASON_NONE,
+                     "the coordinator has ended, as its workers had left the group; whether the "
+                     "processes of %zu of them have ended cannot be seen from here",
+                     unseen);
 }
 
 static struct moe_status down_by_endpoint(const struct down *d, uint64_t deadline_ns)

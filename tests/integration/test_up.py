@@ -20,8 +20,9 @@ import numpy as np
 
 from commands import (CONFLICT, FAILED, FAMILY, NOT_FOUND, OK, PERMISSION, UNREACHABLE, USAGE,
                       folder, is_alive, is_pending, listens, run)
-from group import (MOECTL, Group, freeze, golden_cases, main, model_directory, moectl,
+from group import (BACKEND, MOECTL, Group, freeze, golden_cases, main, model_directory, moectl,
                    relative_error, wait_until)
+from training import COORDINATOR, WORKER, start
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
 from certificates import Certificates  # noqa: E402
@@ -38,10 +39,14 @@ class UpAndDown(unittest.TestCase):
 
     def test_one_group_per_state_directory(self):
         with folder() as state:
-            first = self.up(state, "--detach", "-o", "json")
+            first = self.up(state, "--detach", "-o", "json", "--join-wait-s", "7")
             self.assertEqual(first.returncode, OK, first.stderr)
             document = json.loads(first.stdout)
             self.assertEqual(document["kind"], "StartedGroup")
+            with open(os.path.join(state, "group.json"), encoding="utf8") as file:
+                coordinator = json.load(file)["processes"][0]
+            with open("/proc/%d/cmdline" % coordinator["pid"], encoding="utf8") as file:
+                self.assertIn("\0--join-wait-s\0007\0", file.read())
             self.assertEqual(len(document["workers"]), 2)
             self.assertEqual(document["endpoint"], document["workers"][0])
             self.assertEqual(self.up(state).returncode, CONFLICT)
@@ -647,6 +652,25 @@ class UpAndDown(unittest.TestCase):
                     byhand.kill()
                     byhand.wait()
                 run("down", "--force", *here)
+
+    def test_down_does_not_say_that_processes_have_ended_that_it_cannot_see(self):
+        """A name for loopback addresses only is one of this host, and so are its workers."""
+        name = socket.gethostname()
+        found = [a[4][0] for a in socket.getaddrinfo(name, 1, type=socket.SOCK_STREAM)]
+        own = all(address.startswith("127.") or address == "::1" for address in found)
+        for host, code in (("0.0.0.0", FAILED), (name, OK if own else FAILED)):
+            with self.subTest(host=host), folder() as state:
+                coordinator, address = start(COORDINATOR, "--listen", "0.0.0.0:0", "--insecure",
+                                             "--workers", "1", "--state-dir", state)
+                port = address.rpartition(":")[2]
+                worker, _ = start(WORKER, "--model", model_directory(FAMILY), "--backend", BACKEND,
+                                  "--threads", "1", "--coordinator", "127.0.0.1:" + port)
+                moectl("wait", "--endpoint", "127.0.0.1:" + port)
+                done = run("down", "--endpoint", "%s:%s" % (host, port))
+                print(done.stderr)
+                self.assertEqual(done.returncode, code)
+                self.assertEqual("cannot be seen from here" in done.stderr, code != OK)
+                self.assertEqual((worker.wait(), coordinator.wait()), (0, 0))
 
     def test_down_at_its_time_limit_names_daemons_that_still_run(self):
         with folder() as state:

@@ -6,6 +6,8 @@
 #include "daemon/endpoint.h"
 #include "rpc/client.h"
 
+#include <netdb.h>
+#include <netinet/in.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -45,13 +47,41 @@ struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **ou
     return st;
 }
 
+static bool is_loopback(const struct sockaddr *address)
+{
+    const struct sockaddr_in *v4 = (const void *)address;
+    const struct sockaddr_in6 *v6 = (const void *)address;
+    if (address->sa_family == AF_INET)
+        return ntohl(v4->sin_addr.s_addr) >> 24 == IN_LOOPBACKNET;
+    return address->sa_family == AF_INET6 && IN6_IS_ADDR_LOOPBACK(&v6->sin6_addr);
+}
+
+/* Its host is a loopback address, or a name for nothing else: often that of this host. */
+static bool is_here(const char *endpoint)
+{
+    const struct addrinfo hints = {.ai_socktype = SOCK_STREAM};
+    struct addrinfo *found = NULL;
+    char host[MOECTL_ENDPOINT_MAX];
+    struct moe_status st = moe_endpoint_check_loopback(endpoint);
+    if (!moe_failed(&st))
+        return true;
+    if (moe_endpoint_is_wildcard(endpoint) ||
+        moe_endpoint_split(endpoint, host, sizeof host) == NULL ||
+        getaddrinfo(host, NULL, &hints, &found) != 0)
+        return false;
+    bool here = true;
+    for (const struct addrinfo *a = found; a != NULL; a = a->ai_next)
+        here = here && is_loopback(a->ai_addr);
+    freeaddrinfo(found);
+    return here;
+}
+
 /* A daemon of another host cannot mean a loopback address of this one: another group may be there.
  * A wildcard leads to this host, too. */
 static bool names_own_host(const char *by, const char *named)
 {
-    struct moe_status here = moe_endpoint_check_loopback(by);
     struct moe_status there = moe_endpoint_check_loopback(named);
-    return moe_failed(&here) && (!moe_failed(&there) || moe_endpoint_is_wildcard(named));
+    return (!moe_failed(&there) || moe_endpoint_is_wildcard(named)) && !is_here(by);
 }
 
 struct moe_status moectl_link_check_worker(const char *by, const char *worker)

@@ -12,7 +12,8 @@ struct moectl_link;
 
 struct moe_status moectl_link_open(const char *endpoint, struct moectl_link **out) MOE_CHECKED;
 /* To a worker that the daemon at `by` lists. Errors: also INVALID_ARGUMENT if the worker is at a
- * loopback address and `by` is not: such an address is one of the daemon's host. */
+ * loopback address and `by` is not, nor a name for loopback addresses only: such an address is one
+ * of the daemon's host. */
 struct moe_status moectl_link_open_worker(const char *by, const char *worker,
                                           struct moectl_link **out) MOE_CHECKED;
 /* Only checks that. */
