@@ -97,18 +97,8 @@ static struct moe_status run_begun(struct moe_train *t, const struct moe_train_r
         moe_mutex_unlock(&t->lock);
         moe_train__log_stepped(t, t->begun.id, begun_ns, r->change.outcome.nonfinite);
         return moe_ok();
-    case MOE_STEP_ZERO_GRAD:
-        MOE_TRY(moe_train__zero_grad(t));
-        moe_mutex_lock(&t->lock);
-        moe_train__drop_gradients(t);
-        moe_mutex_unlock(&t->lock);
-        return moe_ok();
-    default:
-        MOE_TRY(moe_train__set_frozen(t, t->begun.frozen));
-        moe_mutex_lock(&t->lock);
-        t->frozen = t->begun.frozen;
-        moe_mutex_unlock(&t->lock);
-        return moe_ok();
+    case MOE_STEP_ZERO_GRAD: return moe_train__run_zero_grad(t);
+    default: return moe_train__run_set_frozen(t, t->begun.frozen);
     }
 }
 
@@ -145,17 +135,25 @@ static struct moe_status lose_gradients(struct moe_train *t, const struct moe_tr
     return moe_train__zero_grad(t);
 }
 
-/* The layers are as loaded, and so are the trainers. */
+/* The layers are as loaded, and so are the trainers. The state is whole once a checkpoint is read.
+ */
+static void begin_as_loaded(struct moe_train *t, uint64_t lineage, uint64_t version)
+    MOE_REQUIRES(t->lock)
+{
+    moe_train__begin_lineage(t, lineage, version);
+    moe_ledger_reset(t->ledger);
+    t->steps = 0;
+    t->frozen = t->config.trainer.frozen;
+    t->inconsistent = true;
+    t->ahead = (struct moe_saved_training){0};
+}
+
 static void begin_anew(struct moe_train *t, const struct moe_train_recovery *r)
     MOE_REQUIRES(t->lock)
 {
-    moe_train__begin_lineage(t, r->lineage, r->weights_version);
-    moe_ledger_reset(t->ledger);
-    t->steps = t->unsaved = 0;
-    t->frozen = t->config.trainer.frozen;
+    begin_as_loaded(t, r->lineage, r->weights_version);
+    t->unsaved = 0;
     take_checkpoint(t, r);
-    t->inconsistent = true;
-    t->ahead = (struct moe_saved_training){0};
 }
 
 /* A checkpoint of the same name may be another one: its records are not those of the group. */
@@ -185,18 +183,14 @@ struct moe_status moe_train_read_ahead(struct moe_train *t, const struct moe_sav
                                        uint32_t slot, uint32_t slots)
 {
     moe_train__end_copying(t);
-    t->ahead = (struct moe_saved_training){0};
     moe_mutex_lock(&t->lock);
     uint64_t unsaved = t->unsaved;
     t->begun.id = 0;
     t->slot = slot;
     t->slots = slots;
     t->live = UINT64_C(1) << slot; /* no view is in force here */
-    moe_train__begin_lineage(t, state->lineage, state->weights_version);
-    moe_ledger_reset(t->ledger);
-    t->steps = 0;
-    t->frozen = t->config.trainer.frozen;
-    t->inconsistent = t->apart = true;
+    begin_as_loaded(t, state->lineage, state->weights_version);
+    t->apart = true;
     moe_mutex_unlock(&t->lock);
     struct moe_status st = read_alone(t, state->checkpoint, &t->no_read);
     moe_mutex_lock(&t->lock);

@@ -148,24 +148,15 @@ static struct moe_status zero_gradients(struct moe_train *t, struct moe_session 
                                         struct moe_call_exec *x)
 {
     MOE_TRY(meet(t, session, x));
-    MOE_TRY(moe_train__zero_grad(t));
-    moe_mutex_lock(&t->lock);
-    x->answer.outcome.backwards = t->backwards;
-    moe_train__drop_gradients(t);
-    moe_mutex_unlock(&t->lock);
-    return moe_ok();
+    x->answer.outcome.backwards = t->backwards; /* changed on this thread alone */
+    return moe_train__run_zero_grad(t);
 }
 
 static struct moe_status set_frozen(struct moe_train *t, struct moe_session *session,
                                     struct moe_call_exec *x)
 {
-    uint32_t frozen = x->call.frozen;
     MOE_TRY(meet(t, session, x));
-    MOE_TRY(moe_train__set_frozen(t, frozen));
-    moe_mutex_lock(&t->lock);
-    t->frozen = frozen;
-    moe_mutex_unlock(&t->lock);
-    return moe_ok();
+    return moe_train__run_set_frozen(t, x->call.frozen);
 }
 
 /* The resident weights are the merged ones already; new adapters start from them. After a failure

@@ -54,6 +54,24 @@ struct moe_status moe_train__set_frozen(struct moe_train *t, uint32_t frozen)
     return moe_ok();
 }
 
+struct moe_status moe_train__run_zero_grad(struct moe_train *t)
+{
+    MOE_TRY(moe_train__zero_grad(t));
+    moe_mutex_lock(&t->lock);
+    moe_train__drop_gradients(t);
+    moe_mutex_unlock(&t->lock);
+    return moe_ok();
+}
+
+struct moe_status moe_train__run_set_frozen(struct moe_train *t, uint32_t frozen)
+{
+    MOE_TRY(moe_train__set_frozen(t, frozen));
+    moe_mutex_lock(&t->lock);
+    t->frozen = frozen;
+    moe_mutex_unlock(&t->lock);
+    return moe_ok();
+}
+
 void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t version)
 {
     t->lineage = lineage;

@@ -135,6 +135,9 @@ struct moe_trainer *moe_train__find_trainer(const struct moe_train *t, uint32_t 
 /* Of all trainers. After a failure they are undefined. */
 struct moe_status moe_train__zero_grad(struct moe_train *t) MOE_CHECKED;
 struct moe_status moe_train__set_frozen(struct moe_train *t, uint32_t frozen) MOE_CHECKED;
+/* The calls ZeroGrad and SetFrozen on this slot, once all slots have begun them. */
+struct moe_status moe_train__run_zero_grad(struct moe_train *t) MOE_CHECKED;
+struct moe_status moe_train__run_set_frozen(struct moe_train *t, uint32_t frozen) MOE_CHECKED;
 /* A new state under a new lineage: earlier retained passes, answers and gradients mean nothing. */
 void moe_train__begin_lineage(struct moe_train *t, uint64_t lineage, uint64_t version)
     MOE_REQUIRES(t->lock);
