@@ -15,6 +15,15 @@ static void send_message(struct moe_rpc_stream *stream, const Moe__V1__SessionRe
         moe_log_debug("coordinator: %s", st.text);
 }
 
+/* For a message's field: NULL unless it has failed. Fills in `to`. */
+static Moe__V1__Error *error_of(const struct moe_status *status, Moe__V1__Error *to)
+{
+    if (!moe_failed(status))
+        return NULL;
+    moe_control_error(status, to);
+    return to;
+}
+
 _Static_assert((int)MOE_ENC_F8E4M3 == (int)MOE__V1__WEIGHT_ENCODING__WEIGHT_ENCODING_F8E4M3 &&
                    (int)MOE_ENC_E2M1 == (int)MOE__V1__WEIGHT_ENCODING__WEIGHT_ENCODING_E2M1 &&
                    (int)MOE_ENC_INT4 == (int)MOE__V1__WEIGHT_ENCODING__WEIGHT_ENCODING_INT4,
@@ -200,10 +209,7 @@ struct moe_status moe_report_pack_model(const struct moe_group_model_report *r,
     }
     report.n_layers = r->layer_count;
     report.layers = pointers;
-    if (moe_failed(&r->status)) {
-        moe_control_error(&r->status, &error);
-        report.error = &error;
-    }
+    report.error = error_of(&r->status, &error);
     Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
     q.body_case = MOE__V1__SESSION_REQUEST__BODY_MODEL_REPORT;
     q.model_report = &report;
@@ -244,10 +250,7 @@ void moe_report_loaded(struct moe_rpc_stream *stream, uint32_t version, uint64_t
     Moe__V1__Loaded loaded = MOE__V1__LOADED__INIT;
     loaded.placement_version = version;
     loaded.order = order;
-    if (moe_failed(status)) {
-        moe_control_error(status, &error);
-        loaded.error = &error;
-    }
+    loaded.error = error_of(status, &error);
     Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
     q.body_case = MOE__V1__SESSION_REQUEST__BODY_LOADED;
     q.loaded = &loaded;
@@ -260,10 +263,7 @@ void moe_report_checkpoint_read(struct moe_rpc_stream *stream, uint64_t order,
     Moe__V1__Error error;
     Moe__V1__CheckpointRead read = MOE__V1__CHECKPOINT_READ__INIT;
     read.order = order;
-    if (moe_failed(status)) {
-        moe_control_error(status, &error);
-        read.error = &error;
-    }
+    read.error = error_of(status, &error);
     Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
     q.body_case = MOE__V1__SESSION_REQUEST__BODY_CHECKPOINT_READ;
     q.checkpoint_read = &read;
@@ -278,10 +278,7 @@ void moe_report_ready(struct moe_rpc_stream *stream, uint64_t epoch, uint64_t sl
     ready.epoch = epoch;
     ready.together = moe_failed(status) ? 0 : slots;
     ready.without = moe_failed(status) ? slots : 0;
-    if (moe_failed(status)) {
-        moe_control_error(status, &error);
-        ready.error = &error;
-    }
+    ready.error = error_of(status, &error);
     Moe__V1__SessionRequest q = MOE__V1__SESSION_REQUEST__INIT;
     q.body_case = MOE__V1__SESSION_REQUEST__BODY_READY;
     q.ready = &ready;
