@@ -142,6 +142,10 @@ void moe_checkpoint_save_tidy(const struct moe_checkpoint_context *c, const char
 /* Lowest slot, for a checkpoint or an export: removes the hidden directory; failures are logged. */
 void moe_checkpoint_abandon(const struct moe_checkpoint_context *c, const char *name);
 
+/* A directory of this name is there; whether it loads is not checked. Errors: MOE_NOT_FOUND /
+ * CHECKPOINT_NOT_FOUND, FAILED_PRECONDITION for a symbolic link, others of opening it. */
+struct moe_status moe_checkpoint_check_there(const char *root, const char *name) MOE_CHECKED;
+
 /* Load, two phases.
  *   read  every slot: checks manifest, headers and hashes; all refusals happen here
  *         (MOE_NOT_FOUND / CHECKPOINT_NOT_FOUND; FAILED_PRECONDITION / VERSION_MISMATCH for another

@@ -54,6 +54,15 @@ static struct moe_status open_named(const char *path, const char *name, int *fd)
     return st;
 }
 
+struct moe_status moe_checkpoint_check_there(const char *root, const char *name)
+{
+    int fd = -1;
+    struct moe_status st = open_named(root, name, &fd);
+    if (fd >= 0)
+        close(fd);
+    return moe_error_context(st, "checkpoint %s", name);
+}
+
 static struct moe_status open_states(struct source *s)
 {
     size_t i;

@@ -3,10 +3,9 @@
  * service/training_service.h. */
 #include "service/training_service_state.h"
 
-#include <fcntl.h>
+#include "checkpoint/checkpoint.h"
+
 #include <stdlib.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #define invalid(reason, ...) moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_##reason, __VA_ARGS__)
 
@@ -100,20 +99,6 @@ static void state_message(struct moe_rpc_call *rpc, struct moe_rpc_msg *m, void 
 
 /* --------------------------------------------------------------------- RecoverTraining */
 
-/* Only its existence: whether it loads is found as the group forms. */
-static struct moe_status check_exists(const char *directory, const char *name)
-{
-    struct stat there;
-    int root = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    bool found = root >= 0 && fstatat(root, name, &there, AT_SYMLINK_NOFOLLOW) == 0 &&
-                 S_ISDIR(there.st_mode);
-    if (root >= 0)
-        close(root);
-    return found ? moe_ok()
-                 : moe_error(MOE_NOT_FOUND, MOE_REASON_CHECKPOINT_NOT_FOUND,
-                             "there is no checkpoint %s", name);
-}
-
 static struct moe_status check_recovery(const struct moe_training_service *s,
                                         const Moe__V1__RecoverTrainingRequest *q)
 {
@@ -125,8 +110,9 @@ static struct moe_status check_recovery(const struct moe_training_service *s,
     if (!q->as_loaded && moe_train_configured(s->config.training)->directory == NULL)
         return invalid(UNSUPPORTED, "the workers were started without --training-dir");
     moe_service_read(s->config.service, &worker);
-    if (worker.epoch == 0 && !q->as_loaded)
-        return check_exists(moe_train_configured(s->config.training)->directory, q->name);
+    if (worker.epoch == 0 && !q->as_loaded) /* whether it loads is found as the group forms */
+        return moe_checkpoint_check_there(moe_train_configured(s->config.training)->directory,
+                                          q->name);
     return worker.epoch == 0
                ? moe_ok()
                : moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_UNSUPPORTED,

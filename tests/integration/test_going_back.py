@@ -132,6 +132,11 @@ class GoingBack(Saves):
                              ("NOT_FOUND", "CHECKPOINT_NOT_FOUND"))
             self.assertEqual(moectl("training", "recover", "nosuch", "--endpoint", g.endpoints[1],
                                     check=False).returncode, 4)
+            os.symlink("first", os.path.join(self.root, "link"))
+            done = moectl("training", "recover", "link", "--endpoint", g.endpoints[1], check=False)
+            self.assertNotEqual(done.returncode, 0)
+            self.assertIn("checkpoint link: link is a symbolic link; links are not followed",
+                          done.stderr)
             # A caller gets the reason at once, and the group keeps trying.
             answer, error = refusal(client.load, "first", 30)
             self.assertEqual(answer, ("FAILED_PRECONDITION", "CANNOT_GO_BACK"))
