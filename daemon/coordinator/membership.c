@@ -494,10 +494,12 @@ static void miss(struct moe_membership *m, uint64_t slots)
 static uint64_t find_trusted(const struct moe_membership *m, uint64_t slots)
 {
     uint64_t trusted = 0;
-    for (uint32_t s = 0; m->trains && s < m->config.slots; s++) {
+    bool lasted = m->view_epoch != 0 && m->now_ns - m->view_since_ns >= m->config.lease_ns;
+    bool may_try = lasted || m->attempts + 1 < m->config.attempts_max;
+    for (uint32_t s = 0; m->trains && may_try && s < m->config.slots; s++) {
         const struct member *member = &m->members[s];
         bool answers = member->stream != 0 && member->last.round_trip_ns != 0;
-        trusted |= (uint64_t)(answers && member->strikes == 0) << s & slots;
+        trusted |= (uint64_t)(answers && (lasted || member->strikes == 0)) << s & slots;
     }
     return trusted;
 }
@@ -505,8 +507,7 @@ static uint64_t find_trusted(const struct moe_membership *m, uint64_t slots)
 /* With replicas, views form without these slots for a while, unless they are trusted. */
 static void suspect(struct moe_membership *m, uint64_t slots)
 {
-    bool may_trust = moe_membership__may_shrink(m) && m->attempts + 1 < m->config.attempts_max;
-    uint64_t trusted = may_trust ? find_trusted(m, slots) : 0;
+    uint64_t trusted = moe_membership__may_shrink(m) ? find_trusted(m, slots) : 0;
     moe_membership__exclude(m, slots & ~trusted);
     m->shrinks = m->shrinks || trusted != 0;
     m->attempts += trusted != 0 && m->view_epoch != 0; /* the next one is at once, and counts */
