@@ -78,6 +78,7 @@ struct moe_flow_end {
     int fd;
     struct moe_tls_session *tls; /* NULL = plain */
     bool readable, writable;
+    bool asks_room;       /* an event tells when it is writable */
     bool read_needs_room; /* TLS: readable again when it is writable */
     bool hung_up;         /* the peer has gone: reads until the end, without waiting for more */
 };

@@ -2,9 +2,10 @@
 /* A relay: a thread that moves the bytes of its connections.
  *
  * Each connection has two sockets in one epoll set, with edges: an edge sets a flag of its end, and
- * a refused read or write clears it. Connections with work stand in the list `ready` and take
- * turns, so that a large message does not keep small ones waiting. The thread sleeps when the list
- * is empty.
+ * a refused read or write clears it. Room to write is an event only while an end has none: else
+ * each read of the other side of a socketpair would wake the relay. Connections with work stand in
+ * the list `ready` and take turns, so that a large message does not keep small ones waiting. The
+ * thread sleeps when the list is empty.
  *
  * A step of a TLS handshake may compute for a millisecond. So handshakes stand in a second
  * list: between two rounds of turns there is one step, and all steps together get a quarter of the
@@ -250,11 +251,21 @@ static void note_headers(struct moe_connection *c)
 
 /* ------------------------------------------------------------------ the start of a connection */
 
-static bool watch(struct moe_connection *c, int fd, enum moe_event_kind kind)
+/* `how` is EPOLL_CTL_ADD or EPOLL_CTL_MOD. */
+static bool watch(struct moe_connection *c, struct moe_flow_end *e, enum moe_event_kind kind,
+                  int how)
 {
-    struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
+    const uint32_t room = e->writable ? 0 : EPOLLOUT;
+    struct epoll_event event = {.events = EPOLLIN | EPOLLRDHUP | EPOLLET | room,
                                 .data.u64 = (uintptr_t)c | kind};
-    return epoll_ctl(c->relay->epoll, EPOLL_CTL_ADD, fd, &event) == 0;
+    e->asks_room = room != 0;
+    return epoll_ctl(c->relay->epoll, how, e->fd, &event) == 0;
+}
+
+/* An edge that came before is not lost: epoll looks at the socket again. */
+static bool ask_for_room(struct moe_connection *c, struct moe_flow_end *e, enum moe_event_kind kind)
+{
+    return e->asks_room != e->writable || watch(c, e, kind, EPOLL_CTL_MOD);
 }
 
 /* Makes the pair to the server. */
@@ -267,7 +278,7 @@ static bool open_server(struct moe_connection *c)
     for (int i = 0; i < 2; i++)
         (void)setsockopt(pair[i], SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
     c->server = (struct moe_flow_end){.fd = pair[0], .writable = true};
-    if (!watch(c, pair[0], MOE_EVENT_SERVER)) {
+    if (!watch(c, &c->server, MOE_EVENT_SERVER, EPOLL_CTL_ADD)) {
         close(pair[1]);
         return false;
     }
@@ -355,7 +366,7 @@ static void arrive(struct moe_connection *c)
     c->state = c->who.link == MOE_RPC_LINK_TLS ? MOE_CONNECTION_HANDSHAKE : MOE_CONNECTION_NEW;
     c->deadline_ns = moe_clock_ns() + c->relay->listener->config.preface_ms * MOE_NS_PER_MS;
     make_timed(c);
-    if (!watch(c, c->client.fd, MOE_EVENT_CLIENT))
+    if (!watch(c, &c->client, MOE_EVENT_CLIENT, EPOLL_CTL_ADD))
         close_now(c, MOE_CLOSE_DESCRIPTORS);
 }
 
@@ -511,6 +522,10 @@ static void run_ready(struct moe_relay *r)
             read_preface(c);
         if (!c->gone && c->state != MOE_CONNECTION_NEW)
             relay_bytes(c);
+        if (!c->gone && c->server.fd >= 0 &&
+            (!ask_for_room(c, &c->client, MOE_EVENT_CLIENT) ||
+             !ask_for_room(c, &c->server, MOE_EVENT_SERVER)))
+            close_now(c, MOE_CLOSE_DESCRIPTORS);
     }
 }
 
