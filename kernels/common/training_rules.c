@@ -263,20 +263,6 @@ struct moe_status moe_optimizer_check_live(const struct moe_session_config *sess
     return moe_placement_check_live(p, session->live);
 }
 
-struct moe_status moe_optimizer_check_layer(const struct moe_session_config *session,
-                                            const struct moe_layer_spec *spec,
-                                            const struct moe_placement *p, uint32_t slot)
-{
-    MOE_TRY(check_slot(session, spec, p, slot));
-    for (uint32_t e = 0; e < p->experts; e++) {
-        uint64_t holders = moe_placement_slots_of(p, e);
-        if ((holders & ~session->live) != 0 || holders == 0)
-            return moe_error(MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE,
-                             "expert %u has a copy on a slot that is not live, or none", e);
-    }
-    return moe_ok();
-}
-
 struct moe_status moe_optimizer_check_votes(const struct moe_session_config *session,
                                             const struct moe_optimizer_vote *all,
                                             const struct moe_status *own)

@@ -88,15 +88,9 @@ uint64_t moe_optimizer_hash(const struct moe_optimizer_args *args, size_t traine
 void moe_optimizer_mix_trainer(uint64_t *hash, const struct moe_layer_spec *spec,
                                const struct moe_placement *placement,
                                const struct moe_trainer_config *config, uint32_t frozen);
-/* The layer's placement fits the session.
- * Errors: MOE_FAILED_PRECONDITION for another slot or number of slots, MOE_UNAVAILABLE if an expert
- * has no copy, or a copy on a slot that is not live. */
-struct moe_status moe_optimizer_check_layer(const struct moe_session_config *session,
-                                            const struct moe_layer_spec *spec,
-                                            const struct moe_placement *placement,
-                                            uint32_t slot) MOE_CHECKED;
-/* The same for a backend that sums over the live copies (moe_training.live_copies): an expert needs
- * one. Errors: MOE_FAILED_PRECONDITION as above, MOE_UNAVAILABLE/EXPERT_UNAVAILABLE. */
+/* The layer's placement fits the session, and each expert has a live copy. Errors:
+ * MOE_FAILED_PRECONDITION for another slot or number of slots, MOE_UNAVAILABLE/EXPERT_UNAVAILABLE.
+ */
 struct moe_status moe_optimizer_check_live(const struct moe_session_config *session,
                                            const struct moe_layer_spec *spec,
                                            const struct moe_placement *placement,

@@ -102,7 +102,7 @@ static int compute_with_copies(struct member *m)
     struct moe_layer *copied = NULL;
     uint64_t all = m->live, others = all & ~(UINT64_C(1) << VICTIM);
     EXPECT(open_fixture(m, &s, LONG_MS, false));
-    EXPECT(good(copied_layer(s.device, m, &copied)));
+    EXPECT(good(copied_layer(s.device, m, UINT64_MAX, &copied)));
     s.args.layer = copied;
     EXPECT(good(run_step(s.session, &s.args, &result)));
     memcpy(want, s.args.y, sizeof want);
@@ -258,7 +258,7 @@ static int lose_the_victim(struct member *m)
     struct moe_step_result result;
     struct moe_layer *copied = NULL;
     EXPECT(open_fixture(m, &s, SHORT_MS, false));
-    EXPECT(good(copied_layer(s.device, m, &copied)));
+    EXPECT(good(copied_layer(s.device, m, UINT64_MAX, &copied)));
     s.args.layer = copied;
     EXPECT(good(run_step(s.session, &s.args, &result)));
     memcpy(want, s.args.y, sizeof want);

@@ -18,7 +18,7 @@ static bool begin_to_learn(struct member *m, struct trainer_fixture *p, uint32_t
 {
     struct moe_step_result result;
     return open_trainer_fixture(m, p, budget_ms) && good(run_backward(p, &result)) &&
-           hash_of(p, m, MOE_TRAIN_GRAD, gradients);
+           hash_of(p, MOE_TRAIN_GRAD, gradients);
 }
 
 /* The next session of the same members: the same pass gives the same gradients as the `first`, and
@@ -33,11 +33,11 @@ static int begin_again(struct member *m, struct trainer_fixture *p, uint64_t fir
     EXPECT(good(backend->training->zero_grad(p->trainer)));
     EXPECT(good(run_backward(p, &result)));
     EXPECT(result.missing_slot == -1);
-    EXPECT(hash_of(p, m, MOE_TRAIN_GRAD, &gradients));
+    EXPECT(hash_of(p, MOE_TRAIN_GRAD, &gradients));
     EXPECT(gradients == first);
-    EXPECT(hash_state(p, m, before));
+    EXPECT(hash_state(p, before));
     EXPECT(good(run_optimizer(p)));
-    EXPECT(hash_state(p, m, after));
+    EXPECT(hash_state(p, after));
     EXPECT(before[0] != after[0] && before[1] != after[1] && before[2] != after[2]);
     return 0;
 }
@@ -54,7 +54,7 @@ static int mean_other_moves(struct member *m)
         const struct moe_optimizer_args right = p.optimizer;
         bool odd = m->slot == round % m->slots;
         EXPECT(good(run_backward(&p, &result)));
-        EXPECT(hash_state(&p, m, before));
+        EXPECT(hash_state(&p, before));
         if (odd && round % 3 == 0)
             p.optimizer.learning_rate = 0.5;
         if (odd && round % 3 == 1)
@@ -64,11 +64,11 @@ static int mean_other_moves(struct member *m)
         struct moe_status st = run_optimizer(&p);
         EXPECT(odd && round % 3 == 2 ? is(st, MOE_INVALID_ARGUMENT, MOE_REASON_CONFIG_INVALID)
                                      : is(st, MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH));
-        EXPECT(hash_state(&p, m, after));
+        EXPECT(hash_state(&p, after));
         EXPECT(memcmp(before, after, sizeof before) == 0);
         p.optimizer = right;
         EXPECT(good(run_optimizer(&p)));
-        EXPECT(hash_state(&p, m, after));
+        EXPECT(hash_state(&p, after));
         EXPECT(before[0] != after[0]);
     }
     return close_trainer_fixture(&p);
@@ -90,7 +90,7 @@ static int find_no_memory(struct member *m)
         struct trainer_fixture p;
         uint64_t before, after;
         EXPECT(open_trainer_fixture(m, &p, LONG_MS));
-        EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &before));
+        EXPECT(hash_of(&p, MOE_TRAIN_GRAD, &before));
         if (poor >> m->slot & 1)
             exhaust_memory(p.base.device, 0, 4096, &hog);
         for (int again = 0; again < 2; again++) {
@@ -98,7 +98,7 @@ static int find_no_memory(struct member *m)
             EXPECT(result.refused && result.missing_slot == -1);
         }
         release_memory(p.base.device, &hog);
-        EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &after));
+        EXPECT(hash_of(&p, MOE_TRAIN_GRAD, &after));
         EXPECT(before == after);
         EXPECT(good(run_step(p.base.session, &p.base.args, &result))); /* the session goes on */
         EXPECT(good(run_backward(&p, &result)));
@@ -149,26 +149,46 @@ static bool a_slot_alone_that_refuses_a_pass_writes_nowhere_else(uint32_t slots)
 
 /* ---------------------------------------------------------------------------- loss */
 
+/* Another layer, with a new trainer. */
+static bool use_layer(struct trainer_fixture *p, struct moe_status made, struct moe_layer *layer,
+                      uint32_t experts)
+{
+    backend->training->trainer_destroy(p->trainer);
+    p->trainer = NULL;
+    backend->layer_destroy(p->base.layer);
+    p->base.layer = p->base.args.layer = layer;
+    p->experts = experts;
+    return good(made) && start_training(p);
+}
+
+static bool use_small_layer(struct member *m, struct trainer_fixture *p)
+{
+    struct moe_layer *layer = NULL;
+    struct moe_status st = small_layer(p->base.device, m, m->live, &layer);
+    return use_layer(p, st, layer, 2 * (uint32_t)__builtin_popcountll(m->live));
+}
+
+static bool use_copied_layer(struct member *m, struct trainer_fixture *p, uint64_t holders)
+{
+    struct moe_layer *layer = NULL;
+    struct moe_status st = copied_layer(p->base.device, m, holders, &layer);
+    return use_layer(p, st, layer, 2 * m->slots);
+}
+
 /* The same weights, in a group without the victim: a layer and a trainer for the others. */
 static int learn_without_victim(struct member *m, struct trainer_fixture *p)
 {
     struct moe_step_result result;
     uint64_t before[3], after[3];
-    backend->training->trainer_destroy(p->trainer);
-    p->trainer = NULL;
-    backend->layer_destroy(p->base.layer);
-    p->base.layer = NULL;
     m->live &= ~(UINT64_C(1) << VICTIM);
-    EXPECT(good(small_layer(p->base.device, m, m->live, &p->base.layer)));
-    p->base.args.layer = p->base.layer;
     EXPECT(good(join_session(m, &p->base, 8, LONG_MS, true)));
-    EXPECT(start_training(p) && good(run_backward(p, &result)));
-    EXPECT(hash_state(p, m, before));
+    EXPECT(use_small_layer(m, p) && good(run_backward(p, &result)));
+    EXPECT(hash_state(p, before));
     for (int i = 0; i < 5; i++) {
         EXPECT(good(run_backward(p, &result)));
         EXPECT(good(run_optimizer(p)));
     }
-    EXPECT(hash_state(p, m, after));
+    EXPECT(hash_state(p, after));
     EXPECT(before[0] != after[0]);
     return close_trainer_fixture(p);
 }
@@ -180,7 +200,7 @@ static int lose_a_peer(struct member *m, bool in_step)
     struct moe_status st = moe_ok();
     uint64_t first, before[3], after[3];
     EXPECT(begin_to_learn(m, &p, SHORT_MS, &first));
-    EXPECT(hash_state(&p, m, before));
+    EXPECT(hash_state(&p, before));
     for (uint32_t n = 1; !moe_failed(&st); n++) {
         st = in_step ? run_optimizer(&p) : run_backward(&p, &result);
         __atomic_store_n(&m->board->flag[m->slot], n, __ATOMIC_RELEASE);
@@ -193,7 +213,7 @@ static int lose_a_peer(struct member *m, bool in_step)
     EXPECT(is(run_backward(&p, &result), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     EXPECT(is(run_optimizer(&p), MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
     leave_session(&p.base);
-    EXPECT(hash_state(&p, m, after));
+    EXPECT(hash_state(&p, after));
     EXPECT(in_step || memcmp(before, after, sizeof before) == 0);
     EXPECT(good(backend->training->zero_grad(p.trainer)));
     return learn_without_victim(m, &p);
@@ -219,35 +239,41 @@ static bool a_peer_killed_in_an_optimizer_step_costs_no_trainer(uint32_t slots)
     return survive_a_kill(slots, lose_a_peer_in_a_step, 20);
 }
 
-/* Without the victim: what a trainer has after a pass and a step. */
+/* What a trainer has after some passes and steps. */
 struct learnt {
     uint64_t gradients, state[3];
 };
 
-static int learn_again(struct member *m, struct trainer_fixture *p, struct learnt *out)
+static int learn(struct member *m, struct trainer_fixture *p, struct learnt *out)
 {
     struct moe_step_result result;
-    backend->training->trainer_destroy(p->trainer);
-    p->trainer = NULL;
-    backend->layer_destroy(p->base.layer);
-    p->base.layer = NULL;
-    EXPECT(good(small_layer(p->base.device, m, m->live, &p->base.layer)));
-    p->base.args.layer = p->base.layer;
-    EXPECT(start_training(p) && good(run_backward(p, &result)));
-    EXPECT(hash_of(p, m, MOE_TRAIN_GRAD, &out->gradients));
-    EXPECT(good(run_optimizer(p)));
-    EXPECT(hash_state(p, m, out->state));
+    for (int i = 0; i < 2; i++) {
+        EXPECT(good(run_backward(p, &result)));
+        EXPECT(good(run_backward(p, &result)));
+        EXPECT(hash_of(p, MOE_TRAIN_GRAD, &out->gradients));
+        EXPECT(good(run_optimizer(p)));
+    }
+    EXPECT(hash_state(p, out->state));
+    return 0;
+}
+
+/* Experts with one copy, and those with a lost copy. */
+static int learn_twice(struct member *m, struct trainer_fixture *p, struct learnt out[2])
+{
+    EXPECT(use_small_layer(m, p) && learn(m, p, &out[0]) == 0);
+    EXPECT(use_copied_layer(m, p, UINT64_MAX) && learn(m, p, &out[1]) == 0);
     return 0;
 }
 
 /* A mask changes no trainer. Passes and steps under it have the bits of those in a session that was
- * joined without the victim. With gateways it takes no mask. */
+ * joined without the victim, with its copies in the placement or not. With gateways it takes no
+ * mask. */
 static int learn_under_a_mask(struct member *m)
 {
     struct trainer_fixture p;
     struct moe_step_result result = {.missing_slot = -1};
     uint64_t first, before[4], after[4], others = m->live & ~(UINT64_C(1) << VICTIM);
-    struct learnt masked, joined;
+    struct learnt masked[2], joined[2], placed;
     EXPECT(begin_to_learn(m, &p, SHORT_MS, &first));
     for (uint32_t n = 1; result.missing_slot != VICTIM; n++) {
         struct moe_status st = run_backward(&p, &result);
@@ -259,24 +285,58 @@ static int learn_under_a_mask(struct member *m)
                   MOE_REASON_REFORMING));
         return close_trainer_fixture(&p);
     }
-    EXPECT(hash_state(&p, m, before) && hash_of(&p, m, MOE_TRAIN_GRAD, &before[3]));
+    EXPECT(hash_state(&p, before) && hash_of(&p, MOE_TRAIN_GRAD, &before[3]));
     EXPECT(good(backend->session_mask(p.base.session, 9, others)));
     EXPECT(good(backend->session_exchange(p.base.session, NULL, NULL, 0)));
-    EXPECT(hash_state(&p, m, after) && hash_of(&p, m, MOE_TRAIN_GRAD, &after[3]));
+    EXPECT(hash_state(&p, after) && hash_of(&p, MOE_TRAIN_GRAD, &after[3]));
     EXPECT(memcmp(before, after, sizeof before) == 0);
     EXPECT(is(run_optimizer(&p), MOE_UNAVAILABLE, MOE_REASON_EXPERT_UNAVAILABLE));
     m->live = others;
-    EXPECT(learn_again(m, &p, &masked) == 0);
+    EXPECT(learn_twice(m, &p, masked) == 0);
     leave_session(&p.base);
     EXPECT(good(join_session(m, &p.base, 10, LONG_MS, true)));
-    EXPECT(learn_again(m, &p, &joined) == 0);
-    EXPECT(memcmp(&masked, &joined, sizeof masked) == 0);
+    EXPECT(learn_twice(m, &p, joined) == 0);
+    EXPECT(memcmp(masked, joined, sizeof masked) == 0);
+    EXPECT(use_copied_layer(m, &p, others) && learn(m, &p, &placed) == 0);
+    EXPECT(memcmp(&joined[1], &placed, sizeof placed) == 0);
     return close_trainer_fixture(&p);
 }
 
 static bool learning_under_a_mask_has_the_bits_of_a_new_session(uint32_t slots)
 {
     return backend->session_mask == NULL || survive_a_kill(slots, learn_under_a_mask, 20);
+}
+
+/* Without peers, a step and its end without a session are the same. */
+static int finish_alone(struct member *m)
+{
+    struct trainer_fixture p;
+    struct moe_step_result result;
+    struct moe_optimizer_result finished;
+    uint64_t want[3], got[3], gradients[2];
+    if (m->slot != 0)
+        return 0;
+    m->live = 1;
+    EXPECT(open_trainer_fixture(m, &p, LONG_MS));
+    p.optimizer.max_grad_norm = 0.5;
+    EXPECT(good(run_backward(&p, &result)) && good(run_optimizer(&p)));
+    EXPECT(!p.taken.unchanged && !p.taken.can_finish && p.taken.squares > 0.25);
+    EXPECT(hash_state(&p, want) && hash_of(&p, MOE_TRAIN_GRAD, &gradients[0]));
+    EXPECT(use_small_layer(m, &p) && good(run_backward(&p, &result)));
+    p.optimizer.max_grad_norm = 0.5;
+    leave_session(&p.base);
+    EXPECT(good(backend->training->optimizer_finish(&p.trainer, 1, &p.optimizer, p.taken.squares,
+                                                    &finished)));
+    EXPECT(finished.grad_norm == p.taken.grad_norm && finished.squares == p.taken.squares);
+    EXPECT(!finished.nonfinite && !finished.unchanged && !finished.can_finish);
+    EXPECT(hash_state(&p, got) && hash_of(&p, MOE_TRAIN_GRAD, &gradients[1]));
+    EXPECT(memcmp(want, got, sizeof want) == 0 && gradients[0] == gradients[1]);
+    return close_trainer_fixture(&p);
+}
+
+static bool a_step_is_finished_without_a_session(uint32_t slots)
+{
+    return backend->training->optimizer_finish == NULL || run_group(slots, finish_alone);
 }
 
 /* ------------------------------------------------------- staying away, and aborts */
@@ -288,16 +348,17 @@ static int stay_away(struct member *m)
     struct moe_step_result result = {.missing_slot = -1};
     uint64_t first, before[3], after[3];
     EXPECT(begin_to_learn(m, &p, SHORT_MS, &first));
-    EXPECT(hash_state(&p, m, before));
+    EXPECT(hash_state(&p, before));
     for (uint64_t round = 0; round < 2; round++) {
         if (m->slot != VICTIM) {
             struct moe_status st = round == 0 ? run_backward(&p, &result) : run_optimizer(&p);
             EXPECT(is(st, MOE_UNAVAILABLE, MOE_REASON_PEER_LOST));
             EXPECT(result.missing_slot == VICTIM);
+            EXPECT(round == 0 || (p.taken.unchanged && !p.taken.can_finish));
             EXPECT(backend->session_lost(p.base.session) == 1u << VICTIM);
         }
         EXPECT(board_barrier(m, LONG_MS)); /* no slot leaves before all have seen this */
-        EXPECT(hash_state(&p, m, after));
+        EXPECT(hash_state(&p, after));
         EXPECT(memcmp(before, after, sizeof before) == 0);
         leave_session(&p.base);
         EXPECT(good(join_session(m, &p.base, 20 + round, SHORT_MS, true)));
@@ -324,7 +385,7 @@ static int abort_training(struct member *m)
     struct moe_step_result result;
     uint64_t first, before[3], after[3];
     EXPECT(begin_to_learn(m, &p, 2 * 1000 * WATCHDOG_S, &first));
-    EXPECT(hash_state(&p, m, before));
+    EXPECT(hash_state(&p, before));
     for (uint64_t round = 0; round < 2; round++) {
         pthread_t thread;
         EXPECT(pthread_create(&thread, NULL, abort_later, p.base.session) == 0);
@@ -337,7 +398,7 @@ static int abort_training(struct member *m)
         EXPECT(is(run_optimizer(&p), MOE_ABORTED, MOE_REASON_ABORTED));
         EXPECT(backend->session_lost(p.base.session) == 0);
         EXPECT(board_barrier(m, LONG_MS));
-        EXPECT(hash_state(&p, m, after));
+        EXPECT(hash_state(&p, after));
         EXPECT(memcmp(before, after, sizeof before) == 0);
         leave_session(&p.base);
         EXPECT(good(join_session(m, &p.base, 20 + round, 2 * 1000 * WATCHDOG_S, true)));
@@ -358,6 +419,7 @@ const struct scenario training_scenarios[] = {
     SCENARIO(a_peer_killed_in_a_backward_pass_costs_no_state),
     SCENARIO(a_peer_killed_in_an_optimizer_step_costs_no_trainer),
     SCENARIO(learning_under_a_mask_has_the_bits_of_a_new_session),
+    SCENARIO(a_step_is_finished_without_a_session),
     SCENARIO(a_peer_that_stays_away_ends_the_session_and_nothing_else),
     SCENARIO(abort_ends_passes_and_optimizer_steps),
 };

@@ -94,19 +94,26 @@ struct moe_status small_layer(struct moe_device *device, const struct member *m,
     return create_layer(device, m->slot, &placement, out);
 }
 
-struct moe_status copied_layer(struct moe_device *device, const struct member *m,
+struct moe_status copied_layer(struct moe_device *device, const struct member *m, uint64_t holders,
                                struct moe_layer **out)
 {
     uint32_t offset[2 * MOE_MAX_SLOTS + 1] = {0}, n = 0;
     uint16_t slot[4 * MOE_MAX_SLOTS];
     for (uint32_t e = 0; e < 2 * m->slots; e++) {
         uint32_t home = e / 2, next = (home + group_slots_of_host(m)) % m->slots;
-        slot[n++] = (uint16_t)(home < next ? home : next);
-        slot[n++] = (uint16_t)(home < next ? next : home);
+        for (uint32_t s = 0; s < m->slots; s++)
+            if ((s == home || s == next) && (holders >> s & 1))
+                slot[n++] = (uint16_t)s;
         offset[e + 1] = n;
     }
     const struct moe_placement placement = {
-        .version = 1, .experts = 2 * m->slots, .slots = m->slots, .offset = offset, .slot = slot};
+        .version = 1,
+        .experts = 2 * m->slots,
+        .slots = m->slots,
+        .offset = offset,
+        .slot = slot,
+        /* As a layer with a lost copy chooses copies, on backends where that makes a difference. */
+        .by_content = holders != UINT64_MAX};
     return create_layer(device, m->slot, &placement, out);
 }
 

@@ -68,9 +68,9 @@ struct session_fixture {
  * the expert. The caller destroys it, also after a failure if *out was set. */
 struct moe_status small_layer(struct moe_device *device, const struct member *m, uint64_t holders,
                               struct moe_layer **out) MOE_CHECKED;
-/* The same on all slots, with a second copy of each expert on the next slot, or on the next host.
- */
-struct moe_status copied_layer(struct moe_device *device, const struct member *m,
+/* The same with two experts for each slot of the group: a copy on that slot, and one on the next
+ * slot, or on the next host. Slots out of `holders` have none. */
+struct moe_status copied_layer(struct moe_device *device, const struct member *m, uint64_t holders,
                                struct moe_layer **out) MOE_CHECKED;
 
 /* `training`: of the session's config. */

@@ -35,17 +35,17 @@ static int mean_other_passes(struct member *m)
     EXPECT(open_trainer_fixture(m, &p, LONG_MS));
     EXPECT(good(run_backward(&p, &result)));
     for (uint32_t round = 0; round < 15; round++) {
-        EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &before));
+        EXPECT(hash_of(&p, MOE_TRAIN_GRAD, &before));
         struct moe_status st =
             m->slot == round % m->slots ? run_otherwise(&p, round) : run_backward(&p, &result);
         EXPECT(is(st, MOE_FAILED_PRECONDITION, MOE_REASON_SHAPE_MISMATCH));
         EXPECT(result.refused || m->slot == round % m->slots);
-        EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &after));
+        EXPECT(hash_of(&p, MOE_TRAIN_GRAD, &after));
         EXPECT(before == after);
         if (round % 2 == 0) /* refusals in a row, and with passes between them */
             EXPECT(good(run_backward(&p, &result)));
     }
-    EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &after));
+    EXPECT(hash_of(&p, MOE_TRAIN_GRAD, &after));
     EXPECT(before != after);
     return close_trainer_fixture(&p);
 }
@@ -133,7 +133,7 @@ static int run_poor_pass(struct member *m, size_t left, struct gave_way *seen, u
     EXPECT(result.used_retained || m->slot == 0);
     seen->retained += result.used_retained;
     seen->gone += !result.used_retained;
-    EXPECT(hash_of(&p, m, MOE_TRAIN_GRAD, &got));
+    EXPECT(hash_of(&p, MOE_TRAIN_GRAD, &got));
     EXPECT(got == *want || *want == 0);
     *want = got;
     return close_trainer_fixture(&p);

@@ -34,6 +34,7 @@ bool start_training(struct trainer_fixture *p)
 bool open_trainer_fixture(struct member *m, struct trainer_fixture *p, uint32_t budget_ms)
 {
     *p = (struct trainer_fixture){0};
+    p->experts = 2 * (uint32_t)__builtin_popcountll(m->live);
     return open_fixture(m, &p->base, budget_ms, true) && start_training(p);
 }
 
@@ -52,25 +53,22 @@ struct moe_status run_backward(struct trainer_fixture *p, struct moe_step_result
 
 struct moe_status run_optimizer(struct trainer_fixture *p)
 {
-    struct moe_optimizer_result result;
-    MOE_TRY(
-        backend->training->optimizer_step(p->base.session, &p->trainer, 1, &p->optimizer, &result));
+    MOE_TRY(backend->training->optimizer_step(p->base.session, &p->trainer, 1, &p->optimizer,
+                                              &p->taken));
     p->optimizer.number++;
     return moe_ok();
 }
 
-bool hash_of(struct trainer_fixture *p, const struct member *m, enum moe_train_tensor tensor,
-             uint64_t *hash)
+bool hash_of(struct trainer_fixture *p, enum moe_train_tensor tensor, uint64_t *hash)
 {
     float data[2 * MOE_MAX_SLOTS * HIDDEN];
     static const enum moe_weight weights[] = {MOE_WEIGHT_ROUTER, MOE_WEIGHT_GATE, MOE_WEIGHT_UP,
                                               MOE_WEIGHT_DOWN};
-    uint32_t experts = 2 * (uint32_t)__builtin_popcountll(m->live);
     *hash = UINT64_C(0xcbf29ce484222325);
     for (size_t w = 0; w < sizeof weights / sizeof *weights; w++)
-        for (uint32_t e = 0; e < (w == 0 ? 1 : experts); e++) {
+        for (uint32_t e = 0; e < (w == 0 ? 1 : p->experts); e++) {
             struct moe_train_key key = {weights[w], e, MOE_PART_WEIGHT, tensor};
-            size_t n = w == 0 ? (size_t)experts * HIDDEN : (size_t)INNER * HIDDEN;
+            size_t n = w == 0 ? (size_t)p->experts * HIDDEN : (size_t)INNER * HIDDEN;
             struct moe_status st =
                 backend->training->trainer_read(p->trainer, &key, data, n * sizeof *data);
             if (st.code == MOE_NOT_FOUND && w > 0)
@@ -83,8 +81,8 @@ bool hash_of(struct trainer_fixture *p, const struct member *m, enum moe_train_t
     return true;
 }
 
-bool hash_state(struct trainer_fixture *p, const struct member *m, uint64_t hash[3])
+bool hash_state(struct trainer_fixture *p, uint64_t hash[3])
 {
-    return hash_of(p, m, MOE_TRAIN_VALUE, &hash[0]) && hash_of(p, m, MOE_TRAIN_MOMENT1, &hash[1]) &&
-           hash_of(p, m, MOE_TRAIN_MOMENT2, &hash[2]);
+    return hash_of(p, MOE_TRAIN_VALUE, &hash[0]) && hash_of(p, MOE_TRAIN_MOMENT1, &hash[1]) &&
+           hash_of(p, MOE_TRAIN_MOMENT2, &hash[2]);
 }

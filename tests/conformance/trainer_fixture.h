@@ -11,6 +11,8 @@ struct trainer_fixture {
     struct moe_trainer *trainer;
     struct moe_backward_args args;       /* a valid pass */
     struct moe_optimizer_args optimizer; /* a valid step */
+    struct moe_optimizer_result taken;   /* of the last one */
+    uint32_t experts;                    /* of the layer; set it with another layer */
 };
 
 bool open_trainer_fixture(struct member *m, struct trainer_fixture *p, uint32_t budget_ms);
@@ -24,9 +26,8 @@ struct moe_status run_backward(struct trainer_fixture *p,
 struct moe_status run_optimizer(struct trainer_fixture *p) MOE_CHECKED;
 
 /* FNV-1a of one kind of tensor, over all parameters of this slot. */
-bool hash_of(struct trainer_fixture *p, const struct member *m, enum moe_train_tensor tensor,
-             uint64_t *hash);
+bool hash_of(struct trainer_fixture *p, enum moe_train_tensor tensor, uint64_t *hash);
 /* Of masters and both moments. */
-bool hash_state(struct trainer_fixture *p, const struct member *m, uint64_t hash[3]);
+bool hash_state(struct trainer_fixture *p, uint64_t hash[3]);
 
 #endif

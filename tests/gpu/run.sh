@@ -4,8 +4,9 @@
 # skewed, training) and cases of real sizes, on 1, 2 and 4 GPUs; sessions under fault; golden outputs
 # and gradients through the backend and through real daemons; daemons that train: repeated calls,
 # workers killed between them, checkpoints, concurrent forward clients; lost workers of groups with
-# copies; torch's AdamW curves; the grouped GEMM against double precision; the calls of a steady step;
-# its progress; cuBLAS instead of Hopper's kernels, and NCCL's network transport instead of windows.
+# copies, which only serve or train; torch's AdamW curves; the grouped GEMM against double precision;
+# the calls of a steady step; its progress; cuBLAS instead of Hopper's kernels, and NCCL's network
+# transport instead of windows.
 #
 #   tests/gpu/run.sh BUILD_DIRECTORY [--cases N] [--jobs N] [--logs DIR] [--sanitizer] [--only TEXT]
 #
@@ -27,7 +28,7 @@ set -eu
 
 usage() {
     echo "$0: $1" >&2
-    sed -n '10,19s/^# \{0,1\}//p' "$0" >&2
+    sed -n '11,20s/^# \{0,1\}//p' "$0" >&2
     exit 2
 }
 
@@ -112,7 +113,7 @@ suits() {
     if [ -z "$same" ]; then
         cat
     else
-        grep -E '^[a-z0-9_]*([24](_| )|trained_(repeats|versions|one_version|kills|retained |checkpoints|copies))' |
+        grep -E '^[a-z0-9_]*([24](_| )|trained_(repeats|versions|one_version|kills|retained |checkpoints|copies|losses))' |
             grep -Ev '^(part_of_device|steady|trained_retained_pair|multicast_refused|[a-z]*_1_)'
     fi
 }
@@ -161,6 +162,16 @@ trained_groups() {
     echo "trained_copies 300 $(integration test_saving \
         "Saving.test_forward_and_backward_go_on_while_the_state_is_copied \
         Saving.test_the_same_with_adapters_while_their_state_is_copied")"
+    # A worker is lost while the others have copies of its experts, and train on.
+    lost=
+    for test in forward_goes_on_without_a_lost_worker gradients_of_a_lost_worker_are_named_and_sent_again \
+        the_sequencer_may_be_the_one_that_is_lost a_worker_that_returns_joins_with_the_next_save \
+        copies_have_the_same_bits; do
+        lost="$lost Losses.test_$test"
+    done
+    echo "trained_losses 300 $(integration test_training_copies "$lost")"
+    echo "trained_losses_in_calls 300 $(integration test_training_copies \
+        Losses.test_a_worker_lost_in_any_call_costs_no_answered_step)"
 }
 
 jobs_at_once() {

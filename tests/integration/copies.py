@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests of training with two copies of each expert share: a client, and a group of four
-workers. Slots 0 and 2 have the same experts, and so have 1 and 3."""
+workers. Slots 0 and 2 have the same experts, and so have 1 and 3. With fewer than four devices the
+group has two workers, both with all experts."""
 
 import os
 import shutil
@@ -11,13 +12,16 @@ import unittest
 import grpc
 import numpy as np
 
-from group import wait_until
+from group import DEVICES, wait_until
 import moed
 from training import Trainer, golden_gradients, training_group
 import wire
 from wire import training
 
 FAMILY = "deepseek_v3"
+WORKERS = 4 if DEVICES >= 4 else 2
+LAST = WORKERS - 1  # a slot
+TWIN = LAST - WORKERS // 2  # has the experts of the last one
 # Rows of an expert are computed by other slots without the lost one, so sums have another order.
 LIMIT = 1e-5
 
@@ -131,7 +135,7 @@ class Copies(unittest.TestCase):
         self.root = tempfile.mkdtemp(prefix="moed-copies-")
         self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
 
-    def group(self, *extra, workers=4, replicas=2, lease_ms=5000, budget_ms=10000, **options):
+    def group(self, *extra, workers=WORKERS, replicas=2, lease_ms=5000, budget_ms=10000, **options):
         """On a busy machine, too, no view ends but for a fault of the test."""
         return training_group(FAMILY, workers, "--training-dir", self.root, "--wait-budget-ms",
                               str(budget_ms), *self.EXTRA, *extra, lease_ms=lease_ms,
@@ -140,7 +144,7 @@ class Copies(unittest.TestCase):
     def compare(self, client, limit=LIMIT):
         """Its group's answer with that of a group without a loss."""
         answer = client.ask()
-        with training_group(FAMILY, 4, *self.EXTRA, lease_ms=3000, replicas=2) as g:
+        with training_group(FAMILY, WORKERS, *self.EXTRA, lease_ms=3000, replicas=2) as g:
             other = Client(g)
             other.replay(client.accepted)
             error = relative_error(answer, other.ask())
@@ -148,9 +152,9 @@ class Copies(unittest.TestCase):
             self.assertLessEqual(error, limit)
             other.close()
 
-    def lose(self, g, slot=3, other=None):
+    def lose(self, g, slot=LAST, other=None):
         """Returns when the others serve without it; `other` is one of them."""
-        other = (slot + 1) % 4 if other is None else other
+        other = (slot + 1) % WORKERS if other is None else other
         epoch = g.info(other).epoch
         g.kill_worker(slot)
         wait_until(lambda: g.info(other).epoch > epoch)

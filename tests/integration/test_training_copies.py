@@ -13,7 +13,7 @@ import time
 
 import grpc
 
-from copies import LIMIT, Client, Copies, relative_error
+from copies import LAST, LIMIT, TWIN, WORKERS, Client, Copies, relative_error
 from group import BUILD, main, moectl, wait_until
 import moed
 from training import Trainer, refusal
@@ -98,7 +98,7 @@ class Losses(Copies):
             self.assertEqual([(b.session, b.micro_batch_id) for b in after.lost_micro_batches],
                              [("test", 21), ("test", 22)])
             self.assertEqual(after.lost_backwards, 2)
-            with moed.Client(g.endpoints[1]) as python:
+            with moed.Client(g.endpoints[0]) as python:
                 self.assertEqual(python.train_state().lost_micro_batches,
                                  (("test", 21), ("test", 22)))
                 with self.assertRaises(moed.MoeError) as caught:
@@ -125,6 +125,21 @@ class Losses(Copies):
             self.compare(client)
             client.close()
 
+    def test_forward_goes_on_without_a_lost_worker(self):
+        with self.group() as g:
+            client = Client(g)
+            client.train(1)
+            asking = [Asking(g.endpoints[slot], client) for slot in range(LAST)]
+            wait_until(lambda: min(each.answers for each in asking) > 5)
+            self.lose(g)
+            client.train(2)
+            answers = [each.answers for each in asking]
+            wait_until(lambda: all(a.answers > n + 5 for a, n in zip(asking, answers)))
+            for each in asking:
+                print("longest time without an answer: %.2f s" % each.stop())
+            self.compare(client)
+            client.close()
+
     # -------------------------------------------------------------- a worker returns
 
     def test_a_worker_that_returns_joins_with_the_next_save(self):
@@ -136,11 +151,11 @@ class Losses(Copies):
             self.lose(g)
             client.train(1)
             before = client.state()
-            g.start_worker(3)
+            g.start_worker(LAST)
             for _ in range(6):  # it does not take part, and steps go on
                 client.train(1)
                 time.sleep(0.5)
-            self.assertEqual(g.info(3).epoch, 0)
+            self.assertEqual(g.info(LAST).epoch, 0)
             state = client.state()
             self.assertEqual(state.lineage, before.lineage)
             self.assertEqual(state.steps, len(client.accepted))
@@ -149,11 +164,12 @@ class Losses(Copies):
             g.wait_serving(epoch)
             state = client.state()
             self.assertEqual((state.lineage, state.steps), (before.lineage, len(client.accepted)))
-            last = Trainer(g.endpoints[3])
+            last = Trainer(g.endpoints[LAST])
             self.assertEqual((last.state().lineage, last.state().steps),
                              (before.lineage, state.steps))
             client.train(2)
-            self.lose(g, 1)  # its copies are those of the worker that has joined
+            client.use(g.endpoints[LAST])
+            self.lose(g, TWIN)
             client.train(2)
             self.assertEqual(client.state().lineage, before.lineage)
             self.compare(client)
@@ -162,24 +178,25 @@ class Losses(Copies):
 
     def test_copies_have_the_same_bits(self):
         with self.group() as g:
-            client = Client(g, 3)
+            client = Client(g, LAST)
             client.train(2)
-            self.lose(g, 2)
+            self.lose(g, LAST - 1)
             client.train(2)
-            epoch = g.info(3).epoch
-            g.start_worker(2)
-            self.join(g, client, 2, "joined", epoch)
+            epoch = g.info(LAST).epoch
+            g.start_worker(LAST - 1)
+            self.join(g, client, LAST - 1, "joined", epoch)
             client.train(3)
             before = client.state()
-            client.save("all")
-            for slot, name in ((0, "without-0"), (1, "without-0-and-1")):
+            names = ["all", "without-0", "without-0-and-1"]
+            client.save(names[0])
+            for slot in range(WORKERS // 2):
                 self.lose(g, slot)
-                client.save(name)
+                client.save(names[slot + 1])
             after = client.state()
             self.assertEqual((after.lineage, after.weights_version, after.steps),
                              (before.lineage, before.weights_version, before.steps))
-            self.compare_bits("all", "without-0", 0)
-            self.compare_bits("without-0", "without-0-and-1", 1)
+            for slot in range(WORKERS // 2):
+                self.compare_bits(names[slot], names[slot + 1], slot)
             client.close()
 
     # ------------------------------------------------------- a worker that reads for long
@@ -207,9 +224,9 @@ class Losses(Copies):
             client.save("late")
             gate = self.gate(g)
             epoch = g.info().epoch
-            g.start_worker(3)
+            g.start_worker(LAST)
             wait_until(lambda: os.path.exists(gate + ".waits"))
-            asking = [Asking(g.endpoints[slot], client) for slot in range(3)]
+            asking = [Asking(g.endpoints[slot], client) for slot in range(LAST)]
             step = threading.Thread(target=client.train, args=(1,))
             step.start()
             time.sleep(READ_S)
@@ -228,7 +245,8 @@ class Losses(Copies):
                 self.assertGreater(min(answers), READ_S)  # on a busy machine, too
             client.train(2)
             client.ask()
-            self.lose(g, 1)  # its copies are those of the worker that has joined
+            client.use(g.endpoints[LAST])
+            self.lose(g, TWIN)
             client.train(1)
             self.compare(client)
             client.close()
@@ -242,23 +260,23 @@ class Losses(Copies):
             client.save("first")
             gate = self.gate(g)
             epoch = g.info().epoch
-            g.start_worker(3)
+            g.start_worker(LAST)
             wait_until(lambda: os.path.exists(gate + ".waits"))
             client.train(1)  # once the limit has passed
             client.save("second")
             client.train(1)  # at once: the worker still reads the first
             self.assertEqual(g.info().epoch, epoch)
-            g.kill_worker(3)
+            g.kill_worker(LAST)
             os.remove(gate + ".waits")  # it cannot write it again
-            g.start_worker(3)
+            g.start_worker(LAST)
             client.save("third")
             wait_until(lambda: os.path.exists(gate + ".waits"))
-            g.kill_worker(3)
+            g.kill_worker(LAST)
             client.train(1)  # no worker reads any more
             self.assertEqual(g.info().epoch, epoch)
             os.remove(gate + ".read")
-            g.start_worker(3)
-            self.join(g, client, 3, "fourth", epoch)
+            g.start_worker(LAST)
+            self.join(g, client, LAST, "fourth", epoch)
             client.train(1)
             self.compare(client)
             client.close()
@@ -285,7 +303,7 @@ class Losses(Copies):
             self.lose(g)
             client.save("same")
             epoch = g.info().epoch
-            g.start_worker(3, "--training-dir", other)
+            g.start_worker(LAST, "--training-dir", other)
             self.refuses(g, "checkpoint same records 4 calls, and the group has run 8")
             client.train(1)
             client.save("again")
@@ -293,9 +311,9 @@ class Losses(Copies):
             client.train(1)
             self.assertEqual(g.info().epoch, epoch)
             self.assertEqual(client.state().steps, 4)
-            g.kill_worker(3)
-            g.start_worker(3)
-            self.join(g, client, 3, "last", epoch)
+            g.kill_worker(LAST)
+            g.start_worker(LAST)
+            self.join(g, client, LAST, "last", epoch)
             self.compare(client)
             client.close()
 
@@ -312,7 +330,7 @@ class Losses(Copies):
             state = os.path.join("whole", "optimizer")
             names = [name for name in os.listdir(os.path.join(self.root, state))
                      if name.endswith(".safetensors")]
-            self.assertEqual(len(names), 3)
+            self.assertEqual(len(names), LAST)
             for name in names:
                 shutil.rmtree(os.path.join(other, "whole"), ignore_errors=True)
                 shutil.copytree(os.path.join(self.root, "whole"), os.path.join(other, "whole"))
@@ -321,13 +339,13 @@ class Losses(Copies):
                     last = f.read(1)
                     f.seek(-1, os.SEEK_END)
                     f.write(bytes([last[0] ^ 1]))
-                g.start_worker(3, "--training-dir", other)
+                g.start_worker(LAST, "--training-dir", other)
                 self.refuses(g, name)
                 self.assertEqual(g.info().epoch, epoch)
-                g.kill_worker(3)
+                g.kill_worker(LAST)
             client.train(1)
-            g.start_worker(3)
-            self.join(g, client, 3, "last", epoch)
+            g.start_worker(LAST)
+            self.join(g, client, LAST, "last", epoch)
             self.compare(client)
             client.close()
 
@@ -400,8 +418,8 @@ class Losses(Copies):
                 # Of each two steps, one has a loss: in each call twice, and each slot twice.
                 loss, killer = number // 2, []
                 call = loss % 4 if number % 2 == 0 else -1
-                victim = (loss + loss // 4) % 4
-                other = (victim + 1) % 4
+                victim = (loss + loss // 4) % WORKERS
+                other = (victim + 1) % WORKERS
                 client.use(g.endpoints[other])
 
                 def begin(n, victim=victim, call=call, killer=killer):

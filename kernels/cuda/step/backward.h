@@ -22,6 +22,9 @@ struct moe_status moe_cuda_optimizer_step(struct moe_session *session,
                                           struct moe_trainer *const *trainers, size_t count,
                                           const struct moe_optimizer_args *args,
                                           struct moe_optimizer_result *result) MOE_CHECKED;
+struct moe_status moe_cuda_optimizer_finish(struct moe_trainer *const *trainers, size_t count,
+                                            const struct moe_optimizer_args *args, double squares,
+                                            struct moe_optimizer_result *result) MOE_CHECKED;
 
 /* Dispatch of rows of x and dy, enqueued: x's rows in *rows and dy's in *dy_rows, all in device
  * memory. Both have a stride of 2H elements and lie next to each other until moe_cuda_x_dy_split.

@@ -297,7 +297,7 @@ failed:
 /* Windows take masks. Messages of a network's communicator need all its ranks. */
 uint64_t moe_cuda_session_together(const struct moe_session *s)
 {
-    const bool masks = s->window.comm != NULL && s->net == NULL && !s->config.training;
+    const bool masks = s->window.comm != NULL && s->net == NULL;
     return masks ? UINT64_C(1) << s->config.slot : 0;
 }
 
@@ -323,13 +323,14 @@ struct moe_status moe_cuda_session_mask(struct moe_session *s, uint64_t epoch, u
     struct moe_status busy = moe_cuda_steps_idle(s->steps);
     if (moe_cuda_session_together(s) == 0)
         return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_REFORMING,
-                         "a session that trains, or over a network, takes no mask on GPUs");
+                         "a session over a network takes no mask on GPUs");
     MOE_TRY(moe_masks_check(&s->masks, epoch, live, !moe_failed(&busy)));
     MOE_TRY(moe_cuda_device_use(s->device));
     MOE_TRY(moe_cuda_device_finish(s->device));
     moe_masks_take(&s->masks, epoch, live);
     s->config.epoch = epoch;
     s->config.live = live;
+    moe_activation_cache_drop_session(s->device->activation_cache, s);
     for (uint32_t p = 0; p < s->config.slots; p++)
         if (!(live >> p & 1))
             s->window.base[p] = NULL;

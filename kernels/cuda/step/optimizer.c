@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The optimizer step of a group; see moe/training.h. Slots sum the gradients that several of them
- * hold, find the same norm, and each updates its own weights. All slots agree on the step before
- * anything changes. Within a slot everything is enqueued, a few launches per block; the host waits
- * for its peers, and once for the norm. Sums over slots are in reduce.h. No step may run at the
- * same time. */
+/* The optimizer step of a group; see moe/training.h. Live slots sum the gradients that several of
+ * them hold, find the same norm, and each updates its own weights. All slots agree on the step
+ * before anything changes. The exchange of squares is the last one: a slot that lacks only those
+ * can finish the step later. Within a slot everything is enqueued, a few launches per block; the
+ * host waits for its peers, and once for the norm. Sums over slots are in reduce.h. No step may run
+ * at the same time. */
 #include "cuda/plan/limits.h"
 #include "cuda/step/backward.h"
 
@@ -28,10 +29,11 @@ static struct moe_status sum_block(struct moe_cuda_reduce *r, struct moe_trainer
 {
     const struct moe_layer *layer = t->layer;
     const struct moe_placement *p = &layer->placement;
+    const uint64_t live = r->s->config.live;
     if (!b->expert) {
-        if (r->s->config.live & (r->s->config.live - 1))
+        if (live & (live - 1))
             MOE_TRY(moe_cuda_block_clear_grad(t, b));
-        return moe_cuda_reduce_add(r, b->grad, b->n, r->s->config.live);
+        return moe_cuda_reduce_add(r, b->grad, b->n, live);
     }
     if (p->offset[p->experts] == p->experts)
         return moe_ok(); /* one copy of each expert */
@@ -39,7 +41,7 @@ static struct moe_status sum_block(struct moe_cuda_reduce *r, struct moe_trainer
     for (uint32_t e = 0; e < layer->spec.experts; e++) {
         int32_t entry = layer->local_index[e];
         float *grad = entry < 0 ? NULL : b->grad + (size_t)entry * b->n;
-        MOE_TRY(moe_cuda_reduce_add(r, grad, b->n, moe_placement_slots_of(p, e)));
+        MOE_TRY(moe_cuda_reduce_add(r, grad, b->n, moe_placement_slots_of(p, e) & live));
     }
     return moe_ok();
 }
@@ -57,22 +59,46 @@ static struct moe_status sum_gradients(struct moe_session *s, struct moe_trainer
     return moe_cuda_reduce_flush(&r);
 }
 
+/* Counted loads become those of all slots. */
+static struct moe_status sum_loads(struct moe_session *s, struct moe_trainer *t)
+{
+    uint32_t experts = t->layer->spec.experts;
+    uint64_t mine[MOE_CUDA_MAX_EXPERTS], sum[MOE_CUDA_MAX_EXPERTS] = {0};
+    uint64_t all[MOE_CUDA_MAX_SLOTS * LOADS_AT_ONCE];
+    MOE_TRY(moe_cuda_mem_copy(s->device, mine, t->loads, experts * sizeof *mine));
+    for (uint32_t first = 0; first < experts; first += LOADS_AT_ONCE) {
+        uint32_t n = experts - first < LOADS_AT_ONCE ? experts - first : LOADS_AT_ONCE;
+        MOE_TRY(moe_cuda_session_exchange(s, mine + first, all, n * sizeof *mine));
+        for (uint32_t p = 0; p < s->config.slots; p++)
+            for (uint32_t i = 0; i < n; i++)
+                sum[first + i] += all[(size_t)p * n + i];
+    }
+    return moe_cuda_mem_copy(s->device, t->loads, sum, experts * sizeof *sum);
+}
+
 /* ------------------------------------------------------------------------ norm */
 
-/* If an expert has several copies, the first holder counts it. */
-static struct moe_status add_block_squares(const struct moe_trainer *t,
+/* The first live slot with a copy counts its gradient. */
+static bool counts(const struct moe_session_config *c, const struct moe_layer *layer,
+                   uint32_t local)
+{
+    uint64_t holders = moe_placement_slots_of(&layer->placement, layer->local[local]) & c->live;
+    return (uint32_t)__builtin_ctzll(holders) == c->slot;
+}
+
+static struct moe_status add_block_squares(const struct moe_session_config *c,
+                                           const struct moe_trainer *t,
                                            const struct moe_cuda_block *b, double *sums,
                                            cudaStream_t stream)
 {
     const struct moe_layer *layer = t->layer;
-    const struct moe_placement *p = &layer->placement;
     if (b->grad_is_zero)
         return moe_ok();
     if (!b->expert)
         return moe_cuda_add_squares(b->grad, b->n, sums, MOE_CUDA_SQUARES_SHARED, stream);
     for (uint32_t l = 0; l < layer->local_experts;) {
         uint32_t end = l;
-        while (end < layer->local_experts && p->slot[p->offset[layer->local[end]]] == layer->slot)
+        while (end < layer->local_experts && counts(c, layer, end))
             end++;
         if (end > l)
             MOE_TRY(moe_cuda_add_squares(b->grad + l * b->n, (end - l) * b->n, sums,
@@ -83,34 +109,35 @@ static struct moe_status add_block_squares(const struct moe_trainer *t,
 }
 
 /* Squares of this slot: of the replicated weights, and of the experts that only it counts. */
-static struct moe_status local_squares(struct moe_device *device,
+static struct moe_status local_squares(const struct moe_session *s,
                                        struct moe_trainer *const *trainers, size_t count,
                                        double squares[MOE_CUDA_SQUARES])
 {
+    cudaStream_t stream = s->device->compute;
     squares[MOE_CUDA_SQUARES_SHARED] = squares[MOE_CUDA_SQUARES_OWN] = 0;
     if (count == 0)
         return moe_ok();
     double *sums = trainers[0]->sums;
-    MOE_TRY(moe_cuda_clear_squares(sums, device->compute));
+    MOE_TRY(moe_cuda_clear_squares(sums, stream));
     for (size_t i = 0; i < count; i++)
         for (uint32_t b = 0; b < trainers[i]->blocks; b++)
             if (moe_cuda_block_moves(trainers[i], &trainers[i]->block[b]))
-                MOE_TRY(
-                    add_block_squares(trainers[i], &trainers[i]->block[b], sums, device->compute));
-    return moe_cuda_read_squares(sums, squares, device->compute);
+                MOE_TRY(add_block_squares(&s->config, trainers[i], &trainers[i]->block[b], sums,
+                                          stream));
+    return moe_cuda_read_squares(sums, squares, stream);
 }
 
-static struct moe_status find_norm(struct moe_session *s, struct moe_trainer *const *trainers,
-                                   size_t count, double *norm)
+/* The last that slots exchange: one that has the squares of all takes the step. */
+static struct moe_status measure(struct moe_session *s, struct moe_trainer *const *trainers,
+                                 size_t count, double *squares, bool *can_finish)
 {
-    double squares[MOE_CUDA_SQUARES], all[MOE_CUDA_MAX_SLOTS] = {0};
-    MOE_TRY(local_squares(s->device, trainers, count, squares));
-    MOE_TRY(moe_cuda_session_exchange(s, &squares[MOE_CUDA_SQUARES_OWN], all, sizeof *squares));
-    double sum = squares[MOE_CUDA_SQUARES_SHARED];
+    double mine[MOE_CUDA_SQUARES], all[MOE_CUDA_MAX_SLOTS] = {0};
+    MOE_TRY(local_squares(s, trainers, count, mine));
+    *can_finish = true;
+    MOE_TRY(moe_cuda_session_exchange(s, &mine[MOE_CUDA_SQUARES_OWN], all, sizeof *mine));
+    *squares = mine[MOE_CUDA_SQUARES_SHARED];
     for (uint32_t p = 0; p < s->config.slots; p++)
-        if (s->config.live >> p & 1)
-            sum += all[p];
-    *norm = sqrt(sum);
+        *squares += all[p];
     return moe_ok();
 }
 
@@ -138,35 +165,20 @@ static struct moe_status move_block(struct moe_trainer *t, struct moe_cuda_block
     return b->part == MOE_PART_LORA_B ? moe_cuda_trainer_renew(t, b, stream) : moe_ok();
 }
 
-/* loads [E] of the group. */
-static struct moe_status sum_loads(struct moe_session *s, const struct moe_trainer *t,
-                                   uint64_t *loads)
+static bool balances(const struct moe_trainer *t, double rate)
 {
-    uint32_t experts = t->layer->spec.experts;
-    uint64_t mine[MOE_CUDA_MAX_EXPERTS], all[MOE_CUDA_MAX_SLOTS][LOADS_AT_ONCE];
-    MOE_TRY(moe_cuda_mem_copy(t->layer->device, mine, t->loads, experts * sizeof *mine));
-    memset(loads, 0, experts * sizeof *loads);
-    for (uint32_t first = 0; first < experts; first += LOADS_AT_ONCE) {
-        uint32_t n = experts - first < LOADS_AT_ONCE ? experts - first : LOADS_AT_ONCE;
-        memset(all, 0, sizeof all);
-        MOE_TRY(moe_cuda_session_exchange(s, mine + first, all, n * sizeof *mine));
-        const uint64_t *from = &all[0][0];
-        for (uint32_t p = 0; p < s->config.slots; p++)
-            for (uint32_t i = 0; i < n; i++)
-                loads[first + i] += from[(size_t)p * n + i];
-    }
-    return moe_ok();
+    return rate != 0 && t->layer->spec.router.select_bias;
 }
 
-static struct moe_status balance(struct moe_session *s, struct moe_trainer *t, double rate)
+static struct moe_status balance(struct moe_trainer *t, double rate)
 {
     struct moe_layer *layer = t->layer;
     uint32_t experts = layer->spec.experts;
     uint64_t loads[MOE_CUDA_MAX_EXPERTS], total = 0;
     float bias[MOE_CUDA_MAX_EXPERTS];
-    if (rate == 0 || !layer->spec.router.select_bias)
+    if (!balances(t, rate))
         return moe_ok();
-    MOE_TRY(sum_loads(s, t, loads));
+    MOE_TRY(moe_cuda_mem_copy(layer->device, loads, t->loads, experts * sizeof *loads));
     for (uint32_t e = 0; e < experts; e++)
         total += loads[e];
     float *resident = layer->desc.bias[MOE_WEIGHT_SELECT_BIAS];
@@ -184,6 +196,27 @@ static struct moe_status move_all(struct moe_trainer *t, const struct moe_train_
     return moe_ok();
 }
 
+/* Everything after the exchanges: the step is taken, or skipped if a gradient is not finite. */
+static struct moe_status optimize(struct moe_trainer *const *trainers, size_t count,
+                                  const struct moe_optimizer_args *args, double squares,
+                                  struct moe_optimizer_result *result)
+{
+    const double norm = sqrt(squares) * fabs(args->grad_scale);
+    *result = (struct moe_optimizer_result){
+        .grad_norm = norm, .nonfinite = !isfinite(squares), .squares = squares};
+    for (size_t i = 0; i < count && !result->nonfinite; i++) {
+        struct moe_trainer *t = trainers[i];
+        double clip = moe_clip_factor(norm, args->max_grad_norm);
+        struct moe_train_update u = moe_train_update_of(t->config.optimizer, args, clip);
+        moe_activation_cache_drop(t->layer->device->activation_cache, t->layer, 0);
+        MOE_TRY(balance(t, args->balance_rate));
+        MOE_TRY(move_all(t, &u));
+    }
+    for (size_t i = 0; i < count; i++)
+        MOE_TRY(moe_cuda_trainer_forget_grads(trainers[i]));
+    return count == 0 ? moe_ok() : moe_cuda_device_finish(trainers[0]->layer->device);
+}
+
 /* ------------------------------------------------------------------------ step */
 
 static struct moe_status check(struct moe_session *s, struct moe_trainer *const *trainers,
@@ -191,8 +224,7 @@ static struct moe_status check(struct moe_session *s, struct moe_trainer *const 
 {
     for (size_t i = 0; i < count; i++) {
         const struct moe_layer *layer = trainers[i]->layer;
-        MOE_TRY(
-            moe_optimizer_check_layer(&s->config, &layer->spec, &layer->placement, layer->slot));
+        MOE_TRY(moe_optimizer_check_live(&s->config, &layer->spec, &layer->placement, layer->slot));
         MOE_TRY(moe_optimizer_check(trainers[i]->config.optimizer, args));
     }
     return moe_cuda_reduce_reserve(s);
@@ -216,27 +248,16 @@ static struct moe_status agree(struct moe_session *s, struct moe_trainer *const 
     return st;
 }
 
-static struct moe_status run(struct moe_session *s, struct moe_trainer *const *trainers,
-                             size_t count, const struct moe_optimizer_args *args,
-                             struct moe_optimizer_result *result)
+/* Sums over slots, and the squares of all gradients. */
+static struct moe_status gather(struct moe_session *s, struct moe_trainer *const *trainers,
+                                size_t count, const struct moe_optimizer_args *args,
+                                double *squares, bool *can_finish)
 {
-    double norm;
     MOE_TRY(sum_gradients(s, trainers, count));
-    MOE_TRY(find_norm(s, trainers, count, &norm));
-    result->grad_norm = norm * fabs(args->grad_scale);
-    result->nonfinite = !isfinite(norm);
-    for (size_t i = 0; i < count && !result->nonfinite; i++)
-        MOE_TRY(balance(s, trainers[i], args->balance_rate));
-    for (size_t i = 0; i < count && !result->nonfinite; i++) {
-        moe_activation_cache_drop(trainers[i]->layer->device->activation_cache, trainers[i]->layer,
-                                  0);
-        double clip = moe_clip_factor(result->grad_norm, args->max_grad_norm);
-        struct moe_train_update u = moe_train_update_of(trainers[i]->config.optimizer, args, clip);
-        MOE_TRY(move_all(trainers[i], &u));
-    }
     for (size_t i = 0; i < count; i++)
-        MOE_TRY(moe_cuda_trainer_forget_grads(trainers[i]));
-    return moe_cuda_device_finish(s->device);
+        if (balances(trainers[i], args->balance_rate))
+            MOE_TRY(sum_loads(s, trainers[i]));
+    return measure(s, trainers, count, squares, can_finish);
 }
 
 struct moe_status moe_cuda_optimizer_step(struct moe_session *s,
@@ -244,15 +265,32 @@ struct moe_status moe_cuda_optimizer_step(struct moe_session *s,
                                           const struct moe_optimizer_args *args,
                                           struct moe_optimizer_result *result)
 {
-    bool refused = false;
+    bool refused = false, can_finish = false;
+    double squares = 0;
+    *result = (struct moe_optimizer_result){.unchanged = true};
     MOE_TRY(moe_cuda_device_use(s->device));
     MOE_TRY(moe_cuda_steps_idle(s->steps));
     MOE_TRY(moe_cuda_session_usable(s));
     MOE_TRY(moe_cuda_backward_supported(s));
     struct moe_status st = agree(s, trainers, count, args, &refused);
     if (!moe_failed(&st))
-        st = run(s, trainers, count, args, result);
+        st = gather(s, trainers, count, args, &squares, &can_finish);
+    *result = (struct moe_optimizer_result){.unchanged = moe_failed(&st), .can_finish = can_finish};
+    if (!moe_failed(&st))
+        st = optimize(trainers, count, args, squares, result);
     if (moe_failed(&st) && !refused)
         moe_cuda_session_fail(s);
     return st;
+}
+
+struct moe_status moe_cuda_optimizer_finish(struct moe_trainer *const *trainers, size_t count,
+                                            const struct moe_optimizer_args *args, double squares,
+                                            struct moe_optimizer_result *result)
+{
+    *result = (struct moe_optimizer_result){0};
+    for (size_t i = 0; i < count; i++)
+        MOE_TRY(moe_optimizer_check(trainers[i]->config.optimizer, args));
+    if (count > 0)
+        MOE_TRY(moe_cuda_device_use(trainers[0]->layer->device));
+    return optimize(trainers, count, args, squares, result);
 }

@@ -225,6 +225,7 @@ static uint64_t retained_bytes(struct moe_device *device)
 }
 
 const struct moe_training moe_cuda_training = {
+    .live_copies = true,
     .quantised_base = true,
     .trainer_create = moe_cuda_trainer_create,
     .trainer_destroy = moe_cuda_trainer_destroy,
@@ -235,6 +236,7 @@ const struct moe_training moe_cuda_training = {
     .set_frozen = moe_cuda_set_frozen,
     .backward_enqueue = moe_cuda_backward_enqueue,
     .optimizer_step = moe_cuda_optimizer_step,
+    .optimizer_finish = moe_cuda_optimizer_finish,
     .retained_limit = retained_limit,
     .retained_drop = retained_drop,
     .retained_bytes = retained_bytes,
