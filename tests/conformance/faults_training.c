@@ -6,6 +6,8 @@
 #include "faults.h"
 #include "trainer_fixture.h"
 
+#include "base/clock.h"
+
 #include <pthread.h>
 #include <string.h>
 #include <unistd.h>
@@ -412,6 +414,108 @@ static bool abort_ends_passes_and_optimizer_steps(uint32_t slots)
     return run_group(slots, abort_training);
 }
 
+/* ------------------------------------------------------- steps that are cut short */
+
+enum {
+    CUTS = 12,
+    CUT_US = 3000, /* latest moment */
+    CUT_EXPERTS = 2 * MOE_MAX_SLOTS,
+};
+
+/* What a slot tells of its steps. */
+struct taken {
+    uint64_t steps;
+    double squares; /* of the last one */
+};
+
+struct cut {
+    void *session;
+    uint32_t after_us;
+};
+
+static void *abort_at(void *ctx)
+{
+    const struct cut *cut = ctx;
+    usleep(cut->after_us);
+    backend->session_abort(cut->session);
+    return NULL;
+}
+
+/* Passes and steps until one fails. */
+static struct moe_status learn_until_failure(struct trainer_fixture *p, struct taken *mine)
+{
+    struct moe_step_result result;
+    for (;;) {
+        p->taken = (struct moe_optimizer_result){0};
+        MOE_TRY(run_backward(p, &result));
+        MOE_TRY(run_optimizer(p));
+        *mine = (struct taken){mine->steps + 1, p->taken.squares};
+    }
+}
+
+/* Masters of the router and of each expert have the same bits on all slots that hold them. */
+static int compare_copies(struct member *m, struct trainer_fixture *p)
+{
+    static uint64_t mine[CUT_EXPERTS + 1], all[MOE_MAX_SLOTS][CUT_EXPERTS + 1];
+    const uint32_t tensors = p->experts + 1;
+    for (uint32_t i = 0; i < tensors; i++)
+        EXPECT(hash_tensor(p, i == 0 ? MOE_WEIGHT_ROUTER : MOE_WEIGHT_DOWN, i == 0 ? 0 : i - 1,
+                           MOE_TRAIN_VALUE, &mine[i]));
+    EXPECT(good(board_allgather(m, mine, all, sizeof mine)));
+    for (uint32_t s = 0; s < m->slots; s++)
+        for (uint32_t i = 0; i < tensors; i++)
+            EXPECT(all[s][i] == mine[i] || all[s][i] == 0 || mine[i] == 0);
+    return 0;
+}
+
+/* One slot gives up at any moment. Then some slots may have taken a step that others have not:
+ * those lack the squares only, and finish it. */
+static int cut_steps_short(struct member *m)
+{
+    struct trainer_fixture p;
+    struct moe_step_result result;
+    struct taken mine = {0}, all[MOE_MAX_SLOTS] = {0};
+    struct rng r = {.state = moe_clock_ns()};
+    uint32_t finished = 0;
+    EXPECT(open_trainer_fixture(m, &p, SHORT_MS) && use_copied_layer(m, &p, UINT64_MAX));
+    p.optimizer.max_grad_norm = 0.01;
+    for (uint32_t round = 0; round < CUTS; round++) {
+        struct cut cut = {p.base.session, rng_below(&r, CUT_US)};
+        pthread_t thread;
+        bool cuts = round % m->slots == m->slot;
+        EXPECT(good(run_backward(&p, &result)) && good(run_optimizer(&p)));
+        mine.steps++;
+        EXPECT(!cuts || pthread_create(&thread, NULL, abort_at, &cut) == 0);
+        struct moe_status st = learn_until_failure(&p, &mine);
+        EXPECT(st.code == MOE_ABORTED || st.code == MOE_UNAVAILABLE);
+        EXPECT(!cuts || pthread_join(thread, NULL) == 0);
+        leave_session(&p.base);
+        EXPECT(good(board_allgather(m, &mine, all, sizeof mine)));
+        struct taken most = mine;
+        for (uint32_t s = 0; s < m->slots; s++)
+            most = all[s].steps > most.steps ? all[s] : most;
+        if (most.steps > mine.steps) {
+            EXPECT(most.steps == mine.steps + 1 && p.taken.unchanged && p.taken.can_finish);
+            EXPECT(good(backend->training->optimizer_finish(&p.trainer, 1, &p.optimizer,
+                                                            most.squares, &p.taken)));
+            p.optimizer.number++;
+            mine = most;
+            finished++;
+        }
+        EXPECT(compare_copies(m, &p) == 0);
+        EXPECT(good(backend->training->zero_grad(p.trainer)));
+        EXPECT(good(join_session(m, &p.base, 20 + round, SHORT_MS, true)));
+    }
+    fprintf(stderr, "       slot %u: %llu steps, %u finished\n", m->slot,
+            (unsigned long long)mine.steps, finished);
+    return close_trainer_fixture(&p);
+}
+
+static bool a_step_that_is_cut_short_is_taken_by_all_or_none(uint32_t slots)
+{
+    return backend->training->optimizer_finish == NULL || run_group(slots, cut_steps_short);
+}
+
 const struct scenario training_scenarios[] = {
     SCENARIO(slots_that_mean_different_optimizer_steps_all_refuse_and_move_nothing),
     SCENARIO(slots_without_memory_make_all_refuse_a_pass_and_change_nothing),
@@ -422,5 +526,6 @@ const struct scenario training_scenarios[] = {
     SCENARIO(a_step_is_finished_without_a_session),
     SCENARIO(a_peer_that_stays_away_ends_the_session_and_nothing_else),
     SCENARIO(abort_ends_passes_and_optimizer_steps),
+    SCENARIO(a_step_that_is_cut_short_is_taken_by_all_or_none),
 };
 const size_t training_scenario_count = sizeof training_scenarios / sizeof *training_scenarios;

@@ -25,6 +25,9 @@ struct moe_status run_backward(struct trainer_fixture *p,
                                struct moe_step_result *result) MOE_CHECKED;
 struct moe_status run_optimizer(struct trainer_fixture *p) MOE_CHECKED;
 
+/* FNV-1a of one tensor; 0 if only other slots have it. */
+bool hash_tensor(struct trainer_fixture *p, enum moe_weight weight, uint32_t expert,
+                 enum moe_train_tensor tensor, uint64_t *hash);
 /* FNV-1a of one kind of tensor, over all parameters of this slot. */
 bool hash_of(struct trainer_fixture *p, enum moe_train_tensor tensor, uint64_t *hash);
 /* Of masters and both moments. */
