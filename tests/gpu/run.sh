@@ -113,7 +113,8 @@ suits() {
     if [ -z "$same" ]; then
         cat
     else
-        grep -E '^[a-z0-9_]*([24](_| )|trained_(repeats|versions|one_version|kills|retained |checkpoints|copies|losses))' |
+        trained='repeats|versions|one_version|kills|retained |checkpoints|copies|losses'
+        grep -E "^[a-z0-9_]*([24](_| )|trained_($trained))" |
             grep -Ev '^(part_of_device|steady|trained_retained_pair|multicast_refused|[a-z]*_1_)'
     fi
 }
