@@ -165,25 +165,30 @@ MOE_ENTRY_PROTOTYPE(size_t, packed_bytes, MOE_ENTRY_PACKED_BYTES)
 
 /* -------------------------------------------------------------------- choices */
 
+#define CHOICE                                                                                     \
+    {                                                                                              \
+        .bucket = bucket, .slots = slots, .top_k = top_k, .experts = experts, .n = n, .k = k,      \
+        .processors = processors                                                                   \
+    }
+
 MOE_ENTRY_PROTOTYPE(int, choose_tile, MOE_ENTRY_CHOOSE_TILE)
 {
-    struct moe_cuda_gemm_params params = {
-        .bucket = bucket, .slots = slots, .top_k = top_k, .experts = experts, .n = n, .k = k};
+    struct moe_cuda_gemm_params params = CHOICE;
     return (int)moe_cuda_choose_tile(&params);
 }
 
 MOE_ENTRY_PROTOTYPE(int, choose_packed_tile, MOE_ENTRY_CHOOSE_TILE)
 {
-    struct moe_cuda_gemm_params params = {
-        .bucket = bucket, .slots = slots, .top_k = top_k, .experts = experts, .n = n, .k = k};
+    struct moe_cuda_gemm_params params = CHOICE;
     return (int)moe_cuda_choose_packed_tile(&params);
 }
 
 MOE_ENTRY_PROTOTYPE(text, tile_name, MOE_ENTRY_TILE_NAME)
 {
-    static const text name[MOE_CUDA_TILE_COUNT] = {[MOE_CUDA_TILE_DECODE] = "decode",
-                                                   [MOE_CUDA_TILE_EVEN] = "even",
-                                                   [MOE_CUDA_TILE_PINGPONG] = "pingpong"};
+    static const text name[MOE_CUDA_TILE_COUNT] = {
+        [MOE_CUDA_TILE_DECODE] = "decode",       [MOE_CUDA_TILE_EVEN] = "even",
+        [MOE_CUDA_TILE_PINGPONG] = "pingpong",   [MOE_CUDA_TILE_DECODE_64] = "decode_64",
+        [MOE_CUDA_TILE_DECODE_32] = "decode_32", [MOE_CUDA_TILE_EVEN_64] = "even_64"};
     return tile >= 0 && tile < MOE_CUDA_TILE_COUNT ? name[tile] : NULL;
 }
 

@@ -118,7 +118,8 @@ typedef const char *text;
 #define MOE_ENTRY_PACKED_BYTES(X, L) X(int, packing) X(size_t, rows) L(size_t, columns)
 #define MOE_ENTRY_CHOOSE_TILE(X, L)                                                                \
     X(uint32_t, bucket)                                                                            \
-    X(uint32_t, slots) X(uint32_t, top_k) X(uint32_t, experts) X(uint32_t, n) L(uint32_t, k)
+    X(uint32_t, slots)                                                                             \
+    X(uint32_t, top_k) X(uint32_t, experts) X(uint32_t, n) X(uint32_t, k) L(uint32_t, processors)
 #define MOE_ENTRY_TILE_NAME(X, L) L(int, tile)  /* NULL after the last one */
 #define MOE_ENTRY_CONSTANT(X, L)  L(text, name) /* -1 for an unknown name */
 

@@ -8,8 +8,12 @@ costs do not count. Candidates are interleaved in random order, so all see the s
 Figures are medians. A dense product of torch comes first, as the chip's reference: cold, and
 sustained at the power limit.
 
+--widths compares all tiles on products with few tiles, cold: weights rotate over 512 MB or more.
+It also compares the tiles' bits.
+
     ggemm_vs_torch.py path/to/libmoe_ggemm.so [--rounds 30] [--all-tiles] [--only TEXT]
-                      [--sustained SECONDS] [--cublas] [--backward] [--json FILE] [--markdown FILE]
+                      [--sustained SECONDS] [--cublas] [--backward] [--widths] [--json FILE]
+                      [--markdown FILE]
 """
 import argparse
 import datetime
@@ -26,6 +30,8 @@ from ggemm_binding import Products, Refused
 SPIN_CYCLES = 300_000  # about 0.15 ms: longer than any launch takes the host
 DENSE = 8192  # rows, columns and depth of the reference product
 COLD_PRODUCTS = 20
+COLD_BYTES = 512 << 20  # weights rotate over at least this
+READ_TBS = 4.35  # weights read by an H200, as the target of few tiles counts them
 
 
 class Case:
@@ -33,6 +39,7 @@ class Case:
 
     def __init__(self, lib, name, counts, k, n, sets=1):
         self.lib, self.name, self.counts, self.k, self.n, self.sets = lib, name, counts, k, n, sets
+        self.processors = torch.cuda.get_device_properties(0).multi_processor_count
         self.experts, total = len(counts), sum(counts)
         starts, at = [], 0
         for count in counts:
@@ -67,7 +74,7 @@ class Case:
     def chosen(self, back=False):
         n, k = (self.k, self.n) if back else (self.n, self.k)
         return self.lib.choose_tile(bucket=sum(self.counts), slots=1, top_k=1,
-                                    experts=self.experts, n=n, k=k)
+                                    experts=self.experts, n=n, k=k, processors=self.processors)
 
     def plain(self, **changes):
         """Arguments of a plain product of the first set. `changes` replaces some of them."""
@@ -203,14 +210,16 @@ def time_all(candidates, sets, rounds):
     for run in candidates.values():
         for i in range(max(2, sets)):
             run(i)
-    for i in range(rounds):
+    launches = 0  # each takes the next set, which no recent launch has read
+    for _ in range(rounds):
         order = list(candidates)
         random.shuffle(order)
         for name in order:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(SPIN_CYCLES)
             begin.record()
-            candidates[name](i)
+            candidates[name](launches)
+            launches += 1
             end.record()
             events[name].append((begin, end))
     torch.cuda.synchronize()
@@ -377,6 +386,82 @@ def report_sustained(case, candidates, seconds):
     return rows
 
 
+def width_shapes():
+    """name, rows per expert that gets rows, K, N, and the step: tokens per slot, slots, top-k,
+    experts of the layer"""
+    mixtral, deepseek, qwen = (2, 8), (8, 256), (8, 128)
+    for tokens, counts in ((1, [1]), (1, [1] * 2), (32, [32] * 2), (64, [64] * 2), (96, [96] * 2),
+                           (128, [128] * 2), (128, [118, 138]), (200, [200] * 2)):
+        slots = 2 if tokens == 1 else 4
+        for k, n in ((14336, 4096), (4096, 28672)):
+            yield f"mixtral {len(counts)}x{max(counts)} {k}->{n}", counts, k, n, \
+                (tokens, slots, *mixtral)
+    for hit in (2, 4, 6, 8, 9, 10):
+        for k, n in ((7168, 4096), (2048, 7168)):
+            yield f"deepseek-v3 {hit}x1 {k}->{n}", [1] * hit, k, n, (1, 2, *deepseek)
+    for tokens, counts in ((4, [1] * 25), (32, [4] * 64), (128, [16] * 64)):
+        for k, n in ((7168, 4096), (2048, 7168)):
+            yield f"deepseek-v3 {len(counts)}x{counts[0]} {k}->{n}", counts, k, n, \
+                (tokens, 4, *deepseek)
+    for rows in (1, 32, 128):
+        for k, n in ((7168, 4096), (2048, 7168)):
+            yield f"shared 1x{rows} {k}->{n}", [rows], k, n, (rows, 1, 1, 1)
+    for tokens, counts in ((1, [1] * 7), (8, [3] * 28), (32, [8] * 32), (128, [32] * 32)):
+        for k, n in ((2048, 1536), (768, 2048)):
+            yield f"qwen3 {len(counts)}x{counts[0]} {k}->{n}", counts, k, n, (tokens, 4, *qwen)
+
+
+def bits_of(case, tile, gated):
+    out = case.hidden if gated else case.out
+    out.fill_(float("nan"))
+    case.ours(tile, gated)(0)
+    return out.view(torch.int16).clone()
+
+
+def measure_widths(case, rounds, step):
+    """All tiles for one shape. Narrow ones must have the bits of the wide ones."""
+    bucket, slots, top_k, experts = step
+    chosen = case.lib.choose_tile(bucket=bucket, slots=slots, top_k=top_k, experts=experts,
+                                  n=case.n, k=case.k, processors=case.processors)
+    tiles = case.lib.tiles
+    for gated in (False, True):
+        bits = {name: bits_of(case, tile, gated) for tile, name in enumerate(tiles)}
+        for name in tiles:
+            if not torch.equal(bits[name], bits[name.split("_")[0]]):
+                sys.exit(f"WRONG: {case.name}, tile {name} differs in bits, gated {gated}")
+        others = [name for name in tiles if not torch.equal(bits[name], bits["decode"])]
+        if others:
+            print(f"{case.name}: other bits than decode, gated {gated}: {' '.join(others)}")
+    for tile in range(len(tiles)):
+        case.check(tile)
+    times = time_all({name: case.ours(tile) for tile, name in enumerate(tiles)}, case.sets, rounds)
+    weights = 2 * case.experts * case.n * case.k
+    goal = 1.10 * weights / READ_TBS / 1e6 + 8
+    us = times[tiles[chosen]]
+    print(f"{case.name:34s} {weights / 1e6:6.0f} MB | " +
+          " ".join(f"{name} {times[name]:7.1f}{'*' if tile == chosen else ' '}"
+                   for tile, name in enumerate(tiles)) +
+          f" | {weights / us / 1e6:5.2f} TB/s, best {weights / min(times.values()) / 1e6:5.2f} | "
+          f"goal {goal:6.1f}", flush=True)
+    return {"shape": case.name, "kind": "widths", "mb": round(weights / 1e6),
+            "chosen": tiles[chosen], "us": {name: round(t, 1) for name, t in times.items()},
+            "goal": round(goal, 1)}
+
+
+def widths_table(rows):
+    """Markdown: one line per shape, with all tiles."""
+    names = list(rows[0]["us"])
+    lines = [f"| rows, K -> N | MB | {' | '.join(names)} | chosen, TB/s of weights | goal, us |",
+             "|" + "---|" * (len(names) + 4)]
+    for r in rows:
+        us = r["us"][r["chosen"]]
+        lines.append(f"| {r['shape']} | {r['mb']} | " +
+                     " | ".join(f"{t}{'*' if n == r['chosen'] else ''}" for n, t in
+                                r["us"].items()) +
+                     f" | {r['mb'] / us:.2f} | {r['goal']} |")
+    return lines
+
+
 def backward_shapes():
     """name, rows per expert, K, N"""
     yield "64x512 7168->4096", [512] * 64, 7168, 4096
@@ -466,6 +551,8 @@ def markdown(path, head, rows):
                         ("backward", plain_table(rows, "backward"))):
         if any(r["kind"] == kind for r in rows):
             parts.append([f"{kind}:", "", *lines])
+    if any(r["kind"] == "widths" for r in rows):
+        parts.append(widths_table(rows))
     with open(path, "w", encoding="utf-8") as f:
         f.write("\n\n".join("\n".join(part) for part in parts) + "\n")
 
@@ -485,6 +572,7 @@ def main():
     args.add_argument("--only", default="", help="shapes with a name that contains this")
     args.add_argument("--cublas", action="store_true", help="time the forced cuBLAS path too")
     args.add_argument("--backward", action="store_true", help="gradients instead")
+    args.add_argument("--widths", action="store_true", help="all tiles on few tiles instead")
     args.add_argument("--sustained", type=float, default=4.0,
                       help="seconds of the dense product and of some shapes back to back; 0 = none")
     args.add_argument("--json", help="the rows")
@@ -499,7 +587,12 @@ def main():
         if args.only in name:
             rows += measure_backward(Case(lib, name, counts, k, n), args.rounds)
             torch.cuda.empty_cache()
-    for name, counts, k, n, sets, gated in () if args.backward else shapes():
+    for name, counts, k, n, step in width_shapes() if args.widths else ():
+        if args.only in name:
+            sets = -(-COLD_BYTES // (2 * len(counts) * n * k)) + 1
+            rows.append(measure_widths(Case(lib, name, counts, k, n, sets), args.rounds, step))
+            torch.cuda.empty_cache()
+    for name, counts, k, n, sets, gated in () if args.backward or args.widths else shapes():
         if args.only in name:
             rows += measure(Case(lib, name, counts, k, n, sets), args, gated)
             torch.cuda.empty_cache()

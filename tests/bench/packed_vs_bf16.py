@@ -218,7 +218,8 @@ def measure(case, rounds):
                       "few": case.run_packed(few), "many": case.run_packed(many)},
                      case.sets, rounds)
     tile = case.lib.choose_packed_tile(bucket=sum(case.counts), slots=1, top_k=1,
-                                       experts=case.experts, n=case.n, k=case.k)
+                                       experts=case.experts, n=case.n, k=case.k,
+                                       processors=case.processors)
     best = times["few" if tile == few else "many"]
     mark = {t: "*" if t == tile else " " for t in (few, many)}
     print(f"{case.name:26s} {case.fmt.name:8s} few {times['few']:8.1f}{mark[few]} us many "

@@ -56,9 +56,11 @@ class Binding(unittest.TestCase):
     def test_numbers_come_back(self):
         self.assertEqual(self.products.cublas_bytes(gated=False, out_dtype=1, row_capacity=2, n=3),
                          1002003)
-        self.assertEqual(len(self.products.tiles), 3)
-        tile = self.products.choose_tile(bucket=1, slots=1, top_k=1, experts=64, n=64, k=64)
-        self.assertEqual(self.products.tiles[tile], "decode")
+        self.assertEqual(len(self.products.tiles), 6)
+        for processors, name in ((0, "decode"), (2, "decode_32"), (64, "decode_32")):
+            tile = self.products.choose_tile(bucket=1, slots=1, top_k=1, experts=64, n=64, k=64,
+                                             processors=processors)
+            self.assertEqual(self.products.tiles[tile], name)
 
     def test_an_error_is_raised_with_its_text(self):
         values = some_values(self.products.entries["ggemm"], False) | {"experts": 0}

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Promises of the grouped GEMM (kernels/cuda/gemm/ggemm.h), each for every tile: correct results
- * for any shape, no writes outside the experts' rows, the same bits on every run, and a captured
- * launch that follows the counts. Without a Hopper GPU the tests are skipped, with a message. */
+ * for any shape, no writes outside the experts' rows, the same bits on every run and with every
+ * width, and a captured launch that follows the counts. Without a Hopper GPU the tests are skipped,
+ * with a message. */
 #include "cuda/plan/limits.h"
 
 #include "ggemm_fixture.h"
@@ -17,7 +18,10 @@ enum { MAX_EXPERTS = MOE_CUDA_MAX_EXPERTS };
 /* Products with W^T, with gate and up, with W, with up alone. */
 enum form { PLAIN, GATED, BACK, UP, FORMS };
 static const char *const form_name[FORMS] = {"plain", "gated", "back", "up"};
-static const char *const tile_name[MOE_CUDA_TILE_COUNT] = {"decode", "even", "pingpong"};
+static const char *const tile_name[MOE_CUDA_TILE_COUNT] = {
+    [MOE_CUDA_TILE_DECODE] = "decode",       [MOE_CUDA_TILE_EVEN] = "even",
+    [MOE_CUDA_TILE_PINGPONG] = "pingpong",   [MOE_CUDA_TILE_DECODE_64] = "decode_64",
+    [MOE_CUDA_TILE_DECODE_32] = "decode_32", [MOE_CUDA_TILE_EVEN_64] = "even_64"};
 
 static void *device_copy(const void *data, size_t bytes)
 {
@@ -215,7 +219,7 @@ static void any_shape_matches_double_precision(void **state)
                 random_case((i == 0 ? widest_task : random_task)((enum moe_cuda_gemm_tile)tile,
                                                                  (enum form)(variant / 2), dtype),
                             &worst);
-            printf("  %-8s %s %s: worst element of %d shapes %.2e\n", tile_name[tile],
+            printf("  %-9s %s %s: worst element of %d shapes %.2e\n", tile_name[tile],
                    form_name[variant / 2], variant % 2 == 0 ? "bf16" : "fp32", CASES, worst);
         }
 }
@@ -374,6 +378,48 @@ static void check_left(const struct problem *p, const char *got, const char *wan
     free(expect);
 }
 
+/* Computes the result again with the tile, and compares all bytes with `want`. */
+static void check_bits(struct problem *p, enum moe_cuda_gemm_tile tile, const char *want)
+{
+    enum moe_cuda_gemm_tile wide = p->g.tile;
+    p->g.tile = tile;
+    poison(p);
+    ok(moe_cuda_ggemm_enqueue(&p->g, NULL));
+    finish();
+    char *got = host_copy(p->g.out, p->out_bytes);
+    if (memcmp(got, want, p->out_bytes) != 0)
+        fail_msg("tile %s has other bits than %s: %u experts, n %u, k %u, gated %d, relu2 %d, fp32 "
+                 "%d",
+                 tile_name[tile], tile_name[wide], p->g.experts, p->g.n, p->g.k, p->g.gated,
+                 p->g.relu2, p->g.out_dtype == MOE_DTYPE_F32);
+    free(got);
+    p->g.tile = wide;
+}
+
+/* The choice of a width depends on the size of a step, so it must not change a bit. */
+static void narrow_tiles_have_the_bits_of_wide_ones(void **state)
+{
+    (void)state;
+    enum { CASES = 6 };
+    for (int tile = 0; tile < MOE_CUDA_TILE_COUNT; tile++) {
+        enum moe_cuda_gemm_tile narrow = (enum moe_cuda_gemm_tile)tile;
+        enum moe_cuda_gemm_tile wide = moe_cuda_wide_tile(narrow);
+        for (int i = 0; wide != narrow && i < 2 * FORMS * CASES; i++) {
+            enum moe_dtype dtype = i % 2 == 0 ? MOE_DTYPE_BF16 : MOE_DTYPE_F32;
+            struct problem p = {.g = random_task(wide, (enum form)(i / 2 % FORMS), dtype)};
+            p.g.row_capacity =
+                random_groups(p.g.experts, 300, random_below(2) == 0, p.start, p.count);
+            make_buffers(&p);
+            ok(moe_cuda_ggemm_enqueue(&p.g, NULL));
+            finish();
+            char *want = host_copy(p.g.out, p.out_bytes);
+            check_bits(&p, narrow, want);
+            free(want);
+            free_buffers(&p);
+        }
+    }
+}
+
 /* Stored gate and up equal the values that a backward pass would compute again. Storing them does
  * not change the result. */
 static void what_is_left_is_the_plain_product(void **state)
@@ -456,6 +502,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_rows_bits_do_not_depend_on_its_neighbours),
         cmocka_unit_test(a_captured_launch_follows_the_counts),
         cmocka_unit_test(nan_stays_in_its_row),
+        cmocka_unit_test(narrow_tiles_have_the_bits_of_wide_ones),
         cmocka_unit_test(what_is_left_is_the_plain_product),
         cmocka_unit_test(impossible_shapes_are_refused),
     };

@@ -45,10 +45,89 @@ static void expected_rows_are_the_even_share_rounded_up(void **state)
 static void expected_rows_do_not_overflow(void **state)
 {
     (void)state;
-    struct moe_cuda_gemm_params f = {UINT32_MAX, 16, 16, 1, 8, 8};
+    struct moe_cuda_gemm_params f = {UINT32_MAX, 16, 16, 1, 8, 8, 132};
     assert_int_equal(moe_cuda_expected_rows(&f), UINT32_MAX);
+    assert_int_equal(moe_cuda_expected_hits(&f), 1);
     f.experts = 0;
     assert_int_equal(moe_cuda_expected_rows(&f), UINT32_MAX);
+    assert_int_equal(moe_cuda_expected_hits(&f), 1);
+    (void)moe_cuda_choose_tile(&f);
+    f.slots = 0;
+    assert_int_equal(moe_cuda_expected_hits(&f), 1);
+}
+
+/* Few tokens reach few experts, whatever the mean of their rows is. */
+static void expected_hits_are_those_of_random_experts(void **state)
+{
+    (void)state;
+    struct moe_cuda_gemm_params f = deepseek_v3(1);
+    assert_int_equal(moe_cuda_expected_hits(&f), 8); /* 256 (1 - (1 - 8/256)^4) / 4 = 7.6 */
+    f.slots = 2;
+    assert_int_equal(moe_cuda_expected_hits(&f), 8); /* 7.9 */
+    f.slots = 1;
+    assert_int_equal(moe_cuda_expected_hits(&f), 8);
+    f = deepseek_v3(128);
+    assert_int_equal(moe_cuda_expected_hits(&f), 64);
+    f.bucket = 0;
+    assert_int_equal(moe_cuda_expected_hits(&f), 1);
+    f = (struct moe_cuda_gemm_params){
+        .bucket = 1, .slots = 1, .top_k = 1, .experts = 1, .n = 4096, .k = 7168};
+    assert_int_equal(moe_cuda_expected_hits(&f), 1); /* the shared expert */
+}
+
+/* The share of busy processors decides. In each case: tiles of 128 columns on 132 processors. */
+static void few_tiles_are_narrow(void **state)
+{
+    (void)state;
+    static const struct {
+        struct moe_cuda_gemm_params params;
+        enum moe_cuda_gemm_tile tile;
+    } cases[] = {
+        /* Mixtral, 32 tokens on each of 4 slots: 2 experts with 32 rows; 64 and 448 tiles */
+        {{32, 4, 2, 8, 4096, 14336, 132}, MOE_CUDA_TILE_DECODE_64},
+        {{32, 4, 2, 8, 28672, 4096, 132}, MOE_CUDA_TILE_DECODE_64},
+        /* 128 tokens: 2 experts with 128 rows; 64 and 448 tiles */
+        {{128, 4, 2, 8, 4096, 14336, 132}, MOE_CUDA_TILE_EVEN_64},
+        {{128, 4, 2, 8, 28672, 4096, 132}, MOE_CUDA_TILE_EVEN},
+        /* more rows, or a wide tile's wave is full */
+        {{256, 4, 2, 8, 4096, 14336, 132}, MOE_CUDA_TILE_EVEN},
+        {{128, 4, 4, 16, 4096, 14336, 132}, MOE_CUDA_TILE_EVEN},
+        /* one expert with one row: 32 tiles */
+        {{1, 1, 1, 1, 4096, 7168, 132}, MOE_CUDA_TILE_DECODE_32},
+        {{1, 1, 1, 1, 4096, 7168, 66}, MOE_CUDA_TILE_DECODE_64},
+        /* the same with rows that would be most of the bytes */
+        {{64, 1, 1, 1, 4096, 7168, 132}, MOE_CUDA_TILE_DECODE_64},
+        /* Qwen3: 384 and 512 tiles; DeepSeek-V3: 2048 */
+        {{32, 4, 8, 128, 1536, 2048, 132}, MOE_CUDA_TILE_DECODE},
+        {{32, 4, 8, 128, 2048, 768, 132}, MOE_CUDA_TILE_DECODE},
+        {{128, 4, 8, 256, 4096, 7168, 132}, MOE_CUDA_TILE_DECODE},
+        /* nothing is known about the device */
+        {{32, 4, 2, 8, 4096, 14336, 0}, MOE_CUDA_TILE_DECODE},
+        {{128, 4, 2, 8, 4096, 14336, 0}, MOE_CUDA_TILE_EVEN},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        enum moe_cuda_gemm_tile tile = moe_cuda_choose_tile(&cases[i].params);
+        printf("  case %zu: tile %d\n", i, (int)tile);
+        assert_int_equal(tile, cases[i].tile);
+    }
+}
+
+/* Sizes choose among kernels with equal bits only: processors change the width and nothing else. */
+static void processors_do_not_change_the_bits(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 5000; i++) {
+        struct moe_cuda_gemm_params f = {.bucket = 1 + random_bits() % 512,
+                                         .slots = 1 + random_bits() % 16,
+                                         .top_k = 1 + random_bits() % 16,
+                                         .experts = 1 + random_bits() % MOE_CUDA_MAX_EXPERTS,
+                                         .n = 8 * (1 + random_bits() % 4096),
+                                         .k = 8 * (1 + random_bits() % 2048)};
+        enum moe_cuda_gemm_tile wide = moe_cuda_choose_tile(&f);
+        assert_int_equal(moe_cuda_wide_tile(wide), wide);
+        f.processors = 1 + random_bits() % 200;
+        assert_int_equal(moe_cuda_wide_tile(moe_cuda_choose_tile(&f)), wide);
+    }
 }
 
 static void few_rows_stream_weights(void **state)
@@ -110,7 +189,7 @@ static void layers_without_room_for_their_tables_are_found(void **state)
     assert_false(moe_cuda_tables_fit(64, 32, MOE_CUDA_MAX_COPIES + 1));
 }
 
-/* A bigger bucket never goes back to a tile for fewer rows. */
+/* A bigger bucket never goes back to a form for fewer rows. */
 static void choice_is_monotonic_in_the_bucket(void **state)
 {
     (void)state;
@@ -120,10 +199,11 @@ static void choice_is_monotonic_in_the_bucket(void **state)
                                          .top_k = 1 + random_bits() % 16,
                                          .experts = 1 + random_bits() % MOE_CUDA_MAX_EXPERTS,
                                          .n = 8 * (1 + random_bits() % 4096),
-                                         .k = 8 * (1 + random_bits() % 2048)};
-        enum moe_cuda_gemm_tile small = moe_cuda_choose_tile(&f);
+                                         .k = 8 * (1 + random_bits() % 2048),
+                                         .processors = random_bits() % 200};
+        enum moe_cuda_gemm_tile small = moe_cuda_wide_tile(moe_cuda_choose_tile(&f));
         f.bucket *= 2;
-        enum moe_cuda_gemm_tile large = moe_cuda_choose_tile(&f);
+        enum moe_cuda_gemm_tile large = moe_cuda_wide_tile(moe_cuda_choose_tile(&f));
         assert_true(small < MOE_CUDA_TILE_COUNT && large < MOE_CUDA_TILE_COUNT);
         assert_true(large >= small);
     }
@@ -215,7 +295,8 @@ static void packed_matrices_have_whole_blocks(void **state)
     assert_int_equal(moe_cuda_packed_bytes(MOE_CUDA_PACKING_W8A8_ROW, 1, 1), 16384 + 512);
 }
 
-/* What the kernels are built on: K steps of 128 bytes, and instructions of 64 rows. */
+/* What the kernels are built on: K steps of 128 bytes, and instructions of 64 rows. Those are rows
+ * of weights in even tiles. */
 static void tiles_have_shapes_that_kernels_can_have(void **state)
 {
     (void)state;
@@ -223,8 +304,9 @@ static void tiles_have_shapes_that_kernels_can_have(void **state)
         struct moe_cuda_tile_shape s = moe_cuda_tile_shape((enum moe_cuda_gemm_tile)tile);
         printf("  tile %d: %u x %u x %u, %u stages\n", tile, s.rows, s.columns, s.depth, s.stages);
         assert_int_equal(s.depth, 64);
-        assert_int_equal(s.rows % 64, 0);
-        assert_int_equal(s.columns % 64, 0);
+        bool even = moe_cuda_wide_tile((enum moe_cuda_gemm_tile)tile) == MOE_CUDA_TILE_EVEN;
+        assert_int_equal((even ? s.columns : s.rows) % 64, 0);
+        assert_int_equal((even ? s.rows : s.columns) % 16, 0);
         assert_true((s.rows + s.columns) * s.depth * 2 * s.stages <= 227 * 1024);
     }
 }
@@ -237,6 +319,9 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(expected_rows_are_the_even_share_rounded_up),
         cmocka_unit_test(expected_rows_do_not_overflow),
+        cmocka_unit_test(expected_hits_are_those_of_random_experts),
+        cmocka_unit_test(few_tiles_are_narrow),
+        cmocka_unit_test(processors_do_not_change_the_bits),
         cmocka_unit_test(few_rows_stream_weights),
         cmocka_unit_test(hundreds_of_rows_use_even_tiles_unless_k_is_short),
         cmocka_unit_test(thousands_of_rows_use_full_tiles),

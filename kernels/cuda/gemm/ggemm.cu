@@ -36,33 +36,68 @@ struct instance {
     size_t shared_bytes;
 };
 
-/* The kernels of one tile. */
-#define KERNELS(name)                                                                              \
-    {                                                                                              \
-        {name<finish::PLAIN, false, false, false>, name<finish::PLAIN, true, false, false>},       \
-            {name<finish::GATED, false, false, false>, name<finish::GATED, true, false, false>},   \
-            {name<finish::SITU, false, false, false>, name<finish::SITU, true, false, false>},     \
-            {name<finish::UP, false, false, false>, name<finish::UP, true, false, false>},         \
-            {name<finish::PLAIN, false, true, false>, name<finish::PLAIN, true, true, false>},     \
-        {                                                                                          \
-            name<finish::GATED, false, false, true>, nullptr                                       \
-        }                                                                                          \
+/* The kernels of each tile; run<...>() is one of them. Products with W have wide tiles only. */
+template <uint32_t COLUMNS> struct stream_tile {
+    static constexpr uint32_t THREADS = ggemm::STREAM_THREADS, ROW_STEP = ggemm::STREAM_ROW_STEP;
+    using shared = ggemm::stream_shared<COLUMNS>;
+    template <finish FINISH, bool F32, bool BACK, bool SAVE> static kernel run()
+    {
+        if constexpr (BACK && COLUMNS != ggemm::STREAM_COLUMNS)
+            return nullptr;
+        else
+            return ggemm::stream_kernel<COLUMNS, FINISH, F32, BACK, SAVE>;
     }
+};
+
+template <uint32_t SLABS> struct even_tile {
+    static constexpr uint32_t THREADS = ggemm::EVEN_THREADS, ROW_STEP = ggemm::EVEN_ROW_STEP;
+    using shared = ggemm::even_shared<SLABS>;
+    template <finish FINISH, bool F32, bool BACK, bool SAVE> static kernel run()
+    {
+        if constexpr (BACK && !ggemm::even_shape<SLABS>::WIDE)
+            return nullptr;
+        else
+            return ggemm::even_kernel<SLABS, FINISH, F32, BACK, SAVE>;
+    }
+};
+
+struct pingpong_tile {
+    static constexpr uint32_t THREADS = ggemm::PINGPONG_THREADS;
+    static constexpr uint32_t ROW_STEP = ggemm::PINGPONG_ROW_STEP;
+    using shared = ggemm::pingpong_shared;
+    template <finish FINISH, bool F32, bool BACK, bool SAVE> static kernel run()
+    {
+        return ggemm::pingpong_kernel<FINISH, F32, BACK, SAVE>;
+    }
+};
+
+template <class tile> instance instance_of()
+{
+    static_assert(sizeof(typename tile::shared) <= 227 * 1024, "a CTA of sm_90 can have no more");
+    return {{
+                {tile::template run<finish::PLAIN, false, false, false>(),
+                 tile::template run<finish::PLAIN, true, false, false>()},
+                {tile::template run<finish::GATED, false, false, false>(),
+                 tile::template run<finish::GATED, true, false, false>()},
+                {tile::template run<finish::SITU, false, false, false>(),
+                 tile::template run<finish::SITU, true, false, false>()},
+                {tile::template run<finish::UP, false, false, false>(),
+                 tile::template run<finish::UP, true, false, false>()},
+                {tile::template run<finish::PLAIN, false, true, false>(),
+                 tile::template run<finish::PLAIN, true, true, false>()},
+                {tile::template run<finish::GATED, false, false, true>(), nullptr},
+            },
+            tile::THREADS,
+            tile::ROW_STEP,
+            sizeof(typename tile::shared)};
+}
 
 /* Indexed by enum moe_cuda_gemm_tile. */
 const instance instances[] = {
-    {KERNELS(ggemm::stream_kernel), ggemm::STREAM_THREADS, ggemm::STREAM_ROW_STEP,
-     sizeof(ggemm::stream_shared)},
-    {KERNELS(ggemm::even_kernel), ggemm::EVEN_THREADS, ggemm::EVEN_ROW_STEP,
-     sizeof(ggemm::even_shared)},
-    {KERNELS(ggemm::pingpong_kernel), ggemm::PINGPONG_THREADS, ggemm::PINGPONG_ROW_STEP,
-     sizeof(ggemm::pingpong_shared)},
+    instance_of<stream_tile<128>>(), instance_of<even_tile<2>>(),    instance_of<pingpong_tile>(),
+    instance_of<stream_tile<64>>(),  instance_of<stream_tile<32>>(), instance_of<even_tile<1>>(),
 };
 static_assert(sizeof instances / sizeof *instances == MOE_CUDA_TILE_COUNT, "one instance per tile");
-static_assert(sizeof(ggemm::stream_shared) <= 227 * 1024 &&
-                  sizeof(ggemm::even_shared) <= 227 * 1024 &&
-                  sizeof(ggemm::pingpong_shared) <= 227 * 1024,
-              "a CTA of sm_90 can have no more");
 
 finish finish_of(const moe_cuda_ggemm &g)
 {
@@ -73,9 +108,9 @@ finish finish_of(const moe_cuda_ggemm &g)
 
 moe_status check_shape(const moe_cuda_ggemm &g)
 {
+    const uint32_t narrowest = moe_cuda_tile_shape(MOE_CUDA_TILE_DECODE_32).columns;
     const uint64_t row_tiles = uint64_t(g.row_capacity) / ggemm::MMA_ROWS + g.experts;
-    const uint64_t column_tiles =
-        (uint64_t(g.n) * 2 + ggemm::STREAM_COLUMNS - 1) / ggemm::STREAM_COLUMNS;
+    const uint64_t column_tiles = (uint64_t(g.n) * 2 + narrowest - 1) / narrowest;
     if (g.tile >= MOE_CUDA_TILE_COUNT || g.experts == 0 ||
         g.experts > moe_cuda_tile_shape(g.tile).experts || g.row_capacity == 0 || g.n == 0 ||
         g.k == 0 || g.n % 8 != 0 || g.k % 8 != 0 || g.n > UINT32_MAX / 4 ||
@@ -213,7 +248,8 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
                          "this grouped GEMM needs a Hopper GPU");
     MOE_TRY(check_shape(*g));
     ggemm::params p = {};
-    MOE_TRY(make_params(*g, g->tile, &p));
+    const moe_cuda_gemm_tile tile = g->back ? moe_cuda_wide_tile(g->tile) : g->tile;
+    MOE_TRY(make_params(*g, tile, &p));
     const finish end = finish_of(*g);
     const uint32_t all = uint32_t(processors);
     const uint32_t ctas = g->processors == 0 || g->processors > all ? all : g->processors;
@@ -223,7 +259,7 @@ extern "C" moe_status moe_cuda_ggemm_enqueue(const moe_cuda_ggemm *g, CUstream_s
         return ggemm::launch_packed_back(p, g->packing, ctas, stream);
     if (g->packing != MOE_CUDA_PACKING_NONE)
         return ggemm::launch_packed(p, g->packing, g->tile, end, ctas, stream);
-    const instance &use = instances[g->tile];
+    const instance &use = instances[tile];
     const int form = g->pre != nullptr ? int(RETAINED) : g->back ? int(BACK) : int(end);
     const kernel run = use.run[form][g->out_dtype == MOE_DTYPE_F32];
     MOE_TRY(MOE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void *>(run),

@@ -53,7 +53,7 @@ struct moe_cuda_ggemm_pre {
 /* All pointers are device memory, 16-byte aligned (start, count and row_weight: 4). The layer's
  * data is behind `weights`, not in here, so that one captured launch serves many layers. */
 struct moe_cuda_ggemm {
-    enum moe_cuda_gemm_tile tile; /* from moe_cuda_choose_tile */
+    enum moe_cuda_gemm_tile tile; /* from moe_cuda_choose_tile; `back`: narrow ones count as wide */
     bool gated;                   /* gate and up with activation, or plain */
     bool relu2;                   /* not gated: up alone, instead of plain */
     bool back; /* plain only: x W[e] instead of x W[e]^T, for the gradient of the rows; the weights

@@ -169,46 +169,50 @@ struct staging {
     }
 };
 
-/* Stores a partial block of `rows` < 16 rows from staging. */
+/* Stores `rows` <= 16 rows of COLUMNS <= 64 values from staging. */
+template <uint32_t COLUMNS>
 __device__ __forceinline__ void store_partial(const params &p, uint32_t buffer, uint32_t row,
                                               uint32_t rows, uint32_t column)
 {
-    const uint32_t lane = threadIdx.x % WARP, part = lane % 8;
+    constexpr uint32_t PARTS = COLUMNS / 8, TOGETHER = WARP / PARTS;
+    const uint32_t lane = threadIdx.x % WARP, part = lane % PARTS;
     auto *out = static_cast<__nv_bfloat16 *>(p.out_rows);
 #pragma unroll
-    for (uint32_t i = 0; i < STORE_ROWS / 4; i++) {
-        const uint32_t r = i * 4 + lane / 8, at = column + part * 8;
+    for (uint32_t i = 0; i < STORE_ROWS / TOGETHER; i++) {
+        const uint32_t r = i * TOGETHER + lane / PARTS, at = column + part * 8;
         if (r < rows && at < p.out_n)
             *reinterpret_cast<uint4 *>(out + size_t(row + r) * p.out_stride + at) =
                 hopper::load_shared16(buffer + r * 128 + ((part ^ (r & 7)) << 4));
     }
 }
 
-/* Stores `rows` (1..16) rows of COLUMNS values in accumulator layout as bf16. */
+/* Stores `rows` (1..16) rows of COLUMNS values in accumulator layout as bf16. Fewer columns than a
+ * box of the copy engine leave like a partial block. */
 template <uint32_t COLUMNS, uint32_t N>
 __device__ __forceinline__ void store_bf16(const params &p, const float (&v)[N], staging &stage,
                                            uint32_t row, uint32_t rows, uint32_t column)
 {
+    constexpr uint32_t WIDTH = COLUMNS < STORE_COLUMNS ? COLUMNS : STORE_COLUMNS;
     const uint32_t lane = threadIdx.x % WARP;
 #pragma unroll
-    for (uint32_t c = 0; c < COLUMNS / STORE_COLUMNS; c++) {
+    for (uint32_t c = 0; c < COLUMNS / WIDTH; c++) {
         const uint32_t buffer = stage.take();
 #pragma unroll
-        for (uint32_t q = 0; q < 4; q++) {
+        for (uint32_t q = 0; q < WIDTH / 16; q++) {
             const float *x = v + (c * 4 + q) * 8;
             hopper::store_matrix(
                 buffer + lane % 16 * 128 + (((q * 2 + lane / 16) ^ (lane % 8)) << 4),
                 pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
         }
         const uint32_t at = column + c * STORE_COLUMNS;
-        if (rows == STORE_ROWS) {
+        if (WIDTH == STORE_COLUMNS && rows == STORE_ROWS) {
             hopper::stores_before_copies();
             __syncwarp();
             if (lane == 0 && at < p.out_n)
                 hopper::store_box(&p.out, buffer, at, row);
         } else {
             __syncwarp();
-            store_partial(p, buffer, row, rows, at);
+            store_partial<WIDTH>(p, buffer, row, rows, at);
         }
         if (lane == 0)
             hopper::store_commit();

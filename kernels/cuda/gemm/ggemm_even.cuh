@@ -7,11 +7,12 @@
  * shorter last tile would run ahead and read the weights from memory again.
  *
  * Tile      128 weight rows x up to 192 rows x 64, 5 stages in flight. Rows are read in boxes of
- *           32, 64, ... 192.
+ *           32, 64, ... 192. With few tiles: 64 weight rows x up to 160 rows x 64, 7 stages. Each
+ *           sum has the same order of K, so the bits are the same.
  * Warps     0-3 and 4-7 are two consumers that alternate tiles: while one stores, the other
  *           multiplies. Warp 8 issues loads to the copy engine and lists the tiles. 9-11 only give
  *           up their registers.
- * Shared    218 KB: one block per SM, persistent.
+ * Shared    218 KB (64 weight rows: 209 KB): one block per SM, persistent.
  * Registers per thread: 24 in the last warpgroup, 240 in the consumers (64 K in total; 168 at
  *           launch).
  *
@@ -27,22 +28,33 @@
 namespace ggemm
 {
 
-constexpr uint32_t EVEN_ROWS = 192, EVEN_STAGES = 5;
-constexpr uint32_t EVEN_COLUMNS = 128, EVEN_ROW_STEP = 32, EVEN_CHUNK = 64;
-constexpr uint32_t EVEN_SLABS = EVEN_COLUMNS / MMA_ROWS;
+constexpr uint32_t EVEN_COLUMNS = 128; /* of the wide tile */
+constexpr uint32_t EVEN_ROW_STEP = 32;
 constexpr uint32_t EVEN_THREADS = 3 * WARPGROUP;
 constexpr int EVEN_RING = 1, EVEN_OWN = 3; /* named barriers */
 
-using even_shared = shared<EVEN_ROWS, EVEN_COLUMNS, EVEN_STAGES, 2 * EVEN_CHUNK * CHUNK_ROW_BYTES,
-                           MOE_CUDA_MAX_EXPERTS>;
+/* Of a tile of SLABS * 64 weight rows. CHUNK: rows that are transposed together. */
+template <uint32_t SLABS> struct even_shape {
+    static constexpr bool WIDE = SLABS * MMA_ROWS == EVEN_COLUMNS;
+    static constexpr uint32_t ROWS = WIDE ? 192 : 160, STAGES = WIDE ? 5 : 7;
+    static constexpr uint32_t CHUNK = WIDE ? 64 : 32;
+    static_assert(ROWS % CHUNK == 0, "whole chunks");
+    using ring = ggemm::ring<STAGES>;
+    using sums = float[SLABS][ROWS / 2];
+    using walk = tile_walk<ROWS, SLABS * MMA_ROWS, ROW_GRAIN>;
+};
+
+template <uint32_t SLABS>
+using even_shared = shared<even_shape<SLABS>::ROWS, SLABS * MMA_ROWS, even_shape<SLABS>::STAGES,
+                           2 * even_shape<SLABS>::CHUNK * CHUNK_ROW_BYTES, MOE_CUDA_MAX_EXPERTS>;
 static_assert(MMA_ROWS * DEPTH_BYTES == SLAB_BYTES, "64 weight rows, or 64 columns of 64");
-using even_walk = tile_walk<EVEN_ROWS, EVEN_COLUMNS, ROW_GRAIN>;
 
 /* The main loop for tiles of N rows. Leaves the last product in flight and returns its stage. */
-template <uint32_t N, bool BACK>
-__device__ __forceinline__ uint32_t even_multiply(even_shared &s, ring<EVEN_STAGES> &at,
+template <uint32_t N, bool BACK, uint32_t SLABS>
+__device__ __forceinline__ uint32_t even_multiply(even_shared<SLABS> &s,
+                                                  typename even_shape<SLABS>::ring &at,
                                                   uint32_t steps,
-                                                  float (&acc)[EVEN_SLABS][EVEN_ROWS / 2])
+                                                  typename even_shape<SLABS>::sums &acc)
 {
     const bool speaks = threadIdx.x % WARP == 0;
     uint32_t previous = 0;
@@ -54,7 +66,7 @@ __device__ __forceinline__ uint32_t even_multiply(even_shared &s, ring<EVEN_STAG
 #pragma unroll
         for (uint32_t i = 0; i < DEPTH / 16; i++)
 #pragma unroll
-            for (uint32_t slab = 0; slab < EVEN_SLABS; slab++) {
+            for (uint32_t slab = 0; slab < SLABS; slab++) {
                 const uint32_t at_slab = weights + slab * SLAB_BYTES;
                 if constexpr (BACK)
                     hopper::multiply<N>::start_a_rows(acc[slab],
@@ -76,62 +88,65 @@ __device__ __forceinline__ uint32_t even_multiply(even_shared &s, ring<EVEN_STAG
 }
 
 /* Uses the smallest N that holds `rows`. */
-template <bool BACK, uint32_t N = EVEN_ROWS>
-__device__ __forceinline__ uint32_t even_multiply_rows(even_shared &s, ring<EVEN_STAGES> &at,
+template <bool BACK, uint32_t SLABS, uint32_t N = even_shape<SLABS>::ROWS>
+__device__ __forceinline__ uint32_t even_multiply_rows(even_shared<SLABS> &s,
+                                                       typename even_shape<SLABS>::ring &at,
                                                        uint32_t steps, uint32_t rows,
-                                                       float (&acc)[EVEN_SLABS][EVEN_ROWS / 2])
+                                                       typename even_shape<SLABS>::sums &acc)
 {
     if constexpr (N > ROW_GRAIN)
         if (rows <= N - ROW_GRAIN)
-            return even_multiply_rows<BACK, N - ROW_GRAIN>(s, at, steps, rows, acc);
-    return even_multiply<N, BACK>(s, at, steps, acc);
+            return even_multiply_rows<BACK, SLABS, N - ROW_GRAIN>(s, at, steps, rows, acc);
+    return even_multiply<N, BACK, SLABS>(s, at, steps, acc);
 }
 
-template <finish FINISH, bool F32, bool BACK, bool SAVE>
-__device__ __forceinline__ void even_consume(const params &p, even_shared &s, uint32_t group)
+template <uint32_t SLABS, finish FINISH, bool F32, bool BACK, bool SAVE>
+__device__ __forceinline__ void even_consume(const params &p, even_shared<SLABS> &s, uint32_t group)
 {
+    using shape = even_shape<SLABS>;
     const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
-    const uint32_t chunk = hopper::shared_address(s.staging) + group * EVEN_CHUNK * CHUNK_ROW_BYTES;
-    even_walk tile(p, s.first);
-    ring<EVEN_STAGES> at;
+    const uint32_t chunk =
+        hopper::shared_address(s.staging) + group * shape::CHUNK * CHUNK_ROW_BYTES;
+    typename shape::walk tile(p, s.first);
+    typename shape::ring at;
     for (uint32_t number = 0; tile.next(); number++) {
         if (number % 2 != group) {
             at.skip(steps);
             continue;
         }
-        float acc[EVEN_SLABS][EVEN_ROWS / 2];
+        typename shape::sums acc;
         if (number > 0)
             hopper::named_wait(EVEN_RING + int(group), 2 * WARPGROUP);
-        const uint32_t last = even_multiply_rows<BACK>(s, at, steps, tile.height, acc);
+        const uint32_t last = even_multiply_rows<BACK, SLABS>(s, at, steps, tile.height, acc);
         hopper::named_arrive(EVEN_RING + int(group ^ 1), 2 * WARPGROUP);
         hopper::multiply_wait<0>();
         if (threadIdx.x % WARP == 0)
             hopper::barrier_arrive(&s.empty[last]);
 #pragma unroll
-        for (uint32_t slab = 0; slab < EVEN_SLABS; slab++)
+        for (uint32_t slab = 0; slab < SLABS; slab++)
             hopper::multiply_done(acc[slab]);
 #pragma unroll
-        for (uint32_t slab = 0; slab < EVEN_SLABS; slab++)
-            store_transposed_tile<FINISH, F32, SAVE, EVEN_CHUNK, EVEN_ROWS>(
+        for (uint32_t slab = 0; slab < SLABS; slab++)
+            store_transposed_tile<FINISH, F32, SAVE, shape::CHUNK, shape::ROWS>(
                 p, tile, tile.weight_row + slab * MMA_ROWS, acc[slab], chunk,
                 EVEN_OWN + int(group));
     }
 }
 
-template <finish FINISH, bool F32, bool BACK, bool SAVE>
+template <uint32_t SLABS, finish FINISH, bool F32, bool BACK, bool SAVE>
 __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_constant__ params p)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) uint8_t memory[];
     stamp_begin(p.began);
-    auto &s = *reinterpret_cast<even_shared *>(memory);
+    auto &s = *reinterpret_cast<even_shared<SLABS> *>(memory);
     const uint32_t group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
         init_barriers(s.full, s.empty, WARPGROUP / WARP);
         s.weights = take_weight_map<BACK>(p);
     }
     if (threadIdx.x / WARP == 2 * WARPGROUP / WARP)
-        list_tiles<EVEN_ROWS, EVEN_COLUMNS>(p, s.first);
+        list_tiles<even_shape<SLABS>::ROWS, SLABS * MMA_ROWS>(p, s.first);
     __syncthreads();
     if (group == 2) {
         hopper::registers_give_back<24>();
@@ -139,7 +154,7 @@ __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_cons
             produce<EVEN_ROW_STEP, true, BACK>(p, s);
     } else {
         hopper::registers_take<240>();
-        even_consume<FINISH, F32, BACK, SAVE>(p, s, group);
+        even_consume<SLABS, FINISH, F32, BACK, SAVE>(p, s, group);
     }
 #endif
 }

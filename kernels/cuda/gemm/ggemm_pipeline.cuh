@@ -111,7 +111,7 @@ __device__ __forceinline__ void produce(const params &p,
             uint64_t *full = &s.full[at.stage];
             hopper::barrier_wait(&s.empty[at.stage], at.phase ^ 1);
             hopper::barrier_expect(full, bytes);
-            if (BACK)
+            if constexpr (BACK)
                 load_weight_slabs<COLUMNS>(s.b[at.stage], weights, p.n % DEPTH == 0, full,
                                            tile.weight_row, step * DEPTH, tile.expert);
             else if (tile.only_row_tile)

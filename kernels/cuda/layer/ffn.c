@@ -72,7 +72,8 @@ static enum moe_cuda_gemm_tile tile_of(const struct moe_layer *layer,
                                           .top_k = layer->spec.router.top_k,
                                           .experts = layer->spec.experts,
                                           .n = m->rows,
-                                          .k = m->columns};
+                                          .k = m->columns,
+                                          .processors = (uint32_t)layer->device->multiprocessors};
     return choose_tile(&params, m);
 }
 
@@ -432,8 +433,14 @@ static struct moe_status shared_product(const struct moe_layer *layer,
         MOE_TRY(quantise_shared(layer, s, true, at->product, &in, stream));
     else if (!quantises)
         MOE_TRY(quantise_rows(layer, which, true, shared_rows(s), at->product, &in, stream));
-    struct moe_cuda_gemm_params params = {
-        .bucket = s->bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
+    const uint32_t all = (uint32_t)layer->device->multiprocessors;
+    struct moe_cuda_gemm_params params = {.bucket = s->bucket,
+                                          .slots = 1,
+                                          .top_k = 1,
+                                          .experts = 1,
+                                          .n = m->rows,
+                                          .k = m->columns,
+                                          .processors = s->processors != 0 ? s->processors : all};
     struct moe_cuda_ggemm g = {.tile = choose_tile(&params, m),
                                .gated = moe_cuda_is_gated(&layer->spec, which),
                                .relu2 = is_ungated(layer, which),

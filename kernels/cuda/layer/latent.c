@@ -41,8 +41,15 @@ static struct moe_status multiply(const struct moe_cuda_latent *l, enum moe_cuda
                                              .out_dtype = out_dtype};
         return moe_cuda_exact_linear(&exact, which, stream);
     }
-    const struct moe_cuda_gemm_params shape = {
-        .bucket = l->bucket, .slots = 1, .top_k = 1, .experts = 1, .n = m->rows, .k = m->columns};
+    const uint32_t all = (uint32_t)layer->device->multiprocessors;
+    const struct moe_cuda_gemm_params shape = {.bucket = l->bucket,
+                                               .slots = 1,
+                                               .top_k = 1,
+                                               .experts = 1,
+                                               .n = m->rows,
+                                               .k = m->columns,
+                                               .processors =
+                                                   l->processors != 0 ? l->processors : all};
     const struct moe_cuda_ggemm g = {.tile = moe_cuda_choose_tile(&shape),
                                      .experts = 1,
                                      .row_capacity = l->bucket,

@@ -10,8 +10,12 @@ enum {
     DECODE_MAX_ROWS = 64, /* one tile of 64 rows: only the bytes of weights matter */
     EVEN_MAX_ROWS =
         768, /* above, an expert's loss of half a tile of 128 costs less than even tiles */
-    PACKED_FEW_ROWS = 24, /* a tile of 32 rows: most experts need one */
-    EVEN_MIN_K = 1025,    /* below, storing a tile costs more than rounding up */
+    PACKED_FEW_ROWS = 24,   /* a tile of 32 rows: most experts need one */
+    EVEN_MIN_K = 1025,      /* below, storing a tile costs more than rounding up */
+    EVEN_64_MAX_ROWS = 200, /* above, reading the rows once more costs more than idle processors */
+    EVEN_64_MAX_WAVES = 2,
+    DECODE_32_MAX_ROWS = 32, /* above, most of the bytes are rows */
+    GOOD_PER_CENT = 90,      /* of the processors are busy, on average over the waves of tiles */
 };
 
 struct moe_cuda_tile_shape moe_cuda_tile_shape(enum moe_cuda_gemm_tile tile)
@@ -29,8 +33,24 @@ struct moe_cuda_tile_shape moe_cuda_tile_shape(enum moe_cuda_gemm_tile tile)
                                     .depth = 64,
                                     .stages = 6,
                                     .experts = MOE_CUDA_PINGPONG_EXPERTS},
+        [MOE_CUDA_TILE_DECODE_64] =
+            {.rows = 64, .columns = 64, .depth = 64, .stages = 12, .experts = MOE_CUDA_MAX_EXPERTS},
+        [MOE_CUDA_TILE_DECODE_32] =
+            {.rows = 64, .columns = 32, .depth = 64, .stages = 16, .experts = MOE_CUDA_MAX_EXPERTS},
+        [MOE_CUDA_TILE_EVEN_64] =
+            {.rows = 160, .columns = 64, .depth = 64, .stages = 7, .experts = MOE_CUDA_MAX_EXPERTS},
     };
     return shape[tile];
+}
+
+enum moe_cuda_gemm_tile moe_cuda_wide_tile(enum moe_cuda_gemm_tile tile)
+{
+    switch (tile) {
+    case MOE_CUDA_TILE_DECODE_64:
+    case MOE_CUDA_TILE_DECODE_32: return MOE_CUDA_TILE_DECODE;
+    case MOE_CUDA_TILE_EVEN_64: return MOE_CUDA_TILE_EVEN;
+    default: return tile;
+    }
 }
 
 uint32_t moe_cuda_expected_rows(const struct moe_cuda_gemm_params *params)
@@ -43,13 +63,78 @@ uint32_t moe_cuda_expected_rows(const struct moe_cuda_gemm_params *params)
     return expected < UINT32_MAX ? (uint32_t)expected : UINT32_MAX;
 }
 
+/* base^exponent for 0 <= base <= 1, with the same bits on every host. */
+static double power(double base, uint64_t exponent)
+{
+    double result = 1;
+    for (; exponent > 0; exponent /= 2) {
+        if (exponent % 2 != 0)
+            result *= base;
+        base *= base;
+    }
+    return result;
+}
+
+uint32_t moe_cuda_expected_hits(const struct moe_cuda_gemm_params *params)
+{
+    const uint64_t tokens = (uint64_t)params->bucket * params->slots;
+    if (params->slots == 0 || params->experts == 0)
+        return 1;
+    const double share = (double)params->top_k / params->experts;
+    const double missed = share < 1 ? power(1 - share, tokens) : 0;
+    const double hits = (1 - missed) * params->experts / params->slots;
+    return hits < 1 ? 1 : (uint32_t)(hits + 0.5);
+}
+
+static uint64_t tiles_of(const struct moe_cuda_gemm_params *params, enum moe_cuda_gemm_tile tile)
+{
+    const uint32_t columns = moe_cuda_tile_shape(tile).columns;
+    return (uint64_t)moe_cuda_expected_hits(params) * ((params->n + columns - 1) / columns);
+}
+
+/* Per cent of the processors' time in which they have a tile, if all tiles take the same time. */
+static uint64_t busy_per_cent(const struct moe_cuda_gemm_params *params,
+                              enum moe_cuda_gemm_tile tile)
+{
+    const uint64_t tiles = tiles_of(params, tile), all = params->processors;
+    const uint64_t waves = (tiles + all - 1) / all;
+    return waves > 0 ? 100 * tiles / (waves * all) : 0;
+}
+
+/* The widest tile that keeps the processors busy; without one, the tile that does so most. */
+static enum moe_cuda_gemm_tile decode_tile(const struct moe_cuda_gemm_params *params, uint32_t rows)
+{
+    static const enum moe_cuda_gemm_tile by_width[] = {
+        MOE_CUDA_TILE_DECODE, MOE_CUDA_TILE_DECODE_64, MOE_CUDA_TILE_DECODE_32};
+    const size_t widths = rows <= DECODE_32_MAX_ROWS ? 3 : 2;
+    enum moe_cuda_gemm_tile best = MOE_CUDA_TILE_DECODE;
+    uint64_t most = 0;
+    for (size_t i = 0; params->processors > 0 && i < widths && most < GOOD_PER_CENT; i++) {
+        const uint64_t busy = busy_per_cent(params, by_width[i]);
+        if (busy > most) {
+            most = busy;
+            best = by_width[i];
+        }
+    }
+    return best;
+}
+
+static enum moe_cuda_gemm_tile even_tile(const struct moe_cuda_gemm_params *params, uint32_t rows)
+{
+    const bool few =
+        rows <= EVEN_64_MAX_ROWS &&
+        tiles_of(params, MOE_CUDA_TILE_EVEN) < (uint64_t)EVEN_64_MAX_WAVES * params->processors &&
+        busy_per_cent(params, MOE_CUDA_TILE_EVEN) < GOOD_PER_CENT;
+    return few ? MOE_CUDA_TILE_EVEN_64 : MOE_CUDA_TILE_EVEN;
+}
+
 enum moe_cuda_gemm_tile moe_cuda_choose_tile(const struct moe_cuda_gemm_params *params)
 {
     uint32_t rows = moe_cuda_expected_rows(params);
     if (rows <= DECODE_MAX_ROWS)
-        return MOE_CUDA_TILE_DECODE;
+        return decode_tile(params, rows);
     bool even = rows <= EVEN_MAX_ROWS && params->k >= EVEN_MIN_K;
-    return even || params->experts > MOE_CUDA_PINGPONG_EXPERTS ? MOE_CUDA_TILE_EVEN
+    return even || params->experts > MOE_CUDA_PINGPONG_EXPERTS ? even_tile(params, rows)
                                                                : MOE_CUDA_TILE_PINGPONG;
 }
 
