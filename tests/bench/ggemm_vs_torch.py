@@ -391,7 +391,8 @@ def width_shapes():
     experts of the layer"""
     mixtral, deepseek, qwen = (2, 8), (8, 256), (8, 128)
     for tokens, counts in ((1, [1]), (1, [1] * 2), (32, [32] * 2), (64, [64] * 2), (96, [96] * 2),
-                           (128, [128] * 2), (128, [118, 138]), (200, [200] * 2)):
+                           (128, [128] * 2), (128, [118, 138]), (128, [86, 170]),
+                           (160, [160] * 2), (200, [200] * 2)):
         slots = 2 if tokens == 1 else 4
         for k, n in ((14336, 4096), (4096, 28672)):
             yield f"mixtral {len(counts)}x{max(counts)} {k}->{n}", counts, k, n, \

@@ -57,7 +57,7 @@ class Binding(unittest.TestCase):
         self.assertEqual(self.products.cublas_bytes(gated=False, out_dtype=1, row_capacity=2, n=3),
                          1002003)
         self.assertEqual(len(self.products.tiles), 6)
-        for processors, name in ((0, "decode"), (2, "decode_32"), (64, "decode_32")):
+        for processors, name in ((0, "decode"), (64, "decode_64")):
             tile = self.products.choose_tile(bucket=1, slots=1, top_k=1, experts=64, n=64, k=64,
                                              processors=processors)
             self.assertEqual(self.products.tiles[tile], name)

@@ -97,6 +97,10 @@ static void few_tiles_are_narrow(void **state)
         {{1, 1, 1, 1, 4096, 7168, 66}, MOE_CUDA_TILE_DECODE_64},
         /* the same with rows that would be most of the bytes */
         {{64, 1, 1, 1, 4096, 7168, 132}, MOE_CUDA_TILE_DECODE_64},
+        /* few tokens reach some of the experts: about 256 tiles, but as many as the router says */
+        {{1, 2, 8, 256, 4096, 7168, 132}, MOE_CUDA_TILE_DECODE_64},
+        {{1, 4, 2, 8, 4096, 14336, 132}, MOE_CUDA_TILE_DECODE_64},
+        {{4, 4, 8, 256, 7168, 2048, 132}, MOE_CUDA_TILE_DECODE},
         /* Qwen3: 384 and 512 tiles; DeepSeek-V3: 2048 */
         {{32, 4, 8, 128, 1536, 2048, 132}, MOE_CUDA_TILE_DECODE},
         {{32, 4, 8, 128, 2048, 768, 132}, MOE_CUDA_TILE_DECODE},

@@ -54,7 +54,7 @@ template <uint32_t SLABS> struct even_tile {
     using shared = ggemm::even_shared<SLABS>;
     template <finish FINISH, bool F32, bool BACK, bool SAVE> static kernel run()
     {
-        if constexpr (BACK && !ggemm::even_shape<SLABS>::WIDE)
+        if constexpr (BACK && SLABS != ggemm::EVEN_SLABS)
             return nullptr;
         else
             return ggemm::even_kernel<SLABS, FINISH, F32, BACK, SAVE>;
@@ -94,8 +94,12 @@ template <class tile> instance instance_of()
 
 /* Indexed by enum moe_cuda_gemm_tile. */
 const instance instances[] = {
-    instance_of<stream_tile<128>>(), instance_of<even_tile<2>>(),    instance_of<pingpong_tile>(),
-    instance_of<stream_tile<64>>(),  instance_of<stream_tile<32>>(), instance_of<even_tile<1>>(),
+    instance_of<stream_tile<ggemm::STREAM_COLUMNS>>(),
+    instance_of<even_tile<ggemm::EVEN_SLABS>>(),
+    instance_of<pingpong_tile>(),
+    instance_of<stream_tile<64>>(),
+    instance_of<stream_tile<32>>(),
+    instance_of<even_tile<1>>(),
 };
 static_assert(sizeof instances / sizeof *instances == MOE_CUDA_TILE_COUNT, "one instance per tile");
 

@@ -7,12 +7,12 @@
  * shorter last tile would run ahead and read the weights from memory again.
  *
  * Tile      128 weight rows x up to 192 rows x 64, 5 stages in flight. Rows are read in boxes of
- *           32, 64, ... 192. With few tiles: 64 weight rows x up to 160 rows x 64, 7 stages. Each
- *           sum has the same order of K, so the bits are the same.
+ *           32, 64, ... 192. With few tiles: 64 weight rows, 6 stages. Each sum has the same order
+ *           of K, so the bits are the same.
  * Warps     0-3 and 4-7 are two consumers that alternate tiles: while one stores, the other
  *           multiplies. Warp 8 issues loads to the copy engine and lists the tiles. 9-11 only give
  *           up their registers.
- * Shared    218 KB (64 weight rows: 209 KB): one block per SM, persistent.
+ * Shared    218 KB (64 weight rows: 212 KB): one block per SM, persistent.
  * Registers per thread: 24 in the last warpgroup, 240 in the consumers (64 K in total; 168 at
  *           launch).
  *
@@ -28,33 +28,26 @@
 namespace ggemm
 {
 
+constexpr uint32_t EVEN_ROWS = 192, EVEN_ROW_STEP = 32, EVEN_CHUNK = 64;
 constexpr uint32_t EVEN_COLUMNS = 128; /* of the wide tile */
-constexpr uint32_t EVEN_ROW_STEP = 32;
+constexpr uint32_t EVEN_SLABS = EVEN_COLUMNS / MMA_ROWS;
 constexpr uint32_t EVEN_THREADS = 3 * WARPGROUP;
 constexpr int EVEN_RING = 1, EVEN_OWN = 3; /* named barriers */
 
-/* Of a tile of SLABS * 64 weight rows. CHUNK: rows that are transposed together. */
-template <uint32_t SLABS> struct even_shape {
-    static constexpr bool WIDE = SLABS * MMA_ROWS == EVEN_COLUMNS;
-    static constexpr uint32_t ROWS = WIDE ? 192 : 160, STAGES = WIDE ? 5 : 7;
-    static constexpr uint32_t CHUNK = WIDE ? 64 : 32;
-    static_assert(ROWS % CHUNK == 0, "whole chunks");
-    using ring = ggemm::ring<STAGES>;
-    using sums = float[SLABS][ROWS / 2];
-    using walk = tile_walk<ROWS, SLABS * MMA_ROWS, ROW_GRAIN>;
-};
+/* A tile has SLABS * 64 weight rows; a stage has 40 or 32 KB. */
+template <uint32_t SLABS> constexpr uint32_t EVEN_STAGES = SLABS == EVEN_SLABS ? 5 : 6;
 
 template <uint32_t SLABS>
-using even_shared = shared<even_shape<SLABS>::ROWS, SLABS * MMA_ROWS, even_shape<SLABS>::STAGES,
-                           2 * even_shape<SLABS>::CHUNK * CHUNK_ROW_BYTES, MOE_CUDA_MAX_EXPERTS>;
+using even_shared = shared<EVEN_ROWS, SLABS * MMA_ROWS, EVEN_STAGES<SLABS>,
+                           2 * EVEN_CHUNK * CHUNK_ROW_BYTES, MOE_CUDA_MAX_EXPERTS>;
+template <uint32_t SLABS> using even_ring = ring<EVEN_STAGES<SLABS>>;
+template <uint32_t SLABS> using even_sums = float[SLABS][EVEN_ROWS / 2];
 static_assert(MMA_ROWS * DEPTH_BYTES == SLAB_BYTES, "64 weight rows, or 64 columns of 64");
 
 /* The main loop for tiles of N rows. Leaves the last product in flight and returns its stage. */
 template <uint32_t N, bool BACK, uint32_t SLABS>
-__device__ __forceinline__ uint32_t even_multiply(even_shared<SLABS> &s,
-                                                  typename even_shape<SLABS>::ring &at,
-                                                  uint32_t steps,
-                                                  typename even_shape<SLABS>::sums &acc)
+__device__ __forceinline__ uint32_t even_multiply(even_shared<SLABS> &s, even_ring<SLABS> &at,
+                                                  uint32_t steps, even_sums<SLABS> &acc)
 {
     const bool speaks = threadIdx.x % WARP == 0;
     uint32_t previous = 0;
@@ -88,11 +81,10 @@ __device__ __forceinline__ uint32_t even_multiply(even_shared<SLABS> &s,
 }
 
 /* Uses the smallest N that holds `rows`. */
-template <bool BACK, uint32_t SLABS, uint32_t N = even_shape<SLABS>::ROWS>
-__device__ __forceinline__ uint32_t even_multiply_rows(even_shared<SLABS> &s,
-                                                       typename even_shape<SLABS>::ring &at,
+template <bool BACK, uint32_t SLABS, uint32_t N = EVEN_ROWS>
+__device__ __forceinline__ uint32_t even_multiply_rows(even_shared<SLABS> &s, even_ring<SLABS> &at,
                                                        uint32_t steps, uint32_t rows,
-                                                       typename even_shape<SLABS>::sums &acc)
+                                                       even_sums<SLABS> &acc)
 {
     if constexpr (N > ROW_GRAIN)
         if (rows <= N - ROW_GRAIN)
@@ -103,18 +95,16 @@ __device__ __forceinline__ uint32_t even_multiply_rows(even_shared<SLABS> &s,
 template <uint32_t SLABS, finish FINISH, bool F32, bool BACK, bool SAVE>
 __device__ __forceinline__ void even_consume(const params &p, even_shared<SLABS> &s, uint32_t group)
 {
-    using shape = even_shape<SLABS>;
     const uint32_t steps = (p.k + DEPTH - 1) / DEPTH;
-    const uint32_t chunk =
-        hopper::shared_address(s.staging) + group * shape::CHUNK * CHUNK_ROW_BYTES;
-    typename shape::walk tile(p, s.first);
-    typename shape::ring at;
+    const uint32_t chunk = hopper::shared_address(s.staging) + group * EVEN_CHUNK * CHUNK_ROW_BYTES;
+    tile_walk<EVEN_ROWS, SLABS * MMA_ROWS, ROW_GRAIN> tile(p, s.first);
+    even_ring<SLABS> at;
     for (uint32_t number = 0; tile.next(); number++) {
         if (number % 2 != group) {
             at.skip(steps);
             continue;
         }
-        typename shape::sums acc;
+        even_sums<SLABS> acc;
         if (number > 0)
             hopper::named_wait(EVEN_RING + int(group), 2 * WARPGROUP);
         const uint32_t last = even_multiply_rows<BACK, SLABS>(s, at, steps, tile.height, acc);
@@ -127,7 +117,7 @@ __device__ __forceinline__ void even_consume(const params &p, even_shared<SLABS>
             hopper::multiply_done(acc[slab]);
 #pragma unroll
         for (uint32_t slab = 0; slab < SLABS; slab++)
-            store_transposed_tile<FINISH, F32, SAVE, shape::CHUNK, shape::ROWS>(
+            store_transposed_tile<FINISH, F32, SAVE, EVEN_CHUNK, EVEN_ROWS>(
                 p, tile, tile.weight_row + slab * MMA_ROWS, acc[slab], chunk,
                 EVEN_OWN + int(group));
     }
@@ -146,7 +136,7 @@ __global__ void __launch_bounds__(EVEN_THREADS, 1) even_kernel(const __grid_cons
         s.weights = take_weight_map<BACK>(p);
     }
     if (threadIdx.x / WARP == 2 * WARPGROUP / WARP)
-        list_tiles<even_shape<SLABS>::ROWS, SLABS * MMA_ROWS>(p, s.first);
+        list_tiles<EVEN_ROWS, SLABS * MMA_ROWS>(p, s.first);
     __syncthreads();
     if (group == 2) {
         hopper::registers_give_back<24>();

@@ -12,10 +12,12 @@ enum {
         768, /* above, an expert's loss of half a tile of 128 costs less than even tiles */
     PACKED_FEW_ROWS = 24,   /* a tile of 32 rows: most experts need one */
     EVEN_MIN_K = 1025,      /* below, storing a tile costs more than rounding up */
-    EVEN_64_MAX_ROWS = 200, /* above, reading the rows once more costs more than idle processors */
+    EVEN_64_MAX_ROWS = 160, /* few experts get more than one tile of 192 rows */
     EVEN_64_MAX_WAVES = 2,
-    DECODE_32_MAX_ROWS = 32, /* above, most of the bytes are rows */
-    GOOD_PER_CENT = 90,      /* of the processors are busy, on average over the waves of tiles */
+    DECODE_32_MAX_ROWS = 32,     /* above, most of the bytes are rows */
+    DECODE_32_MAX_PER_CENT = 60, /* processors that tiles of 64 would have: above, 64 is faster */
+    GOOD_PER_CENT = 90, /* of the processors are busy, on average over the waves of tiles */
+    MANY_WAVES = 6,     /* a part of a wave more or less makes no difference */
 };
 
 struct moe_cuda_tile_shape moe_cuda_tile_shape(enum moe_cuda_gemm_tile tile)
@@ -38,7 +40,7 @@ struct moe_cuda_tile_shape moe_cuda_tile_shape(enum moe_cuda_gemm_tile tile)
         [MOE_CUDA_TILE_DECODE_32] =
             {.rows = 64, .columns = 32, .depth = 64, .stages = 16, .experts = MOE_CUDA_MAX_EXPERTS},
         [MOE_CUDA_TILE_EVEN_64] =
-            {.rows = 160, .columns = 64, .depth = 64, .stages = 7, .experts = MOE_CUDA_MAX_EXPERTS},
+            {.rows = 192, .columns = 64, .depth = 64, .stages = 6, .experts = MOE_CUDA_MAX_EXPERTS},
     };
     return shape[tile];
 }
@@ -75,14 +77,20 @@ static double power(double base, uint64_t exponent)
     return result;
 }
 
-uint32_t moe_cuda_expected_hits(const struct moe_cuda_gemm_params *params)
+/* Mean number of the slot's experts that get rows. */
+static double mean_hits(const struct moe_cuda_gemm_params *params)
 {
     const uint64_t tokens = (uint64_t)params->bucket * params->slots;
     if (params->slots == 0 || params->experts == 0)
         return 1;
     const double share = (double)params->top_k / params->experts;
     const double missed = share < 1 ? power(1 - share, tokens) : 0;
-    const double hits = (1 - missed) * params->experts / params->slots;
+    return (1 - missed) * params->experts / params->slots;
+}
+
+uint32_t moe_cuda_expected_hits(const struct moe_cuda_gemm_params *params)
+{
+    const double hits = mean_hits(params);
     return hits < 1 ? 1 : (uint32_t)(hits + 0.5);
 }
 
@@ -101,22 +109,29 @@ static uint64_t busy_per_cent(const struct moe_cuda_gemm_params *params,
     return waves > 0 ? 100 * tiles / (waves * all) : 0;
 }
 
-/* The widest tile that keeps the processors busy; without one, the tile that does so most. */
+/* Whether all experts of the slot get rows. If not, the number of tiles varies from step to step.
+ */
+static bool hits_all(const struct moe_cuda_gemm_params *params)
+{
+    return mean_hits(params) * params->slots + 0.5 * params->slots > params->experts;
+}
+
+/* The wide tile if it keeps the processors as busy as tiles of 64 do, or busy enough. With a
+ * varying number of tiles, 64: a last wave of few tiles then takes half the time. */
 static enum moe_cuda_gemm_tile decode_tile(const struct moe_cuda_gemm_params *params, uint32_t rows)
 {
-    static const enum moe_cuda_gemm_tile by_width[] = {
-        MOE_CUDA_TILE_DECODE, MOE_CUDA_TILE_DECODE_64, MOE_CUDA_TILE_DECODE_32};
-    const size_t widths = rows <= DECODE_32_MAX_ROWS ? 3 : 2;
-    enum moe_cuda_gemm_tile best = MOE_CUDA_TILE_DECODE;
-    uint64_t most = 0;
-    for (size_t i = 0; params->processors > 0 && i < widths && most < GOOD_PER_CENT; i++) {
-        const uint64_t busy = busy_per_cent(params, by_width[i]);
-        if (busy > most) {
-            most = busy;
-            best = by_width[i];
-        }
-    }
-    return best;
+    const enum moe_cuda_gemm_tile wide = MOE_CUDA_TILE_DECODE, narrow = MOE_CUDA_TILE_DECODE_64;
+    const uint64_t all = params->processors;
+    const bool known = hits_all(params);
+    if (all == 0)
+        return wide;
+    const uint64_t busy = busy_per_cent(params, wide);
+    if (known && rows <= DECODE_32_MAX_ROWS &&
+        100 * tiles_of(params, narrow) < DECODE_32_MAX_PER_CENT * all)
+        return MOE_CUDA_TILE_DECODE_32;
+    if (!known && tiles_of(params, wide) < MANY_WAVES * all)
+        return narrow;
+    return busy >= GOOD_PER_CENT || busy >= busy_per_cent(params, narrow) ? wide : narrow;
 }
 
 static enum moe_cuda_gemm_tile even_tile(const struct moe_cuda_gemm_params *params, uint32_t rows)
