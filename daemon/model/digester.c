@@ -188,16 +188,31 @@ static struct moe_status hash_leaf(struct range *r, uint64_t i, const char *from
     return st;
 }
 
-/* moe_weight_source.read. Each leaf belongs to the read with its first byte, so that no two threads
- * hash the same one. */
+/* Hashes `count` whole leaves from leaf `i` on. */
+static struct moe_status hash_leaves(struct range *r, uint64_t i, size_t count, const char *from)
+{
+    MOE_TRY(moe_digest_leaves(from, count * MOE_DIGEST_LEAF_BYTES, &r->leaves[i]));
+    memset(&r->done[i], 1, count);
+    return moe_ok();
+}
+
+/* moe_weight_source.read: a run of leaves at a time. Each leaf belongs to the read with its first
+ * byte, so that no two threads hash the same one. */
 static struct moe_status read_and_hash(const void *ctx, uint64_t at, size_t bytes, void *to)
 {
+    const size_t leaf = MOE_DIGEST_LEAF_BYTES;
     struct range *r = (struct range *)(uintptr_t)ctx; /* sources are const for their users */
-    MOE_TRY(read_file(r, at, bytes, to));
-    uint64_t i = at / MOE_DIGEST_LEAF_BYTES + (at % MOE_DIGEST_LEAF_BYTES != 0);
-    for (; i < r->count && i * MOE_DIGEST_LEAF_BYTES < at + bytes; i++) {
-        size_t skipped = (size_t)(i * MOE_DIGEST_LEAF_BYTES - at);
-        MOE_TRY(hash_leaf(r, i, (const char *)to + skipped, bytes - skipped));
+    size_t before = (size_t)((leaf - at % leaf) % leaf), done = before < bytes ? before : bytes;
+    MOE_TRY(read_file(r, at, done, to));
+    while (done < bytes) {
+        char *from = (char *)to + done;
+        size_t left = bytes - done, n = left < RUN_LEAVES * leaf ? left : RUN_LEAVES * leaf;
+        uint64_t i = (at + done) / leaf;
+        MOE_TRY(read_file(r, at + done, n, from));
+        MOE_TRY(hash_leaves(r, i, n / leaf, from));
+        if (n % leaf != 0)
+            MOE_TRY(hash_leaf(r, i + n / leaf, from + n / leaf * leaf, n % leaf));
+        done += n;
     }
     return moe_ok();
 }

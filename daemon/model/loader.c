@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Loads the weights of one layer in canonical form, for the experts of one slot. A backend that
- * reads for itself gets only the place of weights that need no conversion. Quantised weights are
- * decoded, or packed for a backend that keeps them.
+ * reads for itself gets only the place of weights that need no conversion, also of quantised ones;
+ * its reads check their scales. Other quantised weights are decoded, or packed for a backend that
+ * keeps them.
  *
  * Walks over the pieces of layout.h in one fixed order. Reads each byte range once into a staging
  * buffer, allocated once per call, and gathers or decodes the canonical weight if the range is not
@@ -25,6 +26,7 @@ enum {
     TILE = 32,         /* elements; a tile of rows and columns stays in the first-level cache */
     DECODED_ROWS = 16, /* at a time, of a quantised weight: they stay in the second-level cache */
     DECODE_THREADS_MAX = 16,
+    KEPT_BYTES = 64 << 10, /* of a gathered weight that stays in memory as a source */
 };
 
 /* ---- the walk ---- */
@@ -73,6 +75,83 @@ struct moe_status moe_model__visit_layer(const struct moe_model *m, size_t layer
     return moe_ok();
 }
 
+/* ---- sources ---- */
+
+/* What the source of a weight refers to. */
+struct moe_model_source {
+    struct moe_model_source *next;
+    /* Scales of a quantised matrix, which are checked as they are read: */
+    struct moe_weight_source file;
+    struct moe_quant_matrix matrix; /* without parts, but for the scale of the matrix */
+    const struct moe_tensor *tensor;
+    float global;
+    char data[]; /* of a weight that was gathered */
+};
+
+void moe_model_sources_free(struct moe_model_sources *s)
+{
+    while (s->first != NULL) {
+        struct moe_model_source *next = s->first->next;
+        free(s->first);
+        s->first = next;
+    }
+}
+
+static struct moe_status no_memory(void)
+{
+    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
+                     "no memory to stage weights");
+}
+
+static struct moe_status add_source(struct moe_model_sources *s, size_t data_bytes,
+                                    struct moe_model_source **out)
+{
+    struct moe_model_source *source = calloc(1, sizeof *source + data_bytes);
+    if (source == NULL)
+        return no_memory();
+    source->next = s->first;
+    *out = s->first = source;
+    return moe_ok();
+}
+
+/* moe_weight_source.read */
+static struct moe_status read_kept(const void *ctx, uint64_t at, size_t bytes, void *to)
+{
+    memcpy(to, (const char *)ctx + at, bytes);
+    return moe_ok();
+}
+
+/* moe_weight_source.read */
+static struct moe_status read_scales(const void *ctx, uint64_t at, size_t bytes, void *to)
+{
+    const struct moe_model_source *s = ctx;
+    size_t each = moe_scale_bytes(s->matrix.scale);
+    MOE_TRY(s->file.read(s->file.ctx, s->file.at + at, bytes, to));
+    return moe_error_context(
+        moe_quant_check_scales(&s->matrix, to, (size_t)at / each, bytes / each), "tensor %.120s",
+        s->tensor->name);
+}
+
+/* Row 2 i is of gate, row 2 i + 1 of up, also of the scales. */
+static bool rows_take_turns(const struct moe_piece *p)
+{
+    return p->row_step == 2 && p->quant->format.block_rows == 1;
+}
+
+/* Whether a backend that reads for itself takes this piece of a matrix with format `f`. `scale`:
+ * the tensor of its scales. */
+static bool is_fetched(const struct moe_model_sinks *sinks, const struct moe_weight_format *f,
+                       const struct moe_tensor *scale, const struct moe_piece *p)
+{
+    bool part = p->part == MOE_QUANT_DATA || p->part == MOE_QUANT_SCALE;
+    if (sinks == NULL || sinks->packed_source == NULL || f == NULL || scale == NULL || !part)
+        return false;
+    struct moe_quant_matrix m = {.quant = p->quant, .rows = p->rows, .columns = p->columns};
+    MOE_INVARIANT(moe_quant_scale_type(moe_st_dtype_name(scale->dtype), &m.scale));
+    return moe_quant_rows_are_packed(&m, f) &&
+           ((p->base == 0 && p->row_step == 1) || rows_take_turns(p));
+}
+
 /* ---- planning: bytes to read, and sizes of the buffers ---- */
 
 struct plan {
@@ -81,10 +160,12 @@ struct plan {
     size_t raw_bytes[MOE_QUANT_PARTS]; /* largest range of each part */
     bool keeps_packed;                 /* matrices with a format in the spec are not decoded */
     const struct moe_layer_spec *spec;
-    struct moe_packed_sizes packed; /* largest arrays of these */
-    size_t out_bytes;    /* largest canonical weight that needs gathering or conversion */
-    size_t row_bytes;    /* of DECODED_ROWS decoded rows */
-    bool read_here_only; /* raw_bytes counts only weights that need either */
+    const struct moe_model_sinks *sinks; /* NULL: bytes are only counted */
+    const struct moe_tensor *scale;      /* of the present matrix */
+    /* Only of weights that are read here: */
+    struct moe_packed_sizes packed; /* largest arrays of packed matrices */
+    size_t out_bytes; /* largest canonical weight that needs gathering or conversion */
+    size_t row_bytes; /* of DECODED_ROWS decoded rows */
 };
 
 static enum moe_dtype output_dtype(const struct moe_piece *p)
@@ -104,12 +185,14 @@ static size_t larger(size_t a, size_t b)
 }
 
 static struct moe_status plan_packed(struct plan *plan, const struct moe_weight_format *f,
-                                     const struct moe_piece *p)
+                                     const struct moe_piece *p, bool read_here)
 {
     struct moe_packed_sizes s, *most = &plan->packed;
     if (!moe_packed_sizes(f, p->rows, p->columns, &s))
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "a weight is too large");
     plan->given_bytes += s.bytes;
+    if (!read_here)
+        return moe_ok();
     most->elements = larger(most->elements, s.elements);
     most->scales = larger(most->scales, s.scales);
     most->zeros = larger(most->zeros, s.zeros);
@@ -129,14 +212,18 @@ static struct moe_status plan_piece(void *ctx, enum moe_weight weight, uint32_t 
         return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "a weight is too large");
     if (!p->again)
         plan->read_bytes += p->bytes;
-    if (p->bytes > plan->raw_bytes[p->part] && !(plan->read_here_only && delivered_as_read(p)))
+    if (p->part == MOE_QUANT_SCALE)
+        plan->scale = p->at.tensor;
+    bool fetched = is_fetched(plan->sinks, format, plan->scale, p) ||
+                   (plan->sinks != NULL && plan->sinks->source != NULL && delivered_as_read(p));
+    if (p->bytes > plan->raw_bytes[p->part] && !fetched)
         plan->raw_bytes[p->part] = (size_t)p->bytes;
     if (p->part != MOE_QUANT_DATA)
         return moe_ok();
-    if (p->quant != NULL && rows > plan->row_bytes)
+    if (p->quant != NULL && rows > plan->row_bytes && !fetched)
         plan->row_bytes = rows;
     if (format != NULL)
-        return plan_packed(plan, format, p);
+        return plan_packed(plan, format, p, !fetched);
     plan->given_bytes += out;
     if (!delivered_as_read(p) && out > plan->out_bytes)
         plan->out_bytes = out;
@@ -164,11 +251,8 @@ uint64_t moe_model_layer_memory(const struct moe_model *m, size_t i, const uint3
 /* ---- loading ---- */
 
 struct load {
-    moe_weight_sink sink;
-    moe_weight_source_sink source_sink; /* NULL: this file reads all weights */
-    moe_packed_sink packed_sink;        /* NULL: all quantised weights are decoded */
+    const struct moe_model_sinks *sinks;
     const struct moe_layer_spec *spec;
-    void *sink_ctx;
     moe_load_progress progress;
     void *progress_ctx;
     struct moe_digester *digester; /* NULL: none */
@@ -231,9 +315,8 @@ static void gather(const struct moe_piece *p, const char *raw, char *out)
     }
 }
 
-static void count_read(struct load *l, const struct moe_piece *p)
+static void tell_progress(const struct load *l)
 {
-    l->read_bytes += p->bytes;
     if (l->progress != NULL)
         l->progress(l->progress_ctx, l->read_bytes);
 }
@@ -246,19 +329,42 @@ static struct moe_status read_piece(struct load *l, enum moe_weight weight, uint
         MOE_TRY(moe_digester__read(l->digester, weight, expert, p, to));
     else
         MOE_TRY(moe_st_read(p->at.file, p->at.tensor, p->first, p->bytes, to));
-    count_read(l, p);
+    l->read_bytes += p->bytes;
+    tell_progress(l);
+    return moe_ok();
+}
+
+static struct moe_status open_source(struct load *l, enum moe_weight weight, uint32_t expert,
+                                     const struct moe_piece *p, struct moe_weight_source *out)
+{
+    *out = moe_st_weight_source(p->at.file, p->at.tensor, p->first);
+    if (p->again)
+        return moe_ok();
+    if (l->digester != NULL)
+        MOE_TRY(moe_digester__watch(l->digester, weight, expert, p, out));
+    l->read_bytes += p->bytes;
     return moe_ok();
 }
 
 static struct moe_status pass_source(struct load *l, enum moe_weight weight, uint32_t expert,
                                      const struct moe_piece *p, size_t bytes)
 {
-    struct moe_weight_source source = moe_st_weight_source(p->at.file, p->at.tensor, p->first);
-    if (l->digester != NULL)
-        MOE_TRY(moe_digester__watch(l->digester, weight, expert, p, &source));
-    MOE_TRY(l->source_sink(l->sink_ctx, weight, expert, output_dtype(p), &source, bytes));
-    count_read(l, p);
+    struct moe_weight_source source;
+    MOE_TRY(open_source(l, weight, expert, p, &source));
+    MOE_TRY(l->sinks->source(l->sinks->ctx, weight, expert, output_dtype(p), &source, bytes));
+    tell_progress(l);
     return moe_ok();
+}
+
+/* Gathers a small weight into memory that stays, so that the backend need not wait for it. */
+static struct moe_status pass_gathered(struct load *l, enum moe_weight weight, uint32_t expert,
+                                       const struct moe_piece *p, size_t bytes)
+{
+    struct moe_model_source *kept = NULL;
+    MOE_TRY(add_source(l->sinks->sources, bytes, &kept));
+    gather(p, l->raw, kept->data);
+    const struct moe_weight_source source = {.read = read_kept, .ctx = kept->data};
+    return l->sinks->source(l->sinks->ctx, weight, expert, output_dtype(p), &source, bytes);
 }
 
 /* A job of the pool; an item is DECODED_ROWS rows. */
@@ -291,8 +397,9 @@ static struct moe_status run_job(struct load *l, const struct decode_job *job)
     return moe_thread_pool_wait(l->pool, &l->batch);
 }
 
-/* The quantised weight with its last piece `p`, checked; forgets its parts. */
-static struct moe_status collect(struct load *l, const struct moe_piece *p,
+/* The quantised weight with its last piece `p`, checked; forgets its parts. If it is `fetched`, it
+ * has neither elements nor scales. */
+static struct moe_status collect(struct load *l, const struct moe_piece *p, bool fetched,
                                  struct moe_quant_matrix *m)
 {
     enum moe_quant_part wrong = MOE_QUANT_DATA;
@@ -305,6 +412,8 @@ static struct moe_status collect(struct load *l, const struct moe_piece *p,
     for (int part = MOE_QUANT_DATA + 1; part < MOE_QUANT_PARTS; part++)
         m->part[part] = l->pieces[part].at.tensor != NULL ? l->parts[part] : NULL;
     m->part[MOE_QUANT_DATA] = l->raw;
+    if (fetched)
+        m->part[MOE_QUANT_DATA] = m->part[MOE_QUANT_SCALE] = NULL;
     const struct moe_tensor *scale = l->pieces[MOE_QUANT_SCALE].at.tensor;
     MOE_INVARIANT(moe_quant_scale_type(moe_st_dtype_name(scale->dtype), &m->scale));
     struct moe_status st = moe_quant_check(m, &wrong);
@@ -317,7 +426,7 @@ static struct moe_status collect(struct load *l, const struct moe_piece *p,
 static struct moe_status decode(struct load *l, const struct moe_piece *p)
 {
     struct moe_quant_matrix m;
-    MOE_TRY(collect(l, p, &m));
+    MOE_TRY(collect(l, p, false, &m));
     const struct decode_job job = {.matrix = &m, .out = (uint16_t *)(void *)l->out};
     return run_job(l, &job);
 }
@@ -328,7 +437,7 @@ static struct moe_status give_packed(struct load *l, enum moe_weight weight, uin
     struct moe_quant_matrix m;
     struct moe_packed_matrix packed;
     struct moe_packed_sizes sizes;
-    MOE_TRY(collect(l, p, &m));
+    MOE_TRY(collect(l, p, false, &m));
     MOE_INVARIANT(moe_packed_sizes(f, m.rows, m.columns, &sizes)); /* plan_packed has seen it */
     if (!moe_quant_is_packed(&m, f, &packed)) {
         const struct decode_job job = {.matrix = &m, .format = f, .sizes = &sizes};
@@ -338,40 +447,77 @@ static struct moe_status give_packed(struct load *l, enum moe_weight weight, uin
                                             .zeros = f->zero_points ? l->packed.zeros : NULL,
                                             .global = moe_quant_global(&m)};
     }
-    return l->packed_sink(l->sink_ctx, weight, expert, &packed);
+    return l->sinks->packed(l->sinks->ctx, weight, expert, &packed);
+}
+
+/* The scales of matrix `m`, with piece `p`; each is checked when it is read. */
+static struct moe_status open_scales(struct load *l, enum moe_weight weight, uint32_t expert,
+                                     const struct moe_piece *p, const struct moe_quant_matrix *m,
+                                     struct moe_weight_source *out)
+{
+    struct moe_model_source *s = NULL;
+    MOE_TRY(add_source(l->sinks->sources, 0, &s));
+    MOE_TRY(open_source(l, weight, expert, p, &s->file));
+    s->matrix = *m;
+    s->tensor = p->at.tensor;
+    s->global = moe_quant_global(m);
+    if (m->part[MOE_QUANT_GLOBAL] != NULL)
+        s->matrix.part[MOE_QUANT_GLOBAL] = &s->global;
+    *out = (struct moe_weight_source){.read = read_scales, .ctx = s};
+    return moe_ok();
+}
+
+/* Elements and scales of a matrix; its other parts were read. */
+static struct moe_status pass_packed_source(struct load *l, enum moe_weight weight, uint32_t expert,
+                                            const struct moe_piece *p)
+{
+    const struct moe_piece scale = l->pieces[MOE_QUANT_SCALE];
+    struct moe_quant_matrix m;
+    struct moe_packed_source source = {.by_turns = rows_take_turns(p)};
+    MOE_TRY(collect(l, p, true, &m));
+    if (source.by_turns && p->base != 0) {
+        MOE_INVARIANT(p->again && scale.again); /* up went with gate */
+        return moe_ok();
+    }
+    source.global = moe_quant_global(&m);
+    MOE_TRY(open_scales(l, weight, expert, &scale, &m, &source.scales));
+    MOE_TRY(open_source(l, weight, expert, p, &source.elements));
+    MOE_TRY(l->sinks->packed_source(l->sinks->ctx, weight, expert, &source));
+    tell_progress(l);
+    return moe_ok();
 }
 
 static struct moe_status load_piece(void *ctx, enum moe_weight weight, uint32_t expert,
                                     const struct moe_piece *p)
 {
     struct load *l = ctx;
+    const struct moe_model_sinks *sinks = l->sinks;
     enum moe_dtype dtype = output_dtype(p);
     size_t bytes = p->rows * p->columns * moe_dtype_bytes(dtype);
-    if (l->source_sink != NULL && delivered_as_read(p))
-        return pass_source(l, weight, expert, p, bytes);
-    if (!p->again)
-        MOE_TRY(read_piece(l, weight, expert, p));
-    if (p->part != MOE_QUANT_DATA) {
-        l->pieces[p->part] = *p;
-        return moe_ok();
-    }
-    if (delivered_as_read(p))
-        return l->sink(l->sink_ctx, weight, expert, dtype, l->raw, bytes);
     const struct moe_weight_format *f =
-        l->packed_sink != NULL ? moe_weight_format_of(l->spec, weight) : NULL;
+        sinks->packed != NULL ? moe_weight_format_of(l->spec, weight) : NULL;
+    if (sinks->source != NULL && delivered_as_read(p))
+        return pass_source(l, weight, expert, p, bytes);
+    if (p->part != MOE_QUANT_DATA)
+        l->pieces[p->part] = *p;
+    bool fetched = is_fetched(sinks, f, l->pieces[MOE_QUANT_SCALE].at.tensor, p);
+    if (!p->again && !fetched)
+        MOE_TRY(read_piece(l, weight, expert, p));
+    if (p->part != MOE_QUANT_DATA)
+        return moe_ok();
+    if (fetched)
+        return pass_packed_source(l, weight, expert, p);
+    if (delivered_as_read(p))
+        return sinks->weight(sinks->ctx, weight, expert, dtype, l->raw, bytes);
     if (f != NULL)
         return give_packed(l, weight, expert, f, p);
+    if (p->quant == NULL && sinks->source != NULL && bytes <= KEPT_BYTES)
+        return pass_gathered(l, weight, expert, p, bytes);
     if (p->quant != NULL)
         MOE_TRY(decode(l, p));
     else
         gather(p, l->raw, l->out);
-    return l->sink(l->sink_ctx, weight, expert, dtype, l->out, bytes);
-}
-
-static struct moe_status no_memory(void)
-{
-    return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY,
-                     "no memory to stage weights");
+    return sinks->weight(sinks->ctx, weight, expert, dtype, l->out, bytes);
 }
 
 static struct moe_status start_decoding(struct load *l, size_t row_bytes)
@@ -432,28 +578,24 @@ struct moe_status moe_model_load_layer(const struct moe_model *m, size_t i, cons
                                        size_t expert_count, moe_weight_sink sink, void *ctx,
                                        moe_load_progress progress, void *progress_ctx)
 {
-    return moe_model_stream_layer(m, i, experts, expert_count, sink, NULL, NULL, ctx, NULL,
-                                  progress, progress_ctx);
+    const struct moe_model_sinks sinks = {.weight = sink, .ctx = ctx};
+    return moe_model_stream_layer(m, i, experts, expert_count, &sinks, NULL, progress,
+                                  progress_ctx);
 }
 
 struct moe_status moe_model_stream_layer(const struct moe_model *m, size_t i,
                                          const uint32_t *experts, size_t expert_count,
-                                         moe_weight_sink sink, moe_weight_source_sink source_sink,
-                                         moe_packed_sink packed_sink, void *ctx,
+                                         const struct moe_model_sinks *sinks,
                                          struct moe_digester *digester, moe_load_progress progress,
                                          void *progress_ctx)
 {
-    struct plan plan = {.read_here_only = source_sink != NULL,
-                        .keeps_packed = packed_sink != NULL,
-                        .spec = moe_model_layer(m, i)};
+    struct plan plan = {
+        .keeps_packed = sinks->packed != NULL, .sinks = sinks, .spec = moe_model_layer(m, i)};
     MOE_TRY(moe_model__visit_layer(m, i, true, experts, expert_count, plan_piece, &plan));
     if (digester != NULL)
         MOE_TRY(moe_digester__begin(digester, i, true));
-    struct load l = {.sink = sink,
-                     .source_sink = source_sink,
-                     .packed_sink = packed_sink,
+    struct load l = {.sinks = sinks,
                      .spec = plan.spec,
-                     .sink_ctx = ctx,
                      .progress = progress,
                      .progress_ctx = progress_ctx,
                      .digester = digester};

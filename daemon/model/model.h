@@ -38,7 +38,7 @@ const char *moe_model_fingerprint(const struct moe_model *m);
 const char *moe_model_quantisation(const struct moe_model *m);
 
 /* Keeps quantised matrices as they are in the formats that `computes` accepts (moe/backend.h): the
- * specs get these formats, and moe_model_stream_layer gives such matrices to `packed_sink`. Without
+ * specs get these formats, and moe_model_stream_layer gives such matrices to `packed`. Without
  * this call, or with NULL, all matrices are decoded. Call it before anyone reads a spec.
  *
  * device  what `computes` is asked for
@@ -97,6 +97,31 @@ typedef struct moe_status (*moe_weight_source_sink)(void *ctx, enum moe_weight w
 typedef struct moe_status (*moe_packed_sink)(void *ctx, enum moe_weight weight, uint32_t expert,
                                              const struct moe_packed_matrix *matrix);
 
+/* The same for a source. One with gate and up by turns is given for gate, and none for up. */
+typedef struct moe_status (*moe_packed_source_sink)(void *ctx, enum moe_weight weight,
+                                                    uint32_t expert,
+                                                    const struct moe_packed_source *source);
+
+/* What sources need besides the model. Zeroed before the first use. */
+struct moe_model_sources {
+    struct moe_model_source *first; /* model room only */
+};
+/* Frees it, and makes it usable again. No source may be in use. */
+void moe_model_sources_free(struct moe_model_sources *s);
+
+/* Who takes the weights of a layer. */
+struct moe_model_sinks {
+    moe_weight_sink weight;
+    moe_packed_sink packed; /* NULL: matrices with a format are decoded, and go to `weight` */
+    /* Of a backend that reads for itself, else NULL: of weights that are in canonical form in the
+     * file, and small ones that are not; of matrices that have rows in the form of
+     * moe/packed_matrix.h there. All other weights are read, gathered or converted before. */
+    moe_weight_source_sink source;
+    moe_packed_source_sink packed_source; /* only with `packed` */
+    void *ctx;                            /* of all four */
+    struct moe_model_sources *sources;    /* must stay as long as the sources; not NULL with them */
+};
+
 /* Progress: bytes read from disk in this call, or passed to a moe_weight_source_sink. Called after
  * each weight. */
 typedef void (*moe_load_progress)(void *ctx, uint64_t read_bytes);
@@ -132,15 +157,10 @@ void moe_digester_destroy(struct moe_digester *d);
 struct moe_status moe_digester_finish(struct moe_digester *d,
                                       struct moe_digest_table *table) MOE_CHECKED;
 
-/* The same for a backend that reads for itself: `source_sink` gets the source of weights that are
- * in canonical form in the file. `packed_sink` gets matrices that have a format in the spec; NULL:
- * they are decoded. Other weights are read, gathered or converted, and go to `sink`.
- * `digester` hashes the bytes of all of them as they are read; NULL = none.
- */
+/* The same for `sinks`. `digester` hashes all bytes as they are read; NULL = none. */
 struct moe_status moe_model_stream_layer(const struct moe_model *m, size_t i,
                                          const uint32_t *experts, size_t expert_count,
-                                         moe_weight_sink sink, moe_weight_source_sink source_sink,
-                                         moe_packed_sink packed_sink, void *ctx,
+                                         const struct moe_model_sinks *sinks,
                                          struct moe_digester *digester, moe_load_progress progress,
                                          void *progress_ctx) MOE_CHECKED;
 

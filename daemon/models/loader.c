@@ -287,6 +287,16 @@ static struct moe_status upload_packed(void *ctx, enum moe_weight weight, uint32
     return l->backend->layer_upload_packed(l->layers[l->current_layer], weight, expert, matrix);
 }
 
+/* moe_packed_source_sink */
+static struct moe_status fetch_packed(void *ctx, enum moe_weight weight, uint32_t expert,
+                                      const struct moe_packed_source *source)
+{
+    struct moe_loader *l = ctx;
+    if (atomic_load(&l->cancelled))
+        return load_cancelled();
+    return l->backend->layer_fetch_packed(l->layers[l->current_layer], weight, expert, source);
+}
+
 /* Adds the layer's digests to `digests`. */
 static struct moe_status load_layer(struct moe_loader *l, size_t i,
                                     struct moe_digest_table *digests)
@@ -296,12 +306,18 @@ static struct moe_status load_layer(struct moe_loader *l, size_t i,
     l->current_layer = i;
     MOE_TRY(l->backend->layer_create(l->device, l->specs[i], &l->table.placements[i], l->table.slot,
                                      &l->layers[i]));
-    MOE_TRY(moe_model_stream_layer(l->model, i, experts, count, upload,
-                                   l->backend->layer_fetch != NULL ? fetch : NULL,
-                                   l->backend->layer_upload_packed != NULL ? upload_packed : NULL,
-                                   l, l->digester, on_progress, l));
+    const struct moe_model_sinks sinks = {
+        .weight = upload,
+        .packed = l->backend->layer_upload_packed != NULL ? upload_packed : NULL,
+        .source = l->backend->layer_fetch != NULL ? fetch : NULL,
+        .packed_source = l->backend->layer_fetch_packed != NULL ? fetch_packed : NULL,
+        .ctx = l,
+        .sources = &l->sources};
+    MOE_TRY(
+        moe_model_stream_layer(l->model, i, experts, count, &sinks, l->digester, on_progress, l));
     l->layer_base += moe_model_layer_bytes(l->model, i, experts, count);
     MOE_TRY(l->backend->layer_finish(l->layers[i]));
+    moe_model_sources_free(&l->sources);
     return moe_digester_finish(l->digester, digests);
 }
 
@@ -369,6 +385,7 @@ static struct moe_status load_with_digests(struct moe_loader *l, struct moe_dige
     struct moe_status st = load_all(l, digests);
     if (moe_failed(&st)) /* a backend may still read from its sources */
         moe_loader__destroy_layers(l, l->layers);
+    moe_model_sources_free(&l->sources);
     moe_digester_destroy(l->digester);
     l->digester = NULL;
     return st;

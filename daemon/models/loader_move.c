@@ -166,10 +166,12 @@ static struct moe_status fetch_layer(struct fetch *f, const struct table *t, siz
     MOE_TRY(create_layer(l, t, i));
     f->layer = l->next_layers[i];
     if (reads) {
-        MOE_TRY(
-            moe_model_stream_layer(l->model, i, experts, count, upload, NULL,
-                                   l->backend->layer_upload_packed != NULL ? upload_packed : NULL,
-                                   f, f->digester, on_progress, f));
+        const struct moe_model_sinks sinks = {
+            .weight = upload,
+            .packed = l->backend->layer_upload_packed != NULL ? upload_packed : NULL,
+            .ctx = f};
+        MOE_TRY(moe_model_stream_layer(l->model, i, experts, count, &sinks, f->digester,
+                                       on_progress, f));
         f->base += moe_model_layer_bytes(l->model, i, experts, count);
     }
     MOE_TRY(l->backend->layer_finish(f->layer));

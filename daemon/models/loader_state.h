@@ -30,6 +30,7 @@ struct moe_loader {
     struct table table;                  /* of the layers; placements = NULL when none is loaded */
     struct moe_digest_table *digests;    /* of the layers */
     struct moe_digester *digester;       /* during a load */
+    struct moe_model_sources sources;    /* of the layer that is loaded */
     atomic_bool cancelled;
     _Atomic uint64_t loaded_bytes, total_bytes;
     uint64_t begun_ns, logged_ns; /* of the present load: its start, its last progress line */

@@ -85,11 +85,11 @@ static float largest_element(const struct moe_quant_matrix *m)
     return moe_encoding_traits(m->quant->format.encoding).largest;
 }
 
-static struct moe_status wrong_scale(const struct moe_quant_matrix *m, size_t i)
+/* Scale `number` of the whole part. */
+static struct moe_status wrong_scale(float s, size_t number)
 {
-    float s = scale_at(m, i);
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
-                     "scale %zu is %g, which is %s", i, (double)s,
+                     "scale %zu is %g, which is %s", number, (double)s,
                      isnan(s) || s == 0 ? "not a scale" : "too large for BF16 weights");
 }
 
@@ -106,17 +106,27 @@ static void find_scale_bytes(const struct moe_quant_matrix *m, bool known[256])
     }
 }
 
-/* Scales first .. first + count - 1. */
+/* Scales first .. first + count - 1; the first one of the array is number `base` of the part. */
 static struct moe_status check_scales_at(const struct moe_quant_matrix *m, const bool known[256],
-                                         size_t first, size_t count)
+                                         size_t first, size_t count, size_t base)
 {
     const uint8_t *bytes = m->part[MOE_QUANT_SCALE];
     const bool byte = moe_scale_bytes(m->scale) == 1;
     const float largest = largest_element(m);
     for (size_t i = first; i < first + count; i++)
         if (byte ? !known[bytes[i]] : !is_scale(scale_at(m, i), largest))
-            return wrong_scale(m, i);
+            return wrong_scale(scale_at(m, i), base + i);
     return moe_ok();
+}
+
+struct moe_status moe_quant_check_scales(const struct moe_quant_matrix *m, const void *scales,
+                                         size_t first, size_t count)
+{
+    struct moe_quant_matrix some = *m;
+    bool known[256];
+    some.part[MOE_QUANT_SCALE] = scales;
+    find_scale_bytes(&some, known);
+    return check_scales_at(&some, known, 0, count, first);
 }
 
 static struct moe_status check_scales(const struct moe_quant_matrix *m)
@@ -127,11 +137,11 @@ static struct moe_status check_scales(const struct moe_quant_matrix *m)
     bool known[256];
     find_scale_bytes(m, known);
     if (packing != MOE_PACKED_COLUMNS && packing != MOE_PACKED_ROWS)
-        return check_scales_at(m, known, 0, columns * m->rows);
+        return check_scales_at(m, known, 0, columns * m->rows, 0);
     for (size_t r = 0; packing == MOE_PACKED_COLUMNS && r < m->rows; r++)
-        MOE_TRY(check_scales_at(m, known, stored_row(m, r), 1));
+        MOE_TRY(check_scales_at(m, known, stored_row(m, r), 1, 0));
     for (size_t r = 0; packing == MOE_PACKED_ROWS && r < m->rows; r += step)
-        MOE_TRY(check_scales_at(m, known, block_row(m, stored_row(m, r)) * columns, columns));
+        MOE_TRY(check_scales_at(m, known, block_row(m, stored_row(m, r)) * columns, columns, 0));
     return moe_ok();
 }
 
@@ -174,7 +184,7 @@ struct moe_status moe_quant_check(const struct moe_quant_matrix *m, enum moe_qua
     MOE_TRY(check_groups(m, part));
     MOE_TRY(check_global(m, part));
     *part = MOE_QUANT_SCALE;
-    return check_scales(m);
+    return m->part[MOE_QUANT_SCALE] != NULL ? check_scales(m) : moe_ok();
 }
 
 /* ---- values ---- */
@@ -341,12 +351,17 @@ float moe_quant_global(const struct moe_quant_matrix *m)
     return global;
 }
 
+bool moe_quant_rows_are_packed(const struct moe_quant_matrix *m, const struct moe_weight_format *f)
+{
+    bool four = moe_encoding_traits(f->encoding).bits == 4;
+    return m->quant->scheme->packing == MOE_PACKED_ROWS && m->scale == f->scale &&
+           !f->zero_points && (!four || m->columns % 2 == 0);
+}
+
 bool moe_quant_is_packed(const struct moe_quant_matrix *m, const struct moe_weight_format *f,
                          struct moe_packed_matrix *out)
 {
-    bool four = moe_encoding_traits(f->encoding).bits == 4;
-    if (m->quant->scheme->packing != MOE_PACKED_ROWS || m->scale != f->scale || m->first_row != 0 ||
-        m->row_step != 1 || f->zero_points || (four && m->columns % 2 != 0))
+    if (!moe_quant_rows_are_packed(m, f) || m->first_row != 0 || m->row_step != 1)
         return false;
     *out = (struct moe_packed_matrix){.elements = m->part[MOE_QUANT_DATA],
                                       .scales = m->part[MOE_QUANT_SCALE],

@@ -26,12 +26,16 @@ struct moe_quant_matrix {
     const void *part[MOE_QUANT_PARTS];
 };
 
-/* Checks all that does not depend on the elements, before moe_quant_decode. Errors:
+/* Checks all that does not depend on the elements, before moe_quant_decode; scales only if the part
+ * is there. Errors:
  * MOE_INVALID_ARGUMENT/TENSOR_INVALID with MOE_QUANT_* of the wrong part in `*part`: a scale that
  * is NaN, infinite or zero, or so large that values overflow; columns of other groups than column /
  * group; a shape that is not the matrix'. */
 struct moe_status moe_quant_check(const struct moe_quant_matrix *m,
                                   enum moe_quant_part *part) MOE_CHECKED;
+/* The same for scales first .. first + count - 1 of the part, which are at `scales`. */
+struct moe_status moe_quant_check_scales(const struct moe_quant_matrix *m, const void *scales,
+                                         size_t first, size_t count) MOE_CHECKED;
 
 /* Rows [first, first + count) to `to` [count, columns]. A NaN element gives NaN. */
 void moe_quant_decode(const struct moe_quant_matrix *m, size_t first, size_t count, float *to);
@@ -46,6 +50,9 @@ void moe_quant_decode_bf16(const struct moe_quant_matrix *m, size_t first, size_
 struct moe_weight_format moe_quant_packed_format(const struct moe_quant *q,
                                                  enum moe_scale_type scale, bool several);
 
+/* True if the stored rows of the parts have the form of those of a packed matrix of format `f`.
+ * Reads no part. */
+bool moe_quant_rows_are_packed(const struct moe_quant_matrix *m, const struct moe_weight_format *f);
 /* True if the parts are the arrays of a packed matrix of format `f` already: `*out` points there.
  */
 bool moe_quant_is_packed(const struct moe_quant_matrix *m, const struct moe_weight_format *f,

@@ -15,8 +15,8 @@
 
 enum {
     MOE_THREAD_POOL_MAX_THREADS = 64,
-    MOE_THREAD_POOL_QUEUE = 16,      /* unfinished jobs */
-    MOE_THREAD_POOL_JOB_BYTES = 128, /* largest job */
+    MOE_THREAD_POOL_QUEUE = 64,      /* unfinished jobs */
+    MOE_THREAD_POOL_JOB_BYTES = 192, /* largest job */
 };
 
 struct moe_thread_pool;

@@ -153,22 +153,47 @@ struct moe_status moe_layer_check_formats(const struct moe_layer_spec *spec,
     return check_format(&spec->shared_format, "shared", computes, device);
 }
 
-struct moe_status moe_layer_check_packed(const struct moe_layer_spec *spec, enum moe_weight weight,
-                                         const struct moe_packed_matrix *m)
+/* `*format` is that of a weight that the layer has quantised. */
+static struct moe_status find_format(const struct moe_layer_spec *spec, enum moe_weight weight,
+                                     const struct moe_weight_format **format)
 {
     size_t rows, columns;
-    const struct moe_weight_format *f =
-        weight < MOE_WEIGHT_COUNT ? moe_weight_format_of(spec, weight) : NULL;
-    if (f == NULL)
+    *format = weight < MOE_WEIGHT_COUNT ? moe_weight_format_of(spec, weight) : NULL;
+    if (*format == NULL)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
                          "%s: this layer has none that is quantised", moe_weight_name(weight));
     moe_weight_shape(spec, weight, &rows, &columns);
     if (rows == 0)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID, "%s: this layer has none",
                          weight_names[weight]);
+    return moe_ok();
+}
+
+struct moe_status moe_layer_check_packed(const struct moe_layer_spec *spec, enum moe_weight weight,
+                                         const struct moe_packed_matrix *m)
+{
+    const struct moe_weight_format *f;
+    MOE_TRY(find_format(spec, weight, &f));
     if (m->elements == NULL || m->scales == NULL || (m->zeros != NULL) != f->zero_points)
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
                          "%s: elements, scales or zero points are missing or unexpected",
+                         weight_names[weight]);
+    return moe_ok();
+}
+
+struct moe_status moe_layer_check_packed_source(const struct moe_layer_spec *spec,
+                                                enum moe_weight weight,
+                                                const struct moe_packed_source *source)
+{
+    const struct moe_weight_format *f;
+    MOE_TRY(find_format(spec, weight, &f));
+    if (source->elements.read == NULL || source->scales.read == NULL || f->zero_points)
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                         "%s: a source has elements and scales, and no zero points",
+                         weight_names[weight]);
+    if (source->by_turns && (weight != MOE_WEIGHT_GATE || f->block_rows != 1))
+        return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
+                         "%s: only rows of gate and up with separate scales take turns",
                          weight_names[weight]);
     return moe_ok();
 }

@@ -7,6 +7,7 @@
 #include "base/status.h"
 #include "moe/layer_spec.h"
 #include "moe/packed_matrix.h"
+#include "moe/weight_source.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -27,6 +28,10 @@ struct moe_status moe_layer_check_formats(const struct moe_layer_spec *spec,
  * TENSOR_INVALID; so for a weight that has no format. */
 struct moe_status moe_layer_check_packed(const struct moe_layer_spec *spec, enum moe_weight weight,
                                          const struct moe_packed_matrix *m) MOE_CHECKED;
+/* The same for a source: only gate may have up by turns, and then each row has a scale. */
+struct moe_status moe_layer_check_packed_source(const struct moe_layer_spec *spec,
+                                                enum moe_weight weight,
+                                                const struct moe_packed_source *source) MOE_CHECKED;
 
 /* `bytes` of `dtype` is the size of `weight` (for experts: of one expert) of such a layer.
  * Errors: MOE_INVALID_ARGUMENT with TENSOR_INVALID (also for a weight with a format) or

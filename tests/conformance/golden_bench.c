@@ -107,6 +107,22 @@ static struct moe_status upload_packed(void *ctx, enum moe_weight weight, uint32
     return b->backend->layer_upload_packed(b->layer, weight, expert, matrix);
 }
 
+static struct moe_status fetch(void *ctx, enum moe_weight weight, uint32_t expert,
+                               enum moe_dtype dtype, const struct moe_weight_source *source,
+                               size_t bytes)
+{
+    struct golden_bench *b = ctx;
+    return b->backend->layer_fetch(b->layer, weight, expert, dtype, source, bytes);
+}
+
+static struct moe_status fetch_packed(void *ctx, enum moe_weight weight, uint32_t expert,
+                                      const struct moe_packed_source *source)
+{
+    struct golden_bench *b = ctx;
+    return b->backend->layer_fetch_packed(b->layer, weight, expert, source);
+}
+
+/* As a worker loads it. */
 void golden_load_layer(struct golden_bench *b, const struct moe_model *m, size_t i)
 {
     uint32_t local[MOE_MAX_EXPERTS], n = 0;
@@ -117,8 +133,17 @@ void golden_load_layer(struct golden_bench *b, const struct moe_model *m, size_t
         if (b->homes.slot[e] == b->slot)
             local[n++] = e;
     must(b->backend->layer_create(b->device, b->spec, &placement, b->slot, &b->layer));
-    must(moe_model_stream_layer(m, i, local, n, upload, NULL, upload_packed, b, NULL, NULL, NULL));
+    struct moe_model_sources sources = {0};
+    const struct moe_model_sinks sinks = {
+        .weight = upload,
+        .packed = upload_packed,
+        .source = b->backend->layer_fetch != NULL ? fetch : NULL,
+        .packed_source = b->backend->layer_fetch_packed != NULL ? fetch_packed : NULL,
+        .ctx = b,
+        .sources = &sources};
+    must(moe_model_stream_layer(m, i, local, n, &sinks, NULL, NULL, NULL));
     must(b->backend->layer_finish(b->layer));
+    moe_model_sources_free(&sources);
 }
 
 void golden_forward(struct golden_bench *b, enum moe_dtype dtype, uint32_t tokens)

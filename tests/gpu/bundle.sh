@@ -18,9 +18,10 @@ mkdir -p "$target/lib"
 for program in tests/conformance/conformance tests/conformance/large tests/conformance/faults \
     tests/conformance/faults_one_gpu tests/conformance/golden tests/conformance/test_uncommon \
     tests/conformance/golden_training tests/conformance/curve \
-    tests/bench/libmoe_ggemm.so tests/bench/moe_bench tests/bench/train_bench tests/bench/ep_bench \
-    tests/unit/test_ggemm tests/unit/test_packed tests/unit/test_quantise tests/unit/test_wgrad \
-    tests/unit/test_steady \
+    tests/bench/libmoe_ggemm.so tests/bench/moe_bench tests/bench/load_bench \
+    tests/bench/train_bench tests/bench/ep_bench \
+    tests/unit/test_ggemm tests/unit/test_packed tests/unit/test_placing tests/unit/test_quantise \
+    tests/unit/test_wgrad tests/unit/test_steady \
     tests/unit/test_device_progress tests/unit/test_foreign tests/unit/stream_client \
     tests/integration/regions_schedules client/examples/attention/attention_example \
     daemon/coordinator/moe-coordinator daemon/worker/moe-worker client/moectl/moectl; do

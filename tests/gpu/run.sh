@@ -250,6 +250,7 @@ jobs_at_once() {
     echo "golden_cublas 120 $suite/golden --backend cuda --models $models --gemm cublas"
     echo "ggemm 120 $build/tests/unit/test_ggemm"
     echo "packed 120 $build/tests/unit/test_packed"
+    echo "placing 120 $build/tests/unit/test_placing"
     echo "quantise 120 $build/tests/unit/test_quantise"
     echo "wgrad 120 $build/tests/unit/test_wgrad"
     echo "device_progress 120 $build/tests/unit/test_device_progress"

@@ -34,7 +34,8 @@ void write_config(const struct fixture *f, json_t *root);
 
 /* Opens the model and loads all; the error of either. */
 struct moe_status try_model(const struct fixture *f);
-/* Fails the test unless try_model fails so, with both texts in its own. */
+/* Fails the test unless try_model fails so, with both texts in its own, and also a backend that
+ * reads for itself and keeps quantised weights. */
 void check_refused(const struct fixture *f, enum moe_reason reason, const char *named,
                    const char *why);
 

@@ -39,6 +39,15 @@ if(MOE_HAVE_CUDA)
     USES moe_cuda m
     TIMEOUT 120
     LABELS gpu)
+  moe_test(test_placing
+    SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_placing.c
+            ${PROJECT_SOURCE_DIR}/tests/gpu/placed_reference.cu
+            ${PROJECT_SOURCE_DIR}/tests/gpu/packed_problem.c
+            ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_fixture.c
+            ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_reference.cu
+    USES moe_cuda m
+    TIMEOUT 120
+    LABELS gpu)
   moe_test(test_quantise
     SOURCES ${PROJECT_SOURCE_DIR}/tests/gpu/test_quantise.c
             ${PROJECT_SOURCE_DIR}/tests/gpu/ggemm_fixture.c
@@ -58,7 +67,7 @@ if(MOE_HAVE_CUDA)
     USES moe_cuda
     TIMEOUT 120
     LABELS gpu)
-  foreach(test test_ggemm test_packed test_quantise test_wgrad test_device_progress)
+  foreach(test test_ggemm test_packed test_placing test_quantise test_wgrad test_device_progress)
     target_include_directories(${test} PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
     set_tests_properties(${test} PROPERTIES SKIP_RETURN_CODE 77)
   endforeach()

@@ -148,6 +148,43 @@ struct moe_status fixture_ignore(void *ctx, enum moe_weight weight, uint32_t exp
     return moe_ok();
 }
 
+/* `rows` of `each` bytes; NULL on failure. */
+static uint8_t *read_rows(const struct moe_weight_source *source, size_t rows, size_t each,
+                          struct moe_status *st)
+{
+    enum { PIECE = 3 };
+    uint8_t *data = malloc(rows * each + 1);
+    assert_non_null(data);
+    for (size_t left = rows; left > 0 && !moe_failed(st);) {
+        size_t n = left < PIECE ? left : PIECE;
+        left -= n;
+        *st = source->read(source->ctx, source->at + left * each, n * each, data + left * each);
+    }
+    if (!moe_failed(st))
+        return data;
+    free(data);
+    return NULL;
+}
+
+struct moe_status fixture_read_packed(const struct moe_layer_spec *spec, enum moe_weight weight,
+                                      const struct moe_packed_source *source, uint8_t **elements,
+                                      uint8_t **scales)
+{
+    const struct moe_weight_format *f = moe_weight_format_of(spec, weight);
+    struct moe_status st = moe_ok();
+    struct moe_packed_sizes sizes;
+    size_t rows, columns;
+    assert_non_null(f);
+    moe_weight_shape(spec, weight, &rows, &columns);
+    rows *= source->by_turns ? 2 : 1;
+    assert_true(moe_packed_sizes(f, rows, columns, &sizes));
+    *elements = read_rows(&source->elements, rows, sizes.row_bytes, &st);
+    *scales = read_rows(&source->scales, sizes.scale_rows, sizes.scales / sizes.scale_rows, &st);
+    if (moe_failed(&st))
+        free(*elements);
+    return st;
+}
+
 void fixture_digest(const struct moe_model *m, uint32_t threads, struct moe_digest_table *all)
 {
     struct moe_digester *d;
@@ -156,8 +193,8 @@ void fixture_digest(const struct moe_model *m, uint32_t threads, struct moe_dige
         uint32_t experts[MOE_MAX_EXPERTS], n = moe_model_layer(m, i)->experts;
         for (uint32_t e = 0; e < n; e++)
             experts[e] = e;
-        assert_ok(moe_model_stream_layer(m, i, experts, n, fixture_ignore, NULL, NULL, NULL, d,
-                                         NULL, NULL));
+        const struct moe_model_sinks sinks = {.weight = fixture_ignore};
+        assert_ok(moe_model_stream_layer(m, i, experts, n, &sinks, d, NULL, NULL));
         assert_ok(moe_digester_finish(d, all));
     }
     moe_digester_destroy(d);

@@ -61,6 +61,11 @@ struct moe_status deliveries_sink(void *ctx, enum moe_weight weight, uint32_t ex
 /* A sink that takes everything and keeps nothing. */
 struct moe_status fixture_ignore(void *ctx, enum moe_weight weight, uint32_t expert,
                                  enum moe_dtype dtype, const void *data, size_t bytes);
+/* Reads a quantised weight (with `by_turns` gate and up) as a backend does: some rows at a time,
+ * here from the last one on. Returns the first failure. On success the arrays are the caller's. */
+struct moe_status fixture_read_packed(const struct moe_layer_spec *spec, enum moe_weight weight,
+                                      const struct moe_packed_source *source, uint8_t **elements,
+                                      uint8_t **scales);
 /* Adds the digests that a reader of `m` computes with so many threads, of all units. */
 void fixture_digest(const struct moe_model *m, uint32_t threads, struct moe_digest_table *all);
 void deliveries_progress(void *ctx, uint64_t read_bytes);

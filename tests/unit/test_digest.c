@@ -43,11 +43,15 @@ static void add_digests(const struct moe_model *m, size_t i, const uint32_t *exp
 {
     struct moe_digester *d;
     assert_ok(moe_digester_create(m, 2, &d));
-    assert_ok(moe_model_stream_layer(m, i, experts, count, fixture_ignore,
-                                     piece != NULL ? read_pieces : NULL, NULL, piece, d, NULL,
-                                     NULL));
+    struct moe_model_sources sources = {0};
+    const struct moe_model_sinks sinks = {.weight = fixture_ignore,
+                                          .source = piece != NULL ? read_pieces : NULL,
+                                          .ctx = piece,
+                                          .sources = &sources};
+    assert_ok(moe_model_stream_layer(m, i, experts, count, &sinks, d, NULL, NULL));
     assert_ok(moe_digester_finish(d, t));
     moe_digester_destroy(d);
+    moe_model_sources_free(&sources);
 }
 
 /* Experts first, first + step, ... of all layers. */
@@ -244,8 +248,8 @@ static struct moe_status stream_wide(const struct moe_model *m, struct moe_diges
                                      struct deliveries *got)
 {
     static const uint32_t experts[E] = {0, 1, 2, 3};
-    return moe_model_stream_layer(m, 0, experts, E, deliveries_sink, NULL, NULL, got, d, NULL,
-                                  NULL);
+    const struct moe_model_sinks sinks = {.weight = deliveries_sink, .ctx = got};
+    return moe_model_stream_layer(m, 0, experts, E, &sinks, d, NULL, NULL);
 }
 
 static void find_weight(const struct fixture *f, const struct moe_model *m, enum moe_weight weight,

@@ -37,8 +37,12 @@ static void load(const struct moe_model *m, size_t layer, const uint32_t *expert
     assert_ok(
         moe_model_load_layer(m, layer, experts, count, deliveries_sink, d, deliveries_progress, d));
     assert_int_equal(d->read_bytes, moe_model_layer_bytes(m, layer, experts, count));
-    assert_ok(moe_model_stream_layer(m, layer, experts, count, deliveries_sink, read_and_deliver,
-                                     NULL, &other, NULL, deliveries_progress, &other));
+    struct moe_model_sources sources = {0};
+    const struct moe_model_sinks sinks = {
+        .weight = deliveries_sink, .source = read_and_deliver, .ctx = &other, .sources = &sources};
+    assert_ok(moe_model_stream_layer(m, layer, experts, count, &sinks, NULL, deliveries_progress,
+                                     &other));
+    moe_model_sources_free(&sources);
     assert_int_equal(other.read_bytes, d->read_bytes);
     uint64_t given = 0;
     for (size_t i = 0; i < d->count; i++)

@@ -124,8 +124,9 @@ static void each_layer_has_the_formats_of_its_modules(void **state)
     assert_ok(moe_model_keep_quantised(m, every_format, NULL, false));
     for (size_t i = 0; i < 2; i++) {
         struct given g = {.spec = moe_model_layer(m, i)};
-        assert_ok(moe_model_stream_layer(m, i, experts, 3, take_plain, NULL, take_packed, &g, NULL,
-                                         NULL, NULL));
+        const struct moe_model_sinks sinks = {
+            .weight = take_plain, .packed = take_packed, .ctx = &g};
+        assert_ok(moe_model_stream_layer(m, i, experts, 3, &sinks, NULL, NULL, NULL));
         assert_int_equal(g.routed, i == 0 ? 3 * 2 : 0);
         assert_int_equal(g.shared, i == 0 ? 2 : 0);
         check_bf16(&g, MOE_WEIGHT_TO_LATENT, LATENT * WIDTH);

@@ -189,8 +189,8 @@ static struct moe_digest_table *digests_of(const struct moe_model *m)
     assert_ok(moe_digest_table_create(&t));
     assert_ok(moe_digester_create(m, 2, &d));
     for (size_t i = 0; i < moe_model_layer_count(m); i++) {
-        assert_ok(moe_model_stream_layer(m, i, experts, EXPERTS, fixture_ignore, NULL, NULL, NULL,
-                                         d, NULL, NULL));
+        const struct moe_model_sinks sinks = {.weight = fixture_ignore};
+        assert_ok(moe_model_stream_layer(m, i, experts, EXPERTS, &sinks, d, NULL, NULL));
         assert_ok(moe_digester_finish(d, t));
     }
     moe_digester_destroy(d);

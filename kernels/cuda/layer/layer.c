@@ -261,19 +261,27 @@ static struct moe_status put_bias(struct moe_layer *layer, enum moe_weight weigh
     return bring(layer, &w, from);
 }
 
+/* `*entry` is the place of a weight that has not come yet. */
+static struct moe_status find_free(const struct moe_layer *layer, enum moe_weight weight,
+                                   uint32_t expert, uint32_t *entry)
+{
+    if (layer->finished)
+        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_INVALID,
+                         "%s: the layer is finished", moe_weight_name(weight));
+    MOE_TRY(
+        moe_layer_find_entry(&layer->spec, layer->slot, layer->local_index, weight, expert, entry));
+    if (layer->uploaded[weight][*entry])
+        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_TENSOR_INVALID, "%s: uploaded twice",
+                         moe_weight_name(weight));
+    return moe_ok();
+}
+
 static struct moe_status upload(struct moe_layer *layer, enum moe_weight weight, uint32_t expert,
                                 enum moe_dtype dtype, const struct origin *from, size_t bytes)
 {
     uint32_t entry;
-    if (layer->finished)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_INVALID,
-                         "%s: the layer is finished", moe_weight_name(weight));
     MOE_TRY(moe_layer_check_tensor(&layer->spec, weight, dtype, bytes));
-    MOE_TRY(moe_layer_find_entry(&layer->spec, layer->slot, layer->local_index, weight, expert,
-                                 &entry));
-    if (layer->uploaded[weight][entry])
-        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_TENSOR_INVALID, "%s: uploaded twice",
-                         moe_weight_name(weight));
+    MOE_TRY(find_free(layer, weight, expert, &entry));
     MOE_TRY(moe_weight_is_bias(weight) ? put_bias(layer, weight, entry, dtype, from)
                                        : put_matrix(layer, weight, entry, dtype, from));
     layer->uploaded[weight][entry] = true;
@@ -339,31 +347,38 @@ static struct moe_status alloc_packed(struct moe_layer *layer, struct moe_cuda_m
     return moe_ok();
 }
 
-/* Puts `rows` of `bytes` each. */
-static struct moe_status put_packed(struct moe_layer *layer, const struct moe_cuda_packed_weight *p,
-                                    enum moe_cuda_packed_part part,
-                                    const struct moe_weight_format *format, size_t rows,
-                                    size_t bytes, const void *data)
+/* Where a packed weight comes from. */
+struct packed_origin {
+    struct origin elements, scales, zeros;
+    float global;
+    bool by_turns;
+};
+
+/* Brings a part: `rows` of `bytes` each, or twice as many by turns. */
+static struct moe_status bring_part(struct moe_layer *layer, struct moe_cuda_weight w,
+                                    enum moe_cuda_packed_part part, size_t rows, size_t bytes,
+                                    const struct origin *from)
 {
-    struct moe_cuda_weight w = {
-        .rows = rows, .columns = bytes, .packed = p, .part = part, .format = format};
-    return moe_cuda_weights_put(layer->device, &w, data);
+    w.part = part;
+    w.rows = w.by_turns ? 2 * rows : rows;
+    w.columns = bytes;
+    return bring(layer, &w, from);
 }
 
 /* What the scales of a matrix are multiplied by; for E4M3. */
 static struct moe_status global_of(const struct moe_weight_format *f, enum moe_weight weight,
-                                   const struct moe_packed_matrix *m, float *out)
+                                   float global, float *out)
 {
-    *out = f->global_divides ? 1 / m->global : m->global;
+    *out = f->global_divides ? 1 / global : global;
     if (f->scale != MOE_SCALE_E4M3 || isnormal(*out))
         return moe_ok();
     return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TENSOR_INVALID,
                      "%s: the scale of the matrix, %g, is out of range", moe_weight_name(weight),
-                     (double)m->global);
+                     (double)global);
 }
 
 static struct moe_status place_packed(struct moe_layer *layer, enum moe_weight weight,
-                                      uint32_t entry, const struct moe_packed_matrix *from)
+                                      uint32_t entry, const struct packed_origin *from)
 {
     const struct moe_weight_format *f = moe_weight_format_of(&layer->spec, weight);
     enum moe_cuda_rows order;
@@ -375,42 +390,64 @@ static struct moe_status place_packed(struct moe_layer *layer, enum moe_weight w
         return moe_error(MOE_INVALID_ARGUMENT, MOE_REASON_TOO_LARGE, "%s is too large",
                          moe_weight_name(weight));
     float global;
-    MOE_TRY(global_of(f, weight, from, &global));
+    MOE_TRY(global_of(f, weight, from->global, &global));
     MOE_TRY(alloc_packed(layer, m));
-    struct moe_cuda_packed_weight w = {
-        .packing = m->packing,
-        .entry = (char *)m->data + entry * moe_cuda_packed_bytes(m->packing, m->rows, m->columns),
-        .rows = (uint32_t)rows,
-        .columns = (uint32_t)columns,
-        .interleaved = order != MOE_CUDA_ROWS_PLAIN,
-        .offset = order == MOE_CUDA_ROWS_UP ? MOE_CUDA_INTERLEAVE : 0,
-        .global = global,
-        .wrong = layer->wrong};
-    MOE_TRY(put_packed(layer, &w, MOE_CUDA_ELEMENTS, NULL, rows, sizes.row_bytes, from->elements));
-    MOE_TRY(put_packed(layer, &w, MOE_CUDA_SCALES, f, sizes.scale_rows,
-                       sizes.scale_columns * moe_scale_bytes(f->scale), from->scales));
+    const struct moe_cuda_weight w = {
+        .packed = {.packing = m->packing,
+                   .entry = (char *)m->data +
+                            entry * moe_cuda_packed_bytes(m->packing, m->rows, m->columns),
+                   .rows = (uint32_t)rows,
+                   .columns = (uint32_t)columns,
+                   .interleaved = order != MOE_CUDA_ROWS_PLAIN,
+                   .offset = order == MOE_CUDA_ROWS_UP ? MOE_CUDA_INTERLEAVE : 0,
+                   .global = global,
+                   .wrong = layer->wrong},
+        .format = f,
+        .by_turns = from->by_turns};
+    MOE_TRY(bring_part(layer, w, MOE_CUDA_ELEMENTS, rows, sizes.row_bytes, &from->elements));
+    MOE_TRY(bring_part(layer, w, MOE_CUDA_SCALES, sizes.scale_rows,
+                       sizes.scale_columns * moe_scale_bytes(f->scale), &from->scales));
     if (!f->zero_points)
         return moe_ok();
-    return put_packed(layer, &w, MOE_CUDA_ZEROS, f, sizes.scale_rows, sizes.scale_columns,
-                      from->zeros);
+    return bring_part(layer, w, MOE_CUDA_ZEROS, sizes.scale_rows, sizes.scale_columns,
+                      &from->zeros);
+}
+
+static struct moe_status upload_packed(struct moe_layer *layer, enum moe_weight weight,
+                                       uint32_t expert, const struct packed_origin *from)
+{
+    uint32_t entry;
+    MOE_TRY(find_free(layer, weight, expert, &entry));
+    if (from->by_turns)
+        MOE_TRY(find_free(layer, MOE_WEIGHT_UP, expert, &entry));
+    MOE_TRY(place_packed(layer, weight, entry, from));
+    layer->uploaded[weight][entry] = true;
+    if (from->by_turns)
+        layer->uploaded[MOE_WEIGHT_UP][entry] = true;
+    return moe_ok();
 }
 
 struct moe_status moe_cuda_layer_upload_packed(struct moe_layer *layer, enum moe_weight weight,
                                                uint32_t expert, const struct moe_packed_matrix *m)
 {
-    uint32_t entry;
-    if (layer->finished)
-        return moe_error(MOE_FAILED_PRECONDITION, MOE_REASON_TENSOR_INVALID,
-                         "%s: the layer is finished", moe_weight_name(weight));
     MOE_TRY(moe_layer_check_packed(&layer->spec, weight, m));
-    MOE_TRY(moe_layer_find_entry(&layer->spec, layer->slot, layer->local_index, weight, expert,
-                                 &entry));
-    if (layer->uploaded[weight][entry])
-        return moe_error(MOE_ALREADY_EXISTS, MOE_REASON_TENSOR_INVALID, "%s: uploaded twice",
-                         moe_weight_name(weight));
-    MOE_TRY(place_packed(layer, weight, entry, m));
-    layer->uploaded[weight][entry] = true;
-    return moe_ok();
+    const struct packed_origin memory = {.elements.data = m->elements,
+                                         .scales.data = m->scales,
+                                         .zeros.data = m->zeros,
+                                         .global = m->global};
+    return upload_packed(layer, weight, expert, &memory);
+}
+
+struct moe_status moe_cuda_layer_fetch_packed(struct moe_layer *layer, enum moe_weight weight,
+                                              uint32_t expert,
+                                              const struct moe_packed_source *source)
+{
+    MOE_TRY(moe_layer_check_packed_source(&layer->spec, weight, source));
+    const struct packed_origin elsewhere = {.elements.source = &source->elements,
+                                            .scales.source = &source->scales,
+                                            .global = source->global,
+                                            .by_turns = source->by_turns};
+    return upload_packed(layer, weight, expert, &elsewhere);
 }
 
 /* Called when all uploads are in place. */

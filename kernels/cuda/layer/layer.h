@@ -123,6 +123,9 @@ bool moe_cuda_layer_computes(const struct moe_device *device,
 struct moe_status moe_cuda_layer_upload_packed(struct moe_layer *layer, enum moe_weight weight,
                                                uint32_t expert,
                                                const struct moe_packed_matrix *m) MOE_CHECKED;
+struct moe_status moe_cuda_layer_fetch_packed(struct moe_layer *layer, enum moe_weight weight,
+                                              uint32_t expert,
+                                              const struct moe_packed_source *source) MOE_CHECKED;
 struct moe_status moe_cuda_layer_fetch(struct moe_layer *layer, enum moe_weight weight,
                                        uint32_t expert, enum moe_dtype dtype,
                                        const struct moe_weight_source *source,

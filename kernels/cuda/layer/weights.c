@@ -9,6 +9,7 @@
 
 enum {
     HALVES = 2,
+    LANDING_BYTES = 2 * MOE_CUDA_PIECE_BYTES + 16, /* a piece, and the same in another order */
     LEAST_BYTES = 64 << 10, /* smallest piece but the last; less is not worth a thread */
 };
 
@@ -18,7 +19,7 @@ struct hand {
     cudaEvent_t left[HALVES]; /* the copy from this half is complete */
     cudaEvent_t came;         /* the read into the first half is complete; waits block */
     uint32_t next;            /* half */
-    void *landing;            /* device memory for data to convert */
+    void *landing;            /* device memory for data to convert [LANDING_BYTES] */
 };
 
 struct moe_cuda_uploads {
@@ -43,9 +44,14 @@ _Static_assert(sizeof(struct job) <= MOE_THREAD_POOL_JOB_BYTES, "a job of the po
 
 /* ---------------------------------------------------------------------- pieces */
 
+static bool is_packed(const struct moe_cuda_weight *w)
+{
+    return w->packed.packing != MOE_CUDA_PACKING_NONE;
+}
+
 static size_t element_bytes(const struct job *o)
 {
-    return o->w.packed != NULL ? 1 : moe_dtype_bytes(o->w.from);
+    return is_packed(&o->w) ? 1 : moe_dtype_bytes(o->w.from);
 }
 
 /* Elements of one contiguous block of an interleaved weight. */
@@ -57,7 +63,7 @@ static size_t block_elements(const struct moe_cuda_weight *w)
 /* Whether the copy engine alone can place the weight. */
 static bool goes_straight(const struct moe_cuda_weight *w)
 {
-    return w->packed == NULL && w->from == w->to &&
+    return !is_packed(w) && w->from == w->to &&
            (w->order == MOE_CUDA_ROWS_PLAIN ||
             block_elements(w) * moe_dtype_bytes(w->from) <= MOE_CUDA_PIECE_BYTES);
 }
@@ -70,8 +76,8 @@ static size_t ratio_up(size_t a, size_t b)
 /* Elements that must stay together: blocks of interleaved rows, rows of packed weights. */
 static size_t unit_elements(const struct moe_cuda_weight *w)
 {
-    if (w->packed != NULL)
-        return w->columns;
+    if (is_packed(w))
+        return w->by_turns ? 2 * w->columns : w->columns;
     return w->order != MOE_CUDA_ROWS_PLAIN && goes_straight(w) ? block_elements(w) : 1;
 }
 
@@ -79,7 +85,7 @@ static size_t unit_elements(const struct moe_cuda_weight *w)
 static size_t piece_elements(const struct moe_cuda_weight *w, uint32_t shares)
 {
     size_t unit = unit_elements(w);
-    size_t unit_bytes = unit * (w->packed != NULL ? 1 : moe_dtype_bytes(w->from));
+    size_t unit_bytes = unit * (is_packed(w) ? 1 : moe_dtype_bytes(w->from));
     size_t limit = MOE_CUDA_PIECE_BYTES / unit_bytes, least = ratio_up(LEAST_BYTES, unit_bytes);
     size_t share = ratio_up(ratio_up(w->rows * w->columns, unit), shares);
     share = share > least ? share : least;
@@ -104,16 +110,39 @@ static struct moe_status copy_interleaved(const struct job *o, const char *from,
                                     cudaMemcpyHostToDevice, stream));
 }
 
-static struct moe_status place_packed(const struct moe_cuda_weight *w, const void *src,
-                                      uint32_t first, uint32_t count, cudaStream_t stream)
+static struct moe_status place_part(const struct moe_cuda_weight *w,
+                                    const struct moe_cuda_packed_weight *packed, const void *src,
+                                    uint32_t first, uint32_t count, cudaStream_t stream)
 {
     switch (w->part) {
     case MOE_CUDA_SCALES:
-        return moe_cuda_packed_scale(w->packed, w->format, src, first, count, stream);
-    case MOE_CUDA_ZEROS:
-        return moe_cuda_packed_zeros(w->packed, w->format, src, first, count, stream);
-    default: return moe_cuda_packed_place(w->packed, src, first, count, stream);
+        return moe_cuda_packed_scale(packed, w->format, src, first, count, stream);
+    case MOE_CUDA_ZEROS: return moe_cuda_packed_zeros(packed, w->format, src, first, count, stream);
+    default: return moe_cuda_packed_place(packed, src, first, count, stream);
     }
+}
+
+/* `landing` has `count` rows, from row `first` on, of gate and up by turns. `parted`: as large,
+ * with 16 bytes more. */
+static struct moe_status place_both(const struct moe_cuda_weight *w, const void *landing,
+                                    void *parted, uint32_t first, uint32_t count,
+                                    cudaStream_t stream)
+{
+    struct moe_cuda_packed_weight up = w->packed;
+    up.offset = MOE_CUDA_INTERLEAVE;
+    uint32_t bytes = (uint32_t)w->columns;
+    MOE_TRY(moe_cuda_weights_part(landing, count, bytes, parted, stream));
+    MOE_TRY(place_part(w, &w->packed, parted, first / 2, count / 2, stream));
+    return place_part(w, &up, (char *)parted + moe_cuda_second_half(count, bytes), first / 2,
+                      count / 2, stream);
+}
+
+static struct moe_status place_packed(const struct moe_cuda_weight *w, void *landing,
+                                      uint32_t first, uint32_t count, cudaStream_t stream)
+{
+    return w->by_turns ? place_both(w, landing, (char *)landing + MOE_CUDA_PIECE_BYTES, first,
+                                    count, stream)
+                       : place_part(w, &w->packed, landing, first, count, stream);
 }
 
 /* Sends elements [first, first + n) from pinned memory. `landing`: for data to convert. */
@@ -127,7 +156,7 @@ static struct moe_status send(const struct job *o, const void *pinned, void *lan
         return MOE_CUDA(cudaMemcpyAsync((char *)o->w.dst + first * each, pinned, n * each,
                                         cudaMemcpyHostToDevice, stream));
     MOE_TRY(MOE_CUDA(cudaMemcpyAsync(landing, pinned, n * each, cudaMemcpyHostToDevice, stream)));
-    if (o->w.packed != NULL)
+    if (is_packed(&o->w))
         return place_packed(&o->w, landing, (uint32_t)(first / o->w.columns),
                             (uint32_t)(n / o->w.columns), stream);
     return moe_cuda_weights_place(&o->w, landing, first, n, stream);
@@ -167,14 +196,14 @@ static struct moe_status copy_back(const struct job *o, size_t first, size_t n, 
 static struct moe_status copy_values(const struct job *o, size_t first, size_t n, void *landing,
                                      void *pinned, cudaStream_t stream)
 {
-    MOE_TRY(moe_cuda_packed_read(o->w.packed, first, n, MOE_DTYPE_F32, landing, stream));
+    MOE_TRY(moe_cuda_packed_read(&o->w.packed, first, n, MOE_DTYPE_F32, landing, stream));
     return MOE_CUDA(
         cudaMemcpyAsync(pinned, landing, n * sizeof(float), cudaMemcpyDeviceToHost, stream));
 }
 
 static enum moe_dtype read_dtype(const struct moe_cuda_weight *w)
 {
-    return w->packed != NULL ? MOE_DTYPE_F32 : w->to;
+    return is_packed(w) ? MOE_DTYPE_F32 : w->to;
 }
 
 static void put_away(const struct job *o, const void *pinned, size_t first, size_t n)
@@ -197,7 +226,7 @@ static struct moe_status bring(const struct moe_cuda_uploads *u, const struct ha
     /* An upload may still use the first half, and the landing buffer. */
     for (int i = 0; i < HALVES; i++)
         MOE_TRY(MOE_CUDA(cudaEventSynchronize(hand->left[i])));
-    struct moe_status st = o->w.packed != NULL
+    struct moe_status st = is_packed(&o->w)
                                ? copy_values(o, first, n, hand->landing, pinned, u->back)
                                : copy_back(o, first, n, pinned, u->back);
     struct moe_status recorded = MOE_CUDA(cudaEventRecord(hand->came, u->back));
@@ -285,7 +314,7 @@ struct moe_status moe_cuda_weights_read(struct moe_device *device, const struct 
                    "a piece holds a block of rows");
     struct moe_thread_pool_batch batch = {0};
     struct job o = {.w = *w, .data = data};
-    bool plain = w->packed != NULL || w->order == MOE_CUDA_ROWS_PLAIN;
+    bool plain = is_packed(w) || w->order == MOE_CUDA_ROWS_PLAIN;
     size_t unit = plain ? 1 : block_elements(w);
     size_t total = w->rows * w->columns;
     if (total == 0)
@@ -308,7 +337,7 @@ static struct moe_status open_hand(struct moe_device *device, struct hand *hand)
     }
     MOE_TRY(MOE_CUDA(
         cudaEventCreateWithFlags(&hand->came, cudaEventDisableTiming | cudaEventBlockingSync)));
-    return moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, MOE_CUDA_PIECE_BYTES, &hand->landing);
+    return moe_cuda_mem_alloc(device, MOE_MEM_DEVICE, LANDING_BYTES, &hand->landing);
 }
 
 static void close_hand(struct moe_device *device, struct hand *hand)
@@ -320,7 +349,7 @@ static void close_hand(struct moe_device *device, struct hand *hand)
     }
     if (hand->came != NULL)
         (void)cudaEventDestroy(hand->came);
-    moe_cuda_mem_free(device, MOE_MEM_DEVICE, hand->landing, MOE_CUDA_PIECE_BYTES);
+    moe_cuda_mem_free(device, MOE_MEM_DEVICE, hand->landing, LANDING_BYTES);
 }
 
 struct moe_status moe_cuda_uploads_open(struct moe_device *device)

@@ -52,6 +52,29 @@ struct moe_status moe_cuda_weights_place(const struct moe_cuda_weight *w, const 
     return MOE_LAUNCHED("laying out a weight");
 }
 
+/* A piece has less than 2^31 bytes: divisions of 32 bits are several times faster. */
+static __global__ void part_rows(const uint8_t *__restrict__ src, uint32_t total, uint32_t bytes,
+                                 uint32_t second, uint8_t *__restrict__ dst)
+{
+    uint32_t stride = gridDim.x * THREADS;
+    for (uint32_t i = blockIdx.x * THREADS + threadIdx.x; i < total; i += stride) {
+        uint32_t row = i / bytes;
+        dst[row % 2 * second + row / 2 * bytes + i % bytes] = src[i];
+    }
+}
+
+struct moe_status moe_cuda_weights_part(const void *src, uint32_t count, uint32_t bytes, void *dst,
+                                        cudaStream_t stream)
+{
+    uint32_t total = count * bytes, blocks = (total + THREADS - 1) / THREADS;
+    unsigned grid = blocks < MAX_BLOCKS ? blocks : MAX_BLOCKS;
+    if (total == 0)
+        return moe_ok();
+    part_rows<<<grid, THREADS, 0, stream>>>((const uint8_t *)src, total, bytes,
+                                            moe_cuda_second_half(count, bytes), (uint8_t *)dst);
+    return MOE_LAUNCHED("parting rows");
+}
+
 static __global__ void split(const float *__restrict__ src, size_t n,
                              __nv_bfloat16 *__restrict__ dst)
 {

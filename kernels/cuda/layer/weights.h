@@ -23,7 +23,7 @@ extern "C" {
 #endif
 
 enum {
-    MOE_CUDA_UPLOAD_THREADS = 8,
+    MOE_CUDA_UPLOAD_THREADS = 16,    /* digests take most of their time */
     MOE_CUDA_PIECE_BYTES = 2 << 20,  /* of pinned memory; each thread has two */
     MOE_CUDA_READ_BYTES = 512 << 10, /* per piece that is read back */
 };
@@ -36,12 +36,13 @@ struct moe_cuda_weight {
     enum moe_dtype from, to;
     enum moe_cuda_rows order;
     size_t rows, columns;
-    /* Not NULL: a packed weight; dst, from, to and order are unused. `rows` of `columns` bytes are
-     * this part of it. Elements need no format. Both must stay until the weight is in place.
-     * Reading: rows and columns are the weight's; part and format are unused. */
-    const struct moe_cuda_packed_weight *packed;
+    /* With a packing: a packed weight; dst, from, to and order are unused. `rows` of `columns`
+     * bytes are this part of it. Elements need no format, which must stay until the weight is in
+     * place. Reading: rows and columns are the weight's; part and format are unused. */
+    struct moe_cuda_packed_weight packed;
     enum moe_cuda_packed_part part;
     const struct moe_weight_format *format;
+    bool by_turns; /* rows of gate, which `packed` is, and of up by turns; an even number */
 };
 
 /* The threads and their memory; for device_open and device_close. */
@@ -70,6 +71,16 @@ struct moe_status moe_cuda_weights_read(struct moe_device *device, const struct 
  * places. */
 struct moe_status moe_cuda_weights_place(const struct moe_cuda_weight *w, const void *src,
                                          size_t first, size_t n, cudaStream_t stream) MOE_CHECKED;
+
+/* Enqueues: moves rows 0, 2, ... of `count` rows of `bytes` to `dst`, and rows 1, 3, ... behind
+ * them, to moe_cuda_second_half. Both are on the device, and smaller than 2^31 bytes. */
+struct moe_status moe_cuda_weights_part(const void *src, uint32_t count, uint32_t bytes, void *dst,
+                                        cudaStream_t stream) MOE_CHECKED;
+/* Byte offset of the odd rows, aligned for packed weights. */
+static inline uint32_t moe_cuda_second_half(uint32_t count, uint32_t bytes)
+{
+    return (count / 2 * bytes + 15) / 16 * 16;
+}
 
 /* Enqueues: splits n F32 values into sums of three bf16, at dst[part * n + i]. */
 struct moe_status moe_cuda_weights_split(const void *src, size_t n, void *dst,

@@ -76,6 +76,7 @@ const struct moe_backend moe_backend_cuda = {
     .layer_fetch = moe_cuda_layer_fetch,
     .computes = moe_cuda_layer_computes,
     .layer_upload_packed = moe_cuda_layer_upload_packed,
+    .layer_fetch_packed = moe_cuda_layer_fetch_packed,
     .layer_finish = moe_cuda_layer_finish,
     .layer_destroy = moe_cuda_layer_destroy,
     .session_join = moe_cuda_session_join,

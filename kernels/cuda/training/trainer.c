@@ -445,11 +445,10 @@ static struct moe_status read_resident(const struct moe_trainer *t, enum moe_wei
         w = resident_place(t, weight, entry, base);
         return moe_cuda_weights_read(t->layer->device, &w, data);
     }
-    struct moe_cuda_packed_weight packed = packed_entry(m, entry);
-    packed.interleaved = order != MOE_CUDA_ROWS_PLAIN;
-    packed.offset = order == MOE_CUDA_ROWS_UP ? MOE_CUDA_INTERLEAVE : 0;
+    w.packed = packed_entry(m, entry);
+    w.packed.interleaved = order != MOE_CUDA_ROWS_PLAIN;
+    w.packed.offset = order == MOE_CUDA_ROWS_UP ? MOE_CUDA_INTERLEAVE : 0;
     moe_weight_shape(&t->layer->spec, weight, &w.rows, &w.columns);
-    w.packed = &packed;
     return moe_cuda_weights_read(t->layer->device, &w, data);
 }
 

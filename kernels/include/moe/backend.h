@@ -362,6 +362,11 @@ struct moe_backend {
      * and elements may be NaN. NULL if `computes` is NULL. */
     struct moe_status (*layer_upload_packed)(struct moe_layer *, enum moe_weight, uint32_t expert,
                                              const struct moe_packed_matrix *);
+    /* The same for a matrix that the backend reads itself, by the rules of layer_fetch. If the
+     * source has gate and up by turns, the weight is gate, and up is uploaded too. The format has
+     * no zero points. NULL if layer_fetch is. */
+    struct moe_status (*layer_fetch_packed)(struct moe_layer *, enum moe_weight, uint32_t expert,
+                                            const struct moe_packed_source *);
     struct moe_status (*layer_finish)(struct moe_layer *);
     /* Creates the layer that is to take the place of `from` with another placement, on the same
      * slot. It has, without a copy, the weights of experts that both placements put there, and all
