@@ -69,6 +69,17 @@ static struct moe_status upload(struct subject *s, enum moe_weight w, uint32_t e
                : s->backend->layer_upload(s->layer, w, e, d, data, bytes);
 }
 
+static struct moe_status upload_packed(struct subject *s, enum moe_weight w, uint32_t e,
+                                       const struct moe_packed_matrix *m)
+{
+    const struct moe_packed_source source = {.elements = {.read = read_memory, .ctx = m->elements},
+                                             .scales = {.read = read_memory, .ctx = m->scales},
+                                             .global = m->global};
+    return s->backend->layer_fetch_packed != NULL && m->zeros == NULL && (w + e) % 2 == 0
+               ? s->backend->layer_fetch_packed(s->layer, w, e, &source)
+               : s->backend->layer_upload_packed(s->layer, w, e, m);
+}
+
 /* To the oracle, and to the backend if it is `local`. */
 static bool upload_entry(struct subject *s, enum moe_weight w, uint32_t e, bool local)
 {
@@ -83,7 +94,7 @@ static bool upload_entry(struct subject *s, enum moe_weight w, uint32_t e, bool 
     s->tally->packed++;
     s->tally->w8a8 += moe_weight_format_of(&c->spec, w)->activations != MOE_ACTIVATIONS_PLAIN;
     return went_well(s, "oracle", moe_oracle_upload_packed(s->oracle, w, e, m)) &&
-           (!local || went_well(s, "upload", s->backend->layer_upload_packed(s->layer, w, e, m)));
+           (!local || went_well(s, "upload", upload_packed(s, w, e, m)));
 }
 
 bool upload_all(struct subject *s)
