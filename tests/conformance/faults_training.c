@@ -7,6 +7,7 @@
 #include "trainer_fixture.h"
 
 #include "base/clock.h"
+#include "base/wait.h"
 
 #include <pthread.h>
 #include <string.h>
@@ -418,7 +419,6 @@ static bool abort_ends_passes_and_optimizer_steps(uint32_t slots)
 
 enum {
     CUTS = 12,
-    CUT_US = 3000, /* latest moment */
     CUT_EXPERTS = 2 * MOE_MAX_SLOTS,
 };
 
@@ -430,15 +430,30 @@ struct taken {
 
 struct cut {
     void *session;
-    uint32_t after_us;
+    uint64_t after_ns;
 };
 
 static void *abort_at(void *ctx)
 {
     const struct cut *cut = ctx;
-    usleep(cut->after_us);
+    moe_sleep_until(moe_clock_ns() + cut->after_ns);
     backend->session_abort(cut->session);
     return NULL;
+}
+
+/* One pass and one step. Returns a moment at which the next step runs, if it takes as long: in ns
+ * from the beginning of its pass. 0: a failure. */
+static uint64_t learn_once(struct trainer_fixture *p, struct rng *r)
+{
+    struct moe_step_result result;
+    uint64_t begun = moe_clock_ns();
+    if (!good(run_backward(p, &result)))
+        return 0;
+    uint64_t passed = moe_clock_ns();
+    if (!good(run_optimizer(p)))
+        return 0;
+    uint64_t step_us = (moe_clock_ns() - passed) / 1000;
+    return passed - begun + rng_below(r, (uint32_t)step_us + 1) * UINT64_C(1000);
 }
 
 /* Passes and steps until one fails. */
@@ -468,22 +483,21 @@ static int compare_copies(struct member *m, struct trainer_fixture *p)
     return 0;
 }
 
-/* One slot gives up at any moment. Then some slots may have taken a step that others have not:
+/* One slot gives up in a step. Then some slots may have taken a step that others have not:
  * those lack the squares only, and finish it. */
 static int cut_steps_short(struct member *m)
 {
     struct trainer_fixture p;
-    struct moe_step_result result;
     struct taken mine = {0}, all[MOE_MAX_SLOTS] = {0};
     struct rng r = {.state = moe_clock_ns()};
     uint32_t finished = 0;
     EXPECT(open_trainer_fixture(m, &p, SHORT_MS) && use_copied_layer(m, &p, UINT64_MAX));
     p.optimizer.max_grad_norm = 0.01;
     for (uint32_t round = 0; round < CUTS; round++) {
-        struct cut cut = {p.base.session, rng_below(&r, CUT_US)};
         pthread_t thread;
         bool cuts = round % m->slots == m->slot;
-        EXPECT(good(run_backward(&p, &result)) && good(run_optimizer(&p)));
+        struct cut cut = {p.base.session, learn_once(&p, &r)};
+        EXPECT(cut.after_ns != 0);
         mine.steps++;
         EXPECT(!cuts || pthread_create(&thread, NULL, abort_at, &cut) == 0);
         struct moe_status st = learn_until_failure(&p, &mine);
