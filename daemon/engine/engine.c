@@ -38,7 +38,7 @@ static bool match_other_epoch(const struct moe_work *w, uint64_t epoch)
 static bool is_held(const struct moe_work *w, uint64_t arg)
 {
     (void)arg;
-    return w->home != NULL;
+    return w->home != NULL && !w->gathers;
 }
 
 static struct moe_status stale_epoch(uint64_t epoch)
@@ -149,6 +149,7 @@ static void expire(struct moe_engine *e) MOE_REQUIRES(e->lock)
     if (now >= e->next_expiry)
         moe_engine__expire_retained(e, now);
     moe_engine__expire_models(e, now);
+    moe_engine__queue_late_parts(e, now);
     struct moe_work *late = moe_batcher_expire(e->batcher, now);
     if (late == NULL && now < moe_engine__next_call_expiry(e))
         return;
@@ -358,6 +359,7 @@ static void wait_for_notification(struct moe_engine *e) MOE_REQUIRES(e->lock)
     uint64_t until = moe_batcher_next_expiry(e->batcher), call = moe_engine__next_call_expiry(e);
     until = call < until ? call : until;
     until = moe_earlier(moe_earlier(e->next_expiry, e->models_due_ns), until);
+    until = moe_earlier(e->batches_due_ns, until);
     const bool spinning = is_spinning(e), view = e->session != NULL;
     const uint64_t epoch = e->epoch;
     moe_mutex_unlock(&e->lock);
@@ -477,7 +479,7 @@ struct moe_status moe_engine_create(const struct moe_engine_config *config, stru
                                                .row_metrics = config->row_metrics},
                                         .phase = MODEL_SERVED};
     e->models = &e->base;
-    e->next_expiry = e->models_due_ns = MOE_NEVER;
+    e->next_expiry = e->models_due_ns = e->batches_due_ns = MOE_NEVER;
     moe_engine__add_loops(e);
     if (config->calls != NULL)
         moe_engine__plan_expiry(e, false);
@@ -541,6 +543,7 @@ void moe_engine_start_view(struct moe_engine *e, struct moe_session *session, ui
     moe_engine__forget_numbers(e);
     moe_engine__forget_retain_numbers(e);
     moe_engine__begin_models(e);
+    moe_engine__queue_all_parts(e);
     moe_mutex_unlock(&e->lock);
     moe_engine__announce_model(e, 0); /* the sequencer of the new view knows no queued work */
     moe_mutex_lock(&e->lock);
@@ -602,22 +605,23 @@ static void accept_work(struct moe_engine *e, struct moe_work *w, struct moe_ste
     e->unfinished++;
     if (w->deadline_ns < moe_batcher_next_expiry(e->batcher))
         moe_eventcount_notify(e->eventcount);
-    moe_batcher_push(e->batcher, key, w);
 }
 
 struct moe_status moe_engine_submit(struct moe_engine *e, struct moe_work *w)
 {
     struct moe_step_key key = {w->layer, MOE_STEP_FORWARD, w->dtype};
-    uint32_t tokens = w->tokens; /* `w` may be done, and gone, as soon as the lock is free */
+    uint32_t tokens = 0; /* to announce. `w` may be gone as soon as the lock is free */
     moe_mutex_lock(&e->lock);
     struct moe_status st = admit(e, w, &key);
     bool announce = !moe_failed(&st) && moe_engine__serves(e, w->layer);
-    if (!moe_failed(&st))
+    if (!moe_failed(&st)) {
         accept_work(e, w, &key);
+        tokens = moe_engine__queue(e, &key, w, announce);
+    }
     if (announce && key.kind == MOE_STEP_FORWARD_RETAIN)
         moe_engine__announce_calls(e);
     moe_mutex_unlock(&e->lock);
-    if (announce && key.kind == MOE_STEP_FORWARD)
+    if (announce && tokens > 0)
         e->config.announce(e->config.ctx, key.layer, key.kind, key.dtype, tokens);
     return st;
 }

@@ -77,6 +77,8 @@ struct moe_engine_config {
     /* After a step the thread polls this long instead of sleeping: that saves the 10 to 60 us of
      * waking it for the next ticket, and keeps a processor busy. 0: it always sleeps. */
     uint64_t spin_ns;
+    /* How long a part of a batch (moe_work.batch_parts) waits for the others. 0: it does not. */
+    uint64_t parts_wait_ns;
     void *ctx;
 };
 

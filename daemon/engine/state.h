@@ -21,8 +21,9 @@ enum {
     TICKETS_MAX = 64, /* tickets that wait; the sequencer has far fewer in flight */
     CALLS_MAX = 64,   /* training calls that wait */
     PROGRESS_TICKETS_MAX =
-        4,           /* progress tickets have a separate quota: blocked calls wait for them */
-    RETAIN_MAX = 32, /* requests that wait for a separate step */
+        4,            /* progress tickets have a separate quota: blocked calls wait for them */
+    RETAIN_MAX = 32,  /* requests that wait for a separate step */
+    BATCHES_MAX = 64, /* batches of which some parts are here; those of more do not wait */
     /* While one step runs, the thread waits for its end and for notifications alternately, in
      * slices of this length: it sees a notification at most this much later, and not later than the
      * end of that step. On a member this delays the copy that overlaps the running step. On the
@@ -42,6 +43,14 @@ struct work_list {
 /* Training calls linked by `next`. */
 struct call_list {
     struct moe_train_work *head, *tail;
+};
+
+/* A batch of which some parts are here. */
+struct part_batch {
+    uint64_t id; /* the client's */
+    struct moe_step_key key;
+    uint32_t missing; /* parts */
+    uint64_t due_ns;  /* the others go on without the missing ones then */
 };
 
 /* The layers that tickets can name. A model leaves the list only while its phase is MODEL_WAITS:
@@ -86,6 +95,9 @@ struct moe_engine {
         /* Until then, requests of added models wait for the ticket that adds their model to the
          * view; then they are refused. MOE_NEVER: they are, or no view is in force. */
         uint64_t models_due_ns;
+        struct part_batch batches[BATCHES_MAX]; /* in no order */
+        size_t batch_count;
+        uint64_t batches_due_ns; /* of the first; MOE_NEVER = there is none */
         bool refusing, quit;
         struct moe_status suspended; /* why new work is refused for a while; MOE_OK: it is not */
         struct moe_ticket tickets[TICKETS_MAX]; /* a ring */
@@ -194,6 +206,18 @@ struct moe_status moe_engine__other_version(uint64_t version);
  * steps restart. Releases the lock meanwhile. No step runs. */
 void moe_engine__change_version(struct moe_engine *e, uint64_t version, bool announce)
     MOE_REQUIRES(e->lock);
+
+/* ---------------------------------------------------------------------- parts.c */
+
+/* Queues a request that was accepted, or sets it aside while parts of its batch are missing. With
+ * the last part, all of them are queued. Returns the tokens to announce: 0 of one that is set
+ * aside, or retained. `served`: a view serves its layer; else nothing waits for parts. */
+uint32_t moe_engine__queue(struct moe_engine *e, const struct moe_step_key *key, struct moe_work *w,
+                           bool served) MOE_REQUIRES(e->lock);
+/* Queues and announces the parts that have waited long enough. Releases the lock meanwhile. */
+void moe_engine__queue_late_parts(struct moe_engine *e, uint64_t now_ns) MOE_REQUIRES(e->lock);
+/* Queues all parts: a view begins, which announces all that is queued. */
+void moe_engine__queue_all_parts(struct moe_engine *e) MOE_REQUIRES(e->lock);
 
 /* -------------------------------------------------------------------- forward.c */
 

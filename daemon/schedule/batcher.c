@@ -29,10 +29,11 @@ struct table {
 };
 
 struct moe_batcher {
-    struct table *tables;  /* in the order of adding; that of create is the first */
-    struct moe_queue held; /* set aside; each one has a `home` */
-    uint64_t tokens;       /* over all queues, and of those held */
-    uint64_t next_expiry;  /* <= every queued deadline; MOE_NEVER when none can expire */
+    struct table *tables; /* in the order of adding; that of create is the first */
+    /* Set aside; each one has a `home`. */
+    struct moe_queue held, gathering;
+    uint64_t tokens;      /* over all queues, and of those set aside */
+    uint64_t next_expiry; /* <= every queued deadline; MOE_NEVER when none can expire */
 };
 
 static struct moe_status check_layers(const uint32_t *layers, size_t count)
@@ -185,7 +186,7 @@ static void unlink_work(struct moe_queue *q, struct moe_work *w)
         q->tail = w->prev;
     w->prev = w->next = NULL;
     w->home = NULL;
-    w->queued = false;
+    w->gathers = w->queued = false;
 }
 
 static void add_tokens(struct moe_batcher *b, struct moe_queue *q, uint32_t tokens)
@@ -209,15 +210,29 @@ static void note_deadline(struct moe_batcher *b, const struct moe_work *w)
         b->next_expiry = w->deadline_ns;
 }
 
-void moe_batcher_push(struct moe_batcher *b, const struct moe_step_key *key, struct moe_work *w)
+/* `home`: NULL, or the queue that it goes to later. */
+static void push(struct moe_batcher *b, struct moe_queue *q, struct moe_queue *home,
+                 struct moe_work *w)
 {
-    struct moe_queue *q = find_queue(b, key);
     MOE_INVARIANT(q != NULL && w->tokens > 0);
     w->taken = w->finished = 0;
-    w->home = NULL;
+    w->home = home;
+    w->gathers = home != NULL;
     link_tail(q, w);
     add_tokens(b, q, w->tokens);
     note_deadline(b, w);
+}
+
+void moe_batcher_push(struct moe_batcher *b, const struct moe_step_key *key, struct moe_work *w)
+{
+    push(b, find_queue(b, key), NULL, w);
+}
+
+void moe_batcher_gather(struct moe_batcher *b, const struct moe_step_key *key, struct moe_work *w)
+{
+    struct moe_queue *home = find_queue(b, key);
+    MOE_INVARIANT(home != NULL);
+    push(b, &b->gathering, home, w);
 }
 
 size_t moe_batcher_take(struct moe_batcher *b, const struct moe_step_key *key, uint32_t capacity,
@@ -291,14 +306,33 @@ void moe_batcher_hold(struct moe_batcher *b, struct moe_work *w)
     note_deadline(b, w);
 }
 
+/* Appends a request that is set aside to its queue. */
+static void go_home(struct moe_batcher *b, struct moe_work *w)
+{
+    struct moe_queue *home = w->home;
+    (void)moe_batcher_remove(b, w);
+    link_tail(home, w);
+    add_tokens(b, home, w->tokens);
+}
+
 void moe_batcher_release(struct moe_batcher *b)
 {
-    for (struct moe_work *w; (w = b->held.head) != NULL;) {
-        struct moe_queue *home = w->home;
-        (void)moe_batcher_remove(b, w);
-        link_tail(home, w);
-        add_tokens(b, home, w->tokens);
+    for (struct moe_work *w; (w = b->held.head) != NULL;)
+        go_home(b, w);
+}
+
+uint32_t moe_batcher_join(struct moe_batcher *b, const struct moe_step_key *key, uint64_t batch)
+{
+    const struct moe_queue *home = find_queue(b, key);
+    uint32_t tokens = 0;
+    for (struct moe_work *next, *w = b->gathering.head; w != NULL; w = next) {
+        next = w->next;
+        if (w->batch != batch || w->home != home)
+            continue;
+        tokens += w->tokens;
+        go_home(b, w);
     }
+    return tokens;
 }
 
 /* The `i`-th queue over all tables, and its key; NULL past the last. */
@@ -343,7 +377,8 @@ struct moe_work *moe_batcher_evict(struct moe_batcher *b, moe_batcher_match matc
     const struct moe_queue *q;
     for (size_t i = 0; (q = queue_at(b, i, &key)) != NULL; i++)
         end = evict_from(b, q, match, arg, end);
-    (void)evict_from(b, &b->held, match, arg, end);
+    end = evict_from(b, &b->held, match, arg, end);
+    (void)evict_from(b, &b->gathering, match, arg, end);
     return first;
 }
 

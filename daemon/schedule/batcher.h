@@ -59,6 +59,13 @@ void moe_batcher_hold(struct moe_batcher *b, struct moe_work *w);
 /* Appends every request that is held to the queue that it was in. */
 void moe_batcher_release(struct moe_batcher *b);
 
+/* Sets a part of a batch aside until moe_batcher_join: `w` as in moe_batcher_push. It is in no
+ * queue meanwhile, but evict, expire, remove and tokens see it. */
+void moe_batcher_gather(struct moe_batcher *b, const struct moe_step_key *key, struct moe_work *w);
+/* Appends the parts of one batch (moe_work.batch) for this key to its queue; returns their tokens.
+ */
+uint32_t moe_batcher_join(struct moe_batcher *b, const struct moe_step_key *key, uint64_t batch);
+
 /* Takes the remainder of `w` out of its queue. False when it was not queued. */
 bool moe_batcher_remove(struct moe_batcher *b, struct moe_work *w);
 

@@ -49,6 +49,11 @@ struct moe_work {
     uint64_t deadline_ns;     /* not started after this: MOE_DEADLINE_EXCEEDED */
     uint64_t epoch;           /* serve under this epoch only; 0 = any */
     uint64_t weights_version; /* serve with this version only; 0 = any */
+    /* At least 2: the request is one of so many parts of a batch with this id, which are to share a
+     * step. The others wait for it for a short time, and it for them; else they are requests like
+     * all others. Not with retain_session. */
+    uint32_t batch_parts;
+    uint64_t batch;
     /* Not NULL: the devices retain this pass's activations for the Backward of (retain_session,
      * retain_id), as far as they have room. For that the pass gets a separate step if it fits one
      * and not too many such requests wait. Needs training, and a layer of the default model. */
@@ -84,7 +89,8 @@ struct moe_work {
     /* owned by the engine between submit and done */
     struct moe_work *next, *prev;
     struct moe_queue *queue;  /* the batcher's queue, present or last */
-    struct moe_queue *home;   /* the queue to go back to; NULL: it is not held */
+    struct moe_queue *home;   /* the queue to go back to; NULL: it is neither held nor `gathers` */
+    bool gathers;             /* waits for the other parts of its batch */
     bool queued;              /* some of its tokens wait in that queue */
     uint32_t taken, finished; /* tokens handed to steps, tokens of ended steps */
     bool own_step;            /* waits, or has waited, for a separate step */

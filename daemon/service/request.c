@@ -148,6 +148,20 @@ static struct moe_status check_parts(struct parse *p, const Head *h)
     return moe_request_route_nowhere(p->context->staging, r->spec, h->tokens, &r->ids, &r->weights);
 }
 
+static struct moe_status check_batch(struct parse *p, const Head *h)
+{
+    enum { PARTS_MAX = 64 };
+    struct moe_work *w = &p->request->work;
+    if (h->batch_part == NULL)
+        return moe_ok();
+    if (h->batch_part->parts < 2 || h->batch_part->parts > PARTS_MAX)
+        return invalid(VALUE_INVALID, "a batch has 2 to %d parts, not %u", PARTS_MAX,
+                       h->batch_part->parts);
+    w->batch = h->batch_part->batch;
+    w->batch_parts = h->batch_part->parts;
+    return moe_ok();
+}
+
 static struct moe_status check_unavailable(struct parse *p, const Head *h)
 {
     struct moe_work *w = &p->request->work;
@@ -370,6 +384,7 @@ static struct moe_status check_head(struct parse *p, const uint8_t *head, size_t
     MOE_TRY(check_shape(p, h));
     MOE_TRY(check_routing(p, h));
     MOE_TRY(check_parts(p, h));
+    MOE_TRY(check_batch(p, h));
     MOE_TRY(check_unavailable(p, h));
     MOE_TRY(check_retain(p, h));
     MOE_TRY(check_state(p, h));

@@ -505,9 +505,9 @@ static void server_info_message(struct moe_rpc_call *call, struct moe_rpc_msg *m
 {
     static char name[] = "moe-worker";
     static char stream[] = "forward_stream", routing[] = "return_routing", ids[] = "client_routing";
-    static char training[] = "training", regions[] = "regions";
-    char *extensions[5] = {stream, routing, ids}, none[] = "";
-    size_t extension_count = 3;
+    static char training[] = "training", regions[] = "regions", parts[] = "batch_parts";
+    char *extensions[6] = {stream, routing, ids, parts}, none[] = "";
+    size_t extension_count = 4;
     struct moe_service *s = ctx;
     if (s->training != NULL)
         extensions[extension_count++] = training;

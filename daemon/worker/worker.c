@@ -24,6 +24,9 @@
 #include <string.h>
 #include <unistd.h>
 
+/* About the cost of a second step, which a part of a batch needs that comes too late. */
+#define PARTS_WAIT_NS MOE_NS_PER_MS
+
 enum {
     ENDPOINT_BYTES = MOE_WORKER_ENDPOINT_BYTES,
     GATHER_BUDGETS = 5, /* an all-gather may take this many wait budgets */
@@ -348,6 +351,7 @@ static struct moe_status create_engine(struct moe_worker *w)
         .finished = finished,
         .listen = listen,
         .spin_ns = w->config.spin_ns,
+        .parts_wait_ns = PARTS_WAIT_NS,
         .ctx = w,
     };
     return moe_engine_create(&engine, &w->engine);

@@ -85,6 +85,7 @@ struct sample {
     int32_t ids[SAMPLE_TOKENS * 2];
     int64_t token_ids[SAMPLE_TOKENS];
     Moe__V1__RetainForBackward retain;
+    Moe__V1__BatchPart batch_part;
 };
 void sample_fill(struct sample *b, const struct service *s);
 /* A small request of any mode, dtype and layer. */

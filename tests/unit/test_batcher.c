@@ -165,6 +165,7 @@ enum {
     SIM_OPS = 3000,
     SIM_STEPS = 2,
     SIM_CAPACITY = 16,
+    SIM_BATCHES = 4,
     SIM_RUNS = 200
 };
 
@@ -176,9 +177,10 @@ struct sim_step {
 
 struct sim_work {
     struct moe_work work;
-    int key;
-    bool dropped;  /* removed or expired: no token may be taken */
-    uint32_t done; /* tokens of successful steps */
+    int key, arrival; /* in its queue */
+    bool waits;       /* for the other parts of its batch: no token may be taken */
+    bool dropped;     /* removed or expired: the same */
+    uint32_t done;    /* tokens of successful steps */
 };
 
 struct sim {
@@ -186,8 +188,8 @@ struct sim {
     struct moe_batcher *b;
     struct moe_step_key keys[SIM_KEYS];
     struct sim_work works[SIM_WORKS];
-    int pushed;
-    int order[SIM_KEYS]; /* per key: work index that finished tokens last; does not fall */
+    int pushed, arrivals;
+    int order[SIM_KEYS]; /* per key: arrival that finished tokens last; does not fall */
     struct sim_step steps[SIM_STEPS];
     unsigned first, in_flight;
     uint64_t now, queued;
@@ -214,8 +216,30 @@ static void sim_push(struct sim *s)
     w->work.number = (uint64_t)s->pushed;
     if (draw(s, 3) == 0)
         w->work.deadline_ns = s->now + draw(s, 200);
-    moe_batcher_push(s->b, &s->keys[w->key], &w->work);
+    w->work.batch = draw(s, SIM_BATCHES);
+    w->waits = s->keys[w->key].kind == MOE_STEP_FORWARD && draw(s, 3) == 0;
+    if (w->waits)
+        moe_batcher_gather(s->b, &s->keys[w->key], &w->work);
+    else
+        moe_batcher_push(s->b, &s->keys[w->key], &w->work);
+    w->arrival = s->arrivals++;
     s->queued += w->work.tokens;
+}
+
+/* The parts of one batch go to the end of their queue, in order. */
+static void sim_join(struct sim *s, int key, uint64_t batch)
+{
+    uint32_t tokens = 0;
+    for (int i = 0; i < s->pushed; i++) {
+        struct sim_work *w = &s->works[i];
+        if (w->key != key || w->work.batch != batch || !w->waits || w->dropped)
+            continue;
+        assert_true(w->work.gathers);
+        w->waits = false;
+        w->arrival = s->arrivals++;
+        tokens += w->work.tokens;
+    }
+    assert_int_equal(moe_batcher_join(s->b, &s->keys[key], batch), tokens);
 }
 
 /* Any request that was pushed under this key: a waiting one is taken whole, others are not found.
@@ -251,7 +275,7 @@ static void sim_take(struct sim *s)
     for (size_t i = 0; i < step->count; i++) {
         struct sim_work *w = sim_of(step->segments[i].work);
         assert_int_equal(w->key, key);
-        assert_false(w->dropped);
+        assert_false(w->dropped || w->waits);
         assert_true(step->segments[i].count > 0);
         sum += step->segments[i].count;
     }
@@ -273,8 +297,8 @@ static void sim_finish(struct sim *s)
         struct sim_work *w = sim_of(g->work);
         assert_int_equal(g->first, w->done);
         if (s->keys[w->key].kind == MOE_STEP_FORWARD)
-            assert_true((int)(w - s->works) >= s->order[w->key]);
-        s->order[w->key] = (int)(w - s->works);
+            assert_true(w->arrival >= s->order[w->key]);
+        s->order[w->key] = w->arrival;
         w->done += g->count;
         w->work.finished = w->done;
         assert_true(w->done <= w->work.tokens);
@@ -337,6 +361,9 @@ static void sim_check_sums(struct sim *s)
     uint64_t tokens, sum = 0;
     for (size_t i = 0; moe_batcher_queue(s->b, i, &key, &tokens); i++)
         sum += tokens;
+    for (int i = 0; i < s->pushed; i++)
+        if (s->works[i].waits && !s->works[i].dropped)
+            sum += s->works[i].work.tokens;
     assert_int_equal(sum, moe_batcher_tokens(s->b));
     assert_int_equal(sum, s->queued);
 }
@@ -352,7 +379,7 @@ static void simulate(uint64_t seed, uint64_t *tokens, uint64_t *dropped)
         assert_true(moe_batcher_queue(s->b, i, &s->keys[i], &none));
     }
     for (int op = 0; op < SIM_OPS; op++) {
-        unsigned kind = draw(s, 20);
+        unsigned kind = draw(s, 22);
         if (kind < 7)
             sim_push(s);
         else if (kind < 12)
@@ -363,10 +390,14 @@ static void simulate(uint64_t seed, uint64_t *tokens, uint64_t *dropped)
             sim_lose_view(s);
         else if (kind < 18)
             sim_cancel(s);
+        else if (kind < 20)
+            sim_join(s, (int)draw(s, SIM_KEYS), draw(s, SIM_BATCHES));
         else
             sim_expire(s);
         sim_check_sums(s);
     }
+    for (int i = 0; i < SIM_KEYS * SIM_BATCHES; i++)
+        sim_join(s, i / SIM_BATCHES, (uint64_t)(i % SIM_BATCHES));
     while (moe_batcher_tokens(s->b) > 0 || s->in_flight > 0) {
         if (moe_batcher_tokens(s->b) > 0)
             sim_take(s);

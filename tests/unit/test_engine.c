@@ -255,6 +255,157 @@ static void a_suspended_engine_refuses_what_waits_and_what_comes(void **state)
         request_free(&r[i]);
 }
 
+/* ------------------------------------------------------------------- parts of a batch */
+
+enum { PARTS = 4 };
+
+static int open_patient_worker(void **state)
+{
+    (void)state;
+    worker_parts_wait_ns = 3600 * MOE_NS_PER_S;
+    worker_open(&worker);
+    worker_parts_wait_ns = MOE_NS_PER_MS;
+    return 0;
+}
+
+static void fill_part(struct request *r, uint32_t tokens, uint64_t batch, uint32_t parts)
+{
+    request_fill(r, &worker, 0, tokens, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    r->work.batch = batch;
+    r->work.batch_parts = parts;
+}
+
+/* Tokens 1, 2, 3 ... of a batch of so many parts. */
+static void fill_parts(struct request *r, uint32_t count, uint64_t batch, uint32_t parts)
+{
+    for (uint32_t i = 0; i < count; i++)
+        fill_part(&r[i], i + 1, batch, parts);
+}
+
+static void end_parts(struct request *r, uint32_t count, uint32_t step_tokens)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        request_wait(&r[i]);
+        assert_ok(r[i].status);
+        request_check(&r[i], &worker);
+        assert_int_equal(r[i].work.step_tokens, step_tokens);
+        assert_int_equal(r[i].done, 1);
+        request_free(&r[i]);
+    }
+}
+
+/* A request without a batch: its step takes all that waits for its layer. */
+static void run_another(void)
+{
+    struct request other;
+    request_fill(&other, &worker, 0, 2, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    assert_ok(request_run(&other, &worker));
+    assert_int_equal(other.work.step_tokens, 2);
+    request_free(&other);
+}
+
+static void parts_of_a_batch_share_a_step(void **state)
+{
+    (void)state;
+    struct request a[PARTS], b[PARTS];
+    worker_start_view(&worker);
+    fill_parts(a, PARTS, 7, PARTS);
+    fill_parts(b, PARTS, 8, PARTS);
+    for (int i = 0; i + 1 < PARTS; i++) {
+        assert_ok(moe_engine_submit(worker.engine, &a[i].work));
+        assert_ok(moe_engine_submit(worker.engine, &b[PARTS - 1 - i].work));
+    }
+    run_another();
+    for (int i = 0; i < PARTS; i++)
+        assert_true(a[i].done == 0 && b[i].done == 0);
+    assert_ok(moe_engine_submit(worker.engine, &a[PARTS - 1].work));
+    end_parts(a, PARTS, 1 + 2 + 3 + 4);
+    for (int i = 0; i < PARTS; i++)
+        assert_int_equal(b[i].done, 0);
+    assert_ok(moe_engine_submit(worker.engine, &b[0].work));
+    end_parts(b, PARTS, 1 + 2 + 3 + 4);
+}
+
+static void a_part_does_not_wait_for_long(void **state)
+{
+    (void)state;
+    struct request r[2];
+    worker_start_view(&worker);
+    fill_parts(r, 2, 7, PARTS);
+    for (int i = 0; i < 2; i++) {
+        assert_ok(request_run(&r[i], &worker));
+        request_check(&r[i], &worker);
+        assert_true(r[i].work.started_ns - r[i].work.submitted_ns >= MOE_NS_PER_MS);
+        assert_int_equal(r[i].work.step_tokens, r[i].work.tokens);
+        request_free(&r[i]);
+    }
+}
+
+static void a_part_that_is_cancelled_does_not_hold_the_others(void **state)
+{
+    (void)state;
+    struct request r[PARTS];
+    worker_start_view(&worker);
+    fill_parts(r, PARTS, 7, PARTS);
+    for (int i = 0; i < 2; i++)
+        assert_ok(moe_engine_submit(worker.engine, &r[i].work));
+    moe_engine_cancel(worker.engine, &r[0].work);
+    request_wait(&r[0]);
+    assert_int_equal(r[0].status.code, MOE_CANCELLED);
+    request_free(&r[0]);
+    for (int i = 2; i < PARTS; i++)
+        assert_ok(moe_engine_submit(worker.engine, &r[i].work));
+    end_parts(r + 1, PARTS - 1, 2 + 3 + 4);
+}
+
+/* Those of another layer or dtype are another batch. */
+static void a_view_that_begins_takes_the_parts_that_wait(void **state)
+{
+    (void)state;
+    struct request r[3];
+    worker_start_view(&worker);
+    fill_parts(r, 2, 7, 3);
+    request_fill(&r[2], &worker, 1, 3, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+    r[2].work.batch = 7;
+    r[2].work.batch_parts = 3;
+    for (int i = 0; i < 3; i++)
+        assert_ok(moe_engine_submit(worker.engine, &r[i].work));
+    worker_stop_view(&worker);
+    assert_true(r[0].done == 0 && r[1].done == 0 && r[2].done == 0);
+    worker_start_view(&worker);
+    end_parts(r, 2, 3);
+    end_parts(r + 2, 1, 3);
+}
+
+/* Batches beyond the room for them are computed at once, part by part. */
+static void too_many_batches_do_not_wait(void **state)
+{
+    (void)state;
+    enum { BATCHES = 80, ROOM = 64 };
+    struct request *r = calloc(BATCHES, sizeof *r);
+    assert_non_null(r);
+    worker_start_view(&worker);
+    for (int i = 0; i < BATCHES; i++) {
+        fill_part(&r[i], 1, (uint64_t)i, 2);
+        assert_ok(moe_engine_submit(worker.engine, &r[i].work));
+        if (i == ROOM - 1) {
+            run_another();
+        }
+    }
+    for (int i = ROOM; i < BATCHES; i++)
+        request_wait(&r[i]);
+    assert_int_equal(r[0].done, 0);
+    worker_stop_view(&worker);
+    worker_start_view(&worker);
+    for (int i = 0; i < BATCHES; i++) {
+        request_wait(&r[i]);
+        assert_ok(r[i].status);
+        request_check(&r[i], &worker);
+        request_free(&r[i]);
+    }
+    free(r);
+}
+
 /* ---------------------------------------------------------------- many threads at once */
 
 enum { CLIENTS = 3, REQUESTS_EACH = 60 };
@@ -280,6 +431,11 @@ static void every_request_ends_once_and_rightly_while_views_come_and_go(void **s
         for (int i = 0; i < REQUESTS_EACH; i++)
             request_fill(&r[c][i], &worker, (int)random_below(2), 1 + random_below(20),
                          random_dtype(), (enum moe_routing_mode)random_below(3));
+    for (int c = 0; c < CLIENTS; c++)
+        for (int i = 0; i < REQUESTS_EACH; i++) {
+            r[c][i].work.batch = random_below(20);
+            r[c][i].work.batch_parts = random_below(4);
+        }
     for (int c = 0; c < CLIENTS; c++)
         assert_int_equal(pthread_create(&threads[c], NULL, client_thread, r[c]), 0);
     for (int view = 0; view < 25; view++) {
@@ -314,6 +470,8 @@ static void every_request_ends_once_and_rightly_while_views_come_and_go(void **s
 }
 
 #define with_worker(test) cmocka_unit_test_setup_teardown(test, open_worker, close_worker)
+#define with_patient_worker(test)                                                                  \
+    cmocka_unit_test_setup_teardown(test, open_patient_worker, close_worker)
 
 int main(void)
 {
@@ -327,6 +485,11 @@ int main(void)
         with_worker(draining_finishes_accepted_requests_and_refuses_new_ones),
         cmocka_unit_test(destroying_the_engine_answers_waiting_requests),
         cmocka_unit_test(a_suspended_engine_refuses_what_waits_and_what_comes),
+        with_patient_worker(parts_of_a_batch_share_a_step),
+        with_worker(a_part_does_not_wait_for_long),
+        with_patient_worker(a_part_that_is_cancelled_does_not_hold_the_others),
+        with_patient_worker(a_view_that_begins_takes_the_parts_that_wait),
+        with_patient_worker(too_many_batches_do_not_wait),
         with_worker(every_request_ends_once_and_rightly_while_views_come_and_go),
     };
     seed_random();

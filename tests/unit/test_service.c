@@ -226,6 +226,49 @@ static void wait_queued(uint64_t tokens)
     }
 }
 
+static int open_patient_service(void **state)
+{
+    worker_parts_wait_ns = 3600 * MOE_NS_PER_S;
+    int rc = open_service(state);
+    worker_parts_wait_ns = MOE_NS_PER_MS;
+    return rc;
+}
+
+/* The first part waits for the second one, and a request without a batch does not. */
+static void parts_of_a_batch_share_a_step(void **state)
+{
+    (void)state;
+    enum { PARTS = 2, TOKENS = 3 };
+    Moe__V1__BatchPart part = MOE__V1__BATCH_PART__INIT;
+    struct outcome outcomes[PARTS];
+    struct request r[PARTS];
+    part.batch = UINT64_C(0x0123456789abcdef);
+    part.parts = PARTS;
+    for (int i = 0; i < PARTS; i++) {
+        Ask ask;
+        request_fill(&r[i], &service.worker, 1, TOKENS, MOE_DTYPE_F32, MOE_ROUTE_SERVER);
+        ask_fill(&ask, &service, &r[i], true);
+        ask.batch_part = &part;
+        struct bytes message = ask_pack(&ask);
+        start_call(&outcomes[i], service.channel, &message, MOE_NEVER);
+        free(message.data);
+        if (i + 1 < PARTS) {
+            wait_queued(TOKENS);
+            assert_serves(&service);
+            assert_int_equal(atomic_load(&outcomes[i].done), 0);
+        }
+    }
+    for (int i = 0; i < PARTS; i++) {
+        wait_outcome(&outcomes[i]);
+        assert_ok(outcomes[i].status);
+        Answer *answer = answer_read(outcomes[i].reply);
+        answer_check(&service, &r[i], answer);
+        assert_int_equal(answer->stages->step_tokens, PARTS * TOKENS);
+        answer_free(answer);
+        request_free(&r[i]);
+    }
+}
+
 /* The service has a view, the engine has none: requests are accepted and wait. */
 static void cancelled_and_late_calls_leave_the_queue(void **state)
 {
@@ -339,7 +382,8 @@ static void the_server_describes_itself_and_its_model(void **state)
     assert_int_equal(info->slot, 3);
     assert_int_equal(info->epoch, service.worker.epoch);
     assert_int_equal(info->max_tokens_per_request, SERVICE_TOKENS);
-    assert_int_equal(info->n_extensions, 3);
+    assert_int_equal(info->n_extensions, 4);
+    assert_string_equal(info->extensions[3], "batch_parts");
     moe__v1__get_server_info_response__free_unpacked(info, NULL);
     free(reply.data);
 
@@ -420,6 +464,8 @@ int main(void)
         with_service(a_request_may_name_the_digest_of_its_model),
         with_service(without_a_view_clients_get_a_retry_hint),
         with_service(a_group_that_trains_answers_nothing_without_a_lease),
+        cmocka_unit_test_setup_teardown(parts_of_a_batch_share_a_step, open_patient_service,
+                                        close_service),
         with_service(cancelled_and_late_calls_leave_the_queue),
         with_service(requests_beyond_the_byte_budget_get_a_retry_hint),
         with_service(the_server_describes_itself_and_its_model),

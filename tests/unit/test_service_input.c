@@ -90,6 +90,17 @@ static void spoil_parts_retained(struct sample *b)
     b->ask.parts = MOE__V1__LAYER_PARTS__LAYER_PARTS_ROUTED;
     b->ask.retain = &b->retain;
 }
+static void spoil_batch_of_one(struct sample *b)
+{
+    moe__v1__batch_part__init(&b->batch_part);
+    b->batch_part.parts = 1;
+    b->ask.batch_part = &b->batch_part;
+}
+static void spoil_batch_of_many(struct sample *b)
+{
+    spoil_batch_of_one(b);
+    b->batch_part.parts = 65;
+}
 static void spoil_ids_missing(struct sample *b)
 {
     b->ask.topk_ids.len = 0;
@@ -248,6 +259,8 @@ static const struct {
     {spoil_parts_given, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
     {spoil_parts_returned, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
     {spoil_parts_retained, MOE_UNIMPLEMENTED, MOE_REASON_UNSUPPORTED},
+    {spoil_batch_of_one, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID},
+    {spoil_batch_of_many, MOE_INVALID_ARGUMENT, MOE_REASON_VALUE_INVALID},
     {spoil_ids_missing, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
     {spoil_weights_missing, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},
     {spoil_ids_unwanted, MOE_INVALID_ARGUMENT, MOE_REASON_ROUTING_INVALID},

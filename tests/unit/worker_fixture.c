@@ -216,6 +216,7 @@ void worker_stop_view(struct worker *w)
 }
 
 const struct moe_backend *worker_backend = &moe_backend_cpu;
+uint64_t worker_parts_wait_ns = MOE_NS_PER_MS;
 
 void worker_open(struct worker *w)
 {
@@ -249,6 +250,7 @@ void worker_open_watched(struct worker *w, struct moe_progress *p)
         .progress = p,
         .heartbeat = on_heartbeat,
         .spin_ns = spin_of_test(),
+        .parts_wait_ns = worker_parts_wait_ns,
         .ctx = w,
     };
     assert_ok(moe_engine_create(&config, &w->engine));

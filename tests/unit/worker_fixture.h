@@ -43,6 +43,8 @@ struct worker {
     struct moe_models *models;       /* gets them, too; NULL = none */
 };
 
+/* Of the engine's configuration; 1 ms. Set it before worker_open. */
+extern uint64_t worker_parts_wait_ns;
 /* Runs the engine's steps: the CPU's, or a table of a test that calls it. Set it before
  * worker_open. */
 extern const struct moe_backend *worker_backend;
