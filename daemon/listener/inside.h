@@ -217,6 +217,7 @@ struct moe_relay {
     struct moe_connections timed; /* those with a time limit that runs */
     struct moe_connections gone;  /* closed; freed when no event can name them */
     uint64_t next_check_ns;       /* of `timed` */
+    uint64_t spin_until;          /* until then the thread polls instead of sleeping */
     /* Guarded by the listener's lock. */
     struct moe_connections arrivals, connections;
     struct moe_connections doomed; /* they are to be ended */

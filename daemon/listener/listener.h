@@ -33,9 +33,10 @@ struct moe_listener_config {
      * "unix-group:/absolute/path" has mode 0660 and the group of its directory; who connects there
      * is an operator. */
     const char *addresses;
-    struct moe_tls *tls;      /* of all TCP addresses; outlives the listener. NULL = plain TCP */
-    bool insecure;            /* allow TCP addresses that are not loopback without TLS */
-    uint32_t relays;          /* threads that move bytes; 0 = 1 */
+    struct moe_tls *tls; /* of all TCP addresses; outlives the listener. NULL = plain TCP */
+    bool insecure;       /* allow TCP addresses that are not loopback without TLS */
+    uint32_t relays;     /* threads that move bytes; 0 = 1 */
+    uint64_t spin_ns;    /* time that a relay polls without sleep after each event; 0 = it sleeps */
     uint32_t max_connections; /* 0 = 16384. Never more than the descriptors allow: one each until
                                  the first request, then 3 */
     uint32_t descriptors_percent; /* share of this process's descriptors that these connections may

@@ -5,7 +5,7 @@
  * a refused read or write clears it. Room to write is an event only while an end has none: else
  * each read of the other side of a socketpair would wake the relay. Connections with work stand in
  * the list `ready` and take turns, so that a large message does not keep small ones waiting. The
- * thread sleeps when the list is empty.
+ * thread sleeps when the list is empty and no event is expected soon.
  *
  * A step of a TLS handshake may compute for a millisecond. So handshakes stand in a second
  * list: between two rounds of turns there is one step, and all steps together get a quarter of the
@@ -15,6 +15,7 @@
 #include "listener/inside.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -581,6 +582,13 @@ static void check_times(struct moe_relay *r, uint64_t now)
     }
 }
 
+/* For spin_ns after the last event the thread polls: the rest of a message, or an answer, is
+ * expected soon, and each wake-up costs its latency once more. */
+static bool is_spinning(const struct moe_relay *r)
+{
+    return r->listener->config.spin_ns > 0 && moe_clock_ns() < r->spin_until;
+}
+
 static int sleep_ms(const struct moe_relay *r)
 {
     uint64_t until = TAILQ_EMPTY(&r->timed) ? MOE_NEVER : r->next_check_ns;
@@ -710,7 +718,12 @@ static void *relay_main(void *arg)
     if (r == r->listener->relays)
         moe_accept_watch(r->listener);
     while (!is_finished(r)) {
-        int n = epoll_wait(r->epoll, events, EVENTS, sleep_ms(r));
+        const bool spinning = is_spinning(r);
+        int n = epoll_wait(r->epoll, events, EVENTS, spinning ? 0 : sleep_ms(r));
+        if (n > 0)
+            r->spin_until = moe_clock_ns() + r->listener->config.spin_ns;
+        else if (spinning)
+            sched_yield(); /* threads with work have priority */
         for (int i = 0; i < n; i++)
             on_event(r, &events[i]);
         run_ready(r);

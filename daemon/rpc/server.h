@@ -77,8 +77,8 @@ struct moe_rpc_server_config {
                                         wait for it; at most INT_MAX. 0 = 10 s */
     uint32_t max_concurrent_streams; /* calls per connection; 0 = 128, at most 2^20. A
                                         client that opens 100 more is disconnected */
-    uint64_t spin_ns; /* time that a shard polls without sleep after each event, which keeps a
-                         core busy; 0 = never */
+    uint64_t spin_ns; /* time that a shard, or a relay, polls without sleep after each event, which
+                         keeps a core busy; 0 = never */
     const struct moe_rpc_method *methods; /* copied; the server adds health and reflection */
     size_t method_count;
     const uint8_t

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "listener_fixture.h"
 
+#include "support/random.h"
+
 #include <arpa/inet.h>
 #include <errno.h>
 #include <poll.h>
@@ -103,6 +105,7 @@ void start(struct scene *s, struct moe_listener_config config)
     snprintf(addresses, sizeof addresses, "127.0.0.1:0,unix:%s", s->path);
     assert_ok(moe_metrics_create(&s->metrics));
     config.addresses = addresses;
+    config.spin_ns = random_below(2) * UINT64_C(50000); /* relays that poll do the same */
     config.metrics = s->metrics;
     config.opened = opened;
     config.closed = closed;
