@@ -75,8 +75,6 @@ struct moe_rpc_channel {
 struct moe_rpc_route *moe_rpc_channel_route(struct moe_rpc_channel *ch);
 void moe_rpc_route_drop(struct moe_rpc_route *route);
 
-bool moe_rpc_client_is_this_thread(const struct moe_rpc_client *c);
-
 /* Cancels the call at once if the client is being destroyed. */
 void moe_rpc_in_flight_begin(struct moe_rpc_in_flight *f, struct moe_rpc_channel *ch,
                              const char *path, uint64_t deadline_ns);
@@ -88,7 +86,7 @@ void moe_rpc_in_flight_cancel(struct moe_rpc_in_flight *f);
 struct moe_status moe_rpc_in_flight_status(struct moe_rpc_in_flight *f, grpc_status_code code,
                                            grpc_slice text,
                                            const grpc_metadata_array *trailing) MOE_CHECKED;
-/* Called by the thread that began the call, after it has started its batches. The call may be over
+/* Called once, after the batches of the call have been started. The call may be over
  * by then, and the client may be freed afterwards. */
 void moe_rpc_in_flight_started(struct moe_rpc_in_flight *f);
 /* After the last event of the call. */

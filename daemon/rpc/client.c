@@ -259,8 +259,12 @@ void moe_rpc_open_done(grpc_metadata *header)
 
 struct unary {
     struct moe_rpc_in_flight flight;
-    atomic_uint references; /* one of the call in flight, one of the function that starts it */
-    struct moe_rpc_tag on_done;
+    atomic_uint references; /* one of the call in flight, one of those that start it */
+    atomic_uint starters;   /* functions that start it and have not returned */
+    struct moe_rpc_tag on_start, on_done;
+    grpc_op open;
+    grpc_metadata header;
+    grpc_byte_buffer *request; /* until the call has started */
     moe_rpc_reply_fn reply;
     void *ctx;
     grpc_metadata_array initial, trailing;
@@ -295,27 +299,42 @@ static void on_done(struct moe_rpc_tag *tag, bool ok)
     drop(p);
 }
 
-/* The whole call is one batch. */
-static void start_unary(struct unary *p, struct moe_rpc_channel *ch,
-                        const struct moe_rpc_call_options *options, grpc_byte_buffer *message)
+/* The client must stay until all starters have returned. */
+static void starter_returns(struct unary *p)
 {
-    grpc_metadata header;
+    if (atomic_fetch_sub(&p->starters, 1) != 1)
+        return;
+    moe_rpc_in_flight_started(&p->flight);
+    drop(p);
+}
+
+/* The whole call is one batch. */
+static void start_unary(struct unary *p)
+{
     grpc_op ops[] = {
-        moe_rpc_open_op(ch, options, &header),
+        p->open,
         {.op = GRPC_OP_SEND_MESSAGE, .flags = GRPC_WRITE_NO_COMPRESS},
         {.op = GRPC_OP_SEND_CLOSE_FROM_CLIENT},
         {.op = GRPC_OP_RECV_INITIAL_METADATA},
         {.op = GRPC_OP_RECV_MESSAGE},
         {.op = GRPC_OP_RECV_STATUS_ON_CLIENT},
     };
-    ops[1].data.send_message.send_message = message;
+    ops[1].data.send_message.send_message = p->request;
     ops[3].data.recv_initial_metadata.recv_initial_metadata = &p->initial;
     ops[4].data.recv_message.recv_message = &p->message;
     ops[5].data.recv_status_on_client.trailing_metadata = &p->trailing;
     ops[5].data.recv_status_on_client.status = &p->code;
     ops[5].data.recv_status_on_client.status_details = &p->text;
     MOE_RPC_START(p->flight.core, ops, sizeof ops / sizeof *ops, &p->on_done);
-    moe_rpc_open_done(&header);
+    moe_rpc_open_done(&p->header);
+    grpc_byte_buffer_destroy(p->request); /* the core has its references */
+    starter_returns(p);
+}
+
+static void on_start(struct moe_rpc_tag *tag, bool ok)
+{
+    (void)ok; /* a call that is cancelled starts too, and ends at once */
+    start_unary(MOE_RPC_OWNER(struct unary, on_start, tag));
 }
 
 void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
@@ -331,6 +350,7 @@ void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
             NULL);
         return;
     }
+    p->on_start.fn = on_start;
     p->on_done.fn = on_done;
     p->reply = reply;
     p->ctx = ctx;
@@ -338,11 +358,16 @@ void moe_rpc_call_unary(struct moe_rpc_channel *ch, const char *path,
     grpc_metadata_array_init(&p->initial);
     grpc_metadata_array_init(&p->trailing);
     moe_rpc_in_flight_begin(&p->flight, ch, path, options->deadline_ns);
-    grpc_byte_buffer *message = moe_rpc_out_to_buffer(out);
-    start_unary(p, ch, options, message);
-    grpc_byte_buffer_destroy(message); /* the core has its references */
-    moe_rpc_in_flight_started(&p->flight);
-    drop(p);
+    p->open = moe_rpc_open_op(ch, options, &p->header);
+    p->request = moe_rpc_out_to_buffer(out);
+    const bool hand_over = options->hand_over && !moe_rpc_client_is_this_thread(ch->client);
+    atomic_init(&p->starters, hand_over ? 2 : 1);
+    if (!hand_over) {
+        start_unary(p);
+        return;
+    }
+    MOE_RPC_START(p->flight.core, NULL, 0, &p->on_start); /* an event for the thread */
+    starter_returns(p);
 }
 
 /* ------------------------------------------------------------------ blocking calls */

@@ -30,6 +30,9 @@ void moe_rpc_trust_from_environment(struct moe_rpc_trust *t);
 struct moe_status moe_rpc_trust_check(struct moe_rpc_client *c,
                                       const struct moe_rpc_trust *trust) MOE_CHECKED;
 
+/* True on the client's thread. */
+bool moe_rpc_client_is_this_thread(const struct moe_rpc_client *c);
+
 struct moe_rpc_channel_config {
     const char *target; /* "host:port", or "unix:/path". For a loopback port, the socket of a daemon
                            of this user if there is one (daemon/local.h) */
@@ -59,6 +62,9 @@ typedef void (*moe_rpc_reply_fn)(void *ctx, struct moe_status status, struct moe
 struct moe_rpc_call_options {
     uint64_t deadline_ns; /* monotonic; MOE_NEVER = none */
     bool wait_for_ready;  /* wait for the connection instead of failing with UNAVAILABLE */
+    /* The client's thread sends the request, so that this one may go on: for requests over several
+     * clients at once. Not for streams. */
+    bool hand_over;
 };
 
 /* Starts a call. `path` is static. Takes `out` over. */

@@ -90,7 +90,7 @@ static void start_call(struct fixture *f, const char *model, uint64_t deadline_n
                        struct outcome *o)
 {
     uint8_t head[256];
-    struct moe_rpc_call_options options = {.deadline_ns = deadline_ns};
+    struct moe_rpc_call_options options = {.deadline_ns = deadline_ns, .hand_over = one_in(2)};
     struct moe_rpc_out out = fixture_request(f, model, "xyz", 3, head);
     memset(o, 0, sizeof *o);
     moe_rpc_call_unary(f->channel, UNARY_PATH, &options, &out, keep_outcome, o);
@@ -166,6 +166,7 @@ static void a_call_may_be_cut_short_at_any_moment(void **state)
 struct task {
     struct fixture *f;
     struct moe_rpc_channel *channel;
+    bool hand_over;
     atomic_uint over;
 };
 
@@ -181,7 +182,8 @@ static void *run_task(void *arg)
 {
     struct task *e = arg;
     uint8_t head[256];
-    struct moe_rpc_call_options options = {.deadline_ns = 1}; /* ends as early as possible */
+    struct moe_rpc_call_options options = {.deadline_ns = 1, /* ends as early as possible */
+                                           .hand_over = e->hand_over};
     struct moe_rpc_out out = fixture_request(e->f, "sink", "x", 1, head);
     moe_rpc_call_unary(e->channel, UNARY_PATH, &options, &out, task_over, e);
     return NULL;
@@ -196,7 +198,7 @@ static void a_client_may_go_as_soon_as_its_calls_are_over(void **state)
     char target[32];
     snprintf(target, sizeof target, "127.0.0.1:%u", moe_rpc_server_port(f.server));
     for (int i = 0; i < ROUNDS; i++) {
-        struct task e = {.f = &f};
+        struct task e = {.f = &f, .hand_over = i % 2 == 1};
         struct moe_rpc_client *client;
         struct moe_rpc_channel_config config = {.target = target};
         pthread_t thread;
