@@ -3,6 +3,7 @@
  * connections. Keeps the unpacked answers, because moe_client_info points into them. */
 #include "abi.h"
 #include "base/clock.h"
+#include "base/cores.h"
 #include "base/random.h"
 #include "base/wait.h"
 #include "daemon/endpoint.h"
@@ -20,6 +21,8 @@ enum {
     INFO_MAX = 256 * 1024, /* bytes of a GetModel answer: thousands of layers */
     RECONNECT_MS = 1000,   /* longest pause between two tries to connect */
     TARGET_BYTES = 512,    /* of an address with its scheme */
+    /* With few processors, the threads of the connections wait for each other (serving.md). */
+    CORES_FOR_PARTS = 8,
 };
 
 static struct moe_status out_of_memory(void)
@@ -106,6 +109,15 @@ static void fill_info(struct moe_client *c)
         .models = (const char *const *)c->server->models,
         .model_count = c->server->n_models,
     };
+}
+
+/* The endpoint's answer stands for all workers: those of a group have one release. */
+static bool has_extension(const struct moe_client *c, const char *name)
+{
+    for (size_t i = 0; i < c->server->n_extensions; i++)
+        if (strcmp(c->server->extensions[i], name) == 0)
+            return true;
+    return false;
 }
 
 /* A group that has not formed yet has no digest: then each forward is checked. */
@@ -392,6 +404,8 @@ struct moe_status moe_client_connect(const struct moe_client_config *config,
     MOE_TRY_GOTO(st, read_layers(c), failed);
     MOE_TRY_GOTO(st, check_workers(c), failed);
     fill_info(c);
+    c->joins_parts = has_extension(c, "batch_parts") &&
+                     (c->config.connections > 1 || moe_usable_cores() >= CORES_FOR_PARTS);
     MOE_TRY_GOTO(st, check_digest(c), failed);
     MOE_TRY_GOTO(st, open_connections(c, config->endpoint), failed);
     *out = c;

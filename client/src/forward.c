@@ -3,10 +3,12 @@
  *
  * A call has one piece, or with `spread` up to one per worker. A piece of many bytes is cut
  * further, for several connections to its worker: each has its threads on both sides, so the bytes
- * take several ways at once, and the worker copies one piece while the next ones arrive. A piece
- * goes through attempts: send, answer, perhaps a pause and the next worker. The call is over when
- * every piece has its final answer AND the transport has released every byte of x. `refs` counts
- * both, because the caller may overwrite x as soon as `done` has been called. */
+ * take several ways at once, and the worker copies one piece while the next ones arrive. Small
+ * pieces of one worker name their batch, so that the worker computes them in one step; large ones
+ * have a step each. A piece goes through attempts: send, answer, perhaps a pause and the next
+ * worker. The call is over when every piece has its final answer AND the transport has released
+ * every byte of x. `refs` counts both, because the caller may overwrite x as soon as `done` has
+ * been called. */
 #include "abi.h"
 #include "base/clock.h"
 #include "base/mutex.h"
@@ -23,6 +25,8 @@ enum {
     /* Least bytes of x of a piece that is cut for the bytes' sake: a connection takes about as long
      * to carry them as a second step takes that the worker may need for them. */
     LANE_BYTES = 1 << 20,
+    LANES_WORTH = 4, /* fewer pieces of that size share a step instead, and may be smaller: */
+    PART_BYTES = 256 << 10,
 };
 
 struct call;
@@ -91,7 +95,7 @@ static struct moe_status join(struct call *call)
     return moe_ok();
 }
 
-static void send_piece(struct piece *p);
+static void send_piece(struct piece *p, bool hand_over);
 
 /* Parts with different weights: the batch goes out once more, as one piece if that is allowed. */
 static bool send_whole(struct call *call)
@@ -109,7 +113,7 @@ static bool send_whole(struct call *call)
     p->rows = all;
     p->attempt = p->refused = 0;
     atomic_store(&call->refs, 1);
-    send_piece(p);
+    send_piece(p, false);
     return true;
 }
 
@@ -168,7 +172,7 @@ uint64_t moe_client_pause_ns(struct moe_client *c, uint32_t attempt, uint32_t re
 
 static void on_pause_over(struct moe_client_timer *t)
 {
-    send_piece((struct piece *)((char *)t - offsetof(struct piece, pause)));
+    send_piece((struct piece *)((char *)t - offsetof(struct piece, pause)), false);
 }
 
 /* When the next attempt begins. */
@@ -233,15 +237,18 @@ static uint64_t attempt_end_ns(const struct piece *p)
     return now + limit_ns;
 }
 
-static void send_piece(struct piece *p)
+static void send_piece(struct piece *p, bool hand_over)
 {
     struct call *call = p->call;
     uint8_t head[MOE_CLIENT_HEAD_MAX];
     struct moe_rpc_out out;
+    if (p->attempt > 0)
+        p->rows.parts = 0; /* the worker would wait for the others in vain */
     moe_client_wire_pack(&p->rows, 0, &call->client->wanted, head, part_released, call, &out);
     atomic_fetch_add_explicit(&call->refs, (uint32_t)out.part_count, memory_order_relaxed);
     p->attempt++;
-    struct moe_rpc_call_options options = {.deadline_ns = attempt_end_ns(p)};
+    struct moe_rpc_call_options options = {.deadline_ns = attempt_end_ns(p),
+                                           .hand_over = hand_over};
     p->limited = options.deadline_ns != call->deadline_ns;
     moe_rpc_call_unary(call->client->connections[p->connection].channel,
                        "/moe.v1.ExpertService/Forward", &options, &out, on_reply, p);
@@ -257,35 +264,61 @@ static size_t count_workers(const struct moe_client *c, const struct moe_client_
     return wanted < 1 ? 1 : wanted < c->worker_count ? wanted : c->worker_count;
 }
 
-/* Pieces for each of these workers: so many that none has fewer bytes than LANE_BYTES, but at most
- * one per connection. */
+/* Pieces for each of these workers: at most one per connection, and none with too few bytes.
+ * `*joins`: they share a step. */
 static size_t count_lanes(const struct moe_client *c, const struct moe_client_forward *f,
-                          size_t workers)
+                          size_t workers, bool *joins)
 {
     size_t bytes;
+    *joins = false;
     if (f->retain_session != NULL ||
         !moe_size_mul3(f->tokens, f->hidden, moe_dtype_bytes(f->dtype), &bytes))
         return 1;
-    size_t lanes = bytes / workers / LANE_BYTES;
+    bytes /= workers;
+    *joins = c->joins_parts && bytes < LANES_WORTH * (size_t)LANE_BYTES;
+    size_t lanes = bytes / (*joins ? PART_BYTES : LANE_BYTES);
     lanes = lanes < c->lanes ? lanes : c->lanes;
     return lanes < 1 || lanes * workers > f->tokens ? 1 : lanes;
 }
 
-static struct moe_status cut(struct call *call)
+/* `parts`: so many pieces of each worker share a step; less than 2: none do. */
+static struct moe_status cut(struct call *call, uint32_t parts)
 {
-    const struct moe_client *c = call->client;
+    struct moe_client *c = call->client;
     const struct moe_client_layer *layer;
     MOE_TRY(moe_client_wire_check(&c->info, call->f, &layer));
-    uint64_t tokens = call->f->tokens;
+    const uint64_t tokens = call->f->tokens, batch = parts > 1 ? random_number(c) : 0;
     for (size_t i = 0; i < call->piece_count; i++) {
         uint32_t first = (uint32_t)(tokens * i / call->piece_count);
         uint32_t end = (uint32_t)(tokens * (i + 1) / call->piece_count);
         call->pieces[i].call = call;
         call->pieces[i].rows = (struct moe_client_rows){
-            .f = call->f, .layer = layer, .first = first, .tokens = end - first};
+            .f = call->f,
+            .layer = layer,
+            .first = first,
+            .tokens = end - first,
+            .parts = parts,
+            .batch = batch,
+        };
         MOE_TRY(moe_client_wire_check_rows(&c->info, &call->pieces[i].rows));
     }
     return moe_ok();
+}
+
+/* The threads of the connections send the pieces, so that none waits while others are copied to
+ * their sockets. This thread sends that of its connection, or the first one. */
+static void send_pieces(struct call *call)
+{
+    const size_t count = call->piece_count;
+    const struct moe_client_connection *connections = call->client->connections;
+    size_t own = 0;
+    for (size_t i = 1; i < count && own == 0; i++)
+        if (moe_rpc_client_is_this_thread(connections[call->pieces[i].connection].rpc))
+            own = i;
+    for (size_t i = 0; i < count; i++)
+        if (i != own)
+            send_piece(&call->pieces[i], true);
+    send_piece(&call->pieces[own], false); /* with its answer, the call may be over */
 }
 
 void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f,
@@ -293,7 +326,9 @@ void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f
 {
     struct moe_status st = MOE_CLIENT_CHECK_SIZE(f, forward, FORWARD);
     const size_t workers = moe_failed(&st) ? 1 : count_workers(c, f);
-    const size_t count = moe_failed(&st) ? 1 : workers * count_lanes(c, f, workers);
+    bool joins = false;
+    const size_t lanes = moe_failed(&st) ? 1 : count_lanes(c, f, workers, &joins);
+    const size_t count = workers * lanes;
     struct call *call = calloc(1, sizeof *call + count * sizeof call->pieces[0]);
     if (call == NULL) {
         done(ctx, f, moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "forward"));
@@ -306,7 +341,7 @@ void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f
     call->ctx = ctx;
     call->piece_count = count;
     if (!moe_failed(&st))
-        st = cut(call);
+        st = cut(call, joins ? (uint32_t)lanes : 0);
     if (st.code != MOE_OK) {
         call->pieces[0].status = st;
         moe_client_timers_set(c->timers, &call->end, 0, on_end);
@@ -323,8 +358,7 @@ void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f
             count == workers
                 ? (connection + i) % c->connection_count
                 : moe_client_take_lane(c, (connection + i) % c->worker_count, i / workers);
-    for (size_t i = 0; i < count; i++)
-        send_piece(&call->pieces[i]);
+    send_pieces(call);
 }
 
 /* The end of a blocking call. */

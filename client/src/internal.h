@@ -44,6 +44,7 @@ struct moe_client {
      * others only carry parts of large batches, and open when one needs them. */
     struct moe_client_connection *connections; /* [worker_count * lanes] */
     size_t connection_count, worker_count, lanes;
+    bool joins_parts; /* the worker waits for all parts of a batch */
     _Atomic uint32_t next_connection;
     _Atomic uint64_t jitter; /* state of the random generator for pauses between retries */
     struct moe_client_timers *timers;

@@ -260,6 +260,12 @@ void moe_client_wire_pack(const struct moe_client_rows *rows, uint64_t id,
         retain.micro_batch_id = f->retain_micro_batch_id;
         q.retain = &retain;
     }
+    Moe__V1__BatchPart part_of = MOE__V1__BATCH_PART__INIT;
+    if (rows->parts > 1) {
+        part_of.batch = rows->batch;
+        part_of.parts = rows->parts;
+        q.batch_part = &part_of;
+    }
     size_t length = moe__v1__forward_stream_request__get_packed_size(&q);
     MOE_INVARIANT(length <= MOE_CLIENT_HEAD_MAX);
     moe__v1__forward_stream_request__pack(&q, head);

@@ -12,8 +12,8 @@
 #include "rpc/msg.h"
 
 enum {
-    /* A request's head: a model's name (255 bytes), a digest and a session's name (64 each), and 12
-     * numbers of at most 12 bytes with their tags. */
+    /* A request's head: a model's name (255 bytes), a digest and a session's name (64 each), and 14
+     * numbers with their tags, most of at most 6 bytes. */
     MOE_CLIENT_HEAD_MAX = 512,
     MOE_CLIENT_FIELD_REQUEST_ID = 30, /* of a stream's messages */
 };
@@ -29,6 +29,9 @@ struct moe_client_rows {
     struct moe_client_forward *f;
     const struct moe_client_layer *layer;
     uint32_t first, tokens;
+    /* At least 2: the worker gets so many parts of the batch with this number, for one step. */
+    uint32_t parts;
+    uint64_t batch;
 };
 
 /* An answer without its tensors. */

@@ -78,6 +78,7 @@ static struct job *read_job(struct fake *f, struct moe_rpc_msg *m)
     require(q != NULL, "a request that is no ForwardRequest");
     j->head = *q;
     j->id = q->request_id;
+    const Moe__V1__BatchPart none = {0}, part = q->batch_part != NULL ? *q->batch_part : none;
     bool added = strcmp(q->model, FAKE_ADDED) == 0;
     require(added || q->model[0] == '\0', "a model that was not asked for");
     moe__v1__forward_stream_request__free_unpacked(q, NULL);
@@ -86,6 +87,8 @@ static struct job *read_job(struct fake *f, struct moe_rpc_msg *m)
     require(f->calls < FAKE_CALLS_MAX, "too many calls");
     j->mood = f->calls < f->script_length ? f->script[f->calls] : f->mood;
     f->added[f->calls] = added;
+    f->batch[f->calls] = part.batch;
+    f->parts[f->calls] = part.parts;
     f->tokens[f->calls++] = j->head.tokens;
     moe_mutex_unlock(&f->lock);
     j->fake = f;
@@ -375,6 +378,9 @@ static void on_info(struct moe_rpc_call *call, struct moe_rpc_msg *m, void *ctx)
     char *models[] = {(char *)(uintptr_t) "fake", (char *)(uintptr_t)FAKE_ADDED};
     a.models = models;
     a.n_models = 2;
+    char *extensions[] = {(char *)(uintptr_t) "another", (char *)(uintptr_t) "batch_parts"};
+    a.extensions = extensions;
+    a.n_extensions = f->joins_parts ? 2 : 1;
     uint8_t head[1024];
     struct moe_rpc_out out = {.head = head,
                               .head_length = moe__v1__get_server_info_response__pack(&a, head)};

@@ -61,6 +61,8 @@ struct fake {
     /* What it tells a request that asks; NULL: it does not know re-homed experts. Borrowed. */
     const Moe__V1__RehomedExperts *_Atomic rehomed;
 
+    _Atomic bool joins_parts; /* it has the extension "batch_parts" */
+
     struct moe_mutex lock; /* guards everything below */
     struct moe_status failure;
     enum fake_mood script[FAKE_SCRIPT_MAX]; /* for the first requests; afterwards `mood` */
@@ -69,6 +71,8 @@ struct fake {
     uint32_t calls;
     uint32_t tokens[FAKE_CALLS_MAX]; /* of each call */
     bool added[FAKE_CALLS_MAX];      /* whether each went to FAKE_ADDED */
+    uint64_t batch[FAKE_CALLS_MAX];  /* that each is a part of, and the number of its parts; ... */
+    uint32_t parts[FAKE_CALLS_MAX];  /* ... 0 = of none */
 };
 
 /* Starts `count` servers that know one another as one group. */

@@ -3,6 +3,8 @@
  * and connections. */
 #include "client_fixture.h"
 
+#include "base/cores.h"
+
 #include <inttypes.h>
 #include <string.h>
 
@@ -155,6 +157,91 @@ static void a_batch_takes_several_connections_to_each_worker(void **state)
     end_call(c, r);
 }
 
+/* The calls of a fake are so many, and name the same batch of so many parts. Returns its number. */
+static uint64_t assert_parts(int w, uint32_t count, uint32_t parts)
+{
+    assert_int_equal(fake_calls(&fakes[w]), count);
+    const uint64_t batch = fakes[w].batch[0];
+    for (uint32_t i = 0; i < count; i++) {
+        assert_int_equal(fakes[w].parts[i], parts);
+        assert_true(fakes[w].batch[i] == batch);
+    }
+    (void)calls_of(w);
+    return batch;
+}
+
+/* 2731 rows have 256 KiB. From 4 MiB on, that is 43,691 rows, parts have a step each. */
+static void small_parts_name_their_batch(void **state)
+{
+    (void)state;
+    const uint32_t by_default = moe_usable_cores() >= 8 ? 2 : 0;
+    const struct {
+        uint32_t connections, tokens, pieces, parts;
+    } cases[] = {{4, 100, 1, 0},
+                 {4, 5461, 1, 0},
+                 {4, 5462, 2, 2},
+                 {4, 10923, 4, 4},
+                 {2, 16384, 2, 2},
+                 {3, 16384, 3, 3},
+                 {8, 16384, 6, 6},
+                 {1, 16384, 1, 0},
+                 {4, 43690, 4, 4},
+                 {4, 43691, 4, 0},
+                 {0, 5462, by_default == 0 ? 1 : 2, by_default}};
+    uint64_t last = 0;
+    for (int i = 0; i < FAKES; i++)
+        fakes[i].joins_parts = true;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct moe_client_config with = {.size = sizeof with, .connections = cases[i].connections};
+        struct moe_client *c = connect_client(fakes, &with);
+        struct request *r = make_request(cases[i].tokens, MOE_DTYPE_F32, i % 2 == 0);
+        for (int again = 0; again < 2; again++) {
+            poison_answer(r);
+            assert_ok(forward(c, r));
+            const uint64_t batch = assert_parts(0, cases[i].pieces, cases[i].parts);
+            assert_true(cases[i].parts == 0 || batch != last); /* each has another number */
+            last = batch;
+        }
+        if (i % 2 == 1)
+            assert_answer(r);
+        end_call(c, r);
+    }
+}
+
+static void each_worker_gets_its_own_parts(void **state)
+{
+    (void)state;
+    struct moe_client_config with = {
+        .size = sizeof with, .spread = true, .spread_tokens = 1000, .connections = 2};
+    for (int i = 0; i < FAKES; i++)
+        fakes[i].joins_parts = true;
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(18000, MOE_DTYPE_F32, false);
+    assert_ok(forward(c, r));
+    assert_answer(r);
+    for (int w = 0; w < FAKES; w++)
+        assert_parts(w, 2, 2);
+    end_call(c, r);
+}
+
+static void a_part_that_is_sent_again_has_no_batch(void **state)
+{
+    (void)state;
+    static const enum fake_mood script[] = {FAKE_FAIL};
+    struct moe_client_config with = {.size = sizeof with, .connections = 2};
+    fakes[0].joins_parts = true;
+    struct moe_client *c = connect_client(fakes, &with);
+    struct request *r = make_request(6000, MOE_DTYPE_F32, false);
+    fake_script(&fakes[0], FAKE_GOOD, 1, script);
+    assert_ok(forward(c, r));
+    assert_answer(r);
+    assert_int_equal(fake_calls(&fakes[0]), 3);
+    assert_int_equal(fakes[0].parts[0], 2);
+    assert_int_equal(fakes[0].parts[1], 2);
+    assert_int_equal(fakes[0].parts[2], 0);
+    end_call(c, r);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -165,6 +252,9 @@ int main(void)
         with_fakes(pieces_of_different_weights_are_not_joined),
         with_fakes(a_batch_of_many_bytes_takes_several_connections),
         with_fakes(a_batch_takes_several_connections_to_each_worker),
+        with_fakes(small_parts_name_their_batch),
+        with_fakes(each_worker_gets_its_own_parts),
+        with_fakes(a_part_that_is_sent_again_has_no_batch),
     };
     seed_random();
     return cmocka_run_group_tests(tests, NULL, NULL);

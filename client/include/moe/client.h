@@ -70,7 +70,8 @@ struct moe_client_config {
                                workers; 0 = 512 */
     uint32_t connections;   /* connections per worker, for calls and for parts of large batches;
                                0 = 1, and up to 4 for parts of large batches, which open when one
-                               needs them */
+                               needs them. Large: an x of 512 KiB or more; of 2 MiB, if this
+                               process has fewer than 8 processors and `connections` is 0 */
     uint64_t timeout_ms;    /* default time of a call, retries included; 0 = 60000 */
     uint32_t max_attempts;  /* attempts of a forward without retain_session; 0 = 4 */
     uint32_t spin_us;       /* how long a connection's thread spins for the next answer. This
