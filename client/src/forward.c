@@ -355,9 +355,9 @@ void moe_client_forward_async(struct moe_client *c, struct moe_client_forward *f
     size_t connection = f->retain_session != NULL ? MOE_CLIENT_HOME : moe_client_take_connection(c);
     for (size_t i = 0; i < count; i++)
         call->pieces[i].connection =
-            count == workers
-                ? (connection + i) % c->connection_count
-                : moe_client_take_lane(c, (connection + i) % c->worker_count, i / workers);
+            count == workers ? (connection + i) % c->connection_count
+                             : moe_client_take_lane(c, (connection + i % workers) % c->worker_count,
+                                                    i / workers);
     send_pieces(call);
 }
 

@@ -46,7 +46,8 @@ uint32_t moe_engine__queue(struct moe_engine *e, const struct moe_step_key *key,
                            bool served)
 {
     const bool retained = key->kind == MOE_STEP_FORWARD_RETAIN;
-    const bool waits = served && !retained && w->batch_parts > 1 && e->config.parts_wait_ns > 0;
+    const bool waits =
+        served && w->retain_session == NULL && w->batch_parts > 1 && e->config.parts_wait_ns > 0;
     struct part_batch *b = waits ? find(e, key, w->batch) : NULL;
     if (!waits || (b == NULL && !add(e, key, w))) {
         moe_batcher_push(e->batcher, key, w);

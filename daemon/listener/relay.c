@@ -582,8 +582,8 @@ static void check_times(struct moe_relay *r, uint64_t now)
     }
 }
 
-/* For spin_ns after the last event the thread polls: the rest of a message, or an answer, is
- * expected soon, and each wake-up costs its latency once more. */
+/* For spin_ns after the last event of an open connection the thread polls: the rest of a message,
+ * or an answer, is expected soon, and each wake-up costs its latency once more. */
 static bool is_spinning(const struct moe_relay *r)
 {
     return r->listener->config.spin_ns > 0 && moe_clock_ns() < r->spin_until;
@@ -693,6 +693,8 @@ static void on_event(struct moe_relay *r, const struct epoll_event *event)
     struct moe_connection *c = object;
     struct moe_flow_end *e = kind == MOE_EVENT_CLIENT ? &c->client : &c->server;
     const uint32_t over = EPOLLRDHUP | EPOLLHUP | EPOLLERR;
+    if (c->state == MOE_CONNECTION_OPEN) /* strangers keep no thread busy */
+        r->spin_until = moe_clock_ns() + r->listener->config.spin_ns;
     e->readable |= (event->events & (EPOLLIN | over)) != 0;
     e->writable |= (event->events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) != 0;
     e->hung_up |= (event->events & over) != 0;
@@ -720,9 +722,7 @@ static void *relay_main(void *arg)
     while (!is_finished(r)) {
         const bool spinning = is_spinning(r);
         int n = epoll_wait(r->epoll, events, EVENTS, spinning ? 0 : sleep_ms(r));
-        if (n > 0)
-            r->spin_until = moe_clock_ns() + r->listener->config.spin_ns;
-        else if (spinning)
+        if (n == 0 && spinning && TAILQ_EMPTY(&r->ready) && TAILQ_EMPTY(&r->handshakes))
             sched_yield(); /* threads with work have priority */
         for (int i = 0; i < n; i++)
             on_event(r, &events[i]);

@@ -523,8 +523,8 @@ static const struct moe_option other_options[] = {
     {"domain-size", 0, MOE_OPTION_UINT, &settings.domain_size, 0, MOE_MAX_SLOTS, "N",
      "For tests: slots s and t count as hosts apart unless s / N = t / N; 0 = as they are"},
     {"spin-us", 0, MOE_OPTION_UINT, &settings.spin_us, 0, 1000000, "US",
-     "Microseconds to poll for the next step before sleeping; default 1000 on a GPU with 8 or more "
-     "usable cores (shared ones count), else 0"},
+     "Microseconds that the threads of steps, requests and connections poll for more before they "
+     "sleep; default 1000 on a GPU with 8 or more usable cores (shared ones count), else 0"},
     {"allow-client-memory", 0, MOE_OPTION_BYTES, &settings.client_memory, 0, 0, "BYTES",
      "Memory that clients of this host may share with the worker, all together; 0 = none"},
     {"client-memory-per-identity", 0, MOE_OPTION_BYTES, &settings.client_memory_each, 0, 0, "BYTES",

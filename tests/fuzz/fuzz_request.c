@@ -71,6 +71,7 @@ size_t moe_fuzz_seed(size_t i, const uint8_t **data)
     static uint8_t tensor[TOKENS * HIDDEN * 4], ids[TOKENS * TOP_K];
     static float weights[TOKENS * TOP_K];
     static int64_t token_ids[TOKENS] = {1, 0, 1};
+    Moe__V1__BatchPart part = MOE__V1__BATCH_PART__INIT;
     Moe__V1__ForwardStreamRequest q;
     if (i >= 12)
         return 0;
@@ -85,6 +86,11 @@ size_t moe_fuzz_seed(size_t i, const uint8_t **data)
     q.parts = (Moe__V1__LayerParts)(i % 4);
     q.epoch = i > 6 ? 5 : 0;
     q.request_id = i;
+    if (i % 4 == 3) {
+        q.batch_part = &part;
+        part.batch = i;
+        part.parts = (uint32_t)i / 2;
+    }
     q.x_data = (ProtobufCBinaryData){sizeof tensor / (i % 2 + 1), tensor};
     if (i % 3 > 0) {
         q.topk_ids_dtype = MOE__V1__DATA_TYPE__DATA_TYPE_U8;

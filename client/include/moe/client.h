@@ -11,8 +11,8 @@
  * The library checks arguments before it sends anything. It sends x from the caller's memory and
  * writes y into the caller's memory.
  *
- * Large batches. An x of 2 MiB or more goes to its worker in parts, by rows, over
- * several connections. If the weights change meanwhile, it is sent once more as one request; if it
+ * Large batches. A large x (`connections` below) goes to its worker in parts, by rows, over several
+ * connections. If the weights change meanwhile, it is sent once more as one request; if it
  * is too large for that, it fails with ABORTED/VERSION_MISMATCH. A pass that is retained is never
  * cut.
  *
@@ -70,8 +70,9 @@ struct moe_client_config {
                                workers; 0 = 512 */
     uint32_t connections;   /* connections per worker, for calls and for parts of large batches;
                                0 = 1, and up to 4 for parts of large batches, which open when one
-                               needs them. Large: an x of 512 KiB or more; of 2 MiB, if this
-                               process has fewer than 8 processors and `connections` is 0 */
+                               needs them; 1 = no parts. Large: an x of 512 KiB or more; of 2 MiB,
+                               if the worker does not join parts, or if this process has fewer
+                               than 8 processors and `connections` is 0 */
     uint64_t timeout_ms;    /* default time of a call, retries included; 0 = 60000 */
     uint32_t max_attempts;  /* attempts of a forward without retain_session; 0 = 4 */
     uint32_t spin_us;       /* how long a connection's thread spins for the next answer. This
