@@ -601,7 +601,7 @@ static int run(const struct moectl_command *self, int argc, char **argv)
          "those above --workers with moe-worker; 0 = a fixed size"},
         {"replicas", 'r', MOE_OPTION_UINT, &u.replicas, 1, MOE_MAX_SLOTS, "N",
          "workers with a copy of each expert; above 1, the group serves on without workers that "
-         "it loses while every expert has a copy. Of groups that train, CPU workers only"},
+         "it loses while every expert has a copy"},
         {"spare-experts", 0, MOE_OPTION_UINT, &u.spare, 0, MOE_MAX_EXPERTS, "N",
          "places of each layer on each worker for copies that `moectl rebalance` moves"},
         {"rebalance", 0, MOE_OPTION_STRING, &u.rebalance, 0, 0, "MODE",

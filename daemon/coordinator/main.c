@@ -178,7 +178,7 @@ int main(int argc, char **argv)
          "size. 0: the group has --workers, always"},
         {"replicas", 'r', MOE_OPTION_UINT, &s.replicas, 1, MOE_PLACEMENT_SLOTS_MAX, "N",
          "Slots with a copy of each expert; above 1, the group serves on without workers that it "
-         "loses while every expert has a copy. Of groups that train, CPU workers only"},
+         "loses while every expert has a copy"},
         {"partial-views", 0, MOE_OPTION_BOOL, &s.partial, 0, 0, NULL,
          "Serve on also without the experts of lost workers: requests that need them wait, fail, "
          "or "

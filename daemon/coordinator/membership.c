@@ -487,32 +487,10 @@ static void miss(struct moe_membership *m, uint64_t slots)
     }
 }
 
-/* In a group that trains, a member that is left out loses its state, and peers also miss one that
- * has only left the view. So one that is connected, and answers PREPARE, takes part in the next
- * attempt: without an answer it is left out. So it is if it is missed again before a view has
- * lasted. */
-static uint64_t find_trusted(const struct moe_membership *m, uint64_t slots)
-{
-    uint64_t trusted = 0;
-    bool lasted = m->view_epoch != 0 && m->now_ns - m->view_since_ns >= m->config.lease_ns;
-    bool may_try = lasted || m->attempts + 1 < m->config.attempts_max;
-    for (uint32_t s = 0; m->trains && may_try && s < m->config.slots; s++) {
-        const struct member *member = &m->members[s];
-        bool answers = member->stream != 0 && member->last.round_trip_ns != 0;
-        trusted |= (uint64_t)(answers && (lasted || member->strikes == 0)) << s & slots;
-    }
-    return trusted;
-}
-
-/* With replicas, views form without these slots for a while, unless they are trusted. */
+/* With replicas, views form without these slots for a while. */
 static void suspect(struct moe_membership *m, uint64_t slots)
 {
-    uint64_t trusted = moe_membership__may_shrink(m) ? find_trusted(m, slots) : 0;
-    moe_membership__exclude(m, slots & ~trusted);
-    m->shrinks = m->shrinks || trusted != 0;
-    m->attempts += trusted != 0 && m->view_epoch != 0; /* the next one is at once, and counts */
-    for (uint32_t s = 0; s < m->config.slots; s++)
-        m->members[s].strikes += (trusted >> s & 1) != 0;
+    moe_membership__exclude(m, slots);
     if (m->shrinks)
         m->suspects |= slots;
 }
@@ -561,8 +539,7 @@ static void receive_another_report(struct moe_membership *m, uint32_t slot, uint
     if (slots == 0)
         return;
     suspect(m, slots);
-    uint64_t left_out = slots & ~moe_membership__able_slots(m);
-    bool forms_with = m->phase != PHASE_IDLE && (m->live & left_out) != 0;
+    bool forms_with = m->phase != PHASE_IDLE && (m->live & slots) != 0;
     moe_membership__list_slots(missed, slots);
     snprintf(why, sizeof why, "slot %u got no answer from %s", slot, missed);
     if (m->shrinks && m->phase == PHASE_IDLE)

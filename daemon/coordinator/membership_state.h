@@ -48,9 +48,9 @@ struct member {
     bool leaving;        /* it sent Leaving */
     bool unverified;     /* its next heartbeat must confirm the view in force */
     bool missed; /* peers reported it since a view last came in force: it is lost with its stream */
-    /* With replicas: views form without it until then, as it failed `strikes` times in a row (of
-     * which a group that trains pardons the first report of peers); and while it is `silent`: it
-     * has sent no heartbeat that shows that it has left the ended epoch. */
+    /* With replicas: views form without it until then, as it failed `strikes` times in a row; and
+     * while it is `silent`: it has sent no heartbeat that shows that it has left the ended epoch.
+     */
     uint64_t excluded_until_ns;
     uint32_t strikes;
     bool silent;

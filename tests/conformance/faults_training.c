@@ -10,6 +10,7 @@
 #include "base/wait.h"
 
 #include <pthread.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -483,13 +484,15 @@ static int compare_copies(struct member *m, struct trainer_fixture *p)
     return 0;
 }
 
+static uint64_t cut_seed;
+
 /* One slot gives up in a step. Then some slots may have taken a step that others have not:
  * those lack the squares only, and finish it. */
 static int cut_steps_short(struct member *m)
 {
     struct trainer_fixture p;
     struct taken mine = {0}, all[MOE_MAX_SLOTS] = {0};
-    struct rng r = {.state = moe_clock_ns()};
+    struct rng r = {.state = cut_seed + m->slot};
     uint32_t finished = 0;
     EXPECT(open_trainer_fixture(m, &p, SHORT_MS) && use_copied_layer(m, &p, UINT64_MAX));
     p.optimizer.max_grad_norm = 0.01;
@@ -527,6 +530,10 @@ static int cut_steps_short(struct member *m)
 
 static bool a_step_that_is_cut_short_is_taken_by_all_or_none(uint32_t slots)
 {
+    const char *replay = getenv("MOE_SEED");
+    cut_seed = replay != NULL ? strtoull(replay, NULL, 10) : moe_clock_ns();
+    printf("       MOE_SEED=%llu\n", (unsigned long long)cut_seed);
+    fflush(stdout);
     return backend->training->optimizer_finish == NULL || run_group(slots, cut_steps_short);
 }
 

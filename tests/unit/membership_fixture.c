@@ -22,7 +22,7 @@ uint64_t answered_sequence;
 uint32_t answered_oldest_ms;
 
 uint32_t domain;
-uint64_t last_session, registered_session, round_trip_ns;
+uint64_t last_session, registered_session;
 uint32_t registered_tokens;
 static uint32_t slot_of[1000];                     /* by stream, of its last PREPARE */
 static uint64_t order_of[MOE_PLACEMENT_SLOTS_MAX]; /* of the last ASSIGN to each slot */
@@ -121,7 +121,7 @@ int setup(void **unused)
     last_stream = 0;
     exited = disk_full = trains = trains_with_copies = false;
     domain = 0;
-    registered_session = round_trip_ns = 0;
+    registered_session = 0;
     registered_tokens = 64;
     replicas = 1;
     create_for(SLOTS);
@@ -198,9 +198,7 @@ void loaded(uint64_t stream)
 void heartbeat_saved(uint64_t stream, uint64_t epoch, uint64_t calls)
 {
     struct moe_membership_heartbeat h = {
-        .epoch = epoch,
-        .round_trip_ns = round_trip_ns,
-        .training_saved = {.checkpoint = "c", .calls = calls, .record = calls}};
+        .epoch = epoch, .training_saved = {.checkpoint = "c", .calls = calls, .record = calls}};
     moe_membership_on_heartbeat(m, now, stream, &h);
     carry_out();
 }

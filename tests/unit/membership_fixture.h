@@ -39,8 +39,6 @@ extern uint64_t registered_session; /* epoch of the session that Registers tell 
 extern uint32_t registered_tokens;  /* its max_tokens */
 /* Of workers that register; NULL: their own. */
 extern const char *given_endpoint, *given_control;
-/* Of heartbeats; 0: it is not known, and the worker does not answer PREPARE. */
-extern uint64_t round_trip_ns;
 
 void carry_out(void);
 void forget(void);

@@ -406,84 +406,6 @@ static void after_a_restart_training_waits_for_members_only(void **unused)
     assert_int_equal(prepares, 2);
 }
 
-/* Four slots, of which 0 and 2 have the same experts, and so have 1 and 3. All serve and train. */
-static void serve_four(uint64_t s[4])
-{
-    moe_membership_destroy(m);
-    replicas = 2;
-    trains = trains_with_copies = true;
-    create_for(4);
-    for (uint32_t i = 0; i < 4; i++)
-        s[i] = join(i, 10 + i);
-    for (uint32_t i = 0; i < 4; i++)
-        loaded(s[i]);
-    for (uint32_t i = 0; i < 4; i++)
-        ready(s[i], NULL);
-    expect_state(MOE_GROUP_SERVING);
-    round_trip_ns = MOE_NS_PER_MS;
-    for (uint32_t i = 0; i < 4; i++)
-        heartbeat(s[i], 1);
-    forget();
-}
-
-/* Slot 3 dies. Slot 2 leaves the view, as the coordinator says; slot 0 sees that before it receives
- * the reason, and misses slot 2. The others could go on without it, but it would lose its state. */
-static void a_member_that_has_left_the_view_is_not_left_out(void **unused)
-{
-    (void)unused;
-    uint64_t s[4];
-    serve_four(s);
-    lose_stream(s[3]);
-    miss(s[1], 1, 1 << 3);
-    assert_int_equal(group().live, 7);
-    miss(s[0], 1, 1 << 2);
-    assert_int_equal(group().live, 7);
-    assert_int_equal(prepares, 3);
-    for (uint32_t i = 0; i < 3; i++)
-        ready(s[i], NULL);
-    expect_state(MOE_GROUP_SERVING);
-}
-
-/* The same, and the report of slot 0 comes first. */
-static void a_member_that_is_missed_first_is_not_left_out(void **unused)
-{
-    (void)unused;
-    uint64_t s[4];
-    serve_four(s);
-    lose_stream(s[3]);
-    miss(s[0], 1, 1 << 2);
-    miss(s[2], 1, 1 << 3);
-    assert_int_equal(group().live, 7);
-    for (uint32_t i = 0; i < 3; i++)
-        ready(s[i], NULL);
-    expect_state(MOE_GROUP_SERVING);
-    assert_int_equal(group().live, 7);
-}
-
-/* It is connected, and others cannot reach it: they go on without it, though not at once. What was
- * before a view that lasted does not count. */
-static void a_member_that_is_missed_again_is_left_out(void **unused)
-{
-    (void)unused;
-    uint64_t s[4];
-    serve_four(s);
-    for (uint64_t epoch = 1; epoch < 3; epoch++) {
-        miss(s[0], epoch, 1 << 2);
-        assert_int_equal(group().live, 15);
-        for (uint32_t i = 0; i < 4; i++)
-            ready(s[i], NULL);
-        expect_state(MOE_GROUP_SERVING);
-        if (epoch == 1)
-            pass(LEASE_MS, 2, s, 4);
-    }
-    miss(s[0], 3, 1 << 2);
-    assert_int_equal(group().live, 15);
-    for (uint32_t i = 0; i < 4; i++)
-        ready(s[i], NULL);
-    miss(s[0], 4, 1 << 2);
-    assert_int_equal(group().live, 11);
-}
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -503,9 +425,6 @@ int main(void)
         STORY(after_a_restart_training_waits_for_a_lease_for_its_members),
         STORY(a_successor_that_comes_first_leaves_no_member_out),
         STORY(after_a_restart_training_waits_for_members_only),
-        STORY(a_member_that_has_left_the_view_is_not_left_out),
-        STORY(a_member_that_is_missed_first_is_not_left_out),
-        STORY(a_member_that_is_missed_again_is_left_out),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
