@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Digests of one layer, from the bytes that are read for loading. No byte is read a second time:
- * the thread that reads some leaves hashes them while its cache has them. One exception: reads of a
- * backend may end inside a leaf. Then the thread that reads the beginning of the leaf also reads
- * its rest. */
+/* Digests of one layer, from the bytes that are read for loading. No byte is read a second time, so
+ * that a digest is of the very bytes that were delivered: the thread that reads some leaves hashes
+ * them while its cache has them. Reads of a backend may begin or end inside a leaf. Then copies of
+ * the leaf's parts are kept, and the thread that brings the last one hashes the leaf. */
 #include "model/model_internal.h"
 
+#include "base/mutex.h"
 #include "base/thread_pool.h"
 
 #include <stdlib.h>
@@ -14,13 +15,28 @@ enum {
     RUN_LEAVES = 4, /* of one item for the thread pool: 256 KiB, which a second-level cache holds */
 };
 
+/* Bytes of a leaf that one read delivered. */
+struct part {
+    struct part *next;
+    size_t first, bytes; /* in the leaf */
+    char data[];
+};
+
+/* A leaf of a range that a backend reads. The digester's lock guards it. */
+struct leaf {
+    struct part *parts; /* so far, if no read delivered all of it */
+    size_t has;         /* bytes of the parts */
+    bool done;          /* it is hashed, and has no parts */
+};
+
 /* The bytes of one tensor, or of one expert's share of it. */
 struct range {
+    struct moe_digester *digester;
     uint32_t expert; /* MOE_DIGEST_COMMON: of no expert */
     struct moe_piece piece;
     struct moe_weight_source file; /* of a range that a backend reads; else read = NULL */
     uint64_t count;                /* leaves */
-    uint8_t *done;                 /* [count] of such a range: 1 = hashed */
+    struct leaf *state;            /* [count] of such a range, else NULL */
     struct moe_digest leaves[];
 };
 
@@ -40,6 +56,7 @@ struct moe_digester {
     size_t layer;
     struct range **ranges; /* in the order of loading: units follow each other */
     size_t count, room;
+    struct moe_mutex lock; /* of leaves */
 };
 
 static struct moe_status no_memory(void)
@@ -61,12 +78,27 @@ static struct moe_status do_run(void *ctx, uint32_t thread, const void *job, uin
 
 /* ------------------------------------------------------------------ ranges */
 
+static void free_parts(struct part *p)
+{
+    while (p != NULL) {
+        struct part *next = p->next;
+        free(p);
+        p = next;
+    }
+}
+
+static void drop_range(struct range *r)
+{
+    for (uint64_t i = 0; r->state != NULL && i < r->count; i++)
+        free_parts(r->state[i].parts);
+    free(r->state);
+    free(r);
+}
+
 static void drop_ranges(struct moe_digester *d)
 {
-    for (size_t i = 0; i < d->count; i++) {
-        free(d->ranges[i]->done);
-        free(d->ranges[i]);
-    }
+    for (size_t i = 0; i < d->count; i++)
+        drop_range(d->ranges[i]);
     d->count = 0;
 }
 
@@ -91,7 +123,8 @@ static struct moe_status add_range(struct moe_digester *d, enum moe_weight weigh
     struct range *r = malloc(sizeof *r + (size_t)count * sizeof r->leaves[0]);
     if (r == NULL)
         return no_memory();
-    *r = (struct range){.expert = moe_weight_is_expert(weight) ? expert : MOE_DIGEST_COMMON,
+    *r = (struct range){.digester = d,
+                        .expert = moe_weight_is_expert(weight) ? expert : MOE_DIGEST_COMMON,
                         .piece = *p,
                         .count = count};
     d->ranges[d->count++] = r;
@@ -171,47 +204,88 @@ static struct moe_status read_file(const struct range *r, uint64_t at, size_t by
     return r->file.read(r->file.ctx, r->file.at + at, bytes, to);
 }
 
-/* Hashes leaf `i`; [from, from + has) are its first bytes, and the rest is read. */
-static struct moe_status hash_leaf(struct range *r, uint64_t i, const char *from, size_t has)
+static size_t leaf_bytes(const struct range *r, uint64_t i)
 {
-    uint64_t first = i * MOE_DIGEST_LEAF_BYTES, left = r->piece.bytes - first;
-    size_t length = left < MOE_DIGEST_LEAF_BYTES ? (size_t)left : MOE_DIGEST_LEAF_BYTES;
-    has = has < length ? has : length;
-    char *rest = has < length ? malloc(length - has) : NULL;
-    if (has < length && rest == NULL)
+    uint64_t left = r->piece.bytes - i * MOE_DIGEST_LEAF_BYTES;
+    return left < MOE_DIGEST_LEAF_BYTES ? (size_t)left : MOE_DIGEST_LEAF_BYTES;
+}
+
+/* Leaf `i` has the bytes of `parts`, which are `has` bytes; the rest was not read yet. */
+static struct moe_status hash_parts(struct range *r, uint64_t i, const struct part *parts,
+                                    size_t has)
+{
+    size_t length = leaf_bytes(r, i);
+    char *data = calloc(1, length);
+    if (data == NULL)
         return no_memory();
-    struct moe_status st = rest != NULL ? read_file(r, first + has, length - has, rest) : moe_ok();
+    struct moe_status st =
+        has < length ? read_file(r, i * MOE_DIGEST_LEAF_BYTES, length, data) : moe_ok();
+    for (; parts != NULL; parts = parts->next)
+        memcpy(data + parts->first, parts->data, parts->bytes);
     if (!moe_failed(&st))
-        st = moe_digest_leaf(from, has, rest, length - has, &r->leaves[i]);
-    free(rest);
-    r->done[i] = !moe_failed(&st);
+        st = moe_digest_leaf(data, length, "", 0, &r->leaves[i]);
+    free(data);
     return st;
 }
 
-/* Hashes `count` whole leaves from leaf `i` on. */
-static struct moe_status hash_leaves(struct range *r, uint64_t i, size_t count, const char *from)
+/* `bytes` bytes at `from` were read, at `first` in leaf `i`. They are not the whole leaf. */
+static struct moe_status add_part(struct range *r, uint64_t i, size_t first, const char *from,
+                                  size_t bytes)
 {
-    MOE_TRY(moe_digest_leaves(from, count * MOE_DIGEST_LEAF_BYTES, &r->leaves[i]));
-    memset(&r->done[i], 1, count);
-    return moe_ok();
+    struct leaf *leaf = &r->state[i];
+    struct part *parts = NULL, *p = malloc(sizeof *p + bytes);
+    if (p == NULL)
+        return no_memory();
+    *p = (struct part){.first = first, .bytes = bytes};
+    memcpy(p->data, from, bytes);
+    moe_mutex_lock(&r->digester->lock);
+    p->next = leaf->parts;
+    leaf->parts = p;
+    leaf->has += bytes;
+    leaf->done = leaf->has == leaf_bytes(r, i);
+    if (leaf->done) {
+        parts = leaf->parts;
+        leaf->parts = NULL;
+    }
+    moe_mutex_unlock(&r->digester->lock);
+    if (parts == NULL)
+        return moe_ok();
+    struct moe_status st = hash_parts(r, i, parts, leaf_bytes(r, i));
+    free_parts(parts);
+    return st;
 }
 
-/* moe_weight_source.read: a run of leaves at a time. Each leaf belongs to the read with its first
- * byte, so that no two threads hash the same one. */
+/* Hashes `bytes` bytes at `from`, which begin with leaf `i`; the last leaf may be a part of one. */
+static struct moe_status hash_leaves(struct range *r, uint64_t i, const char *from, size_t bytes)
+{
+    size_t count = bytes / MOE_DIGEST_LEAF_BYTES, rest = bytes % MOE_DIGEST_LEAF_BYTES;
+    if (rest != 0 && rest == leaf_bytes(r, i + count)) {
+        count++;
+        rest = 0;
+    }
+    MOE_TRY(moe_digest_leaves(from, bytes - rest, &r->leaves[i]));
+    moe_mutex_lock(&r->digester->lock);
+    for (size_t n = 0; n < count; n++)
+        r->state[i + n].done = true;
+    moe_mutex_unlock(&r->digester->lock);
+    return rest == 0 ? moe_ok() : add_part(r, i + count, 0, from + bytes - rest, rest);
+}
+
+/* moe_weight_source.read: a run of leaves at a time. */
 static struct moe_status read_and_hash(const void *ctx, uint64_t at, size_t bytes, void *to)
 {
-    const size_t leaf = MOE_DIGEST_LEAF_BYTES;
+    const size_t leaf = MOE_DIGEST_LEAF_BYTES, inside = (size_t)(at % leaf);
     struct range *r = (struct range *)(uintptr_t)ctx; /* sources are const for their users */
-    size_t before = (size_t)((leaf - at % leaf) % leaf), done = before < bytes ? before : bytes;
-    MOE_TRY(read_file(r, at, done, to));
+    size_t head = (leaf - inside) % leaf, done = head < bytes ? head : bytes;
+    if (done > 0) {
+        MOE_TRY(read_file(r, at, done, to));
+        MOE_TRY(add_part(r, at / leaf, inside, to, done));
+    }
     while (done < bytes) {
         char *from = (char *)to + done;
         size_t left = bytes - done, n = left < RUN_LEAVES * leaf ? left : RUN_LEAVES * leaf;
-        uint64_t i = (at + done) / leaf;
         MOE_TRY(read_file(r, at + done, n, from));
-        MOE_TRY(hash_leaves(r, i, n / leaf, from));
-        if (n % leaf != 0)
-            MOE_TRY(hash_leaf(r, i + n / leaf, from + n / leaf * leaf, n % leaf));
+        MOE_TRY(hash_leaves(r, (at + done) / leaf, from, n));
         done += n;
     }
     return moe_ok();
@@ -223,8 +297,8 @@ struct moe_status moe_digester__watch(struct moe_digester *d, enum moe_weight we
 {
     struct range *r = NULL;
     MOE_TRY(add_range(d, weight, expert, p, &r));
-    r->done = calloc((size_t)r->count + 1, 1);
-    if (r->done == NULL)
+    r->state = calloc((size_t)r->count + 1, sizeof *r->state);
+    if (r->state == NULL)
         return no_memory();
     r->file = *source;
     *source = (struct moe_weight_source){.read = read_and_hash, .ctx = r};
@@ -245,9 +319,9 @@ static int compare_ranges(const void *a, const void *b)
 static struct moe_status hash_tensor(struct range *r, struct moe_digest *out)
 {
     const struct moe_tensor *t = r->piece.at.tensor;
-    for (uint64_t i = 0; r->done != NULL && i < r->count; i++)
-        if (!r->done[i]) /* the backend had no use for these bytes */
-            MOE_TRY(hash_leaf(r, i, "", 0));
+    for (uint64_t i = 0; r->state != NULL && i < r->count; i++)
+        if (!r->state[i].done) /* the backend had no use for all of its bytes */
+            MOE_TRY(hash_parts(r, i, r->state[i].parts, r->state[i].has));
     const struct moe_digest_tensor tensor = {.name = t->name,
                                              .dtype = moe_st_dtype_name(t->dtype),
                                              .rank = t->rank,
@@ -354,8 +428,10 @@ struct moe_status moe_digester_create(const struct moe_model *m, uint32_t thread
     if (d == NULL)
         return no_memory();
     d->model = m;
+    moe_mutex_init(&d->lock);
     struct moe_status st = moe_thread_pool_create("moe-digest", threads, do_run, NULL, &d->pool);
     if (moe_failed(&st)) {
+        moe_mutex_destroy(&d->lock);
         free(d);
         return st;
     }
@@ -370,5 +446,6 @@ void moe_digester_destroy(struct moe_digester *d)
     moe_thread_pool_destroy(d->pool);
     drop_ranges(d);
     free(d->ranges);
+    moe_mutex_destroy(&d->lock);
     free(d);
 }

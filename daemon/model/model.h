@@ -86,8 +86,11 @@ const struct moe_token_table *moe_token_tables_find(const struct moe_token_table
 typedef struct moe_status (*moe_weight_sink)(void *ctx, enum moe_weight weight, uint32_t expert,
                                              enum moe_dtype dtype, const void *data, size_t bytes);
 
-/* Receives the source of one weight in canonical form. `source` is valid while the model is open,
- * for any number of threads. */
+/* Receives the source of one weight in canonical form, for any number of threads. The caller of
+ * moe_model_stream_layer keeps a source valid: it does not close the model, nor free `sources` of
+ * its sinks (weights that were gathered, scales). With a digester it also neither streams the next
+ * layer nor calls moe_digester_finish or moe_digester_destroy. With a digester no byte of a source
+ * is read twice: digests are of the bytes that were delivered. */
 typedef struct moe_status (*moe_weight_source_sink)(void *ctx, enum moe_weight weight,
                                                     uint32_t expert, enum moe_dtype dtype,
                                                     const struct moe_weight_source *source,

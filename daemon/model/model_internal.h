@@ -44,7 +44,7 @@ struct moe_status moe_digester__read(struct moe_digester *d, enum moe_weight wei
                                      uint32_t expert, const struct moe_piece *p,
                                      void *to) MOE_CHECKED;
 /* Adds a range that a backend reads for itself: replaces `source` by one that hashes what is read.
- * It is valid until the next begin. */
+ * It is valid until the next begin, finish or destroy. */
 struct moe_status moe_digester__watch(struct moe_digester *d, enum moe_weight weight,
                                       uint32_t expert, const struct moe_piece *p,
                                       struct moe_weight_source *source) MOE_CHECKED;

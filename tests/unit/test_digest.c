@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The digests of a model: they are the tree of model/digest.h, they do not depend on who loads
  * which part how, and one changed bit is found by the name of its tensor. */
+#include "base/thread_pool.h"
 #include "model/model_write.h"
 #include "model_fixture.h"
 #include "small_model.h"
@@ -15,24 +16,46 @@
 
 /* ------------------------------------------------------------------ loading */
 
-/* A backend that reads for itself: pieces of `*ctx` bytes, the last one first; none if 0. */
+/* A weight that is read in pieces; an item is one of them. */
+struct pieces {
+    struct moe_weight_source source;
+    size_t bytes, piece, count;
+};
+
+static struct moe_status read_piece(void *ctx, uint32_t thread, const void *what, uint32_t item)
+{
+    const struct pieces *p = what;
+    size_t first = (p->count - 1 - item) * p->piece, left = p->bytes - first;
+    char *data = malloc(p->piece);
+    (void)ctx;
+    (void)thread;
+    if (data == NULL)
+        return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory");
+    struct moe_status st = p->source.read(p->source.ctx, p->source.at + first,
+                                          left < p->piece ? left : p->piece, data);
+    free(data);
+    return st;
+}
+
+/* A backend that reads for itself, with three threads: pieces of `*ctx` bytes, the last ones first;
+ * none if 0. */
 static struct moe_status read_pieces(void *ctx, enum moe_weight weight, uint32_t expert,
                                      enum moe_dtype dtype, const struct moe_weight_source *source,
                                      size_t bytes)
 {
     const size_t piece = *(const size_t *)ctx;
+    struct moe_thread_pool_batch batch = {0};
+    struct moe_thread_pool *pool;
     (void)weight;
     (void)expert;
     (void)dtype;
-    if (piece == 0)
+    if (piece == 0 || bytes == 0)
         return moe_ok();
-    char *data = malloc(piece);
-    assert_non_null(data);
-    for (size_t n = (bytes + piece - 1) / piece; n > 0; n--) {
-        size_t first = (n - 1) * piece, left = bytes - first;
-        assert_ok(source->read(source->ctx, source->at + first, left < piece ? left : piece, data));
-    }
-    free(data);
+    const struct pieces p = {*source, bytes, piece, (bytes + piece - 1) / piece};
+    assert_ok(moe_thread_pool_create("readers", 3, read_piece, NULL, &pool));
+    assert_ok(moe_thread_pool_submit(pool, &batch, &p, sizeof p, (uint32_t)p.count));
+    assert_ok(moe_thread_pool_wait(pool, &batch));
+    moe_thread_pool_destroy(pool);
     return moe_ok();
 }
 
@@ -384,6 +407,95 @@ static void a_backend_that_reads_for_itself_gives_the_same_digest(void **state)
     moe_model_close(m);
 }
 
+/* A backend that reads pieces of the last matrix, while a byte of the file changes. */
+struct changing {
+    const struct fixture *f;
+    uint64_t byte;        /* in the file: the one that changes after the first read */
+    size_t first, pieces; /* the first piece that it reads; how many */
+    bool down;            /* the next piece is the one before */
+};
+enum { CHANGING_PIECE = 100000 };
+
+static void flip_byte(const struct fixture *f, uint64_t at)
+{
+    char byte;
+    int fd = open(fixture_path(f, EXPERTS_FILE), O_RDWR);
+    assert_true(fd >= 0);
+    assert_int_equal(pread(fd, &byte, 1, (off_t)at), 1);
+    byte ^= 1;
+    assert_int_equal(pwrite(fd, &byte, 1, (off_t)at), 1);
+    assert_int_equal(close(fd), 0);
+}
+
+static struct moe_status read_while_it_changes(void *ctx, enum moe_weight weight, uint32_t expert,
+                                               enum moe_dtype dtype,
+                                               const struct moe_weight_source *source, size_t bytes)
+{
+    static char data[CHANGING_PIECE];
+    const struct changing *c = ctx;
+    (void)dtype;
+    if (weight != MOE_WEIGHT_UP || expert != E - 1)
+        return moe_ok();
+    for (size_t i = 0; i < c->pieces; i++) {
+        size_t first = (c->down ? c->first - i : c->first + i) * CHANGING_PIECE;
+        size_t left = bytes - first, n = left < sizeof data ? left : sizeof data;
+        assert_ok(source->read(source->ctx, source->at + first, n, data));
+        if (i == 0)
+            flip_byte(c->f, c->byte);
+    }
+    flip_byte(c->f, c->byte);
+    return moe_ok();
+}
+
+/* The byte is at the beginning of piece 1, inside a leaf that begins in piece 0. */
+static void the_digest_is_of_the_bytes_that_the_backend_got(void **state)
+{
+    static const uint32_t experts[E] = {0, 1, 2, 3};
+    static const struct {
+        size_t first, pieces;
+        bool down, changed; /* the backend got the changed byte */
+    } cases[] = {
+        {0, 8, false, true}, /* piece 1 after the change */
+        {1, 2, true, false}, /* piece 1, then, after the change, piece 0 */
+        {1, 1, true, false}, /* piece 1 alone */
+        {2, 2, true, true},  /* pieces 2 and 1: the rest of the leaf is read at the end */
+    };
+    struct fixture *f = *state;
+    struct moe_st_file *file;
+    const struct moe_tensor *t;
+    make_wide_model(f);
+    struct moe_model *m = open_model(f);
+    struct moe_digest_table *want = new_table();
+    find_weight(f, m, MOE_WEIGHT_UP, E - 1, &file, &t);
+    const uint64_t byte = t->offset + CHANGING_PIECE + 5;
+    add_share(m, 0, 1, NULL, want);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        struct changing c = {f, byte, cases[i].first, cases[i].pieces, cases[i].down};
+        struct moe_digest_table *got = new_table();
+        struct moe_model_sources sources = {0};
+        struct moe_digest_difference difference;
+        struct moe_digester *d;
+        const struct moe_model_sinks sinks = {.weight = fixture_ignore,
+                                              .source = read_while_it_changes,
+                                              .ctx = &c,
+                                              .sources = &sources};
+        assert_ok(moe_digester_create(m, 2, &d));
+        assert_ok(moe_model_stream_layer(m, 0, experts, E, &sinks, d, NULL, NULL));
+        assert_ok(moe_digester_finish(d, got));
+        bool differs = moe_digest_table_differs(got, want, &difference);
+        print_message("  case %zu: %s\n", i, differs ? difference.name : "the same");
+        assert_int_equal(differs, cases[i].changed);
+        if (differs)
+            assert_string_equal(difference.name, t->name);
+        moe_digester_destroy(d);
+        moe_digest_table_destroy(got);
+        moe_model_sources_free(&sources);
+    }
+    moe_digest_table_destroy(want);
+    moe_st_close(file);
+    moe_model_close(m);
+}
+
 static struct moe_model *open_golden(const char *family)
 {
     char path[512];
@@ -711,6 +823,7 @@ int main(void)
         WITH_FILES(threads_that_share_a_matrix_deliver_its_bytes),
         WITH_FILES(a_digester_is_usable_after_a_file_that_was_cut),
         WITH_FILES(a_backend_that_reads_for_itself_gives_the_same_digest),
+        WITH_FILES(the_digest_is_of_the_bytes_that_the_backend_got),
         cmocka_unit_test(the_split_over_slots_does_not_change_the_digest),
         WITH_FILES(shards_do_not_change_the_digest),
         WITH_FILES(a_flipped_bit_in_any_expert_of_any_family_is_found_by_name),
