@@ -8,6 +8,7 @@
 #include "base/mutex.h"
 #include "base/thread_pool.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -56,12 +57,20 @@ struct moe_digester {
     size_t layer;
     struct range **ranges; /* in the order of loading: units follow each other */
     size_t count, room;
-    struct moe_mutex lock; /* of leaves */
+    const atomic_bool *cancelled; /* NULL: never */
+    struct moe_mutex lock;        /* of leaves */
 };
 
 static struct moe_status no_memory(void)
 {
     return moe_error(MOE_RESOURCE_EXHAUSTED, MOE_REASON_OUT_OF_MEMORY, "no memory for digests");
+}
+
+static struct moe_status check_going_on(const struct moe_digester *d)
+{
+    if (d->cancelled != NULL && atomic_load(d->cancelled))
+        return moe_error(MOE_ABORTED, MOE_REASON_ABORTED, "loading was cancelled");
+    return moe_ok();
 }
 
 static struct moe_status do_run(void *ctx, uint32_t thread, const void *job, uint32_t item)
@@ -277,6 +286,7 @@ static struct moe_status read_and_hash(const void *ctx, uint64_t at, size_t byte
     const size_t leaf = MOE_DIGEST_LEAF_BYTES, inside = (size_t)(at % leaf);
     struct range *r = (struct range *)(uintptr_t)ctx; /* sources are const for their users */
     size_t head = (leaf - inside) % leaf, done = head < bytes ? head : bytes;
+    MOE_TRY(check_going_on(r->digester));
     if (done > 0) {
         MOE_TRY(read_file(r, at, done, to));
         MOE_TRY(add_part(r, at / leaf, inside, to, done));
@@ -448,4 +458,9 @@ void moe_digester_destroy(struct moe_digester *d)
     free(d->ranges);
     moe_mutex_destroy(&d->lock);
     free(d);
+}
+
+void moe_digester_heed(struct moe_digester *d, const atomic_bool *cancelled)
+{
+    d->cancelled = cancelled;
 }

@@ -14,6 +14,8 @@
 #include "moe/packed_matrix.h"
 #include "moe/weight_source.h"
 
+#include <stdatomic.h>
+
 struct moe_device;
 struct moe_model;
 
@@ -153,6 +155,9 @@ struct moe_digester;
  * backend reads for itself are hashed by the backend's threads. Errors: OUT_OF_MEMORY. */
 struct moe_status moe_digester_create(const struct moe_model *m, uint32_t threads,
                                       struct moe_digester **out) MOE_CHECKED;
+/* Once `*cancelled` is true, reads of the digester's sources fail with MOE_ABORTED. It must stay as
+ * long as the digester. No read is under way. */
+void moe_digester_heed(struct moe_digester *d, const atomic_bool *cancelled);
 /* No source of its layer may be in use. NULL is ignored. */
 void moe_digester_destroy(struct moe_digester *d);
 /* Adds the units of the layer that was streamed last to `table`. The backend has finished the

@@ -382,6 +382,7 @@ static struct moe_status load_with_digests(struct moe_loader *l, struct moe_dige
     uint32_t cores = moe_usable_cores();
     MOE_TRY(moe_digester_create(l->model, cores < DIGEST_THREADS_MAX ? cores : DIGEST_THREADS_MAX,
                                 &l->digester));
+    moe_digester_heed(l->digester, &l->cancelled);
     struct moe_status st = load_all(l, digests);
     if (moe_failed(&st)) /* a backend may still read from its sources */
         moe_loader__destroy_layers(l, l->layers);

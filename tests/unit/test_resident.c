@@ -295,6 +295,51 @@ static void loading_can_be_cancelled(void **state)
     check_nothing_is_held(r);
 }
 
+/* A backend that reads all when the layer finishes, and is cancelled after its first read. */
+static struct {
+    struct moe_loader *loader;
+    struct job jobs[256];
+    size_t count, aborted;
+} late;
+
+static struct moe_status fetch_later(struct moe_layer *layer, enum moe_weight weight,
+                                     uint32_t expert, enum moe_dtype dtype,
+                                     const struct moe_weight_source *source, size_t bytes)
+{
+    assert_true(late.count < sizeof late.jobs / sizeof late.jobs[0]);
+    late.jobs[late.count++] = (struct job){layer, weight, expert, dtype, *source, bytes};
+    return moe_ok();
+}
+
+static struct moe_status read_late(struct moe_layer *layer)
+{
+    struct moe_status first = moe_ok();
+    (void)layer;
+    for (size_t i = 0; i < late.count; i++) {
+        struct moe_status st = read_and_upload(NULL, 0, &late.jobs[i], 0);
+        moe_loader_cancel(late.loader);
+        late.aborted += st.code == MOE_ABORTED;
+        if (moe_failed(&st) && !moe_failed(&first))
+            first = st;
+    }
+    return first;
+}
+
+static void no_source_is_read_after_a_cancellation(void **state)
+{
+    struct resident *r = *state;
+    memset(&late, 0, sizeof late);
+    late.loader = r->loader;
+    r->backend.layer_fetch = fetch_later;
+    r->backend.layer_finish = read_late;
+    struct moe_status st = moe_loader_load(r->loader, &r->assignment);
+    assert_int_equal(st.code, MOE_ABORTED);
+    assert_true(late.count > 2);
+    assert_int_equal(late.aborted, late.count - 1);
+    assert_int_equal(atomic_load(&fake.uploaded), 1);
+    check_nothing_is_held(r);
+}
+
 /* As a worker loads for the next view, with a backend that shares nothing with the layers before.
  */
 static void the_next_layers_come_while_the_present_ones_serve(void **state)
@@ -356,6 +401,7 @@ int main(void)
                                         teardown),
         cmocka_unit_test_setup_teardown(an_error_names_a_file_that_shrinks, setup, teardown),
         cmocka_unit_test_setup_teardown(loading_can_be_cancelled, setup, teardown),
+        cmocka_unit_test_setup_teardown(no_source_is_read_after_a_cancellation, setup, teardown),
         cmocka_unit_test_setup_teardown(the_next_layers_come_while_the_present_ones_serve, setup,
                                         teardown),
     };
