@@ -40,9 +40,10 @@ def dtype_of(x):
 
 def start(program, *arguments, environment=None, cwd=None):
     """Starts a daemon, in folder `cwd`; returns it and its address. Adds `environment` to ours. A
-    daemon that listens again at its old address gets more tries: a connection of another test may
-    have that port for a moment."""
-    again = any(re.fullmatch(r"127\.0\.0\.1:[1-9]\d*", each) and option == "--listen"
+    daemon that listens at a given port gets more tries: a connection of another test may have it
+    for a moment."""
+    again = any(re.fullmatch(r"127\.0\.0\.1:[1-9]\d*", each) and
+                option in ("--listen", "--metrics-listen")
                 for option, each in zip(arguments, arguments[1:]))
     for left in range(5 if again else 1, 0, -1):
         process, address = start_once(program, arguments, environment, cwd)
